@@ -1,0 +1,46 @@
+# `make demo` and `make test` set up everything they need; the rest is a contributor's day.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# One thread per process: two notebooks side by side on two cores must not fight over them.
+export OMP_NUM_THREADS ?= 1
+export PYTHONHASHSEED  ?= 0
+
+.PHONY: demo test install export outputs check docs lab clean breaks
+
+demo: $(READY)          ## train with the embedded defaults, print what came of it
+	$(BIN)/rlhf-notes demo
+
+test: $(READY)          ## modules, notebooks and README agree; every notebook runs; the test suite
+	$(BIN)/python -m pytest -n 2
+
+install: $(READY)       ## the virtual environment, with the pinned versions of constraints.txt
+$(READY): constraints.txt settings.ini setup.py
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python >= 3.10 is needed; this is " + sys.version.split()[0] + ": set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+export: $(READY)        ## notebooks -> modules and README
+	$(BIN)/python tools/notebooks.py export
+
+outputs: $(READY)       ## execute the notebooks and store their outputs; NB='nbs/a.ipynb nbs/b.ipynb' for some
+	$(BIN)/python tools/notebooks.py outputs $(NB)
+
+check: $(READY)         ## the quick half of `make test`: in step, clean, outputs stored
+	$(BIN)/python -m pytest tests/test_in_step.py tests/test_package.py
+
+breaks: $(READY)        ## break every formula on purpose and count the breaks that the tests catch
+	$(BIN)/python tools/breaks.py
+
+docs: $(READY)          ## the site, in _docs
+	$(BIN)/python tools/site.py
+
+lab: $(READY)           ## JupyterLab at the index
+	$(BIN)/jupyter lab nbs/index.ipynb
+
+clean:                  ## all that can be made again, the virtual environment included
+	rm -rf $(VENV) build dist _docs _proc *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,102 @@
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from rlhf_notes.formulas.masking import MODES, aggregate_loss, apply_mask, masked_mean, masked_sum, masked_var
+from strategies import JUNK, SEEDS, masked, normal, random_mask, value_and_grad
+
+REDUCTIONS = {
+    "sum": masked_sum,
+    "mean": masked_mean,
+    "var": masked_var,
+    "unbiased var": lambda x, m, dim=None: masked_var(x, m, dim, unbiased=True),
+}
+
+
+def reference(name, kept):
+    "The same from the list of the elements that count, in plain Python."
+    n = len(kept)
+    mean = sum(kept) / max(n, 1)
+    squares = sum((v - mean) ** 2 for v in kept)
+    return {"sum": sum(kept), "mean": mean, "var": squares / max(n, 1), "unbiased var": squares / max(n - 1, 1)}[name]
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@given(xm=masked())
+def test_equals_the_list_of_what_counts(name, xm):
+    x, m = xm
+    got = REDUCTIONS[name](x, m)
+    wide = x.double()
+    assert got.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32) and got.ndim == 0
+    torch.testing.assert_close(got.double(), torch.tensor(reference(name, wide[m].tolist()), dtype=torch.float64), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@given(xm=masked(min_dims=2), data=st.data())
+def test_along_a_dimension_equals_row_by_row(name, xm, data):
+    x, m = xm
+    dim = data.draw(st.integers(-x.ndim, x.ndim - 1))
+    got = REDUCTIONS[name](x, m, dim)
+    rows = [REDUCTIONS[name](a, b) for a, b in zip(x.movedim(dim, -1).flatten(0, -2), m.movedim(dim, -1).flatten(0, -2))]
+    torch.testing.assert_close(got.flatten(), torch.stack(rows))
+
+
+@pytest.mark.parametrize("name", [*REDUCTIONS, *MODES])
+@given(xm=masked(min_dims=2, max_dims=2), junk=JUNK)
+def test_nothing_leaks_from_under_the_mask(name, xm, junk):
+    x, m = xm
+    f = REDUCTIONS.get(name) or (lambda x, m: aggregate_loss(x, m, name))
+    value, (grad,) = value_and_grad(lambda t: f(t, m), x)
+    dirty, (dirty_grad,) = value_and_grad(lambda t: f(t, m), torch.where(m, x, junk).to(x.dtype))
+    assert torch.equal(value, dirty) and torch.equal(grad, dirty_grad)
+    assert (grad[~m] == 0).all() and grad.isfinite().all()
+    if not m.any(): assert value == 0
+
+
+@given(xm=masked(), fill=st.floats(-5, 5))
+def test_apply_mask(xm, fill):
+    x, m = xm
+    before = x.clone()
+    y = apply_mask(x, m, fill)
+    assert torch.equal(y[m], x[m]) and (y[~m] == torch.tensor(fill, dtype=x.dtype)).all() and y.dtype == x.dtype
+    assert torch.equal(x, before) and apply_mask(x) is x
+
+
+@given(seed=SEEDS, rows=st.integers(1, 5), width=st.integers(1, 6), length=st.integers(1, 9))
+def test_aggregate_loss_equals_the_loops(seed, rows, width, length):
+    loss, mask = normal(seed, (rows, width)), random_mask(seed + 1, (rows, width))
+    kept = [[v for v, k in zip(l, m) if k] for l, m in zip(loss.tolist(), mask.tolist())]
+    real = [r for r in kept if r]
+    expected = {
+        "token-mean": sum(map(sum, real)) / max(sum(map(len, real)), 1),
+        "seq-mean-token-mean": sum(sum(r) / len(r) for r in real) / max(len(real), 1),
+        "seq-mean-token-sum": sum(map(sum, real)) / max(len(real), 1),
+        "constant": sum(map(sum, real)) / (rows * length),
+    }
+    for mode in MODES:
+        torch.testing.assert_close(aggregate_loss(loss, mask, mode, length if mode == "constant" else None),
+                                   torch.tensor(expected[mode], dtype=torch.float64))
+    torch.testing.assert_close(aggregate_loss(loss, mask, "constant"), aggregate_loss(loss, mask, "constant", width))
+
+
+def test_works_under_vmap_and_compile():
+    loss, mask = normal(0, (4, 3, 5)), random_mask(1, (4, 3, 5))
+    for mode in MODES:
+        one_by_one = torch.stack([aggregate_loss(l, m, mode) for l, m in zip(loss, mask)])
+        torch.testing.assert_close(torch.func.vmap(lambda l, m: aggregate_loss(l, m, mode))(loss, mask), one_by_one)
+    for f in REDUCTIONS.values():
+        torch.testing.assert_close(torch.func.vmap(f)(loss, mask), torch.stack([f(l, m) for l, m in zip(loss, mask)]))
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda x, m: masked_mean(x, m.long()), TypeError, "mask must be boolean"),
+    (lambda x, m: masked_sum(x, m[:1]), ValueError, "mask must have the shape of x"),
+    (lambda x, m: masked_var(x, m.tolist()), TypeError, "mask must be a boolean torch.Tensor, got list"),
+    (lambda x, m: aggregate_loss(x[0], m[0]), ValueError, "loss must have 2 dimensions"),
+    (lambda x, m: aggregate_loss(x, m, "sum"), ValueError, "mode must be one of .* got 'sum'"),
+    (lambda x, m: aggregate_loss(x, m, "constant", -3), ValueError, "length must be in"),
+    (lambda x, m: aggregate_loss(x, m, "constant", "3"), TypeError, "length must be a number"),
+])
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))

@@ -1,0 +1,89 @@
+"""Break the formulas on purpose, one break at a time, and see whether the tests notice.
+
+    python tools/breaks.py [MODULE ...] [--out breaks.csv]
+
+Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its place, and why that would be wrong. A break is made in a copy of
+the project, in the module and in its notebook alike; then the notebook is run and the module's tests are run. It is caught if either fails.
+"""
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+
+
+def find(name):
+    "The module called `name`, its notebook and its tests, as paths from the top."
+    module = next((ROOT / "rlhf_notes").rglob(f"{name}.py"))
+    notebook = next(p for p in (ROOT / "nbs").rglob("*.ipynb") if p.stem.split("_", 1)[-1] == name or p.stem == name)
+    tests = next((ROOT / "tests").rglob(f"test_{name}.py"))
+    return [p.relative_to(ROOT) for p in (module, notebook, tests)]
+
+
+def replace_once(path, old, new):
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        nb = json.loads(text)
+        cells = [c for c in nb["cells"] if "#| export" in "".join(c["source"]) and old in "".join(c["source"])]
+        if len(cells) != 1: raise ValueError(f"{path}: {old!r} stands in {len(cells)} exported cells, expected 1")
+        cells[0]["source"] = "".join(cells[0]["source"]).replace(old, new)
+        text = json.dumps(nb)
+    else:
+        if text.count(old) != 1: raise ValueError(f"{path}: {old!r} stands there {text.count(old)} times, expected once")
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+
+
+def run(command, cwd, limit=300):
+    try: return subprocess.run(command, cwd=cwd, env={**ENV, "PYTHONPATH": str(cwd)}, capture_output=True, timeout=limit).returncode
+    except subprocess.TimeoutExpired: return 124
+
+
+def try_break(name, change):
+    "Is this break caught by the notebook, by the tests?"
+    module, notebook, tests = find(name)
+    with tempfile.TemporaryDirectory() as tmp:
+        tree = Path(tmp) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "_proc", "runs", ".hypothesis", "__pycache__"))
+        replace_once(tree / module, change["old"], change["new"])
+        replace_once(tree / notebook, change["old"], change["new"])
+        by_notebook = run([sys.executable, "tools/notebooks.py", "run", str(notebook)], tree)
+        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(tests)], tree)
+    return {"module": name, "break": change["why"], "notebook": by_notebook != 0, "tests": by_tests != 0, "caught": bool(by_notebook or by_tests)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("module", nargs="*", help="all that have a list, by default")
+    parser.add_argument("--out", type=Path, help="write the result as CSV")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    lists = sorted((ROOT / "tests" / "breaks").glob("*.json"))
+    todo = [(p.stem, b) for p in lists if not args.module or p.stem in args.module for b in json.loads(p.read_text(encoding="utf-8"))]
+    for name in dict(todo):
+        module, notebook, tests = find(name)
+        if run([sys.executable, "-m", "pytest", "-x", str(tests)], ROOT): sys.exit(f"{tests} fails before anything is broken")
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows = []
+        for row in pool.map(lambda t: try_break(*t), todo):
+            rows.append(row)
+            by = " and ".join(k for k in ("notebook", "tests") if row[k]) or "NOTHING"
+            print(f"{row['module']:12} {row['break']:70} caught by {by}", flush=True)
+    if args.out:
+        with open(args.out, "w", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, rows[0].keys()); writer.writeheader(); writer.writerows(rows)
+    missed = [r for r in rows if not r["caught"]]
+    print(f"{len(rows) - len(missed)} of {len(rows)} breaks caught")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
