@@ -36,7 +36,7 @@ breaks: $(READY)        ## break every formula on purpose and count the breaks t
 	$(BIN)/python tools/breaks.py
 
 docs: $(READY)          ## the site, in _docs
-	$(BIN)/python tools/site.py
+	$(BIN)/python tools/site_pages.py
 
 lab: $(READY)           ## JupyterLab at the index
 	$(BIN)/jupyter lab nbs/index.ipynb

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from configparser import ConfigParser
 from pathlib import Path
@@ -73,7 +74,11 @@ def execute(path, also=()):
     client = _Client(nb, timeout=None, kernel_name="python3", coalesce_streams=True, store_widget_state=False,
                      resources={"metadata": {"path": str(path.parent)}})
     client.also = also
-    client.execute()
+    with tempfile.TemporaryDirectory() as sockets:
+        if os.name == "posix":
+            kernel = client.create_kernel_manager()
+            kernel.transport, kernel.ip = "ipc", f"{sockets}/kernel"
+        client.execute()
     return nb
 
 

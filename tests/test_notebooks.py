@@ -1,0 +1,28 @@
+"""Every notebook runs from top to bottom in a kernel of its own, as in JupyterLab, within a time limit of its own."""
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import notebooks
+
+LIMIT_S = 60
+SLOWEST_FIRST = ["21_cartpole", "08_advantage", "06_kl"]
+PATHS = sorted(notebooks.notebooks(), key=lambda p: SLOWEST_FIRST.index(p.stem) if p.stem in SLOWEST_FIRST else len(SLOWEST_FIRST))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
+def test_runs(path):
+    command = [sys.executable, str(notebooks.ROOT / "tools" / "notebooks.py"), "run", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})
+    try:
+        printed, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        pytest.fail(f"{path.name} ran longer than {LIMIT_S} s", pytrace=False)
+    if process.returncode:
+        pytest.fail(f"{path.name} failed:\n{printed[-4000:]}", pytrace=False)

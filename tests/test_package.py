@@ -1,0 +1,111 @@
+"""The package as a user gets it: what is promised is there, importing is light, the distributions build and work."""
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import notebooks
+import rlhf_notes
+
+ROOT = notebooks.ROOT
+FORMULAS = {m: importlib.import_module(f"rlhf_notes.formulas.{m}") for m in rlhf_notes.FORMULAS}
+PUBLIC = [(m, name) for m, module in FORMULAS.items() for name in module.__all__]
+
+
+def python(code, **kwargs):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, **kwargs).stdout.strip()
+
+
+def test_top_level_offers_every_formula():
+    assert {m: list(names) for m, names in rlhf_notes.FORMULAS.items()} == {m: list(module.__all__) for m, module in FORMULAS.items()}
+    names = [name for _, name in PUBLIC]
+    assert len(set(names)) == len(names), "a name stands in two modules"
+    for m, name in PUBLIC: assert getattr(rlhf_notes, name) is getattr(FORMULAS[m], name)
+    assert set(names) <= set(dir(rlhf_notes)) and set(names) == set(rlhf_notes.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'ratios'"): rlhf_notes.ratios
+
+
+def test_importing_is_lazy():
+    loaded = python("import sys, rlhf_notes; print([m for m in ('torch', 'numpy', 'gymnasium', 'transformers', 'matplotlib') if m in sys.modules])")
+    assert loaded == "[]"
+    loaded = python("""import sys
+import rlhf_notes
+from rlhf_notes import whiten, gae, clipped_surrogate
+import torch
+torch_brings = set(sys.modules)
+for m in rlhf_notes.FORMULAS: __import__('rlhf_notes.formulas.' + m)
+print([m for m in ('gymnasium', 'transformers', 'matplotlib', 'tqdm', 'tyro', 'nbdev', 'fastcore') if m in sys.modules])
+print(sorted({m.split('.')[0] for m in set(sys.modules) - torch_brings} - {'rlhf_notes'}))""").splitlines()
+    assert loaded == ["[]", "[]"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "rlhf_notes").rglob("*.py")), ids=lambda p: p.stem)
+def test_no_upward_or_development_imports(path):
+    floors = ["formulas", "control"]
+    floor = path.parent.name
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)): continue
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [("." * node.level) + (node.module or "")]
+        for name in names:
+            assert name.split(".")[0] not in ("nbdev", "fastcore", "execnb"), f"{path.name} imports {name}"
+            if floor == "formulas": assert name.split(".")[0] in ("", "torch", "math", "typing", "collections", "functools", "dataclasses"), f"{path.name} imports {name}"
+            if floor in floors and name.startswith(".."): assert name.split(".")[2] in floors[:floors.index(floor) + 1] + ["viz", "runs"], f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("m, name", PUBLIC, ids=lambda v: v)
+def test_public_names_are_documented_and_tested(m, name):
+    thing = getattr(FORMULAS[m], name)
+    tests = (ROOT / "tests" / "formulas" / f"test_{m}.py").read_text(encoding="utf-8")
+    assert name in tests, f"{name} does not stand in the tests of {m}"
+    if not callable(thing): return
+    assert inspect.getdoc(thing), f"{name} has no docstring"
+    source = Path(FORMULAS[m].__file__).read_text(encoding="utf-8")
+    lines, tree = source.splitlines(), ast.parse(source)
+    top = next(n for n in tree.body if getattr(n, "name", None) == name)
+    for function in [n for n in ast.walk(top) if isinstance(n, ast.FunctionDef) and (n is top or n.name == "__init__" or n.name[0] != "_")]:
+        for a in function.args.args + function.args.kwonlyargs:
+            if a.arg not in ("self", "cls"): assert "#" in lines[a.lineno - 1], f"{name}: parameter {a.arg} has no comment that says what it is"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    "The wheel and the sdist, built from a copy of the project."
+    tmp = tmp_path_factory.mktemp("dist")
+    source = tmp / "source"
+    source.mkdir()
+    files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for f in files:
+        if not f.startswith(("nbs/", "tests/")) and (ROOT / f).exists():
+            (source / f).parent.mkdir(parents=True, exist_ok=True); (source / f).write_bytes((ROOT / f).read_bytes())
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp / "out"), str(source)], check=True, capture_output=True)
+    return next((tmp / "out").glob("*.whl")), next((tmp / "out").glob("*.tar.gz"))
+
+
+def test_wheel_works_away_from_the_project(distributions, tmp_path):
+    wheel, _ = distributions
+    with zipfile.ZipFile(wheel) as z:
+        shipped = set(z.namelist())
+        z.extractall(tmp_path)
+        metadata = z.read(next(n for n in shipped if n.endswith("METADATA"))).decode()
+        entry = z.read(next(n for n in shipped if n.endswith("entry_points.txt"))).decode()
+    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "rlhf_notes").rglob("*.py")}
+    assert modules <= shipped and not any(n.startswith(("tests", "nbs", "tools")) for n in shipped)
+    assert "rlhf-notes = rlhf_notes.cli:main" in entry or "rlhf-notes=rlhf_notes.cli:main" in entry
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra" not in line]
+    assert any("torch" in r for r in required) and not any("==" in r for r in required), "ranges, not pins"
+    assert not any(n in r for r in required for n in ("nbdev", "fastcore", "jupyter"))
+    out = python("import rlhf_notes, torch; print(rlhf_notes.__file__); print(rlhf_notes.masked_mean(torch.ones(3)).item(), rlhf_notes.__version__)",
+                 cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""}).splitlines()
+    assert Path(out[0]).is_relative_to(tmp_path) and out[1] == f"1.0 {notebooks.settings()['version']}"
+
+
+def test_sdist_holds_what_building_needs(distributions):
+    _, sdist = distributions
+    with tarfile.open(sdist) as t: names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
+    assert {"setup.py", "settings.ini", "pyproject.toml", "README.md", "LICENSE"} <= names
