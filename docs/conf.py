@@ -13,7 +13,8 @@ myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = project
-html_static_path = []
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_theme_options = {
     "source_repository": cfg["git_url"],
     "source_branch": cfg["branch"],

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 from sphinx.cmd.build import main as sphinx
 
-from notebooks import ROOT, directives, notebooks
+from notebooks import ROOT, directives, notebooks, settings
 
 FLOORS = {"formulas": "Formulas", "control": "Classic control", "language": "Language", "studies": "Studies"}
 
@@ -25,9 +25,14 @@ def page(path):
     return relative.with_name(re.sub(r"^\d+_", "", relative.stem))
 
 
-def without_numbers(text):
-    "Links between notebooks as links between pages."
-    return re.sub(r"\]\(((?:\.\./|[a-z]+/)*)(?:\d+_)?(\w+)\.ipynb(#[\w-]+)?\)", r"](\1\2.ipynb\3)", text)
+def relink(text):
+    "Links between notebooks as links between pages; links to files at the top of the project as links to its repository."
+    text = re.sub(r"\]\(((?:\.\./|[a-z]+/)*)(?:\d+_)?(\w+)\.ipynb(#[\w-]+)?\)", r"](\1\2.ipynb\3)", text)
+    return re.sub(r"\]\(\.\./([A-Z]+(\.md)?)\)", rf"]({settings()['git_url']}/blob/{settings()['branch']}/\1)", text)
+
+
+def only_imports(source):
+    return all(re.match(r"import |from |viz\.style\(\)|\s|#|\)|$", line) for line in source.splitlines())
 
 
 def prepare(path):
@@ -38,9 +43,10 @@ def prepare(path):
         d = directives(cell.source)
         if "hide" in d or "default_exp" in d: continue
         if cell.cell_type == "markdown":
-            cell.source = without_numbers(cell.source)
+            cell.source = relink(cell.source)
         else:
             cell.source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", cell.source)
+            if only_imports(cell.source) or "hide-input" in d: cell.metadata["tags"] = ["hide-input"]
             if "fig-alt" in d: cell.metadata["mystnb"] = {"image": {"alt": d["fig-alt"]}}
         cells.append(cell)
     nb.cells = cells

@@ -1,0 +1,74 @@
+"""Every formula goes through torch.compile in one graph, and computes in double precision what it is given in double precision."""
+import pytest
+import torch
+
+import rlhf_notes as rn
+from strategies import normal, random_mask
+
+x, y, z = (normal(seed, (4, 5)) for seed in (0, 1, 2))
+m = random_mask(3, (4, 5))
+done = random_mask(4, (4, 5), 0.3)
+logits, logits_ref = normal(5, (4, 5, 7)), normal(6, (4, 5, 7))
+index = torch.arange(20).reshape(4, 5) % 7
+
+CALLS = {
+    "apply_mask": lambda: (lambda a: rn.apply_mask(a, m), x),
+    "masked_sum": lambda: (lambda a: rn.masked_sum(a, m, 1), x),
+    "masked_mean": lambda: (lambda a: rn.masked_mean(a, m), x),
+    "masked_var": lambda: (lambda a: rn.masked_var(a, m, unbiased=True), x),
+    "aggregate_loss": lambda: (lambda a: rn.aggregate_loss(a, m, "seq-mean-token-mean"), x),
+    "naive_method": lambda: (lambda a: rn.naive_method(a, index), logits),
+    "less_efficient_method": lambda: (lambda a: rn.less_efficient_method(a, index), logits),
+    "efficient_method": lambda: (lambda a: rn.efficient_method(a, index), logits),
+    "selective_log_softmax": lambda: (lambda a: rn.selective_log_softmax(a, index, 0.7), logits),
+    "entropy_from_logits": lambda: (lambda a: rn.entropy_from_logits(a, 0.7), logits),
+    "bounded_log_ratio": lambda: (rn.bounded_log_ratio, x * 1e3),
+    "importance_ratio": lambda: (lambda a, b: rn.importance_ratio(a, b, m, "sequence"), x, y),
+    "effective_sample_size": lambda: (lambda a: rn.effective_sample_size(a, m), x.exp()),
+    "clipped_surrogate": lambda: (lambda a, b: rn.clipped_surrogate(a, b, eps_high=0.28, dual_clip=3.0), x.exp(), y),
+    "clip_fraction": lambda: (lambda a, b: rn.clip_fraction(a, b, mask=m), x.exp(), y),
+    "value_loss": lambda: (lambda a, b, c: rn.value_loss(a, b, c, 0.2), x, y, z),
+    "value_clip_fraction": lambda: (lambda a, b, c: rn.value_clip_fraction(a, b, c, 0.2, m), x, y, z),
+    "explained_variance": lambda: (lambda a, b: rn.explained_variance(a, b, m), x, y),
+    "value_transform": lambda: (rn.value_transform, x),
+    "value_inv_transform": lambda: (rn.value_inv_transform, x),
+    "symlog": lambda: (rn.symlog, x),
+    "inv_symlog": lambda: (rn.inv_symlog, x),
+    "kl_estimate": lambda: (lambda a, b: rn.kl_estimate(a, b, "k3"), x, y),
+    "calculate_kl_div": lambda: (lambda a: rn.calculate_kl_div(a, "k3"), x),
+    "exact_kl": lambda: (rn.exact_kl, logits, logits_ref),
+    "kl_loss": lambda: (lambda a, b: rn.kl_loss(a, b, "k3", mask=m, straight_through=True), x, y),
+    "whiten": lambda: (lambda a: rn.whiten(a, m, unbiased=True), x),
+    "discounted_returns": lambda: (lambda a: rn.discounted_returns(a, done, 0.9), x),
+    "gae": lambda: (lambda a, b, c: rn.gae(a, b, c, done, done)[0], x, y, z),
+    "gae_tokens": lambda: (lambda a, b: rn.gae_tokens(a, b, m)[0], x, y),
+    "group_advantage": lambda: (rn.group_advantage, x),
+    "rloo_advantage": lambda: (rn.rloo_advantage, x),
+    "reinforce_pp_advantage": lambda: (lambda a: rn.reinforce_pp_advantage(a, m, 0.9), x),
+    "token_rewards": lambda: (lambda a, b: rn.token_rewards(a[:, 0], a, b, 0.1, m)[0], x, y),
+    "truncate_at_stop": lambda: (lambda a: rn.truncate_at_stop(index + a.long() * 0, 3, 9)[0].double(), x),
+    "apply_penalty": lambda: (lambda a: rn.apply_penalty(a, m), x),
+    "overlong_penalty": lambda: (lambda a: rn.overlong_penalty(a.abs() * 10, 16, 8), x),
+    "best_of_n_loss": lambda: (lambda a: rn.best_of_n_loss(a, index[:, 0] % 5), x),
+    "bradley_terry_loss": lambda: (lambda a, b: rn.bradley_terry_loss(a, b, 0.5), x, y),
+}
+
+
+def test_all_functions_are_here():
+    functions = {n for names in rn.FORMULAS.values() for n in names if callable(getattr(rn, n)) and not isinstance(getattr(rn, n), type)}
+    assert set(CALLS) == functions
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_in_one_graph_and_stays_double(name):
+    torch._dynamo.reset()
+    f, *inputs = CALLS[name]()
+    expected = f(*inputs)
+    assert expected.dtype == torch.float64 or name in ("clip_fraction", "value_clip_fraction")
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), expected)
+    leaves = [t.clone().requires_grad_(True) for t in inputs]
+    if f(*leaves).requires_grad:
+        torch._dynamo.reset()
+        eager = torch.autograd.grad(f(*leaves).sum(), leaves, allow_unused=True, materialize_grads=True)
+        compiled = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*leaves).sum(), leaves, allow_unused=True, materialize_grads=True)
+        torch.testing.assert_close(compiled, eager)

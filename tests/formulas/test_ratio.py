@@ -1,0 +1,200 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from rlhf_notes.formulas.ratio import RATIO_LEVELS, bounded_log_ratio, effective_sample_size, importance_ratio
+from strategies import DTYPES, EXTREMES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
+
+LOG_RATIOS = st.one_of(EXTREMES, st.floats(-60, 60, width=32), st.sampled_from([math.inf, -math.inf, 3e38, -3e38, 40.0, -40.0, 88.7, 89.0]))
+
+
+def limit(dtype):
+    return 350.0 if dtype == torch.float64 else 40.0
+
+
+def wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@st.composite
+def pairs(draw, dims=(1, 3)):
+    "(logp, logp_old, mask) of any dtypes, moderate log-ratios."
+    shape, seed, scale = draw(shapes(*dims)), draw(SEEDS), draw(st.sampled_from([0.1, 1.0, 5.0]))
+    return (normal(seed, shape, draw(DTYPES), scale), normal(seed + 1, shape, draw(DTYPES), scale),
+            draw(st.sampled_from([None, random_mask(seed + 2, shape), random_mask(seed + 2, shape, 0.0), random_mask(seed + 2, shape, 1.0)])))
+
+
+@given(data=st.data(), shape=shapes(0, 2), dtype=DTYPES)
+def test_bounded_log_ratio_is_a_clamp_whose_gradient_passes(data, shape, dtype):
+    x = data.draw(values(shape, LOG_RATIOS)).to(dtype)
+    before = x.clone()
+    y, (grad,) = value_and_grad(bounded_log_ratio, x)
+    L = limit(dtype)
+    assert y.dtype == wide(dtype) and y.shape == x.shape and torch.equal(x, before)
+    assert y.flatten().tolist() == [min(max(v, -L), L) for v in x.to(y.dtype).flatten().tolist()]
+    assert torch.equal(grad, x.isfinite().to(dtype))
+    ratio, (grad,) = value_and_grad(lambda x: bounded_log_ratio(x).exp(), x)
+    assert torch.equal(grad, torch.where(x.isfinite(), ratio, 0).to(dtype))
+    for z in (ratio, 1 / ratio): assert z.isfinite().all() and (z.square() * 1000).isfinite().all() and (z > 0).all()
+
+
+def test_bounded_log_ratio_limits_and_nan():
+    for dtype, largest in ((torch.float32, 88.7), (torch.float64, 709.7), (torch.bfloat16, 88.7)):
+        y = bounded_log_ratio(torch.tensor([1e4, -1e4], dtype=dtype))
+        assert y[0] == -y[1] and 0.9 * largest / 2 < y[0] < largest / 2           # just under half of what exp bears
+    assert bounded_log_ratio(torch.tensor(math.nan)).isnan()
+
+
+@given(abm=pairs())
+def test_token_ratio_equals_the_loop(abm):
+    logp, logp_old, mask = abm
+    r = importance_ratio(logp, logp_old, mask)
+    dtype = torch.float64 if torch.float64 in (logp.dtype, logp_old.dtype) else torch.float32
+    m = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+    expected = [math.exp(a - b) if k else 1.0 for a, b, k in zip(logp.flatten().tolist(), logp_old.flatten().tolist(), m.flatten().tolist())]
+    assert r.dtype == dtype and r.shape == logp.shape
+    torch.testing.assert_close(r.flatten().double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+    _, (grad,) = value_and_grad(lambda x: importance_ratio(x, logp_old, mask), logp)
+    assert torch.equal(grad, (r * m).to(logp.dtype))
+
+
+@given(abm=pairs(dims=(2, 2)))
+def test_sequence_ratio_equals_the_loop(abm):
+    logp, logp_old, mask = abm
+    s = importance_ratio(logp, logp_old, mask, "sequence")
+    m = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+    expected = []
+    for a, b, k in zip(logp.tolist(), logp_old.tolist(), m.tolist()):
+        kept = [x - y for x, y, c in zip(a, b, k) if c]
+        expected.append([math.exp(sum(kept) / len(kept)) if kept else 1.0])
+    assert s.shape == (len(logp), 1)
+    torch.testing.assert_close(s.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
+    _, (grad,) = value_and_grad(lambda x: importance_ratio(x, logp_old, mask, level="sequence"), logp)
+    torch.testing.assert_close(grad, (s * m / m.sum(1, keepdim=True).clamp(min=1)).to(logp.dtype))
+
+
+@given(seed=SEEDS)
+def test_the_mean_over_old_samples_is_the_mean_under_the_new_policy(seed):
+    z, z_old, f = normal(seed, (6,), scale=2.0), normal(seed + 1, (6,), scale=2.0), normal(seed + 2, (6,))
+    p_old = z_old.softmax(0)
+    off, (off_grad,) = value_and_grad(lambda z: (p_old * importance_ratio(z.log_softmax(0), z_old.log_softmax(0)) * f).sum(), z)
+    on, (on_grad,) = value_and_grad(lambda z: (z.softmax(0) * f).sum(), z)
+    torch.testing.assert_close(off, on); torch.testing.assert_close(off_grad, on_grad)
+
+
+@pytest.mark.parametrize("level", RATIO_LEVELS)
+@given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+def test_no_log_ratio_is_too_large(level, data, dtype):
+    summable = LOG_RATIOS.filter(lambda x: not 1e38 < abs(x) < math.inf)
+    log_ratio = data.draw(values((3, 1), summable)).expand(3, 2).to(dtype)          # both tokens alike, so that a mean exists
+    r, (grad,) = value_and_grad(lambda x: importance_ratio(x, torch.zeros_like(x), level=level), log_ratio)
+    L, n = limit(dtype), 2 if level == "sequence" else 1
+    torch.testing.assert_close(r, log_ratio[:, :r.shape[1]].to(r.dtype).clamp(-L, L).exp(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, torch.where(log_ratio.isfinite(), r / n, 0).to(dtype).expand(3, 2))
+
+
+def test_a_sequence_is_averaged_before_it_is_limited():
+    log_ratio = torch.tensor([[1e6, -1e6, 0.3], [300.0, 0.0, 0.0], [-math.inf, 1.0, 1.0]])
+    torch.testing.assert_close(importance_ratio(log_ratio, torch.zeros(3, 3), level="sequence"), torch.tensor([[0.1], [40.0], [-40.0]]).exp())
+
+
+def test_the_old_policy_is_a_constant():
+    logp = normal(0, (2, 3)).requires_grad_(True)
+    old = normal(1, (2, 3)).requires_grad_(True)
+    importance_ratio(logp, old).sum().backward()
+    assert old.grad is None and logp.grad is not None
+    for level in RATIO_LEVELS:
+        grad, = torch.autograd.grad(importance_ratio(logp, logp, level=level).sum(), logp)      # the forgotten detach
+        torch.testing.assert_close(grad, torch.full_like(grad, 1 if level == "token" else 1 / 3))
+
+
+@pytest.mark.parametrize("level", RATIO_LEVELS)
+@given(xm=masked(min_dims=2, max_dims=2), seed=SEEDS, junk=JUNK, old_junk=JUNK)
+def test_nothing_leaks_from_under_the_mask(level, xm, seed, junk, old_junk):
+    logp, mask = xm
+    old = normal(seed, logp.shape)
+    clean, (grad,) = value_and_grad(lambda x: importance_ratio(x, old, mask, level), logp)
+    dirty_old = torch.where(mask, old, old_junk)
+    dirty, (dirty_grad,) = value_and_grad(lambda x: importance_ratio(x, dirty_old, mask, level), torch.where(mask, logp, junk).to(logp.dtype))
+    assert torch.equal(clean, dirty) and torch.equal(grad, dirty_grad)
+    assert (grad[~mask] == 0).all() and grad.isfinite().all()
+    nothing = ~mask if level == "token" else ~mask.any(1, keepdim=True)
+    assert (clean[nothing] == 1).all()
+
+
+@given(xm=masked(), scale=st.sampled_from([1e-37, 1e-20, 1.0, 1e20, 1e37]))
+def test_effective_sample_size_equals_the_loop(xm, scale):
+    x, m = xm
+    w = x.float().abs() + 1e-3
+    before = w.clone()
+    ess = effective_sample_size((w * scale).to(torch.float32), m)
+    kept = (w * scale).double()[m].tolist()
+    assert ess.ndim == 0 and torch.equal(w, before)
+    if not kept:
+        assert ess == 0
+        return
+    expected = sum(kept) ** 2 / sum(v * v for v in kept)
+    assert abs(ess.item() - expected) < 1e-4 * expected and 1 - 1e-5 <= ess.item() <= len(kept) * (1 + 1e-5)
+
+
+@given(xm=masked(dtypes=DTYPES), junk=JUNK)
+def test_effective_sample_size_does_not_see_what_is_masked(xm, junk):
+    x, m = xm
+    w = x.abs()
+    ess, (grad,) = value_and_grad(lambda w: effective_sample_size(w, m), w)
+    dirty, (dirty_grad,) = value_and_grad(lambda w: effective_sample_size(w, m), torch.where(m, w, junk).to(w.dtype))
+    assert torch.equal(ess, dirty) and torch.equal(grad, dirty_grad) and (grad[~m] == 0).all() and grad.isfinite().all()
+    assert ess.dtype == wide(x.dtype)
+
+
+@given(seed=SEEDS, n=st.integers(1, 9))
+def test_effective_sample_size_gradient(seed, n):
+    w = normal(seed, (n,)).exp()
+    _, (grad,) = value_and_grad(effective_sample_size, w)
+    _, (expected,) = value_and_grad(lambda w: w.sum() ** 2 / (w**2).sum(), w)
+    torch.testing.assert_close(grad, expected, atol=1e-12, rtol=1e-9)
+
+
+def test_effective_sample_size_at_the_edges():
+    for w, expected in (([1.0] * 5, 5), ([0.0, 2.0, 0.0], 1), ([0.0, 0.0], 0), ([], 0), ([3e38] * 4, 4), ([1e-45] * 4, 4), ([3e38, 1e-45], 1)):
+        assert effective_sample_size(torch.tensor(w)) == expected
+    assert effective_sample_size(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)) == 0
+    hopeless = importance_ratio(torch.tensor([1e6, -1e6, 5.0]), torch.zeros(3))
+    torch.testing.assert_close(effective_sample_size(hopeless), torch.tensor(1.0))
+
+
+def test_works_under_vmap_and_compile():
+    logp, old, mask = normal(0, (4, 3, 5)), normal(1, (4, 3, 5)), random_mask(2, (4, 3, 5))
+    logp[0, 0, 0] = 1e6
+    for level in RATIO_LEVELS:
+        f = lambda a, b, m: importance_ratio(a, b, m, level)
+        one_by_one = torch.stack([f(a, b, m) for a, b, m in zip(logp, old, mask)])
+        torch.testing.assert_close(torch.func.vmap(f)(logp, old, mask), one_by_one)
+        per_sample = torch.func.vmap(torch.func.grad(lambda a, b, m: f(a, b, m).sum()))(logp, old, mask)
+        for g, a, b, m in zip(per_sample, logp, old, mask):
+            torch.testing.assert_close(g, value_and_grad(lambda x: f(x, b, m), a)[1][0])
+        torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(logp[0], old[0], mask[0]), one_by_one[0])
+    w = normal(3, (4, 3, 5)).exp()
+    torch.testing.assert_close(torch.func.vmap(effective_sample_size)(w, mask), torch.stack([effective_sample_size(a, m) for a, m in zip(w, mask)]))
+    torch.testing.assert_close(torch.compile(effective_sample_size, backend="eager", fullgraph=True)(w[0], mask[0]), effective_sample_size(w[0], mask[0]))
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda x, m: bounded_log_ratio(x.long()), TypeError, "log_ratio must have a floating-point dtype"),
+    (lambda x, m: bounded_log_ratio(100.0), TypeError, "log_ratio must be a torch.Tensor, got float"),
+    (lambda x, m: importance_ratio(x.long(), x), TypeError, "logp must have a floating-point dtype, got torch.int64"),
+    (lambda x, m: importance_ratio(x, x.tolist()), TypeError, "logp_old must be a torch.Tensor, got list"),
+    (lambda x, m: importance_ratio(x, x[:1]), ValueError, r"logp_old must have the shape of logp, \(2, 3\), got \(1, 3\)"),
+    (lambda x, m: importance_ratio(x, x, m.float()), TypeError, "mask must be boolean"),
+    (lambda x, m: importance_ratio(x, x, m[0]), ValueError, r"mask must have the shape of logp, \(2, 3\), got \(3,\)"),
+    (lambda x, m: importance_ratio(x, x, m, "seq"), ValueError, "level must be one of 'token', 'sequence', got 'seq'"),
+    (lambda x, m: importance_ratio(x[0], x[0], m[0], "sequence"), ValueError, "logp must have 2 dimensions, got 1"),
+    (lambda x, m: effective_sample_size(m), TypeError, "ratio must have a floating-point dtype"),
+    (lambda x, m: effective_sample_size(x, m.long()), TypeError, "mask must be boolean"),
+    (lambda x, m: effective_sample_size(x, m[:1]), ValueError, "mask must have the shape of ratio"),
+])
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
