@@ -9,7 +9,7 @@ __all__ = ['SCALES', 'discounted_returns', 'gae', 'gae_tokens', 'group_advantage
 import torch
 
 from .arguments import at_least_float32, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape
-from .masking import apply_mask, masked_mean, masked_var
+from .masking import apply_mask, masked_var
 from .whitening import whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
@@ -109,7 +109,6 @@ def group_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G
     std = _std(advantages, 1) if scale == "std" else _std(_centre(rewards, (0, 1)), (0, 1))
     return advantages / torch.where(std + eps > 0, std + eps, 1.0)
 
-# %% ../../nbs/formulas/08_advantage.ipynb #rloo
 def rloo_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G answers), G >= 2
                   ) -> torch.Tensor: # (P, G), float32 or better, in units of the rewards
     "How far each answer lies above the mean of the *other* answers to its prompt (Kool et al. 2019; Ahmadian et al. 2024)."

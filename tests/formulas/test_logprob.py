@@ -1,0 +1,222 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, less_efficient_method, naive_method,
+                                         selective_log_softmax)
+from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
+
+METHODS = {"naive": naive_method, "less efficient": less_efficient_method, "efficient": efficient_method, "selective": selective_log_softmax}
+TEMPERATURES = st.sampled_from([0.1, 0.5, 0.7, 1, 1.0, 2.0, 10.0])
+
+
+def words(seed, shape, vocabulary):
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def row_logp(row, temperature=1.0):
+    "log softmax of a list of numbers, in plain Python."
+    top = max(row)
+    return [(v - top) / temperature - math.log(math.fsum(math.exp((w - top) / temperature) for w in row)) for v in row]
+
+
+def loop_logp(logits, index, temperature=1.0):
+    rows = logits.double().flatten(0, -2).tolist() if logits.ndim > 1 else [logits.double().tolist()]
+    picked = [row_logp(r, temperature)[i] for r, i in zip(rows, index.flatten().tolist())]
+    return torch.tensor(picked, dtype=torch.float64).reshape(index.shape)
+
+
+def loop_entropy(row, temperature=1.0):
+    return -math.fsum(math.exp(l) * l for l in row_logp([v for v in row if v > -math.inf], temperature)) if max(row) > -math.inf else 0.0
+
+
+def close(got, expected, **kwargs):
+    torch.testing.assert_close(got.double(), expected, **{"atol": 2e-6, "rtol": 1e-5, **kwargs})
+
+
+@pytest.mark.parametrize("name", METHODS)
+@given(shape=shapes(1, 2), vocabulary=st.integers(1, 9), seed=SEEDS, dtype=DTYPES, scale=st.sampled_from([0.1, 1.0, 10.0, 1000.0]), shift=st.sampled_from([0.0, 1e4]))
+def test_each_method_equals_the_loops(name, shape, vocabulary, seed, dtype, scale, shift):
+    z, i = (normal(seed, (*shape, vocabulary), scale=scale) + shift).to(dtype), words(seed + 1, shape, vocabulary)
+    z = z.clamp(-6e4, 6e4) if dtype == torch.float16 else z
+    before = z.clone()
+    got = METHODS[name](z, i)
+    assert got.shape == i.shape and got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and (got <= 0).all()
+    close(got, loop_logp(z, i))
+    assert torch.equal(z, before)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@given(shape=shapes(1, 2), vocabulary=st.integers(1, 9), seed=SEEDS, dtype=DTYPES)
+def test_the_gradient_of_each_method_is_one_minus_p(name, shape, vocabulary, seed, dtype):
+    z, i, weight = normal(seed, (*shape, vocabulary), dtype, 3.0), words(seed + 1, shape, vocabulary), normal(seed + 2, shape)
+    _, (grad,) = value_and_grad(lambda z: METHODS[name](z, i) * weight, z)
+    expected = (torch.nn.functional.one_hot(i, vocabulary) - z.double().softmax(-1)) * weight[..., None]
+    assert grad.dtype == dtype
+    torch.testing.assert_close(grad.double(), expected, atol=1e-6, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
+
+
+@given(shape=shapes(0, 3), vocabulary=st.integers(1, 9), seed=SEEDS, dtype=DTYPES, temperature=TEMPERATURES)
+def test_selective_with_a_temperature(shape, vocabulary, seed, dtype, temperature):
+    z, i = normal(seed, (*shape, vocabulary), dtype, 3.0), words(seed + 1, shape, vocabulary)
+    got, (grad,) = value_and_grad(lambda z: selective_log_softmax(z, i, temperature), z)
+    close(got, loop_logp(z, i, temperature))
+    expected = (torch.nn.functional.one_hot(i, vocabulary) - (z.double() / temperature).softmax(-1)) / temperature
+    torch.testing.assert_close(grad.double(), expected, atol=1e-5, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
+
+
+@given(data=st.data(), rows=st.integers(1, 3), vocabulary=st.integers(1, 4), temperature=TEMPERATURES)
+def test_extreme_logits(data, rows, vocabulary, temperature):
+    z = data.draw(values((rows, vocabulary), elements=EXTREMES, dtype=torch.float32))
+    i = words(data.draw(SEEDS), (rows,), vocabulary)
+    for f in (lambda z: selective_log_softmax(z, i, temperature), lambda z: entropy_from_logits(z, temperature)):
+        got, (grad,) = value_and_grad(f, z)
+        exact, (exact_grad,) = value_and_grad(f, z.double())
+        assert got.isfinite().all() and grad.isfinite().all()
+        close(got, exact)
+        close(grad, exact_grad)
+    for f in METHODS.values(): close(f(z, i), loop_logp(z, i))
+    close(entropy_from_logits(z, temperature), torch.tensor([loop_entropy(r, temperature) for r in z.tolist()], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("seed", range(3))
+def test_bfloat16_logits_keep_float32_digits(name, seed):
+    z, i = normal(seed, (8, 5000), torch.bfloat16, 5.0), words(seed + 1, (8,), 5000)
+    y, (grad,) = value_and_grad(lambda z: METHODS[name](z, i), z)
+    exact, (exact_grad,) = value_and_grad(lambda z: z.log_softmax(-1).gather(-1, i[:, None])[:, 0], z.double())
+    assert y.dtype == torch.float32 and (y - exact).abs().max() < 1e-5 and grad.dtype == torch.bfloat16
+    torch.testing.assert_close(grad, exact_grad.bfloat16(), atol=1e-7, rtol=1e-2)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_the_temperature_acts_in_float32_on_shifted_logits(temperature):
+    z, i = normal(0, (8, 5000), torch.float32, 5.0), words(1, (8,), 5000)
+    for logits in (z.bfloat16(), z + 1e4):
+        exact = (logits.double() / temperature).log_softmax(-1)
+        assert (selective_log_softmax(logits, i, temperature) - exact.gather(-1, i[:, None])[:, 0]).abs().max() < 1e-5
+        assert (entropy_from_logits(logits, temperature) + (exact.exp() * exact).sum(-1)).abs().max() < 1e-5
+
+
+@given(shape=shapes(1, 3), vocabulary=st.integers(1, 9), seed=SEEDS, dtype=DTYPES, temperature=TEMPERATURES, share=st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+def test_entropy_equals_the_loops_and_its_gradient_the_formula(shape, vocabulary, seed, dtype, temperature, share):
+    z = normal(seed, (*shape, vocabulary), dtype, 3.0)
+    impossible = random_mask(seed + 1, z.shape, share)
+    z = z.masked_fill(impossible, -math.inf)
+    before = z.clone()
+    got, (grad,) = value_and_grad(lambda z: entropy_from_logits(z, temperature), z)
+    assert torch.equal(z, before) and got.shape == torch.Size(shape) and got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = torch.tensor([loop_entropy(r, temperature) for r in z.double().flatten(0, -2).tolist()], dtype=torch.float64).reshape(shape)
+    close(got, expected, atol=1e-5)
+    assert (got >= 0).all() and (got <= math.log(vocabulary) + 1e-5).all()
+    p = torch.nan_to_num((z.double() / temperature).softmax(-1))
+    formula = -(torch.xlogy(p, p) + p * expected[..., None]) / temperature
+    torch.testing.assert_close(grad.double(), formula, atol=1e-5, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
+    assert grad.isfinite().all() and (grad[impossible] == 0).all()
+
+
+@given(shape=shapes(1, 3), vocabulary=st.integers(1, 6), seed=SEEDS, junk=JUNK, temperature=TEMPERATURES, bad=st.sampled_from([-100, -1, 10**6]))
+def test_nothing_leaks_from_under_the_mask(shape, vocabulary, seed, junk, temperature, bad):
+    z, m, i = normal(seed, (*shape, vocabulary), torch.float32), random_mask(seed + 1, shape), words(seed + 2, shape, vocabulary)
+    dirty, outside = torch.where(m[..., None], z, junk), torch.where(m, i, bad)
+    for clean, soiled in ((lambda z: selective_log_softmax(z, i, temperature, m), lambda z: selective_log_softmax(z, outside, temperature, m)),
+                          (lambda z: entropy_from_logits(z, temperature, m),) * 2):
+        value, (grad,) = value_and_grad(clean, z)
+        y, (g,) = value_and_grad(soiled, dirty)
+        assert torch.equal(y, value) and torch.equal(g, grad)
+        assert (y[~m] == 0).all() and (g[~m] == 0).all() and g.isfinite().all()
+    y, (g,) = value_and_grad(lambda z: torch.where(m, selective_log_softmax(z, i, temperature), 0.0), dirty)      # masked by someone else, later
+    value, (grad,) = value_and_grad(lambda z: selective_log_softmax(z, i, temperature, m), z)
+    assert torch.equal(y, value) and torch.equal(g, grad)
+
+
+def test_a_nan_that_counts_is_seen():
+    z = torch.tensor([[math.nan, 1.0, 2.0], [0.0, 1.0, 2.0]])
+    assert entropy_from_logits(z).isnan().tolist() == [True, False]
+    for f in METHODS.values(): assert f(z, torch.tensor([1, 1])).isnan().tolist() == [True, False]
+
+
+def test_an_impossible_word_has_log_probability_minus_infinity():
+    z = torch.tensor([[1.0, 2.0, -math.inf]] * 3)
+    for f in METHODS.values():
+        y, (g,) = value_and_grad(lambda z: f(z, torch.arange(3))[:2], z)
+        assert y[:2].exp().sum().isclose(torch.tensor(1.0)) and f(z, torch.arange(3))[2] == -math.inf
+        assert g.isfinite().all() and (g[:, 2] == 0).all() and (g[2] == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_gradient_written_by_hand_against_finite_differences(temperature):
+    z, i, m = normal(0, (2, 3, 5)).requires_grad_(True), words(1, (2, 3), 5), random_mask(2, (2, 3))
+    for f in (lambda z: selective_log_softmax(z, i, temperature), lambda z: selective_log_softmax(z, i, temperature, m), lambda z: entropy_from_logits(z, temperature)):
+        assert torch.autograd.gradcheck(f, z) and torch.autograd.gradgradcheck(f, z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_for_the_backward_pass(dtype):
+    z, i, saved = normal(0, (4, 16, 100), dtype).requires_grad_(True), words(1, (4, 16), 100), {}
+
+    def save(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    for f in (selective_log_softmax, efficient_method, lambda z, i: selective_log_softmax(z, i, 0.7)):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t): y = f(z, i)
+        saved.pop(z.untyped_storage().data_ptr(), None)
+        assert y.requires_grad and sum(saved.values()) <= 2 * i.numel() * 8
+
+
+def test_index_of_any_integer_dtype_and_an_empty_batch():
+    z, i = normal(0, (2, 3, 5)), words(1, (2, 3), 5)
+    for f in METHODS.values():
+        for dtype in (torch.uint8, torch.int16, torch.int32): assert torch.equal(f(z, i.to(dtype)), f(z, i))
+        assert f(z[:0], i[:0]).shape == (0, 3)
+    assert entropy_from_logits(z[:0]).shape == (0, 3)
+
+
+def test_works_under_vmap_and_compile():
+    z, i, m = normal(0, (4, 2, 3, 5)), words(1, (4, 2, 3), 5), random_mask(2, (4, 2, 3))
+    functions = {**METHODS, "0.7": lambda z, i: selective_log_softmax(z, i, 0.7), "entropy": lambda z, i: entropy_from_logits(z, 0.7)}
+    for f in functions.values():
+        one_by_one = torch.stack([f(a, b) for a, b in zip(z, i)])
+        torch.testing.assert_close(torch.func.vmap(f)(z, i), one_by_one)
+        grads = torch.func.vmap(torch.func.grad(lambda a, b: f(a, b).sum()))(z, i)
+        torch.testing.assert_close(grads, torch.stack([value_and_grad(lambda t: f(t, b), a)[1][0] for a, b in zip(z, i)]))
+    for f in (lambda z, i, m: selective_log_softmax(z, i, 0.7, m), lambda z, i, m: entropy_from_logits(z, 0.7, m)):
+        torch.testing.assert_close(torch.func.vmap(f)(z, i, m), f(z, i, m))
+        y, (g,) = value_and_grad(lambda t: torch.compile(f, backend="aot_eager")(t, i[0], m[0]), z[0])
+        torch.testing.assert_close((y, g), (lambda v, g: (v, g[0]))(*value_and_grad(lambda t: f(t, i[0], m[0]), z[0])))
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda z, i: selective_log_softmax(z.tolist(), i), TypeError, "logits must be a torch.Tensor, got list"),
+    (lambda z, i: selective_log_softmax(z.long(), i), TypeError, "logits must have a floating-point dtype, got torch.int64"),
+    (lambda z, i: selective_log_softmax(z, i.float()), TypeError, "index must have an integer dtype"),
+    (lambda z, i: selective_log_softmax(z, i > 0), TypeError, "index must have an integer dtype, got torch.bool"),
+    (lambda z, i: selective_log_softmax(z, 3), TypeError, "index must be a torch.Tensor, got int"),
+    (lambda z, i: selective_log_softmax(z, i[0]), ValueError, r"index must have the shape of logits without the vocabulary, \(2, 3\), got \(3,\)"),
+    (lambda z, i: selective_log_softmax(z, i[..., None]), ValueError, "index must have the shape of logits"),
+    (lambda z, i: selective_log_softmax(z, i + 5), ValueError, "index must be between 0 and 4, the last word of the vocabulary"),
+    (lambda z, i: selective_log_softmax(z, i - 100), ValueError, "index must be between 0 and 4"),
+    (lambda z, i: selective_log_softmax(z[0, 0, 0], i), ValueError, "logits must have at least 1 dimension"),
+    (lambda z, i: selective_log_softmax(z[..., :0], i), ValueError, "logits .* vocabulary of at least 1 word"),
+    (lambda z, i: selective_log_softmax(z, i, 0), ValueError, r"temperature must be in \(0, inf\), got 0"),
+    (lambda z, i: selective_log_softmax(z, i, -1.0), ValueError, "temperature"),
+    (lambda z, i: selective_log_softmax(z, i, math.nan), ValueError, "temperature"),
+    (lambda z, i: selective_log_softmax(z, i, "1"), TypeError, "temperature must be a number, got str"),
+    (lambda z, i: selective_log_softmax(z, i, mask=i), TypeError, "mask must be boolean"),
+    (lambda z, i: selective_log_softmax(z, i, mask=i[0] > 0), ValueError, "mask must have the shape of index"),
+    (lambda z, i: entropy_from_logits(z.long()), TypeError, "logits must have a floating-point dtype"),
+    (lambda z, i: entropy_from_logits(z, 0.0), ValueError, "temperature"),
+    (lambda z, i: entropy_from_logits(z[..., :0]), ValueError, "logits .* vocabulary of at least 1 word"),
+    (lambda z, i: entropy_from_logits(z, mask=z > 0), ValueError, r"mask must have the shape of logits\[..., 0\], \(2, 3\), got \(2, 3, 5\)"),
+    *[(lambda z, i, f=f: f(z, i + 5), ValueError, "index must be between 0 and 4") for f in METHODS.values()],
+    *[(lambda z, i, f=f: f(z, i[0]), ValueError, "index must have the shape of logits") for f in METHODS.values()],
+    *[(lambda z, i, f=f: f(z[0, 0], i[0, 0]), ValueError, "logits must have 2 or 3 dimensions, got 1") for f in METHODS.values() if f is not selective_log_softmax],
+    *[(lambda z, i, f=f: f(z[None], i[None]), ValueError, "logits must have 2 or 3 dimensions, got 4") for f in METHODS.values() if f is not selective_log_softmax],
+])
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.long))
