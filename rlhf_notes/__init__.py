@@ -6,25 +6,28 @@ __version__ = "0.1.0"
 
 from importlib import import_module as _import_module
 
-_FORMULAS = ("masking", "logprob", "ratio", "surrogate", "value", "kl", "whitening", "advantage", "reward")
-
-
-def _names():
-    return [name for m in _FORMULAS for name in _import_module(f".formulas.{m}", __name__).__all__]
+FORMULAS = {
+    "masking": ("MODES", "apply_mask", "masked_sum", "masked_mean", "masked_var", "aggregate_loss"),
+    "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits"),
+    "ratio": ("RATIO_LEVELS", "bounded_log_ratio", "importance_ratio", "effective_sample_size"),
+    "surrogate": ("CLIP_KINDS", "clipped_surrogate", "clip_fraction"),
+    "value": ("value_loss", "value_clip_fraction", "explained_variance", "value_transform", "value_inv_transform", "symlog", "inv_symlog"),
+    "kl": ("KL_KINDS", "kl_estimate", "calculate_kl_div", "exact_kl", "kl_loss", "FixedKLController", "AdaptiveKLController"),
+    "whitening": ("whiten", "RunningMoments"),
+    "advantage": ("SCALES", "discounted_returns", "gae", "gae_tokens", "group_advantage", "rloo_advantage", "reinforce_pp_advantage"),
+    "reward": ("PENALTY_MODES", "best_of_n_loss", "bradley_terry_loss", "RewardNorm", "token_rewards", "truncate_at_stop", "apply_penalty",
+               "overlong_penalty"),
+}
+_MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names}
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name):
-    if name == "__all__":
-        return _names()
-    if not name.startswith("_"):
-        for m in _FORMULAS:
-            try: module = _import_module(f".formulas.{m}", __name__)
-            except ModuleNotFoundError: continue
-            if name in module.__all__:
-                globals()[name] = getattr(module, name)
-                return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(_import_module(f".formulas.{_MODULE_OF[name]}", __name__), name)
+    return value
 
 
 def __dir__():
-    return sorted([*globals(), *_names()])
+    return sorted({*globals(), *__all__})

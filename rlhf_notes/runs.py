@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 
 # %% ../nbs/runs.ipynb #option
@@ -92,20 +92,25 @@ class Run:
     @classmethod
     def create(cls,
                path: Path, # A directory that does not exist, is empty, or holds a run to overwrite
-               config: dict, # Goes to config.json
+               config: dict, # Goes to config.json; has a "task"
                overwrite: bool = False, # May the run that is there be deleted?
               ) -> "Run": # Ready to `log`
         "A new run directory; ValueError if something is there already."
         path = Path(path)
         if path.exists() and not path.is_dir(): raise ValueError(f"out must be a directory, got the file {path}")
         there = sorted(path.iterdir()) if path.exists() else []
-        if there and not (path / "config.json").exists(): raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds {there[0].name}")
+        if there and not cls._is_run(path): raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds {there[0].name}")
         if there and not overwrite: raise ValueError(f"out must be a new directory, got {path}, which holds a run: continue it with --resume {path}, or replace it with --overwrite")
         path.mkdir(parents=True, exist_ok=True)
         for old in there:
             if old.name in cls.FILES or old.name.startswith("events.out.tfevents."): old.unlink()
         write_atomically(path / "config.json", json.dumps(_plain(config), indent=1) + "\n")
         return cls(path, config)
+
+    @staticmethod
+    def _is_run(path):
+        try: return "task" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError): return False
 
     @classmethod
     def resume(cls,
@@ -122,7 +127,7 @@ class Run:
             rows, state = saved["rows"], saved["state"]
         except Exception as e: raise ValueError(f"resume must be a run directory whose files can be read, got {path}: {type(e).__name__}: {e}") from e
         lines = (path / "metrics.csv").read_text(encoding="utf-8").splitlines(True) if (path / "metrics.csv").exists() else []
-        if len(lines) < rows + 1: raise ValueError(f"resume must be a run directory with {rows} rows in metrics.csv, as its checkpoint says, got {path} with {max(len(lines) - 1, 0)}")
+        if rows and len(lines) < rows + 1: raise ValueError(f"resume must be a run directory with {rows} rows in metrics.csv, as its checkpoint says, got {path} with {max(len(lines) - 1, 0)}")
         return cls(path, config, rows, state)
 
     def log(self,

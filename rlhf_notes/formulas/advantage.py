@@ -13,16 +13,16 @@ from .masking import apply_mask, masked_var
 from .whitening import whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
-def _accumulate(x, # (T, ...)
-                decay, # (T, ...); 0 cuts: nothing later gets past it, not even NaN
-               ): # (T, ...)
-    "y_t = x_t + decay_t y_{t+1}, backwards from y_T = 0."
-    if len(x) == 0: return x
-    y, out = torch.zeros_like(x[0]), []
-    for x_t, decay_t in zip(reversed(x.unbind()), reversed(decay.unbind())):
+def _accumulate(x, # Any shape
+                decay, # Shape of x; 0 cuts: nothing later gets past it, not even NaN
+                dim=0, # The dimension of time
+               ): # Shape of x
+    "y_t = x_t + decay_t y_{t+1}, backwards in time from y_T = 0."
+    y, out = 0.0, []
+    for x_t, decay_t in zip(reversed(x.unbind(dim)), reversed(decay.unbind(dim))):
         y = x_t + torch.where(decay_t == 0, 0.0, decay_t * y)
         out.append(y)
-    return torch.stack(out[::-1])
+    return torch.stack(out[::-1], dim) if out else x
 
 def _check_steps(rewards, **flags):
     "Rewards are (T, N) or (T,); the flags are booleans of their shape."
@@ -62,9 +62,9 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae-tokens
 def _tokens(x, mask):
-    "(B, T) -> (T, B) with 0 where the mask is False, and the mask alike."
-    x = apply_mask(at_least_float32(x), mask).mT
-    return x, torch.ones_like(x, dtype=torch.bool) if mask is None else mask.mT
+    "x with 0 where the mask is False, and the mask."
+    x = apply_mask(at_least_float32(x), mask)
+    return x, torch.ones_like(x, dtype=torch.bool) if mask is None else mask
 
 def gae_tokens(rewards: torch.Tensor, # Reward of each token, (B, T)
                values: torch.Tensor, # V before each token, (B, T)
@@ -76,11 +76,11 @@ def gae_tokens(rewards: torch.Tensor, # Reward of each token, (B, T)
     check_float(rewards=rewards, values=values); check_ndim(2, rewards=rewards); check_same_shape(rewards=rewards, values=values); check_mask(mask, rewards=rewards)
     check_number("gamma", gamma, low=0, high=1); check_number("lam", lam, low=0, high=1)
     (rewards, counts), (values, _) = _tokens(rewards, mask), _tokens(values, mask)
-    here_or_later = _accumulate(values, (~counts).to(values))
-    next_values = torch.cat([here_or_later[1:], torch.zeros_like(values[:1])])
+    here_or_later = _accumulate(values, (~counts).to(values), dim=1)
+    next_values = torch.cat([here_or_later[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     delta = torch.where(counts, rewards + gamma * next_values - values, 0.0)
-    advantages = torch.where(counts, _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(~counts, 1)), 0.0)
-    return advantages.mT, (advantages + values).mT
+    advantages = torch.where(counts, _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(~counts, 1), dim=1), 0.0)
+    return advantages, advantages + values
 
 # %% ../../nbs/formulas/08_advantage.ipynb #group
 SCALES = ("std", "batch", None)
@@ -129,5 +129,5 @@ def reinforce_pp_advantage(token_rewards: torch.Tensor, # Reward of each token, 
     if baseline is not None and baseline.shape != token_rewards.shape[:1]:
         raise ValueError(f"baseline must have one number for each sequence, shape {tuple(token_rewards.shape[:1])}, got {tuple(baseline.shape)}")
     rewards, counts = _tokens(token_rewards, mask)
-    returns = _accumulate(rewards, torch.full_like(rewards, gamma).masked_fill(~counts, 1)).mT
+    returns = _accumulate(rewards, torch.full_like(rewards, gamma).masked_fill(~counts, 1), dim=1)
     return whiten(returns if baseline is None else returns - at_least_float32(baseline)[:, None], mask)

@@ -24,7 +24,8 @@ def best_of_n_loss(rewards: torch.Tensor, # Rewards of N answers to one prompt, 
                   ) -> torch.Tensor: # 0-dim, float32 or better, in nats
     "Mean cross entropy of the preferred answer under softmax(rewards) (Ziegler et al. 2019, eq. 1)."
     check_float(rewards=rewards); check_ndim(2, rewards=rewards); check_integer(best=best)
-    if best.shape != rewards.shape[:1]: raise ValueError(f"best must have one index for each row of rewards, shape {tuple(rewards.shape[:1])}, got {tuple(best.shape)}")
+    if best.shape != rewards.shape[:1]:
+        raise ValueError(f"best must have one index for each row of rewards, shape {tuple(rewards.shape[:1])}, got {tuple(best.shape)}")
     return -masked_mean(selective_log_softmax(rewards, best))
 
 def bradley_terry_loss(chosen: torch.Tensor, # Rewards of the preferred answers, (...)
@@ -60,7 +61,8 @@ class RewardNorm:
             rewards = RunningMoments().update(rewards)
         if rewards.mean.ndim: raise ValueError(f"rewards must have moments of shape (), got {tuple(rewards.mean.shape)}")
         mean_D, std_D = rewards.mean.item(), rewards.var.sqrt().item()
-        if std_D <= 1e-12 * abs(mean_D): raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with mean {mean_D} and standard deviation {std_D}")
+        if std_D <= 1e-12 * abs(mean_D):
+            raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with mean {mean_D} and standard deviation {std_D}")
         self.gain = std / std_D
         self.bias = mean - self.gain * mean_D
         return self
@@ -89,7 +91,7 @@ def token_rewards(scores: torch.Tensor, # Score of each answer, (B,)
                   logp_ref: torch.Tensor, # log pi_ref of the same tokens, (B, T)
                   kl_coef: float, # beta, reward per nat, >= 0
                   mask: torch.Tensor | None = None, # (B, T) boolean, True = counts; None = everything counts
-                 ) -> tuple: # (rewards, kl_penalty), each (B, T), float32 or better, without gradient, 0 where the mask is False; kl_penalty is their part that is not score
+                 ) -> tuple: # (rewards, kl_penalty), each (B, T), float32 or better, no gradient, 0 where the mask is False; rewards = kl_penalty + score
     "-beta (log pi - log pi_ref) for each token, plus the score on the last one that counts (Ziegler et al. 2019, eq. 2)."
     check_float(scores=scores, logp=logp, logp_ref=logp_ref); check_ndim(2, logp=logp); check_mask(mask, logp=logp); check_number("kl_coef", kl_coef, low=0)
     if scores.shape != logp.shape[:1]: raise ValueError(f"scores must have one score for each row of logp, shape {tuple(logp.shape[:1])}, got {tuple(scores.shape)}")
@@ -127,8 +129,8 @@ def apply_penalty(scores: torch.Tensor, # Scores of answers, (...)
                  ) -> torch.Tensor: # (...), float32 or better
     "The scores, those of invalid answers replaced (Ziegler et al. 2019, code) or lowered."
     check_float(scores=scores); check_choice("mode", mode, PENALTY_MODES); check_number("penalty", penalty, high=0 if mode == "subtract" else math.inf)
-    if not isinstance(valid, torch.Tensor) or valid.dtype != torch.bool:
-        raise TypeError(f"valid must be a boolean torch.Tensor (True = the score stands), got {valid.dtype if isinstance(valid, torch.Tensor) else type(valid).__name__}")
+    if not isinstance(valid, torch.Tensor): raise TypeError(f"valid must be a boolean torch.Tensor, got {type(valid).__name__}")
+    if valid.dtype != torch.bool: raise TypeError(f"valid must be boolean (True = the score stands), got {valid.dtype}")
     check_same_shape(scores=scores, valid=valid)
     scores = at_least_float32(scores)
     return torch.where(valid, scores, penalty if mode == "replace" else scores + penalty)

@@ -83,7 +83,7 @@ class RunningMoments:
         count, mask = int(mask.sum()), mask.expand(mask.shape[:mask.ndim - len(shape)] + shape).reshape(-1, *shape)
         deviation, mean = _deviation(apply_mask(x, mask), mask, dim=0)
         m2 = masked_sum(deviation.square(), mask, dim=0)
-        if not (mean.isfinite().all() and m2.isfinite().all()): raise ValueError("x must be finite where it counts, got NaN, infinity or values whose squares overflow float64")
+        if not (mean.isfinite().all() and m2.isfinite().all()): raise ValueError("x must be finite where it counts, got NaN or infinity")
         return self._merge(count, mean, m2)
 
     def merge(self,
@@ -119,7 +119,9 @@ class RunningMoments:
                         state: dict, # From `state_dict` of moments of the same shape
                        ):
         "Continue from a checkpoint."
-        if not isinstance(state, dict) or set(state) != {"count", "mean", "m2"}: raise ValueError(f"state must be a dict with the keys 'count', 'mean', 'm2', got {state!r}")
+        if not isinstance(state, dict) or set(state) != {"count", "mean", "m2"}:
+            raise ValueError(f"state must be a dict with the keys 'count', 'mean', 'm2', got {state!r}")
         for name in ("mean", "m2"):
-            if tuple(state[name].shape) != tuple(self.mean.shape): raise ValueError(f"{name} must have the shape {tuple(self.mean.shape)}, got {tuple(state[name].shape)}")
+            shape, got = tuple(self.mean.shape), tuple(state[name].shape)
+            if got != shape: raise ValueError(f"{name} must have the shape {shape}, got {got}")
         self.count, self.mean, self.m2 = int(state["count"]), *(state[name].detach().to("cpu", torch.float64).clone() for name in ("mean", "m2"))

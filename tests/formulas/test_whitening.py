@@ -163,7 +163,8 @@ def test_large_offsets_keep_the_variance():
     torch.testing.assert_close(moments.var, torch.tensor(8.25, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
-@given(seed=SEEDS, n=st.integers(2, 30), shift_mean=BOOL, unbiased=BOOL, eps=EPS, offset=st.sampled_from([0.0, 1e6]), dtype=st.sampled_from([torch.float32, torch.float64]))
+@given(seed=SEEDS, n=st.integers(2, 30), shift_mean=BOOL, unbiased=BOOL, eps=EPS, offset=st.sampled_from([0.0, 1e6]),
+       dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_whitening_the_pieces_with_merged_moments_is_whitening_the_whole(seed, n, shift_mean, unbiased, eps, offset, dtype):
     x, m = (normal(seed, (n,)) * 64).round().to(dtype) + offset, random_mask(seed + 1, (n,), 0.9)
     m[0] = True
