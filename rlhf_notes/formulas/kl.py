@@ -61,7 +61,7 @@ def kl_loss(logp: torch.Tensor, # log pi of the sampled actions, with gradient, 
             straight_through: bool = False, # Value of `kind`, slope of k2 (known as "k1+" and "k3+"); a `ratio` is then a constant weight
            ) -> torch.Tensor: # 0-dim, float32 or better, in nats
     "Mean estimate of KL(pi || pi_ref) over what counts, as a loss: k2, or any kind with `straight_through`, or k1 and k3 with `ratio`, has the KL's own gradient."
-    check_float(logp=logp, logp_ref=logp_ref, ratio=ratio); check_same_shape(logp=logp, logp_ref=logp_ref, ratio=ratio); check_mask(mask, logp=logp)
+    check_float(["ratio"], logp=logp, logp_ref=logp_ref, ratio=ratio); check_same_shape(logp=logp, logp_ref=logp_ref, ratio=ratio); check_mask(mask, logp=logp)
     logp, logp_ref = apply_mask(logp, mask), apply_mask(logp_ref.detach(), mask)
     k = kl_estimate(logp, logp_ref, kind)
     if straight_through:

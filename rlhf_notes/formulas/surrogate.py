@@ -12,8 +12,8 @@ from .arguments import at_least_float32, check_choice, check_float, check_mask, 
 from .masking import masked_mean
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #surrogate
-def _check_pair(ratio, advantage):
-    check_float(ratio=ratio, advantage=advantage)
+def _check_pair(ratio, advantage, optional=()):
+    check_float(optional, ratio=ratio, advantage=advantage)
     if advantage is not None and advantage.shape != ratio.shape:
         raise ValueError(f"advantage must have the shape of ratio, {tuple(ratio.shape)}, got {tuple(advantage.shape)}: for one advantage per answer use "
                          "advantage.unsqueeze(-1), and .expand_as(ratio) if the ratio is per token")
@@ -47,7 +47,7 @@ def clip_fraction(ratio: torch.Tensor, # Importance ratio pi / pi_old, (...)
                   mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                  ) -> torch.Tensor: # 0-dim, float32 or better: a share, from 0 to 1
     "Share of the samples that are clipped by `clipped_surrogate` (without dual clip), by either definition; 0 if nothing counts."
-    _check_pair(ratio, advantage); check_mask(mask, ratio=ratio); check_choice("kind", kind, CLIP_KINDS)
+    _check_pair(ratio, advantage, ["advantage"]); check_mask(mask, ratio=ratio); check_choice("kind", kind, CLIP_KINDS)
     if kind == "binding" and advantage is None: raise ValueError('advantage must be given for kind="binding", got None; kind="outside" needs none')
     lower, upper = _clip_range(eps_low, eps_high)
     r = at_least_float32(ratio)

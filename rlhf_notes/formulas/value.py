@@ -15,7 +15,7 @@ from .masking import apply_mask, masked_mean, masked_var
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
 def _errors(value, value_old, returns, clip_range, mask=None):
     "V - R, clip(V) - R, and where the second is the larger."
-    check_float(value=value, value_old=value_old, returns=returns); check_same_shape(value=value, value_old=value_old, returns=returns); check_mask(mask, value=value)
+    check_float(["value_old"], value=value, value_old=value_old, returns=returns); check_same_shape(value=value, value_old=value_old, returns=returns); check_mask(mask, value=value)
     V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns.detach()))
     if clip_range is None: return V - R, V - R, torch.zeros_like(V, dtype=torch.bool)
     check_number("clip_range", clip_range, low=0, open_low=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.formulas.advantage import SCALES, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
+from rlhf_notes.formulas.advantage import GROUP_SCALES, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
 
@@ -250,7 +250,7 @@ def plain_group(rows, scale, eps):
     return out
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", GROUP_SCALES)
 @given(seed=SEEDS, P=st.integers(1, 4), G=st.integers(1, 8), eps=st.sampled_from([1e-9, 1e-4, 0.5]), dtype=DTYPES)
 def test_group_advantage_equals_plain_python(scale, seed, P, G, eps, dtype):
     r = normal(seed, (P, G), dtype)
@@ -271,7 +271,7 @@ def test_rloo_leaves_one_out(seed, P, G, dtype):
     torch.testing.assert_close(A.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-10 if dtype == torch.float64 else 1e-5, rtol=0)
 
 
-@given(value=st.floats(-1e6, 1e6, width=32), G=st.integers(1, 64), scale=st.sampled_from(SCALES), eps=st.sampled_from([0.0, 1e-9, 1e-4]))
+@given(value=st.floats(-1e6, 1e6, width=32), G=st.integers(1, 64), scale=st.sampled_from(GROUP_SCALES), eps=st.sampled_from([0.0, 1e-9, 1e-4]))
 def test_a_group_of_equals_is_exactly_zero(value, G, scale, eps):
     r = torch.full((2, G), value)
     y, (grad,) = value_and_grad(lambda x: group_advantage(x, scale, eps)[0, :1], r)
@@ -289,7 +289,7 @@ def test_scaled_groups_are_blind_to_scale_and_shift(seed, size, offset, scale):
     torch.testing.assert_close(rloo_advantage(r + offset), rloo_advantage(r), atol=1e-3, rtol=1e-4)
 
 
-@given(seed=SEEDS, scale=st.sampled_from(SCALES), P=st.integers(1, 3), G=st.integers(1, 5))
+@given(seed=SEEDS, scale=st.sampled_from(GROUP_SCALES), P=st.integers(1, 3), G=st.integers(1, 5))
 def test_gradients_of_groups_equal_autograd_of_the_formula(seed, scale, P, G):
     r, g = normal(seed, (P, G)), normal(seed + 1, (P, G))
     def textbook(x):
@@ -357,7 +357,7 @@ def calls():
     yield "returns", lambda r, d: discounted_returns(r, d, 0.9), (r, terminated)
     yield "gae", lambda *x: torch.stack(gae(*x, 0.9, 0.8)), (r, v, nv, terminated, terminated | truncated)
     yield "gae_tokens", lambda *x: torch.stack(gae_tokens(*x, 0.9, 0.8)), (r, v, m)
-    for scale in SCALES: yield f"group {scale}", lambda r, scale=scale: group_advantage(r, scale), (r,)
+    for scale in GROUP_SCALES: yield f"group {scale}", lambda r, scale=scale: group_advantage(r, scale), (r,)
     yield "rloo", rloo_advantage, (r,)
     yield "reinforce_pp", lambda r, m, c: reinforce_pp_advantage(r, m, 0.9, c), (r, m, c)
 

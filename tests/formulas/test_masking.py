@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.masking import MODES, aggregate_loss, apply_mask, masked_mean, masked_sum, masked_var
+from rlhf_notes.formulas.masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean, masked_sum, masked_var
 from strategies import JUNK, SEEDS, masked, normal, random_mask, value_and_grad
 
 REDUCTIONS = {
@@ -41,7 +41,7 @@ def test_along_a_dimension_equals_row_by_row(name, xm, data):
     torch.testing.assert_close(got.flatten(), torch.stack(rows))
 
 
-@pytest.mark.parametrize("name", [*REDUCTIONS, *MODES])
+@pytest.mark.parametrize("name", [*REDUCTIONS, *AGGREGATION_MODES])
 @given(xm=masked(min_dims=2, max_dims=2), junk=JUNK)
 def test_nothing_leaks_from_under_the_mask(name, xm, junk):
     x, m = xm
@@ -73,7 +73,7 @@ def test_aggregate_loss_equals_the_loops(seed, rows, width, length):
         "seq-mean-token-sum": sum(map(sum, real)) / max(len(real), 1),
         "constant": sum(map(sum, real)) / (rows * length),
     }
-    for mode in MODES:
+    for mode in AGGREGATION_MODES:
         torch.testing.assert_close(aggregate_loss(loss, mask, mode, length if mode == "constant" else None),
                                    torch.tensor(expected[mode], dtype=torch.float64))
     torch.testing.assert_close(aggregate_loss(loss, mask, "constant"), aggregate_loss(loss, mask, "constant", width))
@@ -81,7 +81,7 @@ def test_aggregate_loss_equals_the_loops(seed, rows, width, length):
 
 def test_works_under_vmap_and_compile():
     loss, mask = normal(0, (4, 3, 5)), random_mask(1, (4, 3, 5))
-    for mode in MODES:
+    for mode in AGGREGATION_MODES:
         one_by_one = torch.stack([aggregate_loss(l, m, mode) for l, m in zip(loss, mask)])
         torch.testing.assert_close(torch.func.vmap(lambda l, m: aggregate_loss(l, m, mode))(loss, mask), one_by_one)
     for f in REDUCTIONS.values():

@@ -1,0 +1,202 @@
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings, strategies as st
+
+from rlhf_notes.control.rollout import Collector, Rollout, autoreset_mode, env_state, make_envs, minibatches, set_env_state
+from strategies import SEEDS
+
+FIELDS = ("obs", "actions", "logp", "rewards", "next_obs", "terminated", "truncated", "valid")
+
+
+def cartpole(num_envs, limit=500):
+    return gym.make_vec("CartPole-v1", num_envs=num_envs, vectorization_mode="vector_entry_point", max_episode_steps=limit)
+
+
+def random_act(seed):
+    g = torch.Generator().manual_seed(seed)
+    return lambda obs: (torch.randint(2, (len(obs),), generator=g), torch.rand(len(obs), generator=g))
+
+
+def by_sight(obs):
+    "Depends on the observation alone, and lets the pole fall soon."
+    return (obs[:, 2] < 0).long(), obs[:, 0]
+
+
+def assert_same(a, b):
+    for name in FIELDS: assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+class Count(gym.Env):
+    "An environment that is all bookkeeping: it sees (episode, step), and its k-th episode has k + 2 steps, of which the last truncates if k is odd."
+    observation_space = gym.spaces.Box(-1e6, 1e6, (2,), np.float64)
+    action_space = gym.spaces.Discrete(5)
+    episode = -1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode += 1; self.t = 0
+        return np.array([self.episode, 0.0]), {}
+
+    def step(self, action):
+        self.t += 1
+        end = self.t == self.episode + 2
+        return np.array([self.episode, float(self.t)]), 10.0 * self.episode + self.t + action, end and self.episode % 2 == 0, end and self.episode % 2 == 1, {}
+
+
+def expected_rows(rows, seams):
+    "(obs, reward less the action, next_obs, terminated, truncated, valid) of the first rows of Count, worked out on paper."
+    out, episode, t = [], 0, 0
+    while len(out) < rows:
+        end = t + 1 == episode + 2
+        out.append(((episode, t), 10 * episode + t + 1, (episode, t + 1), end and episode % 2 == 0, end and episode % 2 == 1, True))
+        if end and seams: out.append(((episode, t + 1), None, (episode + 1, 0), False, False, False))
+        episode, t = (episode + 1, 0) if end else (episode, t + 1)
+    return out[:rows]
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@settings(max_examples=15)
+@given(T=st.integers(1, 40), N=st.integers(1, 3), seed=SEEDS)
+def test_every_row_is_what_it_should_be(mode, T, N, seed):
+    envs = SyncVectorEnv([Count] * N, autoreset_mode=mode)
+    g = torch.Generator().manual_seed(seed)
+    r, episodes = Collector(envs, seed=0).collect(lambda obs: (torch.randint(5, (len(obs),), generator=g), torch.zeros(len(obs))), T)
+    for n in range(N):
+        for t, (obs, reward, next_obs, terminated, truncated, valid) in enumerate(expected_rows(T, seams=mode is AutoresetMode.NEXT_STEP)):
+            assert tuple(r.obs[t, n].tolist()) == obs and tuple(r.next_obs[t, n].tolist()) == next_obs
+            assert (bool(r.terminated[t, n]), bool(r.truncated[t, n]), bool(r.valid[t, n])) == (terminated, truncated, valid)
+            assert bool(r.done[t, n]) == (terminated or truncated)
+            if valid: assert r.rewards[t, n] == reward + r.actions[t, n]
+    lengths = [length for _, length in episodes]
+    assert lengths == sorted(lengths) and len(episodes) == int(r.done.sum()) and all(isinstance(x, float) and isinstance(l, int) for x, l in episodes)
+    for k in range(len(episodes) // N): assert lengths[k * N:(k + 1) * N] == [k + 2] * N
+    assert sum(ret for ret, _ in episodes) <= r.rewards.sum() + 1e-3
+
+
+@settings(max_examples=12)
+@given(seed=SEEDS, N=st.integers(1, 5), limit=st.sampled_from([8, 15, 500]))
+def test_vectorised_cartpole_equals_single_environments(seed, N, limit):
+    "Every episode, replayed in Gymnasium's single CartPole with its own time limit: observations, rewards, ends, returns and lengths, to the last bit."
+    envs, act, states = cartpole(N, limit), random_act(seed), []
+    collector = Collector(envs, seed % 10000)
+    def remember(obs): states.append(envs.state.T.copy()); return act(obs)
+    r, episodes = collector.collect(remember, 60)
+    replayed = []
+    for n in range(N):
+        single, fresh = gym.make("CartPole-v1", max_episode_steps=limit), True
+        for t in range(60):
+            if not r.valid[t, n]:
+                assert r.rewards[t, n] == 0 and not r.done[t, n] and r.done[t - 1, n]
+                assert (r.next_obs[t, n].abs() <= 0.05).all()                       # the start of the next episode
+                fresh = True; continue
+            if fresh: single.reset(); single.unwrapped.state = tuple(states[t][n]); fresh, total, length = False, 0.0, 0
+            o, reward, terminated, truncated, _ = single.step(int(r.actions[t, n]))
+            total += reward; length += 1
+            assert np.array_equal(o, r.next_obs[t, n].numpy()) and reward == r.rewards[t, n]
+            assert terminated == r.terminated[t, n] and truncated == r.truncated[t, n]
+            if t + 1 < 60: assert torch.equal(r.next_obs[t, n], r.obs[t + 1, n])     # also where the episode ended: the true final observation
+            if terminated or truncated: replayed.append((total, length))
+    assert sorted(replayed) == sorted(episodes)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1"])
+@settings(max_examples=6)
+@given(seed=st.integers(0, 10000))
+def test_both_reset_modes_give_the_same_data(env_id, seed):
+    def collect(mode):
+        envs = gym.make_vec(env_id, num_envs=2, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}, max_episode_steps=14)
+        return Collector(envs, seed).collect(by_sight, 50)
+    (a, _), (b, _) = collect(AutoresetMode.NEXT_STEP), collect(AutoresetMode.SAME_STEP)
+    assert b.valid.all() and not a.valid.all()
+    for n in range(2):
+        keep = a.valid[:, n]
+        for name in FIELDS: assert torch.equal(getattr(a, name)[:, n][keep], getattr(b, name)[:int(keep.sum()), n]), name
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10000), cut=st.integers(1, 59))
+def test_cut_or_saved_anywhere_the_recording_is_the_same(seed, cut):
+    "Also where the cut falls on a seam, since a random cut does in some of the environments."
+    whole, episodes = Collector(cartpole(6), seed).collect(by_sight, 60)
+    one, other = Collector(cartpole(6), seed), Collector(cartpole(6), seed + 1)
+    first, episodes_first = one.collect(by_sight, cut)
+    other.load_state_dict(one.state_dict())
+    for c in (one, other):
+        second, episodes_second = c.collect(by_sight, 60 - cut)
+        assert_same(Rollout(*(torch.cat([getattr(first, f), getattr(second, f)]) for f in FIELDS)), whole)
+        assert episodes_first + episodes_second == episodes
+
+
+def test_a_saved_state_is_a_copy_and_survives_the_disk(tmp_path):
+    envs = cartpole(3)
+    envs.reset(seed=0)
+    state = env_state(envs)
+    torch.save(state, tmp_path / "s")
+    def future(): return [envs.step(np.zeros(3, np.int64))[0] for _ in range(25)]
+    a = future()
+    envs.reset(seed=9); set_env_state(envs, torch.load(tmp_path / "s", weights_only=True)); b = future()
+    set_env_state(envs, state); c = future()
+    assert all(np.array_equal(x, y) and np.array_equal(x, z) for x, y, z in zip(a, b, c))
+    collector = Collector(cartpole(3), 0)
+    saved = collector.state_dict()
+    before = {k: saved[k].clone() for k in Collector.ARRAYS}
+    collector.collect(by_sight, 20)
+    assert all(torch.equal(saved[k], before[k]) for k in before) and saved["envs"]["state"].abs().max() <= 0.05
+
+
+def test_same_seed_same_rollout_and_nothing_is_shared():
+    (a, _), (b, _) = (Collector(cartpole(4), 3).collect(random_act(1), 40) for _ in range(2))
+    assert_same(a, b)
+    c, _ = Collector(cartpole(4), 4).collect(random_act(1), 40)
+    assert not torch.equal(a.obs, c.obs)
+    assert a.obs.dtype == a.next_obs.dtype == a.rewards.dtype == a.logp.dtype == torch.float32 and a.actions.dtype == torch.int64
+    assert a.valid.dtype == a.terminated.dtype == a.truncated.dtype == torch.bool and a.obs.shape == (40, 4, 4) and a.valid.shape == (40, 4)
+    collector = Collector(cartpole(4), 3)
+    first, _ = collector.collect(random_act(1), 20)
+    kept = first.obs.clone()
+    collector.collect(random_act(2), 20)
+    assert torch.equal(first.obs, kept)
+    assert_same(a.to("cpu"), a)
+
+
+def test_make_envs():
+    assert type(make_envs("CartPole-v1", 3).unwrapped).__name__ == "CartPoleVectorEnv" and make_envs("CartPole-v1", 3).num_envs == 3
+    assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv)
+
+
+def test_autoreset_mode():
+    assert autoreset_mode(make_envs("CartPole-v1", 2)) == autoreset_mode(SyncVectorEnv([Count])) == "NextStep"
+    assert autoreset_mode(SyncVectorEnv([Count], autoreset_mode=AutoresetMode.SAME_STEP)) == "SameStep"
+    old = SyncVectorEnv([Count]); old.metadata = {}
+    assert autoreset_mode(old) == "NextStep"
+
+
+@given(parts=st.integers(1, 8), size=st.integers(1, 20), seed=SEEDS)
+def test_minibatches_cover_each_row_once(parts, size, seed):
+    got = minibatches(parts * size, parts, torch.Generator().manual_seed(seed))
+    assert [len(p) for p in got] == [size] * parts
+    assert torch.cat(got).sort().values.tolist() == list(range(parts * size))
+    again = minibatches(parts * size, parts, torch.Generator().manual_seed(seed))
+    assert all(torch.equal(a, b) for a, b in zip(got, again))
+
+
+def test_minibatches_are_shuffled_anew_each_time():
+    g = torch.Generator().manual_seed(0)
+    first, second = (torch.cat(minibatches(512, 4, g)) for _ in range(2))
+    assert not torch.equal(first, second) and not torch.equal(first, torch.arange(512))
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda: minibatches(10, 3), ValueError, "parts must divide the 10 rows, got 3"),
+    (lambda: minibatches(0, 1), ValueError, "size must be in"),
+    (lambda: minibatches(10, 0), ValueError, "parts must be in"),
+    (lambda: Collector(SyncVectorEnv([Count], autoreset_mode=AutoresetMode.DISABLED), 0), ValueError, "envs must reset themselves, .* got Disabled"),
+    (lambda: env_state(SyncVectorEnv([Count])), ValueError, "envs must keep their state in the arrays .* got SyncVectorEnv without state"),
+    (lambda: Collector(SyncVectorEnv([Count]), 0).state_dict(), ValueError, "envs must keep their state"),
+    (lambda: set_env_state(SyncVectorEnv([Count]), {}), ValueError, "envs must keep their state"),
+])
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=words): call()
