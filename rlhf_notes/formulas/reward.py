@@ -7,12 +7,11 @@ __all__ = ['PENALTY_MODES', 'best_of_n_loss', 'bradley_terry_loss', 'RewardNorm'
            'apply_penalty', 'overlong_penalty']
 
 # %% ../../nbs/formulas/09_reward.ipynb #export-imports
-import math
-
 import torch
 from torch.nn.functional import logsigmoid
 
-from .arguments import at_least_float32, check_choice, check_float, check_integer, check_mask, check_ndim, check_number, check_same_shape
+from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_integer, check_mask, check_ndim, check_number,
+                                           check_same_shape)
 from .kl import kl_estimate
 from .logprob import selective_log_softmax
 from .masking import apply_mask, masked_mean
@@ -124,16 +123,15 @@ PENALTY_MODES = ("replace", "subtract")
 
 def apply_penalty(scores: torch.Tensor, # Scores of answers, (...)
                   valid: torch.Tensor, # (...) boolean, True = the score stands
-                  penalty: float = -1.0, # "replace": the score of an invalid answer; "subtract": what is added to it, <= 0
+                  penalty: float = -1.0, # "replace": the score of an invalid answer; "subtract": by how much it is lowered, of either sign
                   mode: str = "replace", # One of `PENALTY_MODES`
                  ) -> torch.Tensor: # (...), float32 or better
     "The scores, those of invalid answers replaced (Ziegler et al. 2019, code) or lowered."
-    check_float(scores=scores); check_choice("mode", mode, PENALTY_MODES); check_number("penalty", penalty, high=0 if mode == "subtract" else math.inf)
-    if not isinstance(valid, torch.Tensor): raise TypeError(f"valid must be a boolean torch.Tensor, got {type(valid).__name__}")
-    if valid.dtype != torch.bool: raise TypeError(f"valid must be boolean (True = the score stands), got {valid.dtype}")
+    check_float(scores=scores); check_choice("mode", mode, PENALTY_MODES); check_number("penalty", penalty)
+    check_boolean("the score stands", valid=valid)
     check_same_shape(scores=scores, valid=valid)
     scores = at_least_float32(scores)
-    return torch.where(valid, scores, penalty if mode == "replace" else scores + penalty)
+    return torch.where(valid, scores, penalty if mode == "replace" else scores - abs(penalty))
 
 # %% ../../nbs/formulas/09_reward.ipynb #overlong
 def overlong_penalty(lengths: torch.Tensor, # Length of each answer, in tokens, (...), integer or floating point
