@@ -9,6 +9,7 @@ cfg = settings()
 project, author, copyright, release = cfg["title"], cfg["author"], cfg["copyright"], cfg["version"]
 extensions = ["myst_nb", "sphinx_copybutton"]
 nb_execution_mode = "off"
+nb_render_markdown_format = "myst"      # outputs may hold formulas and links too
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"

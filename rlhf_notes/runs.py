@@ -71,6 +71,11 @@ def _cell(value):
     "A number as it stands in metrics.csv: nine digits tell any two float32 apart."
     return "" if value is None or isinstance(value, float) and math.isnan(value) else f"{value:.9g}" if isinstance(value, float) else str(value)
 
+def _number(cell):
+    "The number that stands in a cell of metrics.csv."
+    try: return int(cell) if cell else None
+    except ValueError: return float(cell)
+
 def _plain(value):
     "What JSON can hold: NaN and infinity become null."
     if isinstance(value, dict): return {k: _plain(v) for k, v in value.items()}
@@ -180,10 +185,11 @@ class Run:
         if self._metrics is not None: self._file.close(); self._writer.close()
         self._metrics = self._writer = None
 
-    def read_metrics(self) -> list: # One dict for each row: column -> float, or None where the cell is empty
+    def read_metrics(self) -> list: # One dict for each row that counts: column -> number, or None where the cell is empty
         "The rows of metrics.csv."
+        if not self.rows: return []
         with open(self.path / "metrics.csv", newline="", encoding="utf-8") as f:
-            return [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(f)]
+            return [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(f)][:self.rows]
 
 # %% ../nbs/runs.ipynb #interrupt
 @contextmanager

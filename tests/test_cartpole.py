@@ -98,7 +98,7 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
     assert torch.equal(terminated, rollout.terminated) and (done == (rollout.done | ~rollout.valid)).all()
     assert torch.equal(b.advantages, rewards.flatten()) and torch.equal(b.returns, values.flatten())
     for name, column in (("kl_estimate", "kl_k3"), ("clip_fraction", "clip_fraction"), ("explained_variance", "explained_variance")):
-        monkeypatch.setattr(cartpole, name, lambda *args, **kwargs: torch.full((128,) if column == "kl_k3" else (), 42.0))
+        monkeypatch.setattr(cartpole, name, lambda *args, shape=(128,) if column == "kl_k3" else (), **kwargs: torch.full(shape, 42.0))
         assert health(agent(), b, 0.2)[column] == 42
 
 

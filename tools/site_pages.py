@@ -32,6 +32,7 @@ def relink(text):
 
 
 def only_imports(source):
+    "Imports before the first section are folded away: a lesson opens with its question."
     return all(re.match(r"import |from |viz\.style\(\)|\s|#|\)|$", line) for line in source.splitlines())
 
 
@@ -46,8 +47,10 @@ def prepare(path):
             cell.source = relink(cell.source)
         else:
             cell.source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", cell.source)
-            if only_imports(cell.source) or "hide-input" in d: cell.metadata["tags"] = ["hide-input"]
+            if only_imports(cell.source) and not any(re.search(r"^## ", c.source, re.M) for c in cells) or "hide-input" in d: cell.metadata["tags"] = ["hide-input"]
             if "fig-alt" in d: cell.metadata["mystnb"] = {"image": {"alt": d["fig-alt"]}}
+        for out in cell.get("outputs", []):
+            if "text/markdown" in out.get("data", {}): out.data["text/markdown"] = relink(out.data["text/markdown"])
         cells.append(cell)
     nb.cells = cells
     return nb

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SOLVED', 'SCORES', 'CHECKPOINT_EVERY', 'draw_cartpole', 'mlp', 'Agent', 'Batch', 'make_batch', 'ppo_loss',
-           'seeds', 'health', 'PPO', 'evaluate', 'scores', 'train', 'plot_run', 'finish']
+           'seeds', 'health', 'PPO', 'evaluate', 'scores', 'train', 'plot_run']
 
 # %% ../../nbs/control/21_cartpole.ipynb #export-imports
 import time
@@ -20,7 +20,7 @@ from .rollout import Collector, Rollout, make_envs, minibatches
 from ..formulas.advantage import gae
 from ..formulas.kl import kl_estimate
 from ..formulas.logprob import entropy_from_logits, selective_log_softmax
-from ..formulas.masking import masked_mean
+from ..formulas.masking import apply_mask, masked_mean
 from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
 from ..formulas.value import explained_variance, value_loss
@@ -74,14 +74,14 @@ class Agent(nn.Module):
         logits = self.policy(obs)
         return selective_log_softmax(logits, actions), entropy_from_logits(logits)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def act(self, obs, generator=None): # (N, obs_size) -> (N,), (N,)
         "Actions drawn from the policy, and their log-probabilities."
         logits = self.policy(obs)
         actions = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
         return actions, selective_log_softmax(logits, actions)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def greedy(self, obs): # (N, obs_size) -> (N,)
         "The most probable actions."
         return self.policy(obs).argmax(-1)
@@ -124,7 +124,7 @@ def ppo_loss(agent: Agent, # In training
     ratio = importance_ratio(logp, batch.logp, batch.valid)
     advantage = whiten(batch.advantages, batch.valid)
     policy_loss = -masked_mean(clipped_surrogate(ratio, advantage, config.clip), batch.valid)
-    critic_loss = masked_mean(value_loss(agent.value(batch.obs), batch.values, batch.returns), batch.valid)
+    critic_loss = masked_mean(value_loss(agent.value(batch.obs), batch.values, apply_mask(batch.returns, batch.valid)), batch.valid)
     entropy = masked_mean(entropy, batch.valid)
     loss = policy_loss + config.value_coef * critic_loss - config.entropy_coef * entropy
     return loss, dict(policy_loss=policy_loss, value_loss=critic_loss, entropy=entropy)
@@ -250,7 +250,9 @@ def train(config: PPOConfig, # What to do
     rows, clock = [], dict(wall_seconds=0.0, steps_to_solve=None, seconds_to_solve=None)
     with stop_on_interrupt() as stop:
         ppo = PPO(config)
-        if run is not None and run.checkpoint is not None: ppo.load_state_dict(run.checkpoint["ppo"]); clock = dict(run.checkpoint["clock"])
+        if run is not None and run.checkpoint is not None:
+            ppo.load_state_dict(run.checkpoint["ppo"])
+            rows, clock = run.read_metrics(), dict(run.checkpoint["clock"])
         def save(): run.save_checkpoint({"ppo": ppo.state_dict(), "clock": clock})
         saved = before = time.perf_counter()
         with progress_bar(config.iterations * config.batch, ppo.iteration * config.batch, "cartpole") as bar:
@@ -268,7 +270,9 @@ def train(config: PPOConfig, # What to do
         interrupted = ppo.iteration < config.iterations
         summary = dict(task="cartpole", algo="ppo", seed=config.seed, device=ppo.device, steps=ppo.iteration * config.batch, interrupted=interrupted, **clock)
         summary |= dict.fromkeys(SCORES) | dict(solved=False) if interrupted else scores(ppo)
-        if run is not None: finish(run, summary)
+        if run is not None:
+            run.save_figure(lambda figure: plot_run(figure, rows, summary))
+            run.finish(summary)
     return ppo, rows, summary
 
 # %% ../../nbs/control/21_cartpole.ipynb #plot
@@ -291,11 +295,3 @@ def plot_run(figure, # A matplotlib figure
     line(kl, "kl_k3", "KL from old policy (k3), nats"); line(clip, "clip_fraction", "clip fraction"); line(ev, "explained_variance", "explained variance")
     ev.set_ylim(-1, 1.05)
     figure.suptitle(f"{summary['task']}, seed {summary['seed']}" + ", interrupted" * summary["interrupted"])
-
-def finish(run: Run, # That was trained
-           summary: dict, # What came of it
-          ):
-    "The curve of the whole run, what came before a resume included, and the summary."
-    rows = run.read_metrics() if run.rows else []
-    run.save_figure(lambda figure: plot_run(figure, rows, summary))
-    run.finish(summary)
