@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .config import PPOConfig
-from .rollout import Collector, Rollout, make_envs, minibatches
+from .rollout import Collector, Rollout, float32, make_envs, minibatches
 from ..formulas.advantage import gae
 from ..formulas.kl import kl_estimate
 from ..formulas.logprob import entropy_from_logits, selective_log_softmax
@@ -221,7 +221,7 @@ def evaluate(choose, # choose(obs (N, obs_size)) -> actions (N,)
     obs, _ = envs.reset(seed=seed)
     returns, running = np.zeros(episodes), np.ones(episodes, bool)
     while running.any():
-        obs, reward, terminated, truncated, _ = envs.step(choose(torch.from_numpy(obs)).cpu().numpy())
+        obs, reward, terminated, truncated, _ = envs.step(choose(torch.from_numpy(float32(obs))).cpu().numpy())
         returns += np.where(running, reward, 0)
         running &= ~(terminated | truncated)
     envs.close()

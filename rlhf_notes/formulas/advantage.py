@@ -10,7 +10,7 @@ import torch
 
 from .arguments import at_least_float32, check_boolean, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape
 from .masking import apply_mask, masked_var
-from .whitening import whiten
+from .whitening import _deviation, whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
 def _accumulate(x, # Any shape
@@ -83,11 +83,6 @@ def gae_tokens(rewards: torch.Tensor, # Reward of each token, (B, T)
 # %% ../../nbs/formulas/08_advantage.ipynb #group
 GROUP_SCALES = ("std", "batch", None)
 
-def _centre(x, dim):
-    "x minus its mean, twice: the second mean is the rounding error of the first."
-    x = x - x.mean(dim, keepdim=True)
-    return x - x.mean(dim, keepdim=True)
-
 def _std(deviation, dim):
     "Unbiased standard deviation of what has mean 0; 0 for one element. Where it is 0, so is its gradient."
     size = deviation.detach().abs().amax(dim, keepdim=True)
@@ -102,9 +97,9 @@ def group_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G
     "How far each answer lies above the mean of its group, in standard deviations or as it is (GRPO, Shao et al. 2024)."
     check_float(rewards=rewards); check_ndim(2, rewards=rewards); check_choice("scale", scale, GROUP_SCALES); check_number("eps", eps, low=0)
     rewards = at_least_float32(rewards)
-    advantages = _centre(rewards, 1)
+    advantages = _deviation(rewards, dim=1)
     if scale is None: return advantages
-    std = _std(advantages, 1) if scale == "std" else _std(_centre(rewards, (0, 1)), (0, 1))
+    std = _std(advantages, 1) if scale == "std" else _std(_deviation(rewards), (0, 1))
     return advantages / torch.where(std + eps > 0, std + eps, 1.0)
 
 def rloo_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G answers), G >= 2
@@ -113,7 +108,7 @@ def rloo_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G 
     check_float(rewards=rewards); check_ndim(2, rewards=rewards)
     G = rewards.shape[1]
     if G < 2: raise ValueError(f"rewards must have at least 2 answers to each prompt, for one alone has no others, got shape {tuple(rewards.shape)}")
-    return _centre(at_least_float32(rewards), 1) * (G / (G - 1))
+    return _deviation(at_least_float32(rewards), dim=1) * (G / (G - 1))
 
 # %% ../../nbs/formulas/08_advantage.ipynb #reinforce-pp
 def reinforce_pp_advantage(token_rewards: torch.Tensor, # Reward of each token, KL penalty included, (B, T)

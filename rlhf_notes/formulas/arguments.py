@@ -43,15 +43,18 @@ def check_boolean(means, # What True says, for the message
         if not isinstance(x, torch.Tensor): raise TypeError(f"{name} must be a boolean torch.Tensor, got {type(x).__name__}")
         if x.dtype != torch.bool: raise TypeError(f"{name} must be boolean (True = {means}), got {x.dtype}")
 
-def check_same_shape(**tensors):
-    "All of `tensors` (name=tensor) must have one shape, that of the first; None passes."
+def check_same_shape(**tensors, # What came, as name=value; the first gives the shape, None passes
+                    ):
+    "All of `tensors` must have one shape, that of the first."
     (first, x), *rest = [(name, t) for name, t in tensors.items() if t is not None]
     for name, t in rest:
         if t.shape != x.shape:
             raise ValueError(f"{name} must have the shape of {first}, {tuple(x.shape)}, got {tuple(t.shape)}")
 
-def check_ndim(*ndims, **tensors):
-    "Each of `tensors` (name=tensor) must have one of the numbers of dimensions `ndims`; None passes."
+def check_ndim(*ndims, # The numbers of dimensions that are allowed
+               **tensors, # What came, as name=value; None passes
+              ):
+    "Each of `tensors` must have one of the numbers of dimensions `ndims`."
     for name, x in tensors.items():
         if x is not None and x.ndim not in ndims:
             wanted = " or ".join(map(str, ndims))

@@ -18,7 +18,7 @@ from .masking import apply_mask, masked_mean
 from .whitening import RunningMoments
 
 # %% ../../nbs/formulas/09_reward.ipynb #losses
-def best_of_n_loss(rewards: torch.Tensor, # Rewards of N answers to one prompt, (B, N)
+def best_of_n_loss(rewards: torch.Tensor, # Rewards of N answers to each prompt, (B, N)
                    best: torch.Tensor, # Index of the answer that was preferred, (B,), integer from 0 to N - 1
                   ) -> torch.Tensor: # 0-dim, float32 or better, in nats
     "Mean cross entropy of the preferred answer under softmax(rewards) (Ziegler et al. 2019, eq. 1)."
@@ -90,7 +90,7 @@ def token_rewards(scores: torch.Tensor, # Score of each answer, (B,)
                   logp_ref: torch.Tensor, # log pi_ref of the same tokens, (B, T)
                   kl_coef: float, # beta, reward per nat, >= 0
                   mask: torch.Tensor | None = None, # (B, T) boolean, True = counts; None = everything counts
-                 ) -> tuple: # (rewards, kl_penalty), each (B, T), float32 or better, no gradient, 0 where the mask is False; rewards = kl_penalty + score
+                 ) -> tuple[torch.Tensor, torch.Tensor]: # (rewards, kl_penalty), each (B, T), float32 or better, no gradient, 0 under the mask; rewards = kl_penalty + score
     "-beta (log pi - log pi_ref) for each token, plus the score on the last one that counts (Ziegler et al. 2019, eq. 2)."
     check_float(scores=scores, logp=logp, logp_ref=logp_ref); check_ndim(2, logp=logp); check_mask(mask, logp=logp); check_number("kl_coef", kl_coef, low=0)
     if scores.shape != logp.shape[:1]: raise ValueError(f"scores must have one score for each row of logp, shape {tuple(logp.shape[:1])}, got {tuple(scores.shape)}")
@@ -111,7 +111,7 @@ def truncate_at_stop(tokens: torch.Tensor, # Answers, (B, T), integer
                      stop_token: int, # The token that ends an answer
                      pad_token: int, # What takes the place of everything behind it
                      after: int = 0, # First position at which a stop token counts, >= 0
-                    ) -> tuple: # (tokens (B, T), mask (B, T) boolean: True up to and including the stop token, found (B,) boolean)
+                    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: # tokens (B, T); mask (B, T): True up to and including the stop token; found (B,)
     "Everything behind the first stop token at position `after` or later becomes padding (code of Ziegler et al. 2019)."
     check_integer(tokens=tokens); check_ndim(2, tokens=tokens); _check_token(tokens, stop_token=stop_token, pad_token=pad_token); check_number("after", after, low=0)
     stop = (tokens == stop_token) & (torch.arange(tokens.shape[1], device=tokens.device) >= after)

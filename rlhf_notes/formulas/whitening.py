@@ -16,10 +16,10 @@ from .masking import apply_mask, masked_mean, masked_sum, masked_var
 
 # %% ../../nbs/formulas/07_whitening.ipynb #centre
 def _deviation(x, mask=None, dim=None):
-    "Deviation from the mean (0 where the mask is False), and the mean. Centred twice: the second mean is the rounding error of the first."
-    mean = masked_mean(x, mask, dim)
-    error = masked_mean(x - mean, mask, dim).detach()
-    return apply_mask(x - mean - error, mask), mean + error
+    "Deviation from the mean over `dim`, 0 where the mask is False. Centred twice: the second mean is the rounding error of the first."
+    def mean(x): return masked_mean(x, mask, dim) if dim is None else masked_mean(x, mask, dim).unsqueeze(dim)
+    x = x - mean(x)
+    return apply_mask(x - mean(x).detach(), mask)
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
 def whiten(x: torch.Tensor, # (...)
@@ -32,7 +32,7 @@ def whiten(x: torch.Tensor, # (...)
     check_float(x=x); check_mask(mask, x=x); check_number("eps", eps, low=0)
     x = apply_mask(at_least_float32(x), mask)
     mean = masked_mean(x, mask)                  # comes first, so backwards its share is added last: one element alone gets a gradient of exactly 1
-    deviation, _ = _deviation(x, mask)
+    deviation = _deviation(x, mask)
     size = pad(deviation.detach().abs().flatten(), (0, 1)).amax().clamp(min=max(math.sqrt(eps), 1e-20))
     deviation, eps = deviation / size, eps / size / size
     whitened = deviation * (masked_var(deviation, mask, unbiased=unbiased) + eps).clamp(min=1e-20).rsqrt()
@@ -79,10 +79,9 @@ class RunningMoments:
               ) -> "RunningMoments": # Itself
         "Take in a batch of observations."
         mask, shape = self._check(x, mask), self.mean.shape
-        x, mask = x.to("cpu", torch.float64).reshape(-1, *shape), mask.cpu()
-        count, mask = int(mask.sum()), mask.expand(mask.shape[:mask.ndim - len(shape)] + shape).reshape(-1, *shape)
-        deviation, mean = _deviation(apply_mask(x, mask), mask, dim=0)
-        m2 = masked_sum(deviation.square(), mask, dim=0)
+        count, mask = int(mask.sum()), mask.expand(x.shape).reshape(-1, *shape).cpu()
+        x = apply_mask(x.to("cpu", torch.float64).reshape(-1, *shape), mask)
+        mean, m2 = masked_mean(x, mask, dim=0), masked_sum(_deviation(x, mask, dim=0).square(), dim=0)
         if not (mean.isfinite().all() and m2.isfinite().all()): raise ValueError("x must be finite where it counts, got NaN or infinity")
         return self._merge(count, mean, m2)
 
