@@ -162,6 +162,17 @@ def test_same_seed_same_rollout_and_nothing_is_shared():
     assert_same(a.to("cpu"), a)
 
 
+def test_the_policy_sees_rows_before_and_after_loading():
+    "The same numbers in another order of memory give other last digits, and a resumed run would not be exact."
+    seen = []
+    def act(obs): seen.append(obs.is_contiguous() and obs.dtype == torch.float32); return by_sight(obs)
+    one, other = Collector(cartpole(5), 0), Collector(cartpole(5), 1)
+    one.collect(act, 3)
+    other.load_state_dict(one.state_dict())
+    other.collect(act, 3)
+    assert all(seen) and len(seen) == 6 and one.obs.strides == other.obs.strides
+
+
 def test_make_envs():
     assert type(make_envs("CartPole-v1", 3).unwrapped).__name__ == "CartPoleVectorEnv" and make_envs("CartPole-v1", 3).num_envs == 3
     assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv)
