@@ -352,7 +352,7 @@ def test_drawings(tmp_path):
     for rows, summary in ((rows, summary), ([], summary | dict(interrupted=True, eval_return_mean=None))):
         figure = Figure()
         cartpole.plot_run(figure, rows, summary)
-        assert len(figure.axes) == 4 and ("interrupted" in figure.get_suptitle()) == summary["interrupted"]
+        assert len(figure.axes) == 4 and ("interrupted" in figure.axes[3].get_xlabel()) == summary["interrupted"]
         figure.savefig(tmp_path / "f.svg")
     ax = Figure().subplots()
     cartpole.draw_cartpole(ax, [1.0, 0.0, math.pi / 6, 0.0])

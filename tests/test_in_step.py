@@ -40,6 +40,8 @@ def test_modules_agree_with_notebooks(exported):
 def test_readme_agrees_with_the_index(exported):
     assert (notebooks.ROOT / "README.md").read_text(encoding="utf-8") == (exported / "README.md").read_text(encoding="utf-8"), "run `make export`"
     assert (notebooks.ROOT / "pyproject.toml").read_text() == (exported / "pyproject.toml").read_text(), "run `make export`"
+    for figure in (exported / "nbs" / "images").glob("*.svg"):
+        assert (notebooks.ROOT / "nbs" / "images" / figure.name).read_text(encoding="utf-8") == figure.read_text(encoding="utf-8"), "run `make export`"
 
 
 @each_notebook

@@ -93,13 +93,21 @@ def cleaned(nb):
 
 
 def readme(root=ROOT):
-    "The README is nbs/index.ipynb as Markdown, its links seen from the top."
+    "The README, which is nbs/index.ipynb as Markdown with its links seen from the top, and the figures it shows: (text, {file name: svg})."
     nb = nbformat.read(root / "nbs" / "index.ipynb", as_version=4)
-    nb.cells = [c for c in nb.cells if "hide" not in directives(c["source"])]
+    figures, cells = {}, []
+    for cell in nb.cells:
+        d = directives(cell.source)
+        if "hide" in d: continue
+        if "fig-alt" in d:
+            figures[f"{cell.id}.svg"] = next(o.data["image/svg+xml"] for o in cell.outputs if "image/svg+xml" in o.get("data", {}))
+            cell = nbformat.v4.new_markdown_cell(f"![{d['fig-alt']}](images/{cell.id}.svg)", id=cell.id)
+        cells.append(cell)
+    nb.cells = cells
     body, _ = MarkdownExporter().from_notebook_node(nb)
     body = re.sub(r"(\]\()(?![a-z]+:|#|/|\.\./)", r"\1nbs/", body)
     body = re.sub(r"(\]\()\.\./", r"\1", body)
-    return "<!-- Made from nbs/index.ipynb by `make export`; edit that. -->\n\n" + body.strip() + "\n"
+    return "<!-- Made from nbs/index.ipynb by `make export`; edit that. -->\n\n" + body.strip() + "\n", figures
 
 
 def export(root=ROOT):
@@ -108,7 +116,10 @@ def export(root=ROOT):
         if module.name == "_modidx.py" or MADE_BY_NBDEV in module.read_text(encoding="utf-8"):
             module.unlink()
     subprocess.run([str(Path(sys.executable).parent / "nbdev_export")], cwd=root, check=True)
-    (root / "README.md").write_text(readme(root), encoding="utf-8")
+    text, figures = readme(root)
+    (root / "README.md").write_text(text, encoding="utf-8")
+    (root / "nbs" / "images").mkdir(exist_ok=True)
+    for name, svg in figures.items(): (root / "nbs" / "images" / name).write_text(svg, encoding="utf-8")
 
 
 def main():

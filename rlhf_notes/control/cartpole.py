@@ -282,16 +282,16 @@ def plot_run(figure, # A matplotlib figure
             ):
     "Return, and what tells a healthy run from a sick one, against the steps."
     from rlhf_notes.viz import COLORS
-    (top, kl), (clip, ev) = figure.subplots(2, 2)
+    (top, kl), (clip, ev) = figure.subplots(2, 2, sharex=True)
     steps = [r["steps"] for r in rows]
-    def line(ax, column, ylabel, **kwargs):
-        ax.plot(steps, [np.nan if r[column] is None else r[column] for r in rows], **kwargs); ax.set(ylabel=ylabel, xlabel="environment steps")
-    line(top, "return_mean", f"return, last {RECENT} episodes")
+    def line(ax, column, title): ax.plot(steps, [np.nan if r[column] is None else r[column] for r in rows]); ax.set_title(title)
+    line(top, "return_mean", f"return, mean of the last {RECENT} episodes")
     top.axhline(SOLVED, color=COLORS["grey"], linestyle=":", label=f"solved: {SOLVED}")
     if summary["eval_return_mean"] is not None:
         top.plot(summary["steps"], summary["eval_return_mean"], "o", color=COLORS["green"], label="evaluated, greedy")
         top.plot(summary["steps"], summary["eval_sampled_return_mean"], "x", color=COLORS["orange"], label="evaluated, sampled")
     top.legend(loc="lower right")
-    line(kl, "kl_k3", "KL from old policy (k3), nats"); line(clip, "clip_fraction", "clip fraction"); line(ev, "explained_variance", "explained variance")
+    line(kl, "kl_k3", "KL(old, new), nats ($k_3$)"); line(clip, "clip_fraction", "clip fraction"); line(ev, "explained_variance", "explained variance (below -1 not shown)")
     ev.set_ylim(-1, 1.05)
-    figure.suptitle(f"{summary['task']}, seed {summary['seed']}" + ", interrupted" * summary["interrupted"])
+    for ax in (clip, ev): ax.set_xlabel(f"environment steps{'; interrupted' * summary['interrupted']}")
+    figure.suptitle(f"{summary['task']}, seed {summary['seed']}", fontsize=10, color=COLORS["grey"])

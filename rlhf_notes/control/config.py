@@ -25,7 +25,7 @@ class PPOConfig:
     gamma: float = option(0.98, "discount of a reward one step later", low=0, high=1)
     lam: float = option(0.95, "lambda of GAE: 0 trusts the value function, 1 the rewards", low=0, high=1)
     clip: float = option(0.2, "how far the ratio of new to old probability may pay, either way from 1", low=0, high=1, open_low=True)
-    entropy_coef: float = option(0.0, "weight of the entropy bonus", low=0)
+    entropy_coef: float = option(0.01, "weight of the entropy bonus", low=0)
     value_coef: float = option(0.5, "weight of the value loss", low=0)
     max_grad_norm: float = option(0.5, "a gradient longer than this is shortened to it", low=0, open_low=True)
 
