@@ -33,7 +33,7 @@ check: $(READY)         ## the quick half of `make test`: in step, clean, output
 	$(BIN)/python -m pytest tests/test_in_step.py tests/test_package.py
 
 breaks: $(READY)        ## break every formula on purpose and count the breaks that the tests catch
-	$(BIN)/python tools/breaks.py
+	$(BIN)/python tools/breaks.py --out tests/breaks/caught.csv
 
 docs: $(READY)          ## the site, in _docs
 	$(BIN)/python tools/site_pages.py

@@ -104,6 +104,7 @@ def readme(root=ROOT):
             cell = nbformat.v4.new_markdown_cell(f"![{d['fig-alt']}](images/{cell.id}.svg)", id=cell.id)
         cells.append(cell)
     nb.cells = cells
+    nb.metadata["language_info"] = {"name": "python"}
     body, _ = MarkdownExporter().from_notebook_node(nb)
     body = re.sub(r"(\]\()(?![a-z]+:|#|/|\.\./)", r"\1nbs/", body)
     body = re.sub(r"(\]\()\.\./", r"\1", body)
