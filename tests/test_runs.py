@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 
 import matplotlib
@@ -147,6 +148,7 @@ def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path):
         killed.log(row(i), i)
         if i == 2: killed.save_checkpoint({"i": i, "w": torch.arange(3), "names": ["a"], "none": None})
     killed._writer.close()                                                       # rows 3 and 4 are lost with the power
+    time.sleep(1.1)                                                              # TensorBoard orders event files by the second in their names
     again = Run.resume(tmp_path / "killed")
     assert again.config == CONFIG and again.checkpoint["i"] == 2 and torch.equal(again.checkpoint["w"], torch.arange(3)) and again.checkpoint["names"] == ["a"]
     for i in range(3, 6): again.log(row(i), i)
