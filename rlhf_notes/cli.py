@@ -48,7 +48,10 @@ def add_options(parser: argparse.ArgumentParser, # Where to
         parser.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), default=argparse.SUPPRESS, choices=f.metadata["choices"] or None,
                             metavar={int: "N", float: "X", str: f.name.upper()}[type(f.default)], help=f"{f.metadata['help']} (default: {f.default})")
 
-def given(args, config): # -> dict: the fields of `config` that stand on the command line
+def given(args: argparse.Namespace, # From the parser
+          config: type, # A dataclass of options
+         ) -> dict: # Name -> value
+    "The options that stand on the command line."
     return {f.name: getattr(args, f.name) for f in fields(config) if hasattr(args, f.name)}
 
 # %% ../nbs/cli.ipynb #tasks

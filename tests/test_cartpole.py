@@ -207,6 +207,16 @@ def test_seeds_are_apart():
     assert seeds(3) == seeds(3) and len(set(seeds(0) + seeds(1) + seeds(2))) == 12
 
 
+def test_nothing_is_evaluated_on_what_it_was_trained_on(monkeypatch):
+    trained, seen = [], []
+    collector, original = cartpole.Collector, cartpole.evaluate
+    monkeypatch.setattr(cartpole, "Collector", lambda envs, seed: (trained.append(seed), collector(envs, seed))[1])
+    monkeypatch.setattr(cartpole, "evaluate", lambda choose, seed: (seen.append(seed), original(choose, seed))[1])
+    got = cartpole.scores(PPO(SMALL))
+    assert seen == seeds(3)[2:] and trained == seeds(3)[:1] and not set(seen) & set(trained)
+    assert got["eval_episodes"] == 100 and got["solved"] is False and 5 < got["eval_return_mean"] < 475
+
+
 # the loop
 
 def iterate_all(config):
@@ -358,3 +368,22 @@ def test_drawings(tmp_path):
     cartpole.draw_cartpole(ax, [1.0, 0.0, math.pi / 6, 0.0])
     pole = ax.lines[-1]
     assert pole.get_xdata()[1] - pole.get_xdata()[0] == pytest.approx(0.5) and pole.get_ydata()[1] - pole.get_ydata()[0] == pytest.approx(math.cos(math.pi / 6))
+
+
+def test_nothing_is_evaluated_on_what_it_was_trained_on(monkeypatch):
+    "The two evaluations use the third and fourth of a run's seeds; training uses the first two."
+    used, original = [], cartpole.evaluate
+    def evaluate_noting(choose, seed):
+        used.append(seed)
+        return original(choose, seed)
+    monkeypatch.setattr(cartpole, "evaluate", evaluate_noting)
+    train(replace(SMALL, steps=SMALL.num_envs * SMALL.num_steps))
+    assert used == cartpole.seeds(SMALL.seed)[2:] and len(set(cartpole.seeds(SMALL.seed))) == 4
+
+
+def test_too_few_episodes_solve_nothing(monkeypatch):
+    "With a threshold that the first episode passes, `steps_to_solve` still waits until RECENT episodes have ended."
+    monkeypatch.setattr(cartpole, "SOLVED", 1)
+    _, rows, s = train(SMALL)
+    waited = [r["steps"] for r in rows if r["episodes"] >= cartpole.RECENT]
+    assert rows[0]["episodes"] < cartpole.RECENT and s["steps_to_solve"] == waited[0] > rows[0]["steps"]

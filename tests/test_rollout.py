@@ -5,7 +5,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.control.rollout import Collector, Rollout, autoreset_mode, env_state, make_envs, minibatches, set_env_state
+from rlhf_notes.control.rollout import ENV_ARRAYS, Collector, Rollout, autoreset_mode, env_state, make_envs, minibatches, set_env_state
 from strategies import SEEDS
 
 FIELDS = ("obs", "actions", "logp", "rewards", "next_obs", "terminated", "truncated", "valid")
@@ -211,3 +211,12 @@ def test_minibatches_are_shuffled_anew_each_time():
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words): call()
+
+
+def test_a_saved_state_shares_no_memory_with_the_environments():
+    envs = make_envs("CartPole-v1", 3)
+    envs.reset(seed=0)
+    state = env_state(envs)
+    for name in ENV_ARRAYS: assert not np.shares_memory(state[name].numpy(), getattr(envs.unwrapped, name))
+    set_env_state(envs, state)
+    for name in ENV_ARRAYS: assert not np.shares_memory(state[name].numpy(), getattr(envs.unwrapped, name))

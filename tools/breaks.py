@@ -42,7 +42,7 @@ def replace_once(path, old, new):
     path.write_text(text, encoding="utf-8")
 
 
-def run(command, cwd, limit=300):
+def run(command, cwd, limit=120):
     try: return subprocess.run(command, cwd=cwd, env={**ENV, "PYTHONPATH": str(cwd)}, capture_output=True, timeout=limit).returncode
     except subprocess.TimeoutExpired: return 124
 
@@ -79,7 +79,7 @@ def main():
             print(f"{row['module']:12} {row['break']:70} caught by {by}", flush=True)
     if args.out:
         with open(args.out, "w", newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, rows[0].keys()); writer.writeheader(); writer.writerows(rows)
+            writer = csv.DictWriter(f, rows[0].keys(), lineterminator="\n"); writer.writeheader(); writer.writerows(rows)
     missed = [r for r in rows if not r["caught"]]
     print(f"{len(rows) - len(missed)} of {len(rows)} breaks caught")
     sys.exit(bool(missed))

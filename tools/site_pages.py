@@ -28,7 +28,7 @@ def page(path):
 def relink(text):
     "Links between notebooks as links between pages; links to files at the top of the project as links to its repository."
     text = re.sub(r"\]\(((?:\.\./|[a-z]+/)*)(?:\d+_)?(\w+)\.ipynb(#[\w-]+)?\)", r"](\1\2.ipynb\3)", text)
-    return re.sub(r"\]\(\.\./([A-Z]+(\.md)?)\)", rf"]({settings()['git_url']}/blob/{settings()['branch']}/\1)", text)
+    return re.sub(r"\]\(\.\./([A-Z]+(?:\.md)?|tests/[\w/.]+)\)", rf"]({settings()['git_url']}/blob/{settings()['branch']}/\1)", text)
 
 
 def only_imports(source):

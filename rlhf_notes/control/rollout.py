@@ -47,7 +47,7 @@ def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
     return gym.make_vec(env_id, num_envs=num_envs, vectorization_mode="vector_entry_point" if native else "sync")
 
 # %% ../../nbs/control/20_rollout.ipynb #autoreset
-def autoreset_mode(envs: gym.vector.VectorEnv,
+def autoreset_mode(envs: gym.vector.VectorEnv, # Whose metadata say
                   ) -> str: # "NextStep" or "SameStep"
     "When a vector environment resets those of its environments that have ended."
     mode = envs.metadata.get("autoreset_mode", "NextStep")             # gymnasium 1.0 knew no other and did not say
@@ -76,7 +76,8 @@ def set_env_state(envs: gym.vector.VectorEnv, # Of the kind that the state came 
     for name in ENV_ARRAYS: setattr(envs, name, state[name].numpy().copy())
 
 # %% ../../nbs/control/20_rollout.ipynb #collector
-def float32(obs):
+def float32(obs, # (N, *observation), any dtype and order in memory
+           ): # The same, float32 and C-contiguous
     "Observations as float32, row after row: CartPole's come column after column, and the last digits of a product of matrices depend on that."
     return np.ascontiguousarray(obs, np.float32)
 
