@@ -1,7 +1,9 @@
 """The package as a user gets it: what is promised is there, importing is light, the distributions build and work."""
 import ast
+import csv
 import importlib
 import inspect
+import json
 import subprocess
 import sys
 import tarfile
@@ -109,3 +111,10 @@ def test_sdist_holds_what_building_needs(distributions):
     _, sdist = distributions
     with tarfile.open(sdist) as t: names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
     assert {"setup.py", "settings.ini", "pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_every_listed_break_was_made_and_caught():
+    with open(ROOT / "tests" / "breaks" / "caught.csv", newline="", encoding="utf-8") as f: made = {(r["module"], r["break"]): r["caught"] for r in csv.DictReader(f)}
+    listed = {(p.stem, b["why"]) for p in (ROOT / "tests" / "breaks").glob("*.json") for b in json.loads(p.read_text(encoding="utf-8"))}
+    assert set(made) == listed and set(made.values()) == {"True"}, "run `make breaks`"
+    assert f"each of {len(listed)} deliberate breaks" in (ROOT / "README.md").read_text(encoding="utf-8")
