@@ -8,7 +8,8 @@ from importlib import import_module as _import_module
 
 FORMULAS = {
     "masking": ("AGGREGATION_MODES", "apply_mask", "masked_sum", "masked_mean", "masked_var", "aggregate_loss"),
-    "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits"),
+    "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits",
+                "gaussian_log_prob", "gaussian_entropy"),
     "ratio": ("RATIO_LEVELS", "bounded_log_ratio", "importance_ratio", "effective_sample_size"),
     "surrogate": ("CLIP_KINDS", "clipped_surrogate", "clip_fraction"),
     "value": ("value_loss", "value_clip_fraction", "explained_variance", "value_transform", "value_inv_transform", "symlog", "inv_symlog"),
@@ -17,6 +18,9 @@ FORMULAS = {
     "advantage": ("GROUP_SCALES", "discounted_returns", "gae", "gae_tokens", "group_advantage", "rloo_advantage", "reinforce_pp_advantage"),
     "reward": ("PENALTY_MODES", "best_of_n_loss", "bradley_terry_loss", "RewardNorm", "token_rewards", "truncate_at_stop", "apply_penalty",
                "overlong_penalty"),
+    "ppo": ("ppo_data", "ppo_data_continuous", "ppo_policy_data", "ppo_policy_data_continuous", "ppo_value_data", "ppo_loss", "ppo_policy_loss", "ppo_info",
+            "PPO_REDUCTIONS", "ppo_policy_error", "ppo_policy_error_continuous", "ppo_value_error", "ppo_error", "ppo_error_continuous", "shape_fn_ppo", "PPOLoss"),
+    "grpo": ("grpo_policy_data", "grpo_info", "grpo_policy_error", "rloo_policy_data", "rloo_info", "rloo_policy_error", "POLICY_VARIANTS", "policy_loss", "dpo_loss"),
 }
 _MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names}
 __all__ = list(_MODULE_OF)
