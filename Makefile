@@ -3,18 +3,31 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PEERS  := $(VENV)/crosscheck
+EXPECT ?= $(shell $(PYTHON) -c 'import sys; print("stable-baselines3" + ",trl" * (sys.version_info >= (3, 11)))')
 
 # One thread per process: two notebooks side by side on two cores must not fight over them.
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED  ?= 0
 
-.PHONY: demo test install export outputs check docs lab clean breaks
+.PHONY: demo test crosscheck install export outputs check docs lab clean breaks
 
 demo: $(READY)          ## train with the embedded defaults, print what came of it
 	$(BIN)/rlhf-notes demo
 
 test: $(READY)          ## modules, notebooks and README agree; every notebook runs; the test suite
 	$(BIN)/python -m pytest -n 2
+
+crosscheck: $(PEERS)/.ready ## our formulas against those of other libraries; fails if one of EXPECT is missing
+	$(PEERS)/bin/python -m pytest tests/crosscheck --expect '$(EXPECT)'
+
+# What the last three require excludes what the others do; their losses are functions of tensors and need none of it.
+$(PEERS)/.ready: constraints.txt settings.ini setup.py
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,crosscheck]'
+	for peer in DI-engine==0.5.3 verl==0.9.1 openrlhf==0.11.2; do \
+	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$peer || echo "$$peer cannot be installed here: its tests will be skipped"; done
+	touch $@
 
 install: $(READY)       ## the virtual environment, with the pinned versions of constraints.txt
 $(READY): constraints.txt settings.ini setup.py

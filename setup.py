@@ -31,7 +31,7 @@ setup(
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split()},
+    extras_require={"dev": cfg["dev_requirements"].split(), "crosscheck": cfg["crosscheck_requirements"].split()},
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     zip_safe=False,
 )

@@ -14,17 +14,16 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..formulas.arguments import check_number
+from ..formulas.arguments import check_choice, check_number
 
 # %% ../../nbs/control/20_rollout.ipynb #rollout
 @dataclass
 class Rollout:
     "What T steps of N environments left behind, time first."
-    obs: torch.Tensor        # What the agent saw, (T, N, *observation), float32
-    actions: torch.Tensor    # What it did, (T, N) integers or (T, N, *action) float32
-    logp: torch.Tensor       # log pi(action | obs) when it did it, in nats, (T, N), float32
+    obs: torch.Tensor        # What the agent saw, (T, N, observation), float32
+    actions: torch.Tensor    # What it did, (T, N) integers or (T, N, action) float32
     rewards: torch.Tensor    # What it got, (T, N), float32
-    next_obs: torch.Tensor   # Where the step really led, before any reset, (T, N, *observation), float32
+    next_obs: torch.Tensor   # Where the step really led, before any reset, (T, N, observation), float32
     terminated: torch.Tensor # The episode is over: nothing comes after, (T, N) boolean
     truncated: torch.Tensor  # The episode was cut off: something would have come after, (T, N) boolean
     valid: torch.Tensor      # False: this step only reset the environment and is no data, (T, N) boolean
@@ -41,10 +40,18 @@ class Rollout:
 # %% ../../nbs/control/20_rollout.ipynb #make-envs
 def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
               num_envs: int, # How many side by side
+              vectorization: str = "auto", # "auto": the environment's own vectorised form if it has one, else "sync"; "sync": single ones stepped in turn; "async": a process each
              ) -> gym.vector.VectorEnv: # Resets an environment that has ended in the step after its end (NEXT_STEP)
-    "The environment's own vectorised form if it has one, else single ones stepped in turn."
-    native = gym.spec(env_id).vector_entry_point is not None
-    return gym.make_vec(env_id, num_envs=num_envs, vectorization_mode="vector_entry_point" if native else "sync")
+    "Environments side by side; ValueError if there is no such environment, or it cannot be made."
+    check_choice("vectorization", vectorization, ("auto", "sync", "async"))
+    try:
+        native = gym.spec(env_id).vector_entry_point is not None
+        mode = vectorization if vectorization != "auto" else "vector_entry_point" if native else "sync"
+        envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
+    except (gym.error.Error, ModuleNotFoundError) as e: raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: {e}") from e
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        raise ValueError(f"env must have Box observations, got {env_id!r} with {envs.single_observation_space}")
+    return envs
 
 # %% ../../nbs/control/20_rollout.ipynb #autoreset
 def autoreset_mode(envs: gym.vector.VectorEnv, # Whose metadata say
@@ -57,13 +64,42 @@ def autoreset_mode(envs: gym.vector.VectorEnv, # Whose metadata say
 
 # %% ../../nbs/control/20_rollout.ipynb #env-state
 ENV_ARRAYS = ("state", "steps", "prev_done")      # all that Gymnasium's vectorised CartPole remembers, besides its random generator
+_FIXED = ("env", "spec", "action_space", "observation_space", "metadata", "render_mode", "screen", "clock", "_np_random", "_previous_data", "_cached_spec", "_saved_kwargs")
 
-def env_state(envs: gym.vector.VectorEnv, # One that keeps its state in arrays, as the vectorised CartPole does
+def _layers(env):
+    "A single environment and the wrappers around it, from the outside in."
+    while True:
+        yield env
+        if env is env.unwrapped: return
+        env = env.env
+
+def _plain(x): return x is None or isinstance(x, (bool, int, float, str, np.ndarray, np.generic)) or isinstance(x, (list, tuple)) and all(map(_plain, x))
+def _save(x): return torch.from_numpy(np.array(x)) if isinstance(x, (np.ndarray, np.generic)) else [_save(y) for y in x] if isinstance(x, (list, tuple)) else x
+def _load(saved, like): return saved.numpy().copy() if isinstance(saved, torch.Tensor) else type(like)(saved) if isinstance(saved, list) and isinstance(like, (list, tuple)) else saved
+
+def _single_state(env):
+    "What a single environment and its wrappers remember."
+    layers = []
+    for layer in _layers(env):
+        attributes = {k: v for k, v in vars(layer).items() if k not in _FIXED}
+        for k, v in attributes.items():
+            if not _plain(v): raise ValueError(f"envs must keep their state in numbers and arrays to be saved, got {type(layer).__name__}.{k}, a {type(v).__name__}")
+        layers.append({k: _save(v) for k, v in attributes.items()})
+    return {"rng": json.dumps(env.unwrapped.np_random.bit_generator.state), "layers": layers}
+
+def _set_single_state(env, state):
+    for layer, attributes in zip(_layers(env), state["layers"], strict=True):
+        for k, v in attributes.items(): setattr(layer, k, _load(v, getattr(layer, k, None)))
+    env.unwrapped.np_random.bit_generator.state = json.loads(state["rng"])
+
+def env_state(envs: gym.vector.VectorEnv, # Gymnasium's vectorised CartPole, or single environments stepped in turn that keep their state in numbers and arrays
              ) -> dict: # What a checkpoint must hold
-    "Everything on which the future of the environments depends."
+    "Everything on which the future of the environments depends; ValueError if it is not known where that stands."
     envs = envs.unwrapped
+    if isinstance(envs, gym.vector.SyncVectorEnv):
+        return {"envs": [_single_state(e) for e in envs.envs], "autoreset": torch.from_numpy(envs._autoreset_envs.copy())}
     missing = [name for name in ENV_ARRAYS if not isinstance(getattr(envs, name, None), np.ndarray)]
-    if missing: raise ValueError(f"envs must keep their state in the arrays {', '.join(ENV_ARRAYS)} to be saved, got {type(envs).__name__} without {', '.join(missing)}")
+    if missing: raise ValueError(f"envs must keep their state in the arrays {', '.join(ENV_ARRAYS)}, or be stepped in turn (sync), to be saved, got {type(envs).__name__}")
     return {"rng": json.dumps(envs.np_random.bit_generator.state), **{name: torch.from_numpy(getattr(envs, name).copy()) for name in ENV_ARRAYS}}
 
 def set_env_state(envs: gym.vector.VectorEnv, # Of the kind that the state came from, reset at least once
@@ -72,14 +108,18 @@ def set_env_state(envs: gym.vector.VectorEnv, # Of the kind that the state came 
     "Put the environments back to where they were."
     env_state(envs)
     envs = envs.unwrapped
+    if isinstance(envs, gym.vector.SyncVectorEnv):
+        for env, single in zip(envs.envs, state["envs"], strict=True): _set_single_state(env, single)
+        envs._autoreset_envs = state["autoreset"].numpy().copy()
+        return
     envs.np_random.bit_generator.state = json.loads(state["rng"])
     for name in ENV_ARRAYS: setattr(envs, name, state[name].numpy().copy())
 
 # %% ../../nbs/control/20_rollout.ipynb #collector
 def float32(obs, # (N, *observation), any dtype and order in memory
-           ): # The same, float32 and C-contiguous
-    "Observations as float32, row after row: CartPole's come column after column, and the last digits of a product of matrices depend on that."
-    return np.ascontiguousarray(obs, np.float32)
+           ): # (N, numbers in an observation), float32 and C-contiguous
+    "Observations as rows of float32: CartPole's come column after column, and the last digits of a product of matrices depend on that."
+    return np.ascontiguousarray(obs, np.float32).reshape(len(obs), -1)
 
 class Collector:
     "Plays on in a vector environment, rollout after rollout, and keeps count of the episodes."
@@ -95,29 +135,30 @@ class Collector:
         self.episode_return, self.episode_length = np.zeros(envs.num_envs), np.zeros(envs.num_envs, np.int64)
 
     def collect(self,
-                act, # act(obs (N, *observation)) -> actions (N, ...), log-probabilities (N,)
+                act, # act(obs (N, observation) array) -> actions, an array: (N,) or (N, action)
                 num_steps: int, # T, steps of each environment
+                for_env=lambda actions: actions, # What the environments are told when an action is taken
                ) -> tuple[Rollout, list]: # The rollout and the (return, length) of each episode that ended in it, in order
         "T steps of each environment, from where the last rollout stopped."
-        T, N, shape = num_steps, self.envs.num_envs, self.obs.shape[1:]
-        obs, next_obs = np.empty((T, N, *shape), np.float32), np.empty((T, N, *shape), np.float32)
+        T, N, size = num_steps, self.envs.num_envs, self.obs.shape[1]
+        obs, next_obs = np.empty((2, T, N, size), np.float32)
         rewards, (terminated, truncated, valid) = np.empty((T, N), np.float32), np.empty((3, T, N), bool)
-        actions, logps, episodes = [], [], []
+        actions, episodes = None, []
         for t in range(T):
-            action, logp = act(torch.from_numpy(self.obs))
-            actions.append(action); logps.append(logp)
-            obs[t], valid[t] = self.obs, ~self.resetting
-            after, rewards[t], terminated[t], truncated[t], info = self.envs.step(action.cpu().numpy())
+            action = np.asarray(act(self.obs))
+            if actions is None: actions = np.empty((T, *action.shape), action.dtype)
+            obs[t], actions[t], valid[t] = self.obs, action, ~self.resetting
+            after, rewards[t], terminated[t], truncated[t], info = self.envs.step(for_env(action))
             done = terminated[t] | truncated[t]
             next_obs[t] = self.obs = float32(after)
             if self.mode == "NextStep": self.resetting = done
-            elif done.any(): next_obs[t, done] = np.stack(info["final_obs"][done])
+            elif done.any(): next_obs[t, done] = float32(np.stack(info["final_obs"][done]))
             episodes += self._count(rewards[t], done, valid[t])
-        rest = (torch.from_numpy(x) for x in (rewards, next_obs, terminated, truncated, valid))
-        return Rollout(torch.from_numpy(obs), torch.stack(actions), torch.stack(logps), *rest), episodes
+        return Rollout(*(torch.from_numpy(x) for x in (obs, actions, rewards, next_obs, terminated, truncated, valid))), episodes
 
     def _count(self, reward, done, valid):
-        self.episode_return += np.where(valid, reward, 0); self.episode_length += valid
+        self.episode_return += reward * valid; self.episode_length += valid
+        if not done.any(): return []
         ended = [(float(self.episode_return[i]), int(self.episode_length[i])) for i in done.nonzero()[0]]
         self.episode_return[done] = self.episode_length[done] = 0
         return ended
@@ -135,11 +176,10 @@ class Collector:
 
 # %% ../../nbs/control/20_rollout.ipynb #minibatches
 def minibatches(size: int, # Number of rows
-                parts: int, # Number of minibatches; divides `size`
+                parts: int, # Number of minibatches, at most `size`
                 generator: torch.Generator | None = None, # Where the shuffling comes from
-               ): # `parts` tensors of `size // parts` row numbers
-    "A fresh permutation of the rows, cut into equal parts: each row is in exactly one of them."
-    check_number("size", size, low=1); check_number("parts", parts, low=1)
-    if size % parts: raise ValueError(f"parts must divide the {size} rows, got {parts}")
+               ): # `parts` tensors of row numbers, as equal in length as can be
+    "A fresh permutation of the rows, cut into parts: each row is in exactly one of them."
+    check_number("size", size, low=1); check_number("parts", parts, low=1, high=size)
     device = generator.device if generator is not None else None
-    return torch.randperm(size, generator=generator, device=device).chunk(parts)
+    return torch.randperm(size, generator=generator, device=device).tensor_split(parts)

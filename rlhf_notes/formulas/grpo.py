@@ -14,9 +14,9 @@ import torch
 
 from .advantage import rloo_advantage
 from .arguments import at_least_float32, check_choice, check_float, check_integer, check_mask, check_ndim, check_number, check_same_shape
-from .kl import kl_estimate
+from .kl import KL_KINDS, kl_estimate
 from .logprob import efficient_method
-from .masking import aggregate_loss, apply_mask, masked_mean, masked_sum
+from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean, masked_sum
 from .ppo import _as, _check_weight, _counts, _named
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
@@ -85,47 +85,52 @@ def rloo_policy_error(data: rloo_policy_data, # logit_new, logit_old: (B, S, V);
     return _sequence_mean(loss, weight), info
 
 # %% ../../nbs/formulas/11_grpo.ipynb #policy-loss
-POLICY_VARIANTS = { #        aggregation             eps_low eps_high
-    "ppo":     ("token-mean",           0.2,    0.2),
-    "grpo":    ("seq-mean-token-mean",  0.2,    0.2),
-    "dr_grpo": ("constant",             0.2,    0.2),
-    "dapo":    ("token-mean",           0.2,    0.28),
-    "gspo":    ("seq-mean-token-mean",  3e-4,   4e-4),
-    "cispo":   ("token-mean",           1.0,    4.0),
-    "sapo":    ("seq-mean-token-mean",  None,   None),
-    "gmpo":    ("seq-mean-token-mean",  0.4,    0.4),
+POLICY_VARIANTS = { #  aggregation            eps_low eps_high
+    "ppo":     ("token-mean",          0.2,   0.2),
+    "grpo":    ("seq-mean-token-mean", 0.2,   0.2),
+    "dr_grpo": ("constant",            0.2,   0.2),
+    "dapo":    ("token-mean",          0.2,   0.28),
+    "gspo":    ("seq-mean-token-mean", 3e-4,  4e-4),
+    "cispo":   ("token-mean",          1.0,   4.0),
+    "sapo":    ("seq-mean-token-mean", None,  None),
+    "gmpo":    ("seq-mean-token-mean", 0.4,   0.4),
 }
 
 def _objective(variant, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, tau):
-    "(B, T): the objective of each token, to be maximised, and where a bound holds its ratio."
-    ratio = importance_ratio(logp, logp_old, mask, "sequence" if variant == "gspo" else "token").expand_as(A)
+    "Objective of each token, to be maximised, (B, T), and the share of the tokens whose ratio a bound holds."
+    r = importance_ratio(logp, logp_old, mask)
+    if variant in ("ppo", "grpo", "dr_grpo", "dapo"):       # their rows of POLICY_VARIANTS are all that sets them apart
+        return clipped_surrogate(r, A, eps_low, eps_high, dual_clip), clip_fraction(r, A, eps_low, eps_high, mask=mask)
+    if variant == "gspo":
+        s = importance_ratio(logp, logp_old, mask, level="sequence").expand_as(A)
+        return clipped_surrogate(s, A, eps_low, eps_high, dual_clip), clip_fraction(s, A, eps_low, eps_high, mask=mask)
     if variant == "cispo":
-        weight = ratio.detach().clamp(1 - eps_low, 1 + eps_high)
-        return weight * A * logp, weight != ratio
+        weight = r.detach().clamp(1 - eps_low, 1 + eps_high)
+        return weight * A * logp, clip_fraction(r, None, eps_low, eps_high, "outside", mask)
     if variant == "sapo":
-        t = torch.where(A > 0, tau[0], tau[1])
-        return 4 / t * torch.sigmoid(t * (ratio - 1)) * A, torch.zeros_like(A, dtype=torch.bool)
+        gate = lambda t: 4 / t * torch.sigmoid(t * (r - 1))
+        return torch.where(A > 0, gate(tau[0]), gate(tau[1])) * A, A.new_zeros(())
     if variant == "gmpo":
-        log_ratio = bounded_log_ratio(logp - logp_old.detach())
-        bounded = torch.where(A >= 0, log_ratio.clamp(max=eps_high), log_ratio.clamp(min=-eps_low))
-        return masked_mean(bounded, mask, dim=1).exp().unsqueeze(1) * A, bounded != log_ratio
-    return clipped_surrogate(ratio, A, eps_low, eps_high, dual_clip), (A < 0) & (ratio < 1 - eps_low) | (A > 0) & (ratio > 1 + eps_high)
+        x = bounded_log_ratio(logp - logp_old)
+        held = torch.where(A > 0, x.clamp(max=eps_high), x.clamp(min=-eps_low))
+        return masked_mean(held, mask, dim=1).exp().unsqueeze(1) * A, masked_mean((held != x) & (A != 0), mask)
 
 _SURROGATES = ("ppo", "grpo", "dr_grpo", "dapo", "gspo")
 
-def _options(variant, eps_low, eps_high, dual_clip, tau):
-    "Clip range and aggregation: what was given, else the variant's own; what the variant does not have is refused."
-    aggregation, low, high = POLICY_VARIANTS[variant]
+def _bounds(variant, eps_low, eps_high, dual_clip, tau):
+    "The clip range: what was given, else the variant's own; what a variant does not have is refused."
+    _, low, high = POLICY_VARIANTS[variant]
     if dual_clip is not None and variant not in _SURROGATES: raise ValueError(f"dual_clip must be None for variant={variant!r}, got {dual_clip}; it belongs to {', '.join(map(repr, _SURROGATES))}")
+    if not isinstance(tau, (tuple, list)) or len(tau) != 2: raise TypeError(f"tau must be a pair of numbers, the steepness for A > 0 and for the rest, got {tau!r}")
+    for t in tau: check_number("tau", t, low=0, open_low=True)
     if variant == "sapo":
         for name, eps in dict(eps_low=eps_low, eps_high=eps_high).items():
-            if eps is not None: raise ValueError(f"{name} must be None for variant='sapo', which has no clip range, got {eps}")
-        for t in tau: check_number("tau", t, low=0, open_low=True)
-        return None, None, aggregation
+            if eps is not None: raise ValueError(f"{name} must be None for variant='sapo', which has a gate, tau, in place of a clip range; got {eps}")
+        return None, None
     if eps_high is None: eps_high = high if eps_low is None else eps_low
     if eps_low is None: eps_low = low
     check_number("eps_low", eps_low, low=0, high=math.inf if variant == "gmpo" else 1, open_low=True); check_number("eps_high", eps_high, low=0, open_low=True)
-    return eps_low, eps_high, aggregation
+    return eps_low, eps_high
 
 def _each_token(advantage, logp):
     "(B, T) from one advantage for each answer, (B,) or (B, 1), or for each token."
@@ -152,18 +157,20 @@ def policy_loss(logp: torch.Tensor, # log pi of the tokens, with gradient, (B, T
                ) -> tuple[torch.Tensor, dict]: # 0-dim loss; dict of detached 0-dim tensors: policy_loss, kl, ratio, clip_fraction, approx_kl
     "The policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO or GMPO from token log-probabilities."
     check_choice("variant", variant, POLICY_VARIANTS); check_float(["logp_ref"], logp=logp, logp_old=logp_old, logp_ref=logp_ref); check_ndim(2, logp=logp)
-    check_same_shape(logp=logp, logp_old=logp_old, logp_ref=logp_ref); check_mask(mask, logp=logp); check_number("beta", beta, low=0)
-    eps_low, eps_high, default_aggregation = _options(variant, eps_low, eps_high, dual_clip, tau)
-    aggregate = lambda x: aggregate_loss(x, mask, aggregation or default_aggregation, length)
+    check_same_shape(logp=logp, logp_old=logp_old, logp_ref=logp_ref); check_mask(mask, logp=logp); check_number("beta", beta, low=0); check_choice("kl_kind", kl_kind, KL_KINDS)
+    if aggregation is None: aggregation = POLICY_VARIANTS[variant][0]
+    check_choice("aggregation", aggregation, AGGREGATION_MODES)
+    eps_low, eps_high = _bounds(variant, eps_low, eps_high, dual_clip, tau)
+    aggregate = lambda x: aggregate_loss(x, mask, aggregation, length)
     A = apply_mask(_each_token(advantage, logp).detach(), mask)
     logp, logp_old = (apply_mask(at_least_float32(x), mask) for x in (logp, logp_old.detach()))
-    objective, bound = _objective(variant, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, tau)
+    objective, clipped = _objective(variant, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, tau)
     loss = policy = -aggregate(objective)
     kl = loss.new_zeros(())
     if logp_ref is not None:
         kl = aggregate(kl_estimate(logp, apply_mask(logp_ref.detach(), mask), kl_kind))
         loss = policy + beta * kl
-    stats = dict(policy_loss=policy, kl=kl, ratio=masked_mean(importance_ratio(logp, logp_old, mask), mask), clip_fraction=masked_mean(bound, mask),
+    stats = dict(policy_loss=policy, kl=kl, ratio=masked_mean(importance_ratio(logp, logp_old, mask), mask), clip_fraction=clipped,
                  approx_kl=masked_mean(kl_estimate(logp, logp_old, "k2"), mask))
     return loss, {name: x.detach() for name, x in stats.items()}
 
@@ -173,11 +180,11 @@ def dpo_loss(chosen_logp: torch.Tensor, # log pi of the chosen answers, summed o
              ref_chosen_logp: torch.Tensor, # log pi_ref of the chosen answers, (...); a constant
              ref_rejected_logp: torch.Tensor, # log pi_ref of the rejected answers, (...); a constant
              beta: float = 0.1, # Strength of the pull to the reference, in units of reward per nat, > 0
-             label_smoothing: float = 0.0, # Share of the labels that are taken to be wrong, in [0, 0.5) (conservative DPO)
+             label_smoothing: float = 0.0, # Share of the labels that are taken to be wrong, in [0, 0.5] (conservative DPO)
             ) -> torch.Tensor: # 0-dim, float32 or better
     "Direct preference optimisation: -log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)) (Rafailov et al. 2023, eq. 7; label smoothing: Mitchell 2023)."
     logps = dict(chosen_logp=chosen_logp, rejected_logp=rejected_logp, ref_chosen_logp=ref_chosen_logp, ref_rejected_logp=ref_rejected_logp)
-    check_float(**logps); check_same_shape(**logps); check_number("beta", beta, low=0, open_low=True); check_number("label_smoothing", label_smoothing, low=0, high=0.5, open_high=True)
+    check_float(**logps); check_same_shape(**logps); check_number("beta", beta, low=0, open_low=True); check_number("label_smoothing", label_smoothing, low=0, high=0.5)
     chosen, rejected, ref_chosen, ref_rejected = map(at_least_float32, logps.values())
     margin = beta * ((chosen - ref_chosen.detach()) - (rejected - ref_rejected.detach()))
     log_sigmoid = torch.nn.functional.logsigmoid

@@ -83,8 +83,10 @@ def _check_adv(adv, weight, reduction, **like):
     "One advantage for each action, or for each row of them."
     (name, x), = like.items()
     check_float(**_named(adv=adv))
-    if adv.shape not in (x.shape, x.shape[:-1]):
-        raise ValueError(f"data.adv must have the shape of data.{name}, {tuple(x.shape)}, or of its rows, {tuple(x.shape[:-1])}, got {tuple(adv.shape)}")
+    shapes = (x.shape, x.shape[:-1]) if x.ndim > 1 else (x.shape,)
+    if adv.shape not in shapes:
+        rows = f", or of its rows, {tuple(x.shape[:-1])}" if x.ndim > 1 else ""
+        raise ValueError(f"data.adv must have the shape of data.{name}, {tuple(x.shape)}{rows}, got {tuple(adv.shape)}")
     _check_weight(weight, reduction, adv=adv)
 
 def _check_clips(clip_ratio, dual_clip, kl_type):
@@ -97,7 +99,7 @@ def ppo_policy_error(data: ppo_policy_data, # logit_new, logit_old: (..., N); ac
                      dual_clip: float | None = None, # c > 1: where adv < 0, a ratio above c costs nothing more; None = no such bound
                      entropy_bonus: bool = True, # Compute the entropy; False = entropy_loss is 0
                      kl_type: str = "k1", # Estimator of the KL to the pretrained policy, one of `KL_KINDS`
-                     reduction: str = "mean", # "mean": divide by the number of elements, as the seed does; "weight": by the sum of the weights
+                     reduction: str = "mean", # "mean": divide by the number of elements, as DI-engine does; "weight": by the sum of the weights
                     ) -> tuple[ppo_policy_loss, ppo_info]: # 0-dim losses policy_loss, entropy_loss (to be maximised), kl_div in nats; floats approx_kl, clipfrac
     "PPO's policy loss for discrete actions or tokens, with DI-engine's interface (Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5)."
     logit_new, logit_old, action, adv, weight, logit_pretrained = _as(ppo_policy_data, data)
@@ -126,7 +128,7 @@ def ppo_policy_error_continuous(data: ppo_policy_data_continuous, # mu_sigma_new
                                 clip_ratio: float = 0.2, # How far the ratio may go from 1, in (0, 1]
                                 dual_clip: float | None = None, # c > 1: where adv < 0, a ratio above c costs nothing more; None = no such bound
                                 kl_type: str = "k1", # Estimator of the KL to the pretrained policy, one of `KL_KINDS`
-                                reduction: str = "mean", # "mean": divide by the number of elements, as the seed does; "weight": by the sum of the weights
+                                reduction: str = "mean", # "mean": divide by the number of elements, as DI-engine does; "weight": by the sum of the weights
                                ) -> tuple[ppo_policy_loss, ppo_info]: # 0-dim losses policy_loss, entropy_loss (to be maximised), kl_div in nats; floats approx_kl, clipfrac
     "PPO's policy loss for Gaussian actions, with DI-engine's interface; the dual clip minds the sign of the advantage."
     mu_sigma_new, mu_sigma_old, action, adv, weight, pretrained = _as(ppo_policy_data_continuous, data)
@@ -148,7 +150,7 @@ def ppo_policy_error_continuous(data: ppo_policy_data_continuous, # mu_sigma_new
 def ppo_value_error(data: ppo_value_data, # value_new, value_old, return_: (...), in units of the return; weight: (...) or None
                     clip_ratio: float = 0.2, # How far the value may go from value_old, in units of the return, > 0
                     use_value_clip: bool = True, # Take the larger of the error and the clipped error; False = value_old is not needed
-                    reduction: str = "mean", # "mean": divide by the number of elements, as the seed does; "weight": by the sum of the weights
+                    reduction: str = "mean", # "mean": divide by the number of elements, as DI-engine does; "weight": by the sum of the weights
                    ) -> torch.Tensor: # 0-dim, in units of the return squared
     "PPO's value loss, half the (clipped) squared error, with DI-engine's interface."
     value_new, value_old, return_, weight = _as(ppo_value_data, data)

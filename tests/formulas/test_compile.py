@@ -24,6 +24,7 @@ CALLS = {
     "entropy_from_logits": lambda: (lambda a: rn.entropy_from_logits(a, 0.7), logits),
     "gaussian_log_prob": lambda: (lambda a, b, c: rn.gaussian_log_prob(a, b, c.exp(), m[:, 0]), x, y, z),
     "gaussian_entropy": lambda: (lambda a: rn.gaussian_entropy(a.exp(), m[:, 0]), x),
+    "tanh_log_det": lambda: (rn.tanh_log_det, x),
     "bounded_log_ratio": lambda: (rn.bounded_log_ratio, x * 1e3),
     "importance_ratio": lambda: (lambda a, b: rn.importance_ratio(a, b, m, "sequence"), x, y),
     "effective_sample_size": lambda: (lambda a: rn.effective_sample_size(a, m), x.exp()),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, less_efficient_method, naive_method,
-                                         selective_log_softmax)
+from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, gaussian_entropy, gaussian_log_prob,
+                                         less_efficient_method, naive_method, selective_log_softmax)
 from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
 
 METHODS = {"naive": naive_method, "less efficient": less_efficient_method, "efficient": efficient_method, "selective": selective_log_softmax}
@@ -220,3 +220,103 @@ def test_works_under_vmap_and_compile():
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call(torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.long))
+
+
+def gaussians(seed, shape, n, dtype=torch.float64):
+    "action, mu and sigma of shape (*shape, n)."
+    return normal(seed, (*shape, n), dtype, 2.0), normal(seed + 1, (*shape, n), dtype), (normal(seed + 2, (*shape, n)) * 0.7).exp().to(dtype)
+
+
+def loop_gaussian(action, mu, sigma):
+    "log density of each action, by the definition of the density, in plain Python."
+    rows = [t.double().reshape(-1, t.shape[-1]).tolist() for t in (action, mu, sigma)]
+    logp = [math.fsum(-math.log(s * math.sqrt(2 * math.pi)) - (a - m) ** 2 / (2 * s * s) for a, m, s in zip(*row)) for row in zip(*rows)]
+    return torch.tensor(logp, dtype=torch.float64).reshape(action.shape[:-1])
+
+
+@given(shape=shapes(0, 2), n=st.integers(1, 4), seed=SEEDS, dtype=DTYPES)
+def test_gaussian_values_and_gradients(shape, n, seed, dtype):
+    a, mu, sigma = gaussians(seed, shape, n, dtype)
+    before = [t.clone() for t in (a, mu, sigma)]
+    got, grads = value_and_grad(gaussian_log_prob, a, mu, sigma)
+    assert got.shape == torch.Size(shape) and got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(got.double(), loop_gaussian(a, mu, sigma), atol=1e-5, rtol=1e-5)
+    x, s = (a.double() - mu.double()) / sigma.double(), sigma.double()
+    for grad, formula in zip(grads, (-x / s, x / s, (x ** 2 - 1) / s)):
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad.double(), formula, atol=1e-4 if dtype != torch.float64 else 1e-12, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
+    H, (grad,) = value_and_grad(gaussian_entropy, sigma)
+    torch.testing.assert_close(H.double(), torch.distributions.Normal(mu.double(), s).entropy().sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grad.double(), 1 / s, atol=0, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
+    assert H.dtype == got.dtype and H.shape == got.shape
+    assert all(torch.equal(b, t) for b, t in zip(before, (a, mu, sigma)))
+
+
+@given(seed=SEEDS, n=st.integers(1, 3))
+def test_gaussian_against_torch_distributions_and_finite_differences(seed, n):
+    a, mu, sigma = gaussians(seed, (3,), n)
+    theirs = torch.distributions.Independent(torch.distributions.Normal(mu, sigma), 1)
+    torch.testing.assert_close(gaussian_log_prob(a, mu, sigma), theirs.log_prob(a))
+    torch.testing.assert_close(gaussian_entropy(sigma), theirs.entropy())
+    leaves = [t.requires_grad_(True) for t in (a, mu, sigma + 0.3)]
+    assert torch.autograd.gradcheck(gaussian_log_prob, leaves) and torch.autograd.gradcheck(gaussian_entropy, leaves[2])
+
+
+def test_gaussian_is_a_density():
+    grid = torch.linspace(-8, 8, 1601, dtype=torch.float64)[:, None]
+    for mu, sigma in ((0.0, 1.0), (0.3, 0.2), (-1.0, 1.3)):
+        logp = gaussian_log_prob(grid, torch.full_like(grid, mu), torch.full_like(grid, sigma))
+        assert logp.exp().sum().item() * 0.01 == pytest.approx(1, abs=1e-6)
+        assert -(logp.exp() * logp).sum().item() * 0.01 == pytest.approx(gaussian_entropy(torch.tensor([sigma], dtype=torch.float64)).item(), abs=1e-5)
+    assert gaussian_log_prob(*torch.tensor([[0.0], [0.0], [0.1]])) == pytest.approx(math.log(10 / math.sqrt(2 * math.pi)), abs=1e-6)       # above 0
+    assert gaussian_entropy(torch.tensor([0.1])) < 0 < gaussian_entropy(torch.tensor([0.3]))
+
+
+@given(shape=shapes(1, 2), n=st.integers(1, 3), seed=SEEDS, junk=st.one_of(JUNK, st.sampled_from([0.0, -1.0])), dtype=st.sampled_from([torch.float32, torch.float64]), keep=st.sampled_from([0.0, 0.5, 1.0]))
+def test_nothing_leaks_from_under_the_mask_of_a_gaussian(shape, n, seed, junk, dtype, keep):
+    clean, m = gaussians(seed, shape, n, dtype), random_mask(seed + 3, shape, keep)
+    dirty = [torch.where(m[..., None], t, junk).to(dtype) for t in clean]
+    for f, k in ((lambda *t: gaussian_log_prob(*t, mask=m), 3), (lambda a, mu, s: gaussian_entropy(s, m), 3)):
+        value, grads = value_and_grad(f, *clean)
+        y, got = value_and_grad(f, *dirty)
+        assert torch.equal(y, value) and (y[~m] == 0).all()
+        for g, expected in zip(got, grads):
+            if g is None: continue
+            assert torch.equal(g, expected) and (g[~m] == 0).all() and g.isfinite().all()
+
+
+def test_a_sigma_that_is_not_positive_is_seen():
+    for sigma in (0.0, -1.0, math.nan):
+        for a in (0.0, 1.0): assert gaussian_log_prob(*torch.tensor([[a], [0.0], [sigma]])).isnan()
+    assert gaussian_entropy(torch.tensor([-1.0])).isnan() and gaussian_entropy(torch.tensor([0.0])) == -math.inf
+
+
+def test_gaussian_extremes_are_finite():
+    a, mu, sigma = torch.tensor([[1e6], [1e3], [-1e6], [0.0]]), torch.zeros(4, 1), torch.tensor([[1.0], [1e-3], [1e3], [1e-30]])
+    y, grads = value_and_grad(gaussian_log_prob, a, mu, sigma)
+    assert y.isfinite().all() and all(g.isfinite().all() for g in grads)
+
+
+def test_gaussian_works_under_vmap():
+    a, mu, sigma = gaussians(0, (4, 5), 3)
+    m = random_mask(3, (4, 5))
+    torch.testing.assert_close(torch.func.vmap(gaussian_log_prob)(a, mu, sigma, m), gaussian_log_prob(a, mu, sigma, m))
+    torch.testing.assert_close(torch.func.vmap(gaussian_entropy)(sigma, m), gaussian_entropy(sigma, m))
+    grads = torch.func.vmap(torch.func.grad(lambda *t: gaussian_log_prob(*t).sum(), argnums=(0, 1, 2)))(a, mu, sigma)
+    torch.testing.assert_close(grads, value_and_grad(gaussian_log_prob, a, mu, sigma)[1])
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda x: gaussian_log_prob(x, x, x[0]), ValueError, r"sigma must have the shape of action, \(2, 3\), got \(3,\)"),
+    (lambda x: gaussian_log_prob(x, x[:, :1], x), ValueError, "mu must have the shape of action"),
+    (lambda x: gaussian_log_prob(x.long(), x, x), TypeError, "action must have a floating-point dtype, got torch.int64"),
+    (lambda x: gaussian_log_prob(x, x, 1.0), TypeError, "sigma must be a torch.Tensor, got float"),
+    (lambda x: gaussian_log_prob(x, x, x, x > 0), ValueError, r"mask must have the shape of action\[..., 0\], \(2,\), got \(2, 3\)"),
+    (lambda x: gaussian_log_prob(x, x, x, x[:, 0]), TypeError, "mask must be boolean"),
+    (lambda x: gaussian_log_prob(*[x[0, 0]] * 3), ValueError, "action must have at least 1 dimension"),
+    (lambda x: gaussian_entropy(x[0, 0]), ValueError, "sigma must have at least 1 dimension"),
+    (lambda x: gaussian_entropy(x.long()), TypeError, "sigma must have a floating-point dtype"),
+    (lambda x: gaussian_entropy(x, x > 0), ValueError, "mask must have the shape of sigma"),
+])
+def test_bad_input_of_a_gaussian_is_named(call, error, words):
+    with pytest.raises(error, match=words): call(torch.ones(2, 3))

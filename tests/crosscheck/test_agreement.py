@@ -1,0 +1,99 @@
+"""Every quantity that a peer computes too: value and gradient on the same random tensors, equal to 1e-5, or different exactly where it is written down. A peer that is not installed is skipped."""
+import math
+import sys
+
+import pytest
+import torch
+
+from rlhf_notes.studies import differences
+from rlhf_notes.studies.differences import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, compare, load_peer, random_batch
+
+SEEDS = range(5)
+CELLS = [(q, p) for q, quantity in QUANTITIES.items() for p in quantity.theirs]
+LABELS = { # where a difference is the same number for every batch
+    ("value loss", "sb3"): "× 2.00", ("GRPO, an empty answer", "trl"): "× 0.88", ("whitening", "sb3"): "× 0.99", ("whitening", "verl"): "× 0.99",
+    **{(q, p): "NaN" for q, p in DIFFERENT if "impossible" in q or "NaN" in q or "nothing" in q}, **{(q, p): "gradient NaN" for q, p in DIFFERENT if "log-ratio of 100" in q},
+}
+
+
+def functions_of(name):
+    "The functions of a peer. Not installed: the test is skipped. Installed and not to be loaded: that is a failure."
+    peer = load_peer(name)
+    if peer.version is None: pytest.skip(f"{peer.name} is not installed")
+    assert peer.missing is None, f"{peer.name} {peer.version} {peer.missing}"
+    return peer.functions
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peer_is_there(name, request):
+    if PEERS[name] in request.config.getoption("--expect", default="").split(","):
+        assert load_peer(name).version == VERSIONS[name], f"{PEERS[name]} {VERSIONS[name]} is expected, got {load_peer(name).version}"
+    functions_of(name)
+
+
+@pytest.mark.parametrize("quantity, name", CELLS, ids=lambda v: v.replace(" ", "_"))
+def test_agrees_or_differs_as_written(quantity, name):
+    functions_of(name)
+    for seed in SEEDS:
+        c = compare(quantity, name, seed)
+        if (quantity, name) not in DIFFERENT:
+            assert c.value <= TOLERANCE and c.gradient <= TOLERANCE, f"seed {seed}: {c.label}; values {c.value}, gradients {c.gradient} apart"
+        else:
+            assert not (c.value <= TOLERANCE and c.gradient <= TOLERANCE), f"seed {seed}: the two agree now; DIFFERENT says: {DIFFERENT[quantity, name][1]}"
+            if (quantity, name) in LABELS: assert c.label == LABELS[quantity, name]
+
+
+def test_what_is_written_down_is_compared():
+    assert set(DIFFERENT) <= set(CELLS)
+    assert {p for _, p in CELLS} == set(PEERS) == set(VERSIONS)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_ours_is_finite_and_the_comparison_notices_a_difference(quantity, monkeypatch):
+    "A stand-in peer that returns our own result agrees; one whose result or whose gradient is 0.1 % off does not."
+    q = QUANTITIES[quantity]
+    offs = {"=": q.ours, "value": lambda b: q.ours(b) * 1.001 + 1e-4, "gradient": lambda b: q.ours(b).detach() + 1.1 * (q.ours(b) - q.ours(b).detach())}
+    for off, f in offs.items():
+        monkeypatch.setitem(QUANTITIES, quantity, q._replace(theirs={"me": lambda lib, b, f=f: f(b)}))
+        monkeypatch.setattr(differences, "load_peer", lambda name: differences.Peer(name, "1", object(), None))
+        c = compare(quantity, "me")
+        assert c.ours.isfinite().all()
+        if off == "gradient" and not q.wrt: continue
+        still = off == "gradient" and quantity in ("policy loss, nothing counts",)      # the right gradient is 0 everywhere
+        assert (c.label == "=") == (off == "=" or still), (off, c.label)
+
+
+def test_a_missing_peer_is_reported(monkeypatch):
+    monkeypatch.setitem(PEERS, "absent", "no-such-library-of-that-name")
+    peer = load_peer("absent")
+    assert peer.version is None and peer.functions is None and peer.missing == "not installed"
+    monkeypatch.setitem(QUANTITIES, "k1", QUANTITIES["k1"]._replace(theirs={"absent": lambda l, b: 1 / 0}))
+    assert compare("k1", "absent") is None
+
+
+def test_a_peer_that_is_installed_and_broken_is_not_missing(monkeypatch):
+    monkeypatch.setitem(PEERS, "broken", "torch")
+    monkeypatch.setattr(differences, "_load_broken", lambda: 1 / 0, raising=False)
+    peer = load_peer("broken")
+    assert peer.version and peer.missing.startswith("cannot be loaded: ZeroDivisionError")
+
+
+@pytest.mark.parametrize("package, name", [("torchtune", "torchtune"), ("ding", "ding"), ("verl", "verl"), ("openrlhf", "openrlhf")])
+def test_loading_leaves_no_trace(package, name):
+    functions_of(name)
+    load_peer.__wrapped__(name)
+    assert not [m for m in sys.modules if m.split(".")[0] in (package, "omegaconf", "tensordict", "deepspeed", "ray")]
+
+
+def test_the_batch_is_worth_comparing_on():
+    "Real and padded tokens, clipped and unclipped ratios of both signs, terminated and truncated steps in each batch."
+    for seed in SEEDS:
+        b = random_batch(seed)
+        r = (b.logp - b.logp_old).exp()
+        assert b.mask.any(1).all() and not b.mask.all() and (b.mask.sum(1) == b.lengths).all()
+        for sign in (1, -1):
+            A = b.advantage * sign > 0
+            assert (A & (r > 1.3)).any() and (A & (r < 0.8)).any() and (A & ((r - 1).abs() < 0.2)).any()
+        assert b.terminated.any() and (b.truncated & ~b.terminated).any() and not b.done.all()
+        assert (b.logp <= 0).all() and (b.logp_old <= 0).all() and math.isfinite(sum(x.sum().item() for x in vars(b).values()))
+        assert torch.equal(random_batch(seed).logits, b.logits) and not torch.equal(random_batch(seed + 1).logits, b.logits)
