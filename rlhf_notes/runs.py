@@ -86,7 +86,7 @@ def _plain(value):
 
 class Run:
     "A run directory: `Run.create` a new one or `Run.resume` one that was interrupted."
-    FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json")
+    FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json", "seeds.csv", "compare.csv")
 
     def __init__(self,
                  path: Path, # The directory
@@ -104,16 +104,26 @@ class Run:
                overwrite: bool = False, # May the run that is there be deleted?
               ) -> "Run": # Ready to `log`
         "A new run directory; ValueError if something is there already."
+        there = cls.check(path, overwrite)
         path = Path(path)
-        if path.exists() and not path.is_dir(): raise ValueError(f"out must be a directory, got the file {path}")
-        there = sorted(path.iterdir()) if path.exists() else []
-        if there and not cls._is_run(path): raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds {there[0].name}")
-        if there and not overwrite: raise ValueError(f"out must be a new directory, got {path}, which holds a run: continue it with --resume {path}, or replace it with --overwrite")
         path.mkdir(parents=True, exist_ok=True)
         for old in there:
             if old.name in cls.FILES or old.name.startswith("events.out.tfevents."): old.unlink()
         write_atomically(path / "config.json", json.dumps(_plain(config), indent=1) + "\n")
         return cls(path, config)
+
+    @classmethod
+    def check(cls,
+              path: Path, # As for `create`
+              overwrite: bool = False, # As for `create`
+             ) -> list: # What stands there
+        "ValueError if `create` would refuse; nothing is written."
+        path = Path(path)
+        if path.exists() and not path.is_dir(): raise ValueError(f"out must be a directory, got the file {path}")
+        there = sorted(path.iterdir()) if path.exists() else []
+        if there and not cls._is_run(path): raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds {there[0].name}")
+        if there and not overwrite: raise ValueError(f"out must be a new directory, got {path}, which holds a run: continue it with --resume {path}, or replace it with --overwrite")
+        return there
 
     @staticmethod
     def _is_run(path):
@@ -219,11 +229,16 @@ def progress_bar(total: int, # Units in all
 
 # %% ../nbs/runs.ipynb #interval
 def bootstrap_interval(values, # Numbers, one for each seed
-                       level: float = 0.95, # Share of the resamples whose mean lies inside
-                       resamples: int = 10_000, # How many
+                       level: float = 0.95, # Share of the resamples whose statistic lies inside, between 0 and 1
+                       resamples: int = 10_000, # How many, >= 1
+                       statistic: str = "mean", # "mean" or "median"
                       ) -> tuple: # (low, high)
-    "Interval of the mean, by the percentile bootstrap (Efron 1979): always the same for the same numbers."
+    "Interval of the mean or the median, by the percentile bootstrap (Efron 1979): always the same for the same numbers."
     import numpy as np
-    x = np.asarray(values, float)
-    means = np.random.default_rng(0).choice(x, (resamples, len(x))).mean(1)
-    return tuple(float(q) for q in np.quantile(means, [(1 - level) / 2, (1 + level) / 2]))
+    from rlhf_notes.formulas.arguments import check_choice, check_number
+    try: x = np.asarray(values, float)
+    except (TypeError, ValueError): x = np.empty(0)
+    if x.ndim != 1 or not len(x) or not np.isfinite(x).all(): raise ValueError(f"values must be finite numbers, at least one, got {values!r}")
+    check_number("level", level, 0, 1, open_low=True, open_high=True); check_number("resamples", resamples, low=1); check_choice("statistic", statistic, ("mean", "median"))
+    drawn = np.random.default_rng(0).choice(x, (resamples, len(x)))
+    return tuple(float(q) for q in np.quantile(getattr(np, statistic)(drawn, 1), [(1 - level) / 2, (1 + level) / 2]))

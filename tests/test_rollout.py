@@ -1,14 +1,16 @@
+import io
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.control.rollout import ENV_ARRAYS, Collector, Rollout, autoreset_mode, env_state, make_envs, minibatches, set_env_state
 from strategies import SEEDS
 
-FIELDS = ("obs", "actions", "logp", "rewards", "next_obs", "terminated", "truncated", "valid")
+FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "valid")
 
 
 def cartpole(num_envs, limit=500):
@@ -16,13 +18,18 @@ def cartpole(num_envs, limit=500):
 
 
 def random_act(seed):
-    g = torch.Generator().manual_seed(seed)
-    return lambda obs: (torch.randint(2, (len(obs),), generator=g), torch.rand(len(obs), generator=g))
+    rng = np.random.default_rng(seed)
+    return lambda obs: rng.integers(2, size=len(obs))
 
 
 def by_sight(obs):
     "Depends on the observation alone, and lets the pole fall soon."
-    return (obs[:, 2] < 0).long(), obs[:, 0]
+    return (obs[:, 2] < 0).astype(np.int64)
+
+
+def torque(obs):
+    "A continuous action that depends on the observation alone."
+    return np.tanh(obs.sum(-1, keepdims=True))
 
 
 def assert_same(a, b):
@@ -46,6 +53,37 @@ class Count(gym.Env):
         return np.array([self.episode, float(self.t)]), 10.0 * self.episode + self.t + action, end and self.episode % 2 == 0, end and self.episode % 2 == 1, {}
 
 
+class Engine(gym.Env):
+    "Keeps something besides numbers and arrays."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    def __init__(self, world=None): self.world = object() if world is None else world
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+
+
+class Bare(gym.vector.VectorEnv):
+    "A vector environment of which nothing is known."
+    def __init__(self, n): self.num_envs = n
+
+
+class Table(gym.Env):
+    "A table of whole numbers, actions called 1, 2, 3, and a memory of every kind that can be saved."
+    observation_space, action_space = gym.spaces.Box(0, 255, (2, 3), np.uint8), gym.spaces.Discrete(3, start=1)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.name, self.pair, self.scalar = 0, "a", (np.float64(self.np_random.random()), [1, np.arange(2.0)]), np.float32(0.1)
+        return self.look(0), {}
+
+    def step(self, action):
+        self.t += 1; self.name += "b"
+        noise, (count, array) = self.pair
+        self.pair = (noise * 0.9 + np.float64(self.np_random.random()), [count + action, array + noise])
+        self.scalar *= np.float64(1.1)
+        return self.look(action), float(array.sum() + self.scalar + len(self.name)), self.t == 5, False, {}
+
+    def look(self, action): return np.array([[action, 0, 0], [0, 0, self.t]], np.uint8)
+
+
 def expected_rows(rows, seams):
     "(obs, reward less the action, next_obs, terminated, truncated, valid) of the first rows of Count, worked out on paper."
     out, episode, t = [], 0, 0
@@ -62,8 +100,8 @@ def expected_rows(rows, seams):
 @given(T=st.integers(1, 40), N=st.integers(1, 3), seed=SEEDS)
 def test_every_row_is_what_it_should_be(mode, T, N, seed):
     envs = SyncVectorEnv([Count] * N, autoreset_mode=mode)
-    g = torch.Generator().manual_seed(seed)
-    r, episodes = Collector(envs, seed=0).collect(lambda obs: (torch.randint(5, (len(obs),), generator=g), torch.zeros(len(obs))), T)
+    rng = np.random.default_rng(seed)
+    r, episodes = Collector(envs, seed=0).collect(lambda obs: rng.integers(5, size=len(obs)), T)
     for n in range(N):
         for t, (obs, reward, next_obs, terminated, truncated, valid) in enumerate(expected_rows(T, seams=mode is AutoresetMode.NEXT_STEP)):
             assert tuple(r.obs[t, n].tolist()) == obs and tuple(r.next_obs[t, n].tolist()) == next_obs
@@ -102,13 +140,13 @@ def test_vectorised_cartpole_equals_single_environments(seed, N, limit):
     assert sorted(replayed) == sorted(episodes)
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1"])
-@settings(max_examples=6)
+@pytest.mark.parametrize("env_id, act", [("CartPole-v1", by_sight), ("Acrobot-v1", by_sight), ("Pendulum-v1", torque)])
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10000))
-def test_both_reset_modes_give_the_same_data(env_id, seed):
+def test_both_reset_modes_give_the_same_data(env_id, act, seed):
     def collect(mode):
         envs = gym.make_vec(env_id, num_envs=2, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}, max_episode_steps=14)
-        return Collector(envs, seed).collect(by_sight, 50)
+        return Collector(envs, seed).collect(act, 50)
     (a, _), (b, _) = collect(AutoresetMode.NEXT_STEP), collect(AutoresetMode.SAME_STEP)
     assert b.valid.all() and not a.valid.all()
     for n in range(2):
@@ -152,7 +190,7 @@ def test_same_seed_same_rollout_and_nothing_is_shared():
     assert_same(a, b)
     c, _ = Collector(cartpole(4), 4).collect(random_act(1), 40)
     assert not torch.equal(a.obs, c.obs)
-    assert a.obs.dtype == a.next_obs.dtype == a.rewards.dtype == a.logp.dtype == torch.float32 and a.actions.dtype == torch.int64
+    assert a.obs.dtype == a.next_obs.dtype == a.rewards.dtype == torch.float32 and a.actions.dtype == torch.int64
     assert a.valid.dtype == a.terminated.dtype == a.truncated.dtype == torch.bool and a.obs.shape == (40, 4, 4) and a.valid.shape == (40, 4)
     collector = Collector(cartpole(4), 3)
     first, _ = collector.collect(random_act(1), 20)
@@ -165,7 +203,7 @@ def test_same_seed_same_rollout_and_nothing_is_shared():
 def test_the_policy_sees_rows_before_and_after_loading():
     "The same numbers in another order of memory give other last digits, and a resumed run would not be exact."
     seen = []
-    def act(obs): seen.append(obs.is_contiguous() and obs.dtype == torch.float32); return by_sight(obs)
+    def act(obs): seen.append(obs.flags.c_contiguous and obs.dtype == np.float32); return by_sight(obs)
     one, other = Collector(cartpole(5), 0), Collector(cartpole(5), 1)
     one.collect(act, 3)
     other.load_state_dict(one.state_dict())
@@ -175,7 +213,10 @@ def test_the_policy_sees_rows_before_and_after_loading():
 
 def test_make_envs():
     assert type(make_envs("CartPole-v1", 3).unwrapped).__name__ == "CartPoleVectorEnv" and make_envs("CartPole-v1", 3).num_envs == 3
-    assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv)
+    assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv) and isinstance(make_envs("CartPole-v1", 2, "sync"), SyncVectorEnv)
+    envs = make_envs("CartPole-v1", 2, "async")
+    assert isinstance(envs, AsyncVectorEnv)
+    envs.close()
 
 
 def test_autoreset_mode():
@@ -201,13 +242,23 @@ def test_minibatches_are_shuffled_anew_each_time():
 
 
 @pytest.mark.parametrize("call, error, words", [
-    (lambda: minibatches(10, 3), ValueError, "parts must divide the 10 rows, got 3"),
+    (lambda: minibatches(10, 11), ValueError, r"parts must be in \[1, 10\], got 11"),
     (lambda: minibatches(0, 1), ValueError, "size must be in"),
     (lambda: minibatches(10, 0), ValueError, "parts must be in"),
     (lambda: Collector(SyncVectorEnv([Count], autoreset_mode=AutoresetMode.DISABLED), 0), ValueError, "envs must reset themselves, .* got Disabled"),
-    (lambda: env_state(SyncVectorEnv([Count])), ValueError, "envs must keep their state in the arrays .* got SyncVectorEnv without state"),
-    (lambda: Collector(SyncVectorEnv([Count]), 0).state_dict(), ValueError, "envs must keep their state"),
-    (lambda: set_env_state(SyncVectorEnv([Count]), {}), ValueError, "envs must keep their state"),
+    (lambda: Collector(SyncVectorEnv([Engine]), 0).state_dict(), ValueError, "envs must keep their state in numbers and arrays to be saved, got Engine.world, a object"),
+    (lambda: Collector(SyncVectorEnv([lambda: Engine({"a": 1})]), 0).state_dict(), ValueError, "got Engine.world, a dict"),
+    (lambda: Collector(SyncVectorEnv([lambda: Engine([1, [object()]])]), 0).state_dict(), ValueError, "got Engine.world, a list"),
+    (lambda: Collector(SyncVectorEnv([lambda: Engine(np.array([None]))]), 0).state_dict(), ValueError, "got Engine.world, a ndarray"),
+    (lambda: Collector(SyncVectorEnv([lambda: Engine(np.random.default_rng())]), 0).state_dict(), ValueError, "got Engine.world, a Generator"),
+    (lambda: set_env_state(SyncVectorEnv([Engine]), {}), ValueError, "envs must keep their state"),
+    (lambda: env_state(gym.wrappers.vector.NormalizeReward(make_envs("CartPole-v1", 2))), ValueError, "envs must not be wrapped to be saved, got NormalizeReward"),
+    (lambda: env_state(Bare(2)), ValueError, r"envs must keep their state in the arrays state, steps, prev_done, or be stepped in turn \(sync\), to be saved, got Bare"),
+    (lambda: make_envs("CartPool-v1", 2), ValueError, "env must be an environment that Gymnasium can make, got 'CartPool-v1'"),
+    (lambda: make_envs("no_such_module:CartPole-v1", 2), ValueError, "env must be an environment that Gymnasium can make"),
+    (lambda: make_envs("FrozenLake-v1", 2), ValueError, "env must have Box observations, got 'FrozenLake-v1' with Discrete"),
+    (lambda: make_envs("Blackjack-v1", 2), ValueError, "env must have Box observations, got 'Blackjack-v1' with Tuple"),
+    (lambda: make_envs("CartPole-v1", 2, "threads"), ValueError, "vectorization must be one of 'auto', 'sync', 'async', got 'threads'"),
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words): call()
@@ -220,3 +271,76 @@ def test_a_saved_state_shares_no_memory_with_the_environments():
     for name in ENV_ARRAYS: assert not np.shares_memory(state[name].numpy(), getattr(envs.unwrapped, name))
     set_env_state(envs, state)
     for name in ENV_ARRAYS: assert not np.shares_memory(state[name].numpy(), getattr(envs.unwrapped, name))
+
+
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "Acrobot-v1", "MountainCarContinuous-v0", "MountainCar-v0", "CartPole-v1"])
+@pytest.mark.parametrize("limit, stop", [(25, 37), (37, 37), (500, 37)])
+def test_single_environments_go_on_bit_for_bit_after_the_disk(env_id, limit, stop):
+    def fresh(seed): return Collector(gym.make_vec(env_id, num_envs=3, vectorization_mode="sync", max_episode_steps=limit), seed)
+    one, other = fresh(0), fresh(50)
+    space = one.envs.single_action_space
+    act = torque if isinstance(space, gym.spaces.Box) else lambda obs: (np.abs(1e3 * obs).sum(-1) % space.n).astype(np.int64)
+    one.collect(act, stop); other.collect(act, 11)
+    file = io.BytesIO(); torch.save(one.state_dict(), file); file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    states = [[type(x) for x in np.atleast_1d(np.array(e.unwrapped.state, dtype=object))] for e in one.envs.envs]
+    assert states == [[type(x) for x in np.atleast_1d(np.array(e.unwrapped.state, dtype=object))] for e in other.envs.envs]
+    assert all(type(a.unwrapped.state) is type(b.unwrapped.state) for a, b in zip(one.envs.envs, other.envs.envs))
+    (a, episodes_a), (b, episodes_b) = one.collect(act, 60), other.collect(act, 60)
+    assert_same(a, b)
+    assert episodes_a == episodes_b and (limit == 500 or len(episodes_a) >= 3)
+    if limit == stop and env_id != "CartPole-v1": assert not a.valid[0].any()                # the stop was right at the end of the episodes
+
+
+@given(stop=st.integers(1, 23), seed=SEEDS)
+@settings(max_examples=15)
+def test_every_kind_of_memory_is_restored(stop, seed):
+    def kinds(x): return [kinds(y) for y in x] + [type(x)] if isinstance(x, (list, tuple)) else (type(x), getattr(x, "dtype", None))
+    def act(obs): return (obs[:, 5].astype(np.int64) + obs[:, 0].astype(np.int64)) % 3
+    one, other = (Collector(SyncVectorEnv([Table, Table]), s) for s in (seed % 10000, 1))
+    one.collect(act, stop, lambda a: a + 1)
+    state = one.state_dict()
+    kept = one.envs.envs[0].pair[1][1].copy()
+    other.load_state_dict(state)
+    for a, b in zip(one.envs.envs, other.envs.envs): assert kinds([a.t, a.name, a.pair, a.scalar]) == kinds([b.t, b.name, b.pair, b.scalar])
+    assert not np.shares_memory(one.envs.envs[0].pair[1][1], other.envs.envs[0].pair[1][1])
+    (a, episodes_a), (b, episodes_b) = (c.collect(act, 13, lambda a: a + 1) for c in (one, other))
+    assert_same(a, b)
+    assert episodes_a == episodes_b
+    assert torch.equal(state["envs"]["envs"][0]["layers"][-1]["pair"][1][1], torch.from_numpy(kept))       # the saved state was not played on
+
+
+def test_other_spaces():
+    "A table in a row, and actions that are stored as the policy counts them but told as the environment calls them."
+    told = []
+    def for_env(a): told.append(a + 1); return told[-1]
+    r, episodes = Collector(SyncVectorEnv([Table, Table]), 0).collect(lambda obs: np.array([0, 2]), 6, for_env)
+    assert r.obs.shape == (6, 2, 6) and r.obs.dtype == torch.float32 and (r.actions == torch.tensor([0, 2])).all()
+    assert r.next_obs[4].tolist() == [[1, 0, 0, 0, 0, 5], [3, 0, 0, 0, 0, 5]] and r.next_obs[5].tolist() == [[0] * 6] * 2
+    assert all(t.tolist() == [1, 3] for t in told) and len(episodes) == 2
+
+
+def test_the_continuous_actions_that_are_stored_are_those_of_the_policy():
+    r, _ = Collector(make_envs("Pendulum-v1", 3), 0).collect(lambda obs: np.full((3, 1), 7, np.float32), 5, lambda a: np.clip(a, -2, 2))
+    assert r.actions.dtype == torch.float32 and r.actions.shape == (5, 3, 1) and (r.actions == 7).all()
+    told, _ = Collector(make_envs("Pendulum-v1", 3), 0).collect(lambda obs: np.full((3, 1), 2, np.float32), 5)
+    assert torch.equal(r.next_obs, told.next_obs) and torch.equal(r.rewards, told.rewards)
+
+
+def test_processes_give_the_same_data():
+    one, other = (Collector(make_envs("Pendulum-v1", 2, way), 3) for way in ("sync", "async"))
+    try:
+        (a, episodes_a), (b, episodes_b) = (c.collect(torque, 205) for c in (one, other))
+        assert_same(a, b)
+        assert episodes_a == episodes_b and len(episodes_a) == 2
+        with pytest.raises(ValueError, match=r"be stepped in turn \(sync\), to be saved, got AsyncVectorEnv"): other.state_dict()
+    finally: other.envs.close()
+
+
+@given(size=st.integers(1, 40), parts=st.integers(1, 40), seed=SEEDS)
+def test_minibatches_of_any_size(size, parts, seed):
+    "Also where they cannot be equal, since rows that were no data are gone."
+    parts = min(parts, size)
+    got = minibatches(size, parts, torch.Generator().manual_seed(seed))
+    lengths = [len(p) for p in got]
+    assert len(got) == parts and max(lengths) - min(lengths) <= 1 and torch.cat(got).sort().values.tolist() == list(range(size))

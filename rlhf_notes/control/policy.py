@@ -106,7 +106,7 @@ class Gaussian(nn.Module):
     def for_env(self, actions): # (B, N) -> (B, N)
         "What the environment is told."
         if not self.squash: return np.clip(actions, self.low, self.high)
-        return self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low)
+        return np.clip(self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low), self.low, self.high)            # the last digit may be rounded over the bound
 
 # %% ../../nbs/control/18_policy.ipynb #distribution
 def distribution(space: gym.Space, # Of the actions of one environment
@@ -115,8 +115,9 @@ def distribution(space: gym.Space, # Of the actions of one environment
                 ) -> nn.Module: # `Categorical` or `Gaussian`
     "The distribution that fits the actions of an environment."
     if isinstance(space, gym.spaces.Discrete): return Categorical(space)
-    if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and np.isfinite([space.low, space.high]).all(): return Gaussian(space, log_std, squash)
-    raise ValueError(f"env must have Discrete actions, or a bounded one-dimensional Box of them, got {space}")
+    floats = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
+    if floats and np.isfinite([space.low, space.high]).all(): return Gaussian(space, log_std, squash)
+    raise ValueError(f"env must have Discrete actions, or a bounded one-dimensional Box of floats, got {space}")
 
 # %% ../../nbs/control/18_policy.ipynb #agent
 class Agent(nn.Module):

@@ -50,6 +50,7 @@ def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
         envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
     except (gym.error.Error, ModuleNotFoundError) as e: raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: {e}") from e
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        envs.close()
         raise ValueError(f"env must have Box observations, got {env_id!r} with {envs.single_observation_space}")
     return envs
 
@@ -73,9 +74,12 @@ def _layers(env):
         if env is env.unwrapped: return
         env = env.env
 
-def _plain(x): return x is None or isinstance(x, (bool, int, float, str, np.ndarray, np.generic)) or isinstance(x, (list, tuple)) and all(map(_plain, x))
-def _save(x): return torch.from_numpy(np.array(x)) if isinstance(x, (np.ndarray, np.generic)) else [_save(y) for y in x] if isinstance(x, (list, tuple)) else x
-def _load(saved, like): return saved.numpy().copy() if isinstance(saved, torch.Tensor) else type(like)(saved) if isinstance(saved, list) and isinstance(like, (list, tuple)) else saved
+def _plain(x):
+    if isinstance(x, (np.ndarray, np.generic)): return x.dtype.kind in "biuf"
+    return x is None or isinstance(x, (bool, int, float, str)) or type(x) in (list, tuple) and all(map(_plain, x))
+
+def _save(x): return torch.from_numpy(np.array(x)) if isinstance(x, (np.ndarray, np.generic)) else type(x)(map(_save, x)) if isinstance(x, (list, tuple)) else x
+def _load(x): return x.numpy().copy()[()] if isinstance(x, torch.Tensor) else type(x)(map(_load, x)) if isinstance(x, (list, tuple)) else x       # [()]: a scalar is one again
 
 def _single_state(env):
     "What a single environment and its wrappers remember."
@@ -89,13 +93,13 @@ def _single_state(env):
 
 def _set_single_state(env, state):
     for layer, attributes in zip(_layers(env), state["layers"], strict=True):
-        for k, v in attributes.items(): setattr(layer, k, _load(v, getattr(layer, k, None)))
+        for k, v in attributes.items(): setattr(layer, k, _load(v))
     env.unwrapped.np_random.bit_generator.state = json.loads(state["rng"])
 
 def env_state(envs: gym.vector.VectorEnv, # Gymnasium's vectorised CartPole, or single environments stepped in turn that keep their state in numbers and arrays
              ) -> dict: # What a checkpoint must hold
     "Everything on which the future of the environments depends; ValueError if it is not known where that stands."
-    envs = envs.unwrapped
+    if isinstance(envs, gym.vector.VectorWrapper): raise ValueError(f"envs must not be wrapped to be saved, got {type(envs).__name__}, whose memory would be lost")
     if isinstance(envs, gym.vector.SyncVectorEnv):
         return {"envs": [_single_state(e) for e in envs.envs], "autoreset": torch.from_numpy(envs._autoreset_envs.copy())}
     missing = [name for name in ENV_ARRAYS if not isinstance(getattr(envs, name, None), np.ndarray)]
@@ -107,7 +111,6 @@ def set_env_state(envs: gym.vector.VectorEnv, # Of the kind that the state came 
                  ):
     "Put the environments back to where they were."
     env_state(envs)
-    envs = envs.unwrapped
     if isinstance(envs, gym.vector.SyncVectorEnv):
         for env, single in zip(envs.envs, state["envs"], strict=True): _set_single_state(env, single)
         envs._autoreset_envs = state["autoreset"].numpy().copy()

@@ -152,6 +152,15 @@ def test_on_policy_all_are_the_policy_gradient(variant, seed):
     close(grad, -(m * c[:, None] * (mean if variant in ("gspo", "gmpo") else each)))
 
 
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_without_advantage_nothing_moves(variant):
+    logp, old, A, m = batch(3, spread=2.0, keep=1.0)
+    loss, (grad,) = value_and_grad(lambda x: policy_loss(x, old, torch.zeros_like(A), m, variant)[0], logp)
+    assert loss == 0 and (grad == 0).all()
+    held = (logp - old > math.log(5)).float().mean() if variant == "cispo" else 0                # cispo holds the weight, whatever the advantage
+    assert policy_loss(logp, old, torch.zeros_like(A), m, variant)[1]["clip_fraction"] == held and ((logp - old).abs() > 0.5).any()
+
+
 @given(variant=VARIANTS, seed=SEEDS, shape=st.sampled_from(["(B,)", "(B, 1)", "(B, T)"]))
 def test_shapes_of_the_advantage(variant, seed, shape):
     logp, old, A, m = batch(seed)
@@ -191,6 +200,15 @@ def test_nothing_leaks_from_under_the_mask(variant, seed, junk, keep, dtype):
     for name, value in policy_loss(put(logp), put(old), put(each), m, variant, put(ref))[1].items(): assert value.isfinite(), name
     rows = torch.where(m.any(1), A, torch.tensor(junk).to(dtype))                                # an empty answer may have any advantage
     assert torch.equal(value_and_grad(lambda x: f(x, old, rows, ref), logp)[1][0], clean[1][0])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_no_nan_on_the_way_back_from_under_the_mask(variant, kind):
+    logp, old, A, m = batch(4)
+    put = lambda x: torch.where(m, x, math.nan)
+    with torch.autograd.set_detect_anomaly(True): _, (grad,) = value_and_grad(lambda x: policy_loss(x, put(old), A, m, variant, put(old + 0.1), kl_kind=kind)[0], put(logp))
+    assert grad.isfinite().all() and not m.all()
 
 
 @pytest.mark.parametrize("variant", POLICY_VARIANTS)

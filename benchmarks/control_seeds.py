@@ -1,0 +1,89 @@
+"""Train a task with many seeds and keep how each of them learned.
+
+    python benchmarks/control_seeds.py cartpole
+    python benchmarks/control_seeds.py pendulum
+    python benchmarks/control_seeds.py cartpole --lr-anneal 1 --learning-rate 2e-3 --name cartpole_linear
+
+Any option of `rlhf-notes TASK` may follow. Writes NAME_seeds.csv, a row for each seed:
+
+    eval_*                          the final policy over 100 fresh episodes, greedy and sampled; solved: both means reach the threshold
+    train_seconds, steps_per_second of training alone: the clock stands still while the policy is evaluated
+    first_greedy_*, first_sampled_* when the mean over 100 fresh episodes first reached the threshold, in steps and in seconds of training; blank if never
+
+and NAME_curves.csv, a row for each iteration, with those evaluations in every second of them (`--every`). Each evaluation has a seed of its own, so
+none is on what was trained on, and none decides anything in the training. The first seed of a process also pays for PyTorch's warming up.
+All but the seconds comes out the same again on the same machine; another one may round float32 differently, and single curves differ.
+"""
+import argparse
+import csv
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from rlhf_notes.cli import TASKS, add_options, given
+
+OUT = Path(__file__).resolve().parent.parent / "nbs" / "control" / "results"
+FINAL = ("eval_return_mean", "eval_return_std", "eval_sampled_return_mean", "eval_sampled_return_std", "solved")
+SPEED = ("steps", "train_seconds", "steps_per_second", "first_greedy_steps", "first_greedy_seconds", "first_sampled_steps", "first_sampled_seconds")
+CURVE = ("iteration", "steps", "episodes", "return_mean", "entropy", "kl_k3", "clip_fraction", "explained_variance", "learning_rate")
+
+
+def run(job):
+    "One seed: its row of NAME_seeds.csv and its rows of NAME_curves.csv."
+    import numpy as np
+    import torch
+    from rlhf_notes.control.cartpole import PPO, score, scores, threshold
+    config, every = job
+    torch.set_num_threads(1)
+    ppo, enough, seconds, curve, first = PPO(config), threshold(config.env), 0.0, [], {}
+    evaluation_seeds = np.random.SeedSequence((config.seed, 1)).generate_state(2 * config.iterations).tolist()
+    while ppo.iteration < config.iterations:
+        start = time.perf_counter()
+        row = ppo.iterate()
+        seconds += time.perf_counter() - start
+        evaluated = {"greedy": None, "sampled": None}
+        for mode in evaluated if ppo.iteration % every == 0 or ppo.iteration == config.iterations else ():
+            evaluated[mode] = score(ppo, evaluation_seeds.pop(), mode == "greedy").mean().item()
+            if enough is not None and evaluated[mode] >= enough and mode not in first: first[mode] = row["steps"], seconds
+        curve.append([config.seed, *(row[c] for c in CURVE), seconds, *evaluated.values()])
+    final = scores(ppo)
+    reached = [x for mode in ("greedy", "sampled") for x in first.get(mode, (None, None))]
+    return [config.seed, *(final[c] for c in FINAL), row["steps"], seconds, row["steps"] / seconds, *reached], curve
+
+
+def tidy(value): return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="task", required=True)
+    for name, task in TASKS.items():
+        p = commands.add_parser(name, allow_abbrev=False)
+        add_options(p, task.config, but=(*task.fixed, "seed"))
+        p.add_argument("--seeds", type=int, default=20, help="how many, from 0 on (default: 20)")
+        p.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side (default: 1)")
+        p.add_argument("--every", type=int, default=2, help="iterations between two evaluations (default: 2)")
+        p.add_argument("--name", default=name, help=f"how the files begin (default: {name})")
+        p.add_argument("--out", type=Path, default=OUT, help="where they go (default: nbs/control/results)")
+    args = parser.parse_args()
+    config = TASKS[args.task].config
+    try: jobs = [(config(seed=seed, **given(args, config)), args.every) for seed in range(args.seeds)]
+    except (ValueError, TypeError) as e: sys.exit(f"control_seeds.py: {e}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    finals, curves = [], []
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        for final, curve in pool.map(run, jobs):
+            finals.append(final); curves += curve
+            s = dict(zip(("seed", *FINAL, *SPEED), final))
+            print(f"seed {s['seed']}: greedy {s['eval_return_mean']:.1f}, sampled {s['eval_sampled_return_mean']:.1f}, {'solved' if s['solved'] else 'NOT solved'}, {s['train_seconds']:.2f} s; "
+                  f"first sampled crossing after {s['first_sampled_steps']} steps", flush=True)
+    for kind, header, rows in (("seeds", ("seed", *FINAL, *SPEED), finals), ("curves", ("seed", *CURVE, "train_seconds", "greedy", "sampled"), curves)):
+        with open(args.out / f"{args.name}_{kind}.csv", "w", newline="", encoding="utf-8") as f:
+            csv.writer(f, lineterminator="\n").writerows([header, *([tidy(x) for x in row] for row in rows)])
+        print(args.out / f"{args.name}_{kind}.csv")
+
+
+if __name__ == "__main__":
+    main()
