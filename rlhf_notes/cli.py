@@ -302,12 +302,14 @@ def make_parser() -> Parser: # Of the whole command
 
 def parse(argv: list | None = None, # The words after `rlhf-notes`; those of the process by default
          ) -> argparse.Namespace: # With `run`, what to do
-    "The arguments; one that is not known is answered with those that are."
+    "The arguments; one that is not known is answered with the nearest that is."
     args, unknown = make_parser().parse_known_args(argv)
     if unknown:
-        options = [s for a in args.parser._actions for s in a.option_strings if s.startswith("--")]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1, cutoff=0.7)
-        args.parser.error(f"unrecognized argument {unknown[0]!r}; " + (f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}"))
+        word, options = unknown[0].split("=")[0], [s for a in args.parser._actions for s in a.option_strings if s.startswith("--")]
+        near = difflib.get_close_matches(word, options, n=1, cutoff=0.7)
+        if args.command in TASKS and word.removeprefix("--") in TASKS[args.command].fixed: hint = f"; to choose it: rlhf-notes train {word}"
+        else: hint = f"; did you mean {near[0]}?" if near else f"; expected {', '.join(options)}" if len(options) < 9 else ""
+        args.parser.error(f"unrecognized argument {unknown[0]!r}{hint}")
     return args
 
 def main(argv: list | None = None, # The words after `rlhf-notes`; those of the process by default

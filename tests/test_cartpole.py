@@ -415,7 +415,7 @@ def test_a_target_kl_in_between_stops_after_the_pass_that_went_too_far(monkeypat
 def test_value_clip_is_used_in_training():
     one, two = (PPO(replace(SMALL, value_clip=v)) for v in (0.0, 0.01))
     one.iterate(); two.iterate()
-    assert not torch.equal(one.agent.critic[0].weight, two.agent.critic[0].weight) and torch.equal(one.agent.policy[0].weight != two.agent.policy[0].weight, torch.ones(64, 4, dtype=torch.bool))
+    assert not torch.equal(one.agent.critic[0].weight, two.agent.critic[0].weight)
 
 
 def test_more_minibatches_than_rows():
@@ -490,7 +490,7 @@ def test_metrics_are_the_same_bytes_straight_or_interrupted_anywhere(tmp_path, m
     _, rows, expected_summary = train(config, straight)
     expected = (straight.path / "metrics.csv").read_bytes()
     assert len(expected.splitlines()) == 9 and len(rows) == 8
-    for stop_at in (0, 1, 5):
+    for stop_at in (0, 1, 5) if config is SMALL else (3,):
         run, iterate = Run.create(tmp_path / f"stop{stop_at}", {"task": "some"}), PPO.iterate
         def interrupted(self):
             row = iterate(self)

@@ -1,16 +1,21 @@
+import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
 from rlhf_notes import __version__, cli
-from rlhf_notes.control import cartpole
-from rlhf_notes.control.config import PPOConfig
+from rlhf_notes.control import cartpole, compare
+from rlhf_notes.control.config import PPOConfig, PendulumConfig
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
 
@@ -38,7 +43,7 @@ BAD = [
     (["cartpole", "--steps", "100"], "--steps must be at least num_envs * num_steps = 512, got 100"), (["cartpole", "--minibatches", "7"], "--minibatches must divide num_envs * num_steps = 512, got 7"),
     (["cartpole", "--gamma", "1.5"], "--gamma must be in [0, 1], got 1.5"), (["cartpole", "--learning-rate", "nan"], "--learning-rate must be in"), (["cartpole", "--clip", "a\nb"], "--clip: invalid float value"),
     (["cartpole", "--device", "gpu"], "--device must be auto, cpu or cuda, got 'gpu'"), (["cartpole", "--device", "cuda"], "device 'cuda' is not there"),
-    (["cartpole", "--sed", "3"], "unrecognized argument '--sed'; did you mean --seed?"), (["cartpole", "--zzz"], "unrecognized argument '--zzz'; expected --help, --seed, --device"), (["cartpole", "word"], "unrecognized argument 'word'"),
+    (["cartpole", "--sed", "3"], "unrecognized argument '--sed'; did you mean --seed?"), (["cartpole", "--zzz"], "unrecognized argument '--zzz' (see rlhf-notes cartpole --help)"), (["demo", "--zzz"], "unrecognized argument '--zzz'; expected --help, --seed, --device, --out"), (["cartpole", "word"], "unrecognized argument 'word'"),
     (["cartpole", "--learning", "0.1"], "unrecognized argument '--learning'; did you mean --learning-rate?"),
     (["cartpole", "--out", "file"], "--out must be a directory, got the file file"), (["cartpole", "--out", "file/below"], "cannot use file/below"), (["cartpole", "--out", "full"], "which holds letter.txt"),
     (["cartpole", "--out", "full", "--overwrite"], "which holds letter.txt"), (["cartpole", "--out", "run"], "which holds a run: continue it with --resume run, or replace it with --overwrite"),
@@ -46,8 +51,29 @@ BAD = [
     (["cartpole", "--resume", "nowhere"], "got nowhere, which has no config.json"), (["cartpole", "--resume", "full"], "got full, which has no config.json"), (["cartpole", "--resume", "run"], "got run, which has no checkpoint.pt"),
     (["cartpole", "--resume", "done"], "got done, which is finished"), (["cartpole", "--resume", "other"], "got other, a run of pendulum"), (["cartpole", "--resume", "half"], "got half, which lacks gamma, lam"),
     (["cartpole", "--resume", "done", "--seed", "3"], "--resume must stand alone"), (["cartpole", "--resume", "done", "--out", "x"], "got --out as well"), (["cartpole", "--resume", "done", "--overwrite"], "got --overwrite as well"),
-    (["demo", "--steps", "3"], "unrecognized argument '--steps'"), (["demo", "--device", "cuda"], "is not there"), (["demo", "--out", "file"], "cannot use file/cartpole"), (["demo", "--seed", "x"], "--seed: invalid int value"),
+    (["cartpole", "--env", "CartPole-v1"], "unrecognized argument '--env'; to choose it: rlhf-notes train --env"), (["train", "--env", "Nowhere-v0"], "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"),
+    (["train", "--env", "FrozenLake-v1"], "--env must have Box observations, got 'FrozenLake-v1'"), (["train", "--env", "Blackjack-v1"], "--env must have Box observations"),
+    (["train", "--env", "rlhf_notes/Unbounded-v0"], "--env must have Discrete actions, or a bounded one-dimensional Box"), (["train", "--env", "rlhf_notes/Grid-v0"], "--env must have Discrete actions"),
+    (["cartpole", "--activation", "gelu"], "--activation: invalid choice: 'gelu'"), (["cartpole", "--normalize-obs", "yes"], "unrecognized argument 'yes'"), (["cartpole", "--normalize-ob"], "did you mean --normalize-obs?"),
+    (["cartpole", "--seeds", "0"], "--seeds must be at least 1, got 0"), (["cartpole", "--seeds", "-2"], "--seeds must be at least 1, got -2"), (["cartpole", "--seeds", "x"], "--seeds: invalid int value"),
+    (["cartpole", "--seeds", "2", "--jobs", "0"], "--jobs must be at least 1, got 0"), (["cartpole", "--jobs", "2"], "--jobs must come with --seeds"),
+    (["cartpole", "--seeds", "2", "--seed", "0"], "--seed must not stand beside --seeds"), (["cartpole", "--seeds", "2", "--resume", "done"], "--resume must not stand beside --seeds"),
+    (["cartpole", "--seeds", "2", "--gamma", "2"], "--gamma must be in"), (["cartpole", "--seeds", "2", "--device", "cuda"], "is not there"), (["train", "--seeds", "2", "--env", "Nowhere-v0"], "--env must be"),
+    (["cartpole", "--seeds", "2", "--out", "run"], "which holds a run"), (["cartpole", "--seeds", "2", "--out", "full", "--overwrite"], "which holds letter.txt"), (["cartpole", "--seeds", "2", "--out", "file"], "--out must be a directory"),
+    (["cartpole", "--seeds", "2", "--out", "many", "--overwrite"], "got many/seed1, which holds letter.txt"),
+    (["compare", "--task", "acrobot"], "--task: invalid choice: 'acrobot'"), (["compare", "--seeds", "0"], "--seeds must be at least 1, got 0"), (["compare", "--out", "run"], "which holds a run"), (["compare", "--out", "full", "--overwrite"], "which holds letter.txt"),
+    (["compare", "--seed", "3"], "unrecognized argument '--seed'; did you mean --seeds?"),
+    (["demo", "--out", "shows"], "got shows/pendulum, which holds letter.txt"),
+    (["demo", "--steps", "3"], "unrecognized argument '--steps'"), (["demo", "--device", "cuda"], "is not there"), (["demo", "--out", "file"], "cannot use file"), (["demo", "--seed", "x"], "--seed: invalid int value"),
 ]
+
+
+class Unbounded(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-np.inf, np.inf, (1,))
+
+
+class Grid(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3])
 
 
 @pytest.fixture
@@ -61,6 +87,10 @@ def furnished(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(c))
         if checkpoint: torch.save({"rows": 0, "state": {}}, tmp_path / name / "checkpoint.pt")
         if summary: (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+    for name in ("many/seed1", "shows/pendulum"): (tmp_path / name).mkdir(parents=True); (tmp_path / name / "letter.txt").write_text("x")
+    (tmp_path / "many" / "config.json").write_text(json.dumps(config))
+    for name, env in (("Unbounded", Unbounded), ("Grid", Grid)):
+        if f"rlhf_notes/{name}-v0" not in gym.registry: gym.register(f"rlhf_notes/{name}-v0", env)
     return tmp_path
 
 
@@ -85,7 +115,8 @@ def test_mistakes_get_one_line_in_a_process_of_their_own(tmp_path):
 def test_help_and_version_load_nothing_heavy():
     code = ("import sys; from rlhf_notes.cli import main\ntry: main({argv})\nexcept SystemExit as e: assert not e.code\n"
             "print([m for m in ('torch', 'numpy', 'gymnasium', 'matplotlib', 'tensorboard') if m in sys.modules])")
-    for argv, words in ((["--help"], ["cartpole", "demo", "--version"]), (["cartpole", "--help"], ["--seed N", "--device", "--steps N", "--out DIR", "--resume DIR", "--overwrite", "(default: 40000)"]),
+    for argv, words in ((["--help"], ["cartpole", "pendulum", "train", "demo", "compare", "--version"]), (["compare", "--help"], ["--task {cartpole,pendulum}", "--seeds K", "--out DIR"]),
+                        (["train", "--help"], ["--env ENV", "--normalize-obs | --no-normalize-obs", "--seeds K", "--jobs N", "(default: no)"]), (["pendulum", "--help"], ["(default: 50000)"]), (["cartpole", "--help"], ["--seed N", "--device", "--steps N", "--out DIR", "--resume DIR", "--overwrite", "(default: 40000)"]),
                         (["demo", "--help"], ["--seed", "--device", "--out"]), (["--version"], [f"rlhf-notes {__version__}"])):
         env = {**os.environ, "PYTHONPATH": str(cli.Path(cli.__file__).parent.parent)}
         done = subprocess.run([sys.executable, "-c", code.format(argv=argv)], capture_output=True, text=True, env=env)
@@ -93,10 +124,17 @@ def test_help_and_version_load_nothing_heavy():
         for w in words: assert w in " ".join(done.stdout.split()), w
 
 
-def test_every_option_of_the_config_is_offered():
-    args = cli.parse(["cartpole", *(x for name, f in PPOConfig.__dataclass_fields__.items() for x in ("--" + name.replace("_", "-"), str(f.default)))])
-    assert PPOConfig(**cli.given(args, PPOConfig)) == PPOConfig()
-    assert cli.given(cli.parse(["cartpole"]), PPOConfig) == {} and cli.given(cli.parse(["cartpole", "--gamma", "0.5"]), PPOConfig) == {"gamma": 0.5}
+@pytest.mark.parametrize("task", cli.TASKS)
+def test_every_option_of_the_config_is_offered(task):
+    config, fixed = cli.TASKS[task].config, cli.TASKS[task].fixed
+    def words(name, f):
+        flag = name.replace("_", "-")
+        if isinstance(f.default, bool): return ["--" + flag] if f.default else ["--no-" + flag]
+        return ["--" + flag, str(f.default)]
+    args = cli.parse([task, *(x for name, f in config.__dataclass_fields__.items() if name not in fixed for x in words(name, f))])
+    assert set(cli.given(args, config)) == set(config.__dataclass_fields__) - set(fixed) and config(**cli.given(args, config)) == config()
+    assert cli.given(cli.parse([task]), config) == {} and cli.given(cli.parse([task, "--gamma", "0.5"]), config) == {"gamma": 0.5}
+    assert cli.given(cli.parse([task, "--squash", "--no-normalize-obs"]), config) == {"squash": True, "normalize_obs": False}
 
 
 # a run
@@ -159,6 +197,97 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
     with pytest.raises(ValueError, match="a fault"): cli.main(["cartpole"])
 
 
+def test_writing_is_not_training(tmp_path, monkeypatch):
+    "Loading TensorBoard at the first row takes a second; neither it nor any other writing counts as training."
+    now, log = [0.0], cli.Run.log
+    def slow_log(*args): now[0] += 1000.0; log(*args)
+    monkeypatch.setattr(cartpole, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(cli.Run, "log", slow_log)
+    assert cli.main(["cartpole", *QUICK, "--out", "slow"]) == 0 and now[0] == 8000
+    assert json.loads((tmp_path / "slow" / "summary.json").read_text())["wall_seconds"] == 0
+
+
+# many seeds
+
+def test_seeds_in_processes_are_the_single_runs_and_a_table(tmp_path):
+    p = command("pendulum", "--steps", "1024", "--num-envs", "4", "--epochs", "1", "--seeds", "3", "--jobs", "2", "--out", "many")
+    out, err = p.communicate(timeout=120)
+    assert (p.returncode, err) == (0, "")
+    assert sorted(re.findall(r"^seed (\d): return", out, re.M)) == ["0", "1", "2"] and "solved: 0 of 3" in out and "many/seeds.csv" in out
+    for seed in range(3):
+        assert cli.main(["pendulum", "--steps", "1024", "--num-envs", "4", "--epochs", "1", "--seed", str(seed), "--out", f"alone{seed}"]) == 0
+        many, alone = tmp_path / "many" / f"seed{seed}", tmp_path / f"alone{seed}"
+        for name in ("metrics.csv", "config.json"): assert (many / name).read_bytes() == (alone / name).read_bytes()
+        a, b = (json.loads((path / "summary.json").read_text()) for path in (many, alone))
+        assert {k: v for k, v in a.items() if "seconds" not in k} == {k: v for k, v in b.items() if "seconds" not in k}
+        assert {re.sub("tfevents.*", "", f.name) for f in many.iterdir()} == {re.sub("tfevents.*", "", f.name) for f in alone.iterdir()}
+    with open(tmp_path / "many" / "seeds.csv") as f: rows = list(csv.DictReader(f))
+    assert list(rows[0]) == ["seed", *cli.SEED_COLUMNS] and [r["seed"] for r in rows] == ["0", "1", "2", "low", "mean", "high"]
+    for column in ("eval_return_mean", "eval_sampled_return_mean"):
+        values = [json.loads((tmp_path / "many" / f"seed{seed}" / "summary.json").read_text())[column] for seed in range(3)]
+        assert [float(r[column]) for r in rows[:3]] == pytest.approx(values, rel=1e-5) and float(rows[4][column]) == pytest.approx(sum(values) / 3, rel=1e-5)
+        assert float(rows[3][column]) == pytest.approx(min(values), rel=1e-5) and float(rows[5][column]) == pytest.approx(max(values), rel=1e-5)          # of three seeds the interval is their range
+    summary = json.loads((tmp_path / "many" / "summary.json").read_text())
+    assert (summary["seeds"], summary["finished"], summary["interrupted"], summary["solved"]) == (3, [0, 1, 2], False, 0)
+
+
+def test_the_table_of_seeds():
+    summaries = [dict(seed=s, eval_return_mean=1 / 3 + s, eval_sampled_return_mean=-170.0, steps_to_solve=1234567 if s else None, seconds_to_solve=None, wall_seconds=2.0) for s in (0, 1)]
+    assert cli.seeds_table(summaries) == [("seed", *cli.SEED_COLUMNS), ("0", "0.333333", "-170", "", "", "2"), ("1", "1.33333", "-170", "1234567", "", "2"),
+                                          ("low", "0.333333", "-170", "", "", "2"), ("mean", "0.833333", "-170", "", "", "2"), ("high", "1.33333", "-170", "", "", "2")]
+
+
+def test_seeds_are_replaced_only_when_asked(tmp_path, capsys):
+    few = ["cartpole", *QUICK, "--out", "many"]
+    assert cli.main([*few, "--seeds", "2"]) == 0 and "seed 0: return" in capsys.readouterr().out
+    before = contents(tmp_path)
+    assert cli.main([*few, "--seeds", "2"]) == 2 and contents(tmp_path) == before
+    assert cli.main([*few, "--seeds", "1", "--overwrite"]) == 0
+    assert [r.split(",")[0] for r in (tmp_path / "many" / "seeds.csv").read_text().splitlines()] == ["seed", "0", "low", "mean", "high"]
+    assert json.loads((tmp_path / "many" / "config.json").read_text())["seeds"] == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGINT is sent to processes")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_leaves_the_seeds_that_are_finished(tmp_path, jobs):
+    args = ["--steps", "6400", "--num-envs", "4", "--epochs", "1", "--minibatches", "1"]
+    p = command("cartpole", *args, "--seeds", "40", "--jobs", str(jobs), "--out", "many", start_new_session=True)
+    summaries, deadline = tmp_path / "many" / "seed0" / "summary.json", time.time() + 120
+    while p.poll() is None and time.time() < deadline and not summaries.exists(): time.sleep(0.01)
+    os.killpg(p.pid, signal.SIGINT)                                              # as a terminal does: all processes get it
+    out, err = p.communicate(timeout=120)
+    assert (p.returncode, err) == (130, ""), (out, err)
+    finished = [int(s) for s in re.findall(r"^seed (\d+): return", out, re.M)]
+    assert 0 in finished and len(finished) < 40 and f"interrupted: {len(finished)} of 40 seeds are finished" in out and not (tmp_path / "many" / "seeds.csv").exists()
+    summary = json.loads((tmp_path / "many" / "summary.json").read_text())
+    assert summary["interrupted"] and summary["finished"] == sorted(finished)
+    assert cli.main(["cartpole", *args, "--seed", "0", "--out", "alone"]) == 0
+    assert (tmp_path / "many" / "seed0" / "metrics.csv").read_bytes() == (tmp_path / "alone" / "metrics.csv").read_bytes()
+
+
+def test_a_seed_that_fails_is_not_hidden(tmp_path, monkeypatch):
+    def faulty(config, run): raise ValueError("a fault")
+    monkeypatch.setattr(cartpole, "train", faulty)
+    with pytest.raises(ValueError, match="a fault"): cli.main(["cartpole", *QUICK, "--seeds", "2"])
+
+
+# against others
+
+def test_compare_writes_a_row_for_each_race(tmp_path, capsys, monkeypatch):
+    class Still:
+        batch = 512
+        def iterate(self): time.sleep(0.001)
+        def policy(self, rng=None): return lambda obs: np.zeros(len(obs), int)
+    monkeypatch.setattr(compare, "contenders", lambda task: [compare.Contender(name, name, lambda seed: Still(), 1024, False) for name in ("ours", "other")])
+    assert cli.main(["compare", "--seeds", "2"]) == 0
+    out, err = capsys.readouterr()
+    with open(tmp_path / "runs" / "compare-cartpole" / "compare.csv") as f: rows = list(csv.DictReader(f))
+    assert list(rows[0]) == list(compare.COLUMNS) and [(r["seed"], r["contender"]) for r in rows] == [("0", "ours"), ("0", "other"), ("1", "other"), ("1", "ours")]
+    assert all(r["sampled_steps"] == r["greedy_seconds"] == "" and r["steps"] == "1024" for r in rows)
+    assert "not crossed within 1,024 steps" in out and "0 of 2" in out and out.count("is not installed") == 1 and "rlhf_notes[crosscheck]" in out and err == ""
+    assert cli.main(["compare", "--seeds", "2"]) == 2 and cli.main(["compare", "--seeds", "1", "--overwrite", "--task", "cartpole"]) == 0
+
+
 # the demo
 
 SUMMARY = dict(task="cartpole", algo="ppo", seed=0, device="cpu", steps=39936, wall_seconds=5.0, interrupted=False, eval_return_mean=499.9, eval_return_std=1.0, eval_episodes=100,
@@ -173,12 +302,14 @@ def test_demo_says_what_came_of_it(capsys, monkeypatch, tmp_path, change, code):
     out, err = capsys.readouterr()
     assert seen[0] == (PPOConfig(seed=3), cli.Path("runs/demo/cartpole")) and err == ""
     if code != 130:
-        for words in ("return", "sampled", "yes" if code == 0 else "NO", "480.0", "s in all", "runs/demo/cartpole/curve.svg", "tensorboard --logdir runs/demo", "21_cartpole.ipynb"): assert words in out
-    else: assert "interrupted" in out
+        assert seen[1] == (PendulumConfig(seed=3), cli.Path("runs/demo/pendulum")) and len(seen) == 4
+        for words in ("return", "sampled", "yes" if code == 0 else "NO", "480.0", "s in all", "runs/demo/cartpole/curve.svg", "runs/demo/pendulum/curve.svg", "tensorboard --logdir runs/demo", "21_cartpole.ipynb"): assert words in out
+    else: assert "interrupted" in out and len(seen) == 2                        # one at each of the two calls: the second task is not begun
 
 
-def test_the_demo_solves_cartpole(capsys, tmp_path):
+def test_the_demo_solves_both(capsys, tmp_path):
     "The main job, as the README has it."
     assert cli.main(["demo"]) == 0
-    summary = json.loads((tmp_path / "runs" / "demo" / "cartpole" / "summary.json").read_text())
-    assert summary["solved"] and summary["eval_return_mean"] >= 475 and summary["eval_episodes"] == 100
+    for task, enough in (("cartpole", 475), ("pendulum", -200)):
+        summary = json.loads((tmp_path / "runs" / "demo" / task / "summary.json").read_text())
+        assert summary["solved"] and min(summary["eval_return_mean"], summary["eval_sampled_return_mean"]) >= enough and summary["eval_episodes"] == 100

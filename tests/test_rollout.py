@@ -77,7 +77,8 @@ class Table(gym.Env):
     def step(self, action):
         self.t += 1; self.name += "b"
         noise, (count, array) = self.pair
-        self.pair = (noise * 0.9 + np.float64(self.np_random.random()), [count + action, array + noise])
+        array += noise                                                                  # in place
+        self.pair = (noise * 0.9 + np.float64(self.np_random.random()), [count + action, array])
         self.scalar *= np.float64(1.1)
         return self.look(action), float(array.sum() + self.scalar + len(self.name)), self.t == 5, False, {}
 
@@ -280,7 +281,7 @@ def test_single_environments_go_on_bit_for_bit_after_the_disk(env_id, limit, sto
     one, other = fresh(0), fresh(50)
     space = one.envs.single_action_space
     act = torque if isinstance(space, gym.spaces.Box) else lambda obs: (np.abs(1e3 * obs).sum(-1) % space.n).astype(np.int64)
-    one.collect(act, stop); other.collect(act, 11)
+    one.collect(act, stop); other.collect(act, 4)                                     # another number of steps into the episode
     file = io.BytesIO(); torch.save(one.state_dict(), file); file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
     states = [[type(x) for x in np.atleast_1d(np.array(e.unwrapped.state, dtype=object))] for e in one.envs.envs]

@@ -7,14 +7,16 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from itertools import product
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from rlhf_notes import runs
-from rlhf_notes.runs import Run, check_options, option, pick_device, progress_bar, stop_on_interrupt, write_atomically
+from rlhf_notes.runs import Run, bootstrap_interval, check_options, option, pick_device, progress_bar, stop_on_interrupt, write_atomically
 
 CONFIG = {"task": "toy", "seed": 0}
 
@@ -34,6 +36,7 @@ class Options:
     rate: float = option(0.1, "a rate", low=0, high=1, open_low=True)
     mode: str = option("a", "a name", choices=("a", "b"))
     device: str = option("auto", "any string")
+    scale: bool = option(False, "yes or no")
     def __post_init__(self): check_options(self)
 
 
@@ -48,13 +51,16 @@ class Options:
     (dict(rate=math.inf), ValueError, "rate must be in"),
     (dict(mode="c"), ValueError, "mode must be one of 'a', 'b', got 'c'"),
     (dict(device=3), TypeError, "device must be a string, got int"),
+    (dict(scale=1), TypeError, "scale must be True or False, got 1"),
+    (dict(scale=None), TypeError, "scale must be True or False, got None"),
+    (dict(scale="yes"), TypeError, "scale must be True or False, got 'yes'"),
 ])
 def test_options_out_of_range_are_named(bad, error, words):
     with pytest.raises(error, match=words): Options(**bad)
 
 
 def test_options_in_range_pass():
-    assert Options(seed=5, rate=1, mode="b", device="cuda:3").rate == 1
+    assert Options(seed=5, rate=1, mode="b", device="cuda:3", scale=True).rate == 1
 
 
 @pytest.mark.parametrize("name, gpus, auto, expected", [
@@ -102,13 +108,15 @@ def test_what_is_there_is_refused_and_untouched(tmp_path):
     for name, overwrite, words in (("file", False, "must be a directory, got the file"), ("file", True, "must be a directory, got the file"), ("full", True, "which holds letter"),
                                    ("foreign", True, "which holds config.json"), ("run", False, "which holds a run: continue it with --resume")):
         with pytest.raises(ValueError, match=words): Run.create(tmp_path / name, CONFIG, overwrite)
+        with pytest.raises(ValueError, match=words): Run.check(tmp_path / name, overwrite)
+    assert Run.check(tmp_path / "run", overwrite=True) == [tmp_path / "run" / "config.json"] and Run.check(tmp_path / "new") == [] and not (tmp_path / "new").exists()
     assert snapshot(tmp_path) == before
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(tmp_path):
     run = Run.create(tmp_path / "run", CONFIG)
     run.log(row(1), 1); run.save_checkpoint({"a": 1}); run.save_figure(lambda f: f.subplots()); run.finish({})
-    (run.path / "notes.txt").write_text("mine")
+    (run.path / "notes.txt").write_text("mine"); (run.path / "seeds.csv").write_text("of the last time"); (run.path / "compare.csv").write_text("of the last time")
     Run.create(tmp_path / "run", CONFIG | {"seed": 1}, overwrite=True)
     assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "notes.txt"] and json.loads((run.path / "config.json").read_text())["seed"] == 1
 
@@ -230,3 +238,49 @@ def test_importing_loads_nothing_heavy():
     out = subprocess.run([sys.executable, "-c", "import sys, rlhf_notes.runs; print([m for m in ('torch', 'numpy', 'matplotlib', 'tqdm', 'tensorboard', 'gymnasium') if m in sys.modules])"],
                          capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+# intervals
+
+def every_resample(values, statistic):
+    "The exact bootstrap: the statistic of each of the n ** n resamples, in order; as a function that reads off a quantile."
+    results = sorted(statistic(sample) for sample in product(values, repeat=len(values)))
+    return lambda q: results[min(max(int(q * len(results)), 0), len(results) - 1)]
+
+
+@pytest.mark.parametrize("statistic, by_hand", [("mean", lambda v: sum(v) / len(v)), ("median", lambda v: sorted(v)[len(v) // 2] if len(v) % 2 else sum(sorted(v)[len(v) // 2 - 1:len(v) // 2 + 1]) / 2)])
+@pytest.mark.parametrize("values", [[0.0, 1.0], [3.0, 1.0, 2.0], [5.0, -1.0, 0.0, 7.5], [1.9, 2.1, 1.8, 2.4, 6.0]])
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.95])
+def test_interval_is_that_of_all_resamples(values, statistic, by_hand, level):
+    exact = every_resample(values, by_hand)
+    for end, q in zip(bootstrap_interval(values, level, 100_000, statistic), ((1 - level) / 2, (1 + level) / 2)):
+        assert exact(q - 0.01) - 1e-9 <= end <= exact(q + 0.01) + 1e-9
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), level=st.floats(0.05, 0.99), statistic=st.sampled_from(["mean", "median"]))
+def test_interval_properties(values, level, statistic):
+    low, high = bootstrap_interval(values, level, 500, statistic)
+    assert (low, high) == bootstrap_interval(values, level, 500, statistic), "the same numbers, the same interval"
+    assert type(low) is type(high) is float and min(values) - 1e-6 <= low <= high <= max(values) + 1e-6
+    wide = bootstrap_interval(values, (1 + level) / 2, 500, statistic)
+    assert wide[0] <= low and high <= wide[1]
+    assert bootstrap_interval([2 * v for v in values], level, 500, statistic) == pytest.approx((2 * low, 2 * high), rel=1e-9, abs=1e-9)
+    if len(values) == 1: assert low == high == pytest.approx(values[0])
+
+
+def test_interval_leaves_numpys_generator_alone_and_covers_the_mean():
+    np.random.seed(3); before = np.random.get_state()[1].tolist()
+    rng = np.random.default_rng(5)
+    covered = np.mean([low <= 4 <= high for low, high in (bootstrap_interval(4 + rng.standard_normal(30), resamples=500) for _ in range(400))])
+    assert 0.88 < covered < 0.98 and np.random.get_state()[1].tolist() == before
+
+
+@pytest.mark.parametrize("bad, error, words", [
+    (dict(values=[]), ValueError, r"values must be finite numbers, at least one, got \[\]"), (dict(values=[1.0, math.nan]), ValueError, "values must be finite"),
+    (dict(values=[math.inf]), ValueError, "values must be finite"), (dict(values=[None]), ValueError, "values must be finite"), (dict(values=["a"]), ValueError, "values must be finite"),
+    (dict(values=[[1.0], [2.0]]), ValueError, "values must be finite"), (dict(values=3.0), ValueError, "values must be finite"),
+    (dict(values=[1.0], level=0.0), ValueError, r"level must be in \(0, 1\), got 0"), (dict(values=[1.0], level=1.0), ValueError, r"level must be in \(0, 1\), got 1"),
+    (dict(values=[1.0], level="0.9"), TypeError, "level must be a number"), (dict(values=[1.0], resamples=0), ValueError, "resamples must be in"), (dict(values=[1.0], statistic="mode"), ValueError, "statistic must be one of 'mean', 'median'"),
+])
+def test_interval_refuses(bad, error, words):
+    with pytest.raises(error, match=words): bootstrap_interval(**bad)

@@ -1,9 +1,11 @@
 """Break the formulas on purpose, one break at a time, and see whether the tests notice.
 
-    python tools/breaks.py [MODULE ...] [--out breaks.csv]
+    python tools/breaks.py [MODULE ...] [--out breaks.csv] [--keep] [--tests-first]
 
 Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its place, and why that would be wrong. A break is made in a copy of
-the project, in the module and in its notebook alike; then the notebook is run and the module's tests are run. It is caught if either fails.
+the project, in the module and in its notebook alike; then the module's tests are run and the notebook is run. It is caught if either fails.
+With --tests-first the notebook is run only where the tests notice nothing, and its column stays empty elsewhere. With --keep the breaks that the
+CSV holds already are not made again.
 """
 import argparse
 import csv
@@ -47,7 +49,7 @@ def run(command, cwd, limit=120):
     except subprocess.TimeoutExpired: return 124
 
 
-def try_break(name, change):
+def try_break(name, change, tests_first):
     "Is this break caught by the notebook, by the tests?"
     module, notebook, tests = find(name)
     with tempfile.TemporaryDirectory() as tmp:
@@ -55,9 +57,9 @@ def try_break(name, change):
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "_proc", "runs", ".hypothesis", "__pycache__"))
         replace_once(tree / module, change["old"], change["new"])
         replace_once(tree / notebook, change["old"], change["new"])
-        by_notebook = run([sys.executable, "tools/notebooks.py", "run", str(notebook)], tree)
-        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(tests)], tree)
-    return {"module": name, "break": change["why"], "notebook": by_notebook != 0, "tests": by_tests != 0, "caught": bool(by_notebook or by_tests)}
+        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(tests)], tree) != 0
+        by_notebook = "" if tests_first and by_tests else run([sys.executable, "tools/notebooks.py", "run", str(notebook)], tree) != 0
+    return {"module": name, "break": change["why"], "notebook": by_notebook, "tests": by_tests, "caught": bool(by_notebook or by_tests)}
 
 
 def main():
@@ -65,18 +67,25 @@ def main():
     parser.add_argument("module", nargs="*", help="all that have a list, by default")
     parser.add_argument("--out", type=Path, help="write the result as CSV")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--keep", action="store_true", help="do not make again what stands in --out")
+    parser.add_argument("--tests-first", action="store_true", help="run the notebook only where the tests notice nothing")
     args = parser.parse_args()
     lists = sorted((ROOT / "tests" / "breaks").glob("*.json"))
     todo = [(p.stem, b) for p in lists if not args.module or p.stem in args.module for b in json.loads(p.read_text(encoding="utf-8"))]
-    for name in dict(todo):
+    kept = {}
+    if args.keep and args.out and args.out.exists():
+        with open(args.out, newline="", encoding="utf-8") as f: kept = {(r["module"], r["break"]): r | {"caught": r["caught"] == "True"} for r in csv.DictReader(f)}
+    new = [(name, b) for name, b in todo if (name, b["why"]) not in kept]
+    for name in dict(new):
         module, notebook, tests = find(name)
         if run([sys.executable, "-m", "pytest", "-x", str(tests)], ROOT): sys.exit(f"{tests} fails before anything is broken")
     with ThreadPoolExecutor(args.jobs) as pool:
-        rows = []
-        for row in pool.map(lambda t: try_break(*t), todo):
-            rows.append(row)
+        made = dict(kept)
+        for row in pool.map(lambda t: try_break(*t, args.tests_first), new):
+            made[row["module"], row["break"]] = row
             by = " and ".join(k for k in ("notebook", "tests") if row[k]) or "NOTHING"
             print(f"{row['module']:12} {row['break']:70} caught by {by}", flush=True)
+    rows = [made[name, b["why"]] for name, b in todo]
     if args.out:
         with open(args.out, "w", newline="", encoding="utf-8") as f:
             writer = csv.DictWriter(f, rows[0].keys(), lineterminator="\n"); writer.writeheader(); writer.writerows(rows)

@@ -275,7 +275,8 @@ def ratios(rows: list, # From `compare`, of one task
           ) -> dict | None: # median, low, high, censored (how many); None if ours did not cross on every seed
     "Ours against another, paired by seed: above 1 means that ours is faster."
     of = {(r["contender"], r["seed"]): r for r in rows}
-    pairs = [(r, of["ours", r["seed"]]) for r in rows if r["contender"] == contender]
+    pairs = [(r, of["ours", r["seed"]]) for r in rows if r["contender"] == contender and ("ours", r["seed"]) in of]
+    if not pairs: return None
     if how == "speed": values, censored = [(a["steps"] / a["seconds"]) / (b["steps"] / b["seconds"]) for b, a in pairs], 0
     elif any(a[f"{how}_seconds"] is None for _, a in pairs): return None
     else:
@@ -295,7 +296,7 @@ def table(rows: list, # From `compare`, of one task
         if name == "ours": return "1"
         r = ratios(rows, name, how)
         return "-" if r is None else f"{'≥ ' * bool(r['censored'])}{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]"
-    lines = [("contender", "crossed", "steps", "seconds", "to ours", "greedy: crossed", "seconds", "to ours", "steps/s", "ours to it")]
+    lines = [("contender", "crossed", "steps", "seconds", "times ours", "greedy: crossed", "seconds", "times ours", "steps/s", "our speed to its")]
     for name in dict.fromkeys(r["contender"] for r in sorted(rows, key=lambda r: (r["seed"], r["contender"] != "ours"))):
         own = [r for r in rows if r["contender"] == name]
         crossed = {how: f"{sum(r[f'{how}_steps'] is not None for r in own)} of {len(own)}" for how in ("sampled", "greedy")}

@@ -47,7 +47,7 @@ class PPOConfig:
     hidden: int = option(64, "width of the two hidden layers", low=1)
     activation: str = option("tanh", "of the hidden layers", choices=("tanh", "relu", "silu"))
     init: str = option("orthogonal", "of the weights: orthogonal, or PyTorch's default", choices=("orthogonal", "default"))
-    log_std: float = option(0.0, "of the first Gaussian policy: log of its standard deviation, in units of the action")
+    log_std: float = option(0.0, "of the first Gaussian policy: log of its standard deviation, in units of the action (with squash, before the tanh)", low=-10, high=10)
     squash: bool = option(False, "a Gaussian's actions are brought between their bounds by tanh instead of being clipped")
 
     def __post_init__(self):

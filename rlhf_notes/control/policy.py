@@ -42,7 +42,7 @@ def mlp(inputs: int, # Width of the input
 def numpy_mlp(net: nn.Sequential, # From `mlp`
               activation: str, # Its activation
              ): # (..., inputs) array -> (..., outputs) array, float32
-    "A copy of the network as it is now, in NumPy: for sixteen observations PyTorch's overhead is ten times the arithmetic."
+    "A copy of the network as it is now, in NumPy: for sixteen observations PyTorch's overhead is many times the arithmetic."
     layers = [(linear.weight.detach().cpu().numpy().T.copy(), linear.bias.detach().cpu().numpy().copy()) for linear in net[::2]]
     act = ACTIVATIONS[activation][1]
     def forward(x):

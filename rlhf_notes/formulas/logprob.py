@@ -131,6 +131,7 @@ def gaussian_entropy(sigma: torch.Tensor, # Standard deviation of each dimension
     sigma, = _dimensions(mask, sigma=sigma)
     return apply_mask((sigma.log() + 0.5 * (1 + math.log(2 * math.pi))).sum(-1), mask)
 
+# %% ../../nbs/formulas/02_logprob.ipynb #tanh-log-det
 def tanh_log_det(x: torch.Tensor, # Before the tanh, (..., N)
                 ) -> torch.Tensor: # In nats, float32 or better, (...)
     "log |d tanh(x) / dx|, summed over the N dimensions: what the log density of x exceeds that of tanh(x) by; exact for large x too."

@@ -1,11 +1,12 @@
 import math
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, gaussian_entropy, gaussian_log_prob,
-                                         less_efficient_method, naive_method, selective_log_softmax)
+                                         less_efficient_method, naive_method, selective_log_softmax, tanh_log_det)
 from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
 
 METHODS = {"naive": naive_method, "less efficient": less_efficient_method, "efficient": efficient_method, "selective": selective_log_softmax}
@@ -320,3 +321,63 @@ def test_gaussian_works_under_vmap():
 ])
 def test_bad_input_of_a_gaussian_is_named(call, error, words):
     with pytest.raises(error, match=words): call(torch.ones(2, 3))
+
+
+def sixty_digits(x):
+    "log(1 - tanh(x)^2) = -2 log cosh(x), in 60 decimal digits."
+    with localcontext() as context:
+        context.prec = 60
+        return float(-2 * ((Decimal(x).exp() + Decimal(-x).exp()) / 2).ln())
+
+
+@given(shape=shapes(0, 2), n=st.integers(1, 4), seed=SEEDS, scale=st.sampled_from([1e-3, 0.1, 1.0, 10.0, 300.0]), dtype=DTYPES)
+def test_tanh_log_det_values_and_gradients(shape, n, seed, scale, dtype):
+    x = normal(seed, (*shape, n), dtype, scale)
+    before = x.clone()
+    y, (g,) = value_and_grad(tanh_log_det, x)
+    expected = torch.tensor([sixty_digits(v) for v in x.double().flatten().tolist()], dtype=torch.float64).reshape(x.shape).sum(-1)
+    assert y.shape == torch.Size(shape) and y.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tight = dtype == torch.float64
+    torch.testing.assert_close(y.double(), expected, atol=1e-14 * n if tight else 4e-7 * n, rtol=1e-14 if tight else 1e-6)
+    torch.testing.assert_close(g.double(), -2 * x.double().tanh(), atol=1e-6, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-6))
+    assert g.dtype == dtype and torch.equal(x, before)
+
+
+def test_tanh_log_det_by_hand_and_in_the_limits():
+    assert tanh_log_det(torch.tensor([math.atanh(0.5), -math.atanh(0.5)])).item() == pytest.approx(2 * math.log(0.75), abs=1e-6)
+    assert tanh_log_det(torch.zeros(4)) == 0
+    for v in (20.0, 1e3, 1e6, 1e30):
+        for sign in (1, -1):
+            y, (g,) = value_and_grad(tanh_log_det, torch.tensor([sign * v]))
+            assert y.isfinite() and y.item() == pytest.approx(math.log(4) - 2 * v, rel=1e-6) and g.item() == pytest.approx(-2 * sign)
+
+
+@given(seed=SEEDS)
+def test_tanh_log_det_against_torch_distributions_and_finite_differences(seed):
+    x = normal(seed, (5, 3), torch.float64, 2.0)
+    torch.testing.assert_close(tanh_log_det(x), torch.distributions.TanhTransform().log_abs_det_jacobian(x, x.tanh()).sum(-1))
+    assert torch.autograd.gradcheck(tanh_log_det, x.requires_grad_(True))
+    step = 1e-5
+    torch.testing.assert_close(tanh_log_det(x), (((x + step).tanh() - (x - step).tanh()) / (2 * step)).log().sum(-1), atol=1e-6, rtol=1e-6)
+
+
+def test_a_squashed_gaussian_is_a_density():
+    y = torch.linspace(-1, 1, 200_001, dtype=torch.float64)[1:-1, None]
+    x = y.atanh()
+    for mu, sigma in ((0.0, 0.5), (0.5, 0.7), (-1.0, 0.3)):
+        logp = gaussian_log_prob(x, torch.full_like(x, mu), torch.full_like(x, sigma)) - tanh_log_det(x)
+        assert (logp.exp().sum() * 1e-5).item() == pytest.approx(1, abs=1e-4)
+
+
+def test_tanh_log_det_works_under_vmap():
+    x = normal(0, (4, 5, 3))
+    torch.testing.assert_close(torch.func.vmap(tanh_log_det)(x), tanh_log_det(x))
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(lambda t: tanh_log_det(t).sum()))(x), -2 * x.tanh())
+
+
+@pytest.mark.parametrize("x, error, words", [
+    (torch.tensor(1.0), ValueError, "x must have at least 1 dimension"), (torch.ones(3).long(), TypeError, "x must have a floating-point dtype, got torch.int64"),
+    (torch.ones(3) > 0, TypeError, "x must have a floating-point dtype, got torch.bool"), ([1.0], TypeError, "x must be a torch.Tensor, got list"),
+])
+def test_bad_input_of_tanh_log_det_is_named(x, error, words):
+    with pytest.raises(error, match=words): tanh_log_det(x)

@@ -1,0 +1,153 @@
+import csv
+import importlib.util
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import notebooks
+from rlhf_notes.control import cartpole, details, policy
+from rlhf_notes.control.cartpole import PPO
+from rlhf_notes.control.details import CONFIGS, DETAILS, INTACT, attempt, compare, experiments, swapped, verdict
+from rlhf_notes.formulas.advantage import gae
+from test_cartpole import SHAPE, agent, collect, some_batch, some_rollout
+
+TINY = dict(SHAPE, steps=4 * 512, num_steps=128, epochs=6)        # long enough for a truncation of Pendulum
+EACH = [(task, name) for task in CONFIGS for name in experiments(task) if name != INTACT]
+
+
+def weights(task, name, seed=3):
+    "The parameters after four iterations, as a vector."
+    d = DETAILS.get(name)
+    config = replace(CONFIGS[task](**TINY | dict(seed=seed)), **d.options if d else {})
+    with swapped(*d.swap) if d and d.swap else swapped(cartpole, "gae", lambda f: f):
+        p = PPO(config)
+        for _ in range(config.iterations): p.iterate()
+    return torch.cat([q.detach().flatten() for q in p.agent.parameters()])
+
+
+@pytest.fixture(scope="module")
+def intact(): return {task: weights(task, INTACT) for task in CONFIGS}
+
+
+def test_what_is_tried_where():
+    assert set(DETAILS) <= {name for task in CONFIGS for name in experiments(task)} and INTACT not in DETAILS
+    for task in CONFIGS:
+        assert experiments(task)[0] == INTACT and len(set(experiments(task))) == len(experiments(task))
+    assert all(bool(d.options) != bool(d.swap) for d in DETAILS.values())
+
+
+@pytest.mark.parametrize("task, name", EACH, ids=lambda v: v)
+def test_each_detail_changes_the_training(task, name, intact):
+    "CartPole in a moment cuts no episode off, and changes of what happens at 500 steps cannot show."
+    changed = weights(task, name)
+    same = changed.shape == intact[task].shape and torch.equal(changed, intact[task])
+    assert same == ((task, name) == ("cartpole", "truncation is end"))
+
+
+def test_the_baseline_is_the_defaults(intact):
+    for task in CONFIGS: assert torch.equal(weights(task, INTACT), intact[task])
+
+
+@pytest.mark.parametrize("name", [n for n, d in DETAILS.items() if d.swap])
+def test_a_swap_is_undone(name):
+    module, attribute, _ = DETAILS[name].swap
+    before = getattr(module, attribute)
+    with swapped(*DETAILS[name].swap): assert getattr(module, attribute) is not before
+    assert getattr(module, attribute) is before
+    with pytest.raises(KeyError):
+        with swapped(*DETAILS[name].swap): raise KeyError
+    assert getattr(module, attribute) is before
+
+
+def test_no_clip_is_ratio_times_advantage():
+    a, b = agent(), some_batch()
+    config = CONFIGS["cartpole"](value_coef=0.0)
+    with swapped(*DETAILS["no clip"].swap): loss, _ = cartpole.ppo_loss(a, b, config, 0.2)
+    logp = a.policy(b.obs).log_softmax(-1).gather(-1, b.actions[:, None])[:, 0]
+    A = (b.advantages - b.advantages.mean()) / b.advantages.std(correction=0)
+    torch.testing.assert_close(loss, -((logp - b.logp).exp() * A).mean(), rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_gae():
+    "Plain loops: across ends the sum goes on to the end of the data; without an end the value of what follows is always added."
+    g = torch.Generator().manual_seed(0)
+    r, v, w = torch.randn(3, 12, 2, generator=g)
+    terminated = torch.rand(12, 2, generator=g) < 0.3
+    across, endless = (details.across_ends(gae)(r, v, w, terminated, terminated, 0.9, 0.8)[0], details.no_end(gae)(r, v, w, terminated, terminated, 0.9, 0.8)[0])
+    for n in range(2):
+        one = two = 0.0
+        for t in reversed(range(12)):
+            over = bool(terminated[t, n])
+            one = r[t, n].item() + 0.9 * (0 if over else w[t, n].item()) - v[t, n].item() + 0.72 * one
+            two = r[t, n].item() + 0.9 * w[t, n].item() - v[t, n].item() + 0.72 * (0 if over else two)
+            assert across[t, n].item() == pytest.approx(one, abs=1e-4) and endless[t, n].item() == pytest.approx(two, abs=1e-4)
+
+
+def test_seams_kept_are_in_the_batch():
+    r = collect(agent(), steps=64)
+    assert (~r.valid).any()
+    with swapped(*DETAILS["seams are data"].swap): b = cartpole.make_batch(agent(), r, CONFIGS["cartpole"]())
+    assert len(b) == r.valid.numel() and torch.equal(b.obs, r.obs.flatten(0, 1)) and not r.valid.all()
+
+
+def test_networks():
+    with swapped(*DETAILS["last layer 1"].swap): loud = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    quiet = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    torch.testing.assert_close(loud.policy[-1].weight, 100 * quiet.policy[-1].weight); torch.testing.assert_close(loud.critic[-1].weight, quiet.critic[-1].weight)
+    with swapped(*DETAILS["shared trunk"].swap): shared = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    shared.value(torch.randn(5, 4)).sum().backward()
+    assert shared.policy[0].weight.grad is not None and shared.policy[-1].weight.grad is None and shared.critic[0].weight is shared.policy[0].weight
+    assert isinstance(shared, policy.Agent) and sum(p.numel() for p in shared.parameters()) == sum(p.numel() for p in quiet.parameters()) - 4 * 64 - 64 - 64 * 64 - 64
+    with swapped(*DETAILS["fixed std"].swap): p = PPO(CONFIGS["pendulum"](**SHAPE))
+    first = p.agent.policy[0].weight.clone()
+    p.iterate(); p.iterate()
+    assert (p.agent.head.log_std == 0).all() and not torch.equal(p.agent.policy[0].weight, first)
+
+
+def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatch):
+    few = dict(SHAPE); few.pop("seed")
+    evaluated, original = [], cartpole.evaluate
+    monkeypatch.setattr(cartpole, "evaluate", lambda choose, seed, **kwargs: (evaluated.append(seed), original(choose, seed, **kwargs))[1])
+    one = attempt("cartpole", INTACT, 3, every=2, **few)
+    seeds_one = evaluated[:]; evaluated.clear()
+    two = attempt("cartpole", "no whitening", 3, every=2, **few)
+    assert evaluated == seeds_one and len(set(evaluated)) == 4 + 2 and one["first_sampled_steps"] is None
+    assert attempt("cartpole", INTACT, 3, every=2, **few) == one != two and all(5 < x["sampled"] < 475 for x in (one, two))
+    monkeypatch.setattr(details, "threshold", lambda env: 15.0)
+    assert attempt("cartpole", INTACT, 3, every=2, **few)["first_sampled_steps"] == 2 * 128
+
+
+def test_verdict_and_comparison():
+    assert verdict(-10, -20, -1, 5) == "hurts" and verdict(-10, -20, 0, 5) == "no effect seen here" and verdict(-4.9, -5, -4.8, 5) == "no effect seen here"
+    assert verdict(10, 1, 20, 20) == "helps" and verdict(10, 0, 20, 5) == "no effect seen here" and verdict(4.9, 4.8, 5, 5) == "no effect seen here"
+    assert verdict(-10, -20, -1, 4) == verdict(10, 1, 20, 1) == "too few seeds"
+    row = lambda task, detail, seed, greedy, sampled, first: dict(task=task, detail=detail, seed=seed, greedy=greedy, sampled=sampled, first_sampled_steps=first)
+    rows = [row("pendulum", INTACT, 0, -150, -160, 1000), row("cartpole", "no clip", 1, 500, 300, None), row("cartpole", INTACT, 0, 500, 490, 2000), row("cartpole", INTACT, 1, 470, 500, 4000),
+            row("cartpole", INTACT, 2, 500, 500, 3000), row("cartpole", "no clip", 0, 475, 480, 8000), row("cartpole", "silu", 7, 500, 500, 1)]
+    base, clip = compare(rows, "cartpole")[0 if list(dict.fromkeys(r["detail"] for r in rows if r["task"] == "cartpole"))[0] == INTACT else slice(None, None, -1)]
+    assert base["detail"] == INTACT and (base["seeds"], base["solved"], base["first"], base["difference"], base["verdict"]) == (3, 2, 3000, 0, "")
+    assert (clip["seeds"], clip["differences"], clip["difference"], clip["solved"], clip["first"], clip["sampled"]) == (2, [-10, -200], -105, 1, 8000, 390)
+    assert (clip["low"], clip["high"], clip["verdict"]) == (-200, -10, "too few seeds")
+    assert [r["detail"] for r in compare(rows, "pendulum")] == [INTACT]
+
+
+def test_the_benchmark_resumes(tmp_path):
+    "What stands in the file is not trained again, and a line that was cut short is."
+    out = tmp_path / "details.csv"
+    out.write_text("task,detail,seed,greedy,sampled,first_sampled_steps\n" + "".join(f"cartpole,{d},0,{g},{g},\n" for d, g in ((INTACT, 1), ("no clip", 2))) + "cartpole,intact,5,77\n")
+    command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "details.py"), "--seeds", "1", "--task", "cartpole", "--only", "no clip", "--out", str(out)]
+    r = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert r.stdout.startswith("0 trainings to do, 2 done before") and out.read_text().count("\n") == 4
+    r = subprocess.run(command[:-2] + ["nonsense"], capture_output=True, text=True)
+    assert r.returncode == 2 and "unknown detail 'nonsense'" in r.stderr
+
+
+def test_the_results_are_whole():
+    with open(notebooks.ROOT / "nbs" / "control" / "results" / "details.csv", newline="") as f: rows = list(csv.DictReader(f))
+    keys = [(r["task"], r["detail"], r["seed"]) for r in rows]
+    assert len(set(keys)) == len(keys) and all(r["detail"] in experiments(r["task"]) and math.isfinite(float(r["greedy"])) and math.isfinite(float(r["sampled"])) for r in rows)

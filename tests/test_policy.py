@@ -1,0 +1,231 @@
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from rlhf_notes.control.config import PPOConfig
+from rlhf_notes.control.policy import ACTIVATIONS, INITS, Agent, Categorical, Gaussian, distribution, mlp, numpy_mlp
+from strategies import SEEDS, normal
+
+BOX = gym.spaces.Box(np.array([-1, 10, -0.3], np.float32), np.array([3, 20, 0.7], np.float32))
+OPTIONS = dict(hidden=16, activation="tanh", init="orthogonal", log_std=-0.5, squash=False)
+
+
+def generator(seed=0): return torch.Generator().manual_seed(seed)
+
+
+def agent(space, seed=0, **options): return Agent(4, space, SimpleNamespace(**{**OPTIONS, **options}), generator(seed))
+
+
+def observations(n=64, seed=0): return np.random.default_rng(seed).normal(size=(n, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("init", INITS)
+@settings(max_examples=10)
+@given(seed=SEEDS, hidden=st.sampled_from([1, 8, 64]), outputs=st.integers(1, 4), scale=st.sampled_from([0.1, 1.0, 5.0]))
+def test_the_copy_is_the_network(activation, init, seed, hidden, outputs, scale):
+    net = mlp(4, outputs, 1.0, hidden, activation, init, generator(seed))
+    obs = scale * observations(seed=seed)
+    forward = numpy_mlp(net, activation)
+    with torch.no_grad(): there = net(torch.from_numpy(obs)).numpy()
+    here = forward(obs)
+    assert here.dtype == np.float32 and here.shape == (64, outputs)
+    assert np.abs(here - there).max() <= 1e-6 * max(1.0, np.abs(there).max())
+    assert np.abs(forward(obs[0]) - there[0]).max() <= 1e-6 * max(1.0, np.abs(there).max())
+    with torch.no_grad():
+        for p in net.parameters(): p.add_(1.0)
+    assert np.array_equal(forward(obs), here)                                        # it does not follow
+
+
+def test_activations_are_those_of_torch_by_hand():
+    one = {"tanh": math.tanh(1.5), "relu": 1.5, "silu": 1.5 / (1 + math.exp(-1.5))}
+    minus = {"tanh": -math.tanh(1.5), "relu": 0.0, "silu": -1.5 / (1 + math.exp(1.5))}
+    assert set(one) == set(ACTIVATIONS)
+    for name, (layer, f) in ACTIVATIONS.items():
+        for x, expected in ((1.5, one[name]), (-1.5, minus[name]), (0.0, 0.0)):
+            assert layer()(torch.tensor(x)).item() == pytest.approx(expected, abs=1e-6) == f(np.float32(x))
+        with np.errstate(all="raise"): assert np.isfinite(f(np.array([1e4, -1e4], np.float32))).all()
+
+
+@given(seed=SEEDS, inputs=st.integers(1, 9), outputs=st.integers(1, 9), gain=st.sampled_from([0.01, 1.0]), hidden=st.sampled_from([4, 16]))
+def test_orthogonal_weights(seed, inputs, outputs, gain, hidden):
+    net = mlp(inputs, outputs, gain, hidden, generator=generator(seed))
+    assert [tuple(m.weight.shape) for m in net[::2]] == [(hidden, inputs), (hidden, hidden), (outputs, hidden)]
+    for linear, g in zip(net[::2], (math.sqrt(2), math.sqrt(2), gain)):
+        values = torch.linalg.svdvals(linear.weight.detach())
+        torch.testing.assert_close(values, torch.full_like(values, g), atol=1e-5 * g, rtol=0)
+        assert (linear.bias == 0).all() and linear.weight.requires_grad
+
+
+@given(seed=SEEDS)
+def test_default_weights_are_those_of_torch(seed):
+    ours = mlp(3, 2, 0.01, 16, "relu", "default", generator(seed))
+    torch.manual_seed(seed)
+    theirs = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True): torch.testing.assert_close(a, b)
+
+
+def test_weights_depend_on_the_generator_alone():
+    torch.manual_seed(0); a = agent(BOX, 5)
+    torch.manual_seed(1); b = agent(BOX, 5)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.policy[2].weight, agent(BOX, 6).policy[2].weight)
+    assert not torch.equal(a.policy[2].weight, a.critic[2].weight)
+
+
+@settings(max_examples=8)
+@given(seed=SEEDS, logits=st.lists(st.floats(-3, 3), min_size=2, max_size=5), shift=st.sampled_from([0.0, 100.0, -100.0]))
+def test_the_largest_noisy_logit_is_a_sample_of_the_softmax(seed, logits, shift):
+    n, z = 40_000, np.array(logits) + shift
+    actions = Categorical(gym.spaces.Discrete(len(z))).sampler()(np.tile(z, (n, 1)), np.random.default_rng(seed))
+    assert actions.dtype == np.int64 and actions.shape == (n,)
+    p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+    frequency = np.bincount(actions, minlength=len(z)) / n
+    assert (np.abs(frequency - p) <= 5 * np.sqrt(p * (1 - p) / n) + 1e-9).all()
+
+
+@settings(max_examples=10)
+@given(seed=SEEDS, mean=st.floats(-2, 2), log_std=st.floats(-1.5, 0.7), squash=st.booleans())
+def test_a_gaussian_is_drawn_with_its_mean_and_spread(seed, mean, log_std, squash):
+    n, head = 20_000, Gaussian(BOX, log_std, squash)
+    x = head.sampler()(np.full((n, 3), mean, np.float32), np.random.default_rng(seed))
+    assert x.dtype == np.float32 and x.shape == (n, 3)
+    sigma = math.exp(log_std)
+    assert (np.abs(x.mean(0) - mean) < 5 * sigma / math.sqrt(n)).all() and (np.abs(x.std(0) / sigma - 1) < 5 / math.sqrt(2 * n)).all()
+    assert (np.abs(np.corrcoef(x.T) - np.eye(3)) < 5 / math.sqrt(n)).all()                                 # each dimension for itself
+    shares = (x < mean + sigma * np.array([[[-1.0]], [[0.0]], [[1.0]]])).mean(1)
+    assert (np.abs(shares - np.array([[0.15866], [0.5], [0.84134]])) < 5 * 0.5 / math.sqrt(n)).all()
+
+
+@given(seed=SEEDS, n=st.integers(2, 6))
+def test_categorical_against_torch_distributions(seed, n):
+    out, actions = normal(seed, (7, n), torch.float32, 2.0).requires_grad_(True), torch.randint(n, (7,), generator=generator(seed))
+    d = torch.distributions.Categorical(logits=out)
+    for ours, theirs in zip(Categorical(gym.spaces.Discrete(n)).logp_entropy(out, actions), (d.log_prob(actions), d.entropy())):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(*[torch.autograd.grad(t.sum(), out, retain_graph=True)[0] for t in (ours, theirs)], atol=1e-5, rtol=1e-5)
+
+
+@given(seed=SEEDS, squash=st.booleans(), log_std=st.floats(-2, 1))
+def test_gaussian_against_loops(seed, squash, log_std):
+    "The density by its definition, and the stretch of the tanh by a finite difference, in plain Python; the gradients by their formulas."
+    head, out, x = Gaussian(BOX, log_std, squash), normal(seed, (5, 3), torch.float64).requires_grad_(True), normal(seed + 1, (5, 3), torch.float64)
+    head.double()
+    with torch.no_grad(): head.log_std += torch.tensor([0.0, 0.3, -0.4])
+    s = head.log_std.exp().tolist()
+    def stretch(v): return math.log((math.tanh(v + 1e-5) - math.tanh(v - 1e-5)) / 2e-5) if squash else 0.0
+    expected = [math.fsum(-((v - m) / d) ** 2 / 2 - math.log(d * math.sqrt(2 * math.pi)) - stretch(v) for v, m, d in zip(row, means, s)) for row, means in zip(x.tolist(), out.tolist())]
+    logp, entropy = head.logp_entropy(out, x)
+    torch.testing.assert_close(logp.detach(), torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.detach(), torch.full((5,), math.fsum(math.log(d) + 0.5 * math.log(2 * math.pi * math.e) for d in s), dtype=torch.float64))
+    grad, grad_std = torch.autograd.grad(logp.sum(), [out, head.log_std], retain_graph=True)
+    z = (x - out.detach()) / torch.tensor(s, dtype=torch.float64)
+    torch.testing.assert_close(grad, z / torch.tensor(s, dtype=torch.float64)); torch.testing.assert_close(grad_std, (z ** 2 - 1).sum(0))
+    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), head.log_std)[0], torch.full((3,), 5.0, dtype=torch.float64))
+
+
+@given(seed=SEEDS)
+def test_the_log_det_cancels_in_the_ratio(seed):
+    x, old, new = (normal(seed + k, (9, 3), torch.float64) for k in range(3))
+    ratio = {}
+    for squash in (False, True):
+        a, b = Gaussian(BOX, 0.0, squash).double(), Gaussian(BOX, -0.2, squash).double()
+        ratio[squash] = b.logp_entropy(new, x)[0] - a.logp_entropy(old, x)[0]
+    torch.testing.assert_close(ratio[True], ratio[False])
+
+
+@given(seed=SEEDS, squash=st.booleans(), scale=st.sampled_from([0.1, 1.0, 30.0]))
+def test_what_the_environment_is_told(seed, squash, scale):
+    rng = np.random.default_rng(seed)
+    low = rng.normal(size=6).astype(np.float32) * 3
+    high = (low + 5 * rng.random(6) + 0.1).astype(np.float32)
+    head = Gaussian(gym.spaces.Box(low, high), squash=squash)
+    x = (scale * rng.normal(size=(50, 6))).astype(np.float32)
+    told = head.for_env(x)
+    assert told.dtype == np.float32 and (told >= low).all() and (told <= high).all()
+    for i in range(50):
+        for k in range(6):
+            v, l, h = float(x[i, k]), float(low[k]), float(high[k])
+            expected = l + (math.tanh(v) + 1) / 2 * (h - l) if squash else min(max(v, l), h)
+            assert told[i, k] == pytest.approx(expected, abs=2e-6 * (abs(l) + abs(h)))
+
+
+def test_rounding_never_leads_over_a_bound():
+    "low + (high - low) is larger than high for one pair of float32 in seven."
+    rng = np.random.default_rng(0)
+    space = gym.spaces.Box(-3 * rng.random(1000).astype(np.float32), 10 * rng.random(1000).astype(np.float32))
+    assert (space.low + (space.high - space.low) > space.high).mean() > 0.1
+    assert space.contains(Gaussian(space, squash=True).for_env(np.full(1000, 20, np.float32)))
+
+
+def test_discrete_actions_that_do_not_start_at_zero():
+    head = distribution(gym.spaces.Discrete(3, start=-1))
+    assert isinstance(head, Categorical) and head.outputs == 3 and head.for_env(np.array([0, 1, 2])).tolist() == [-1, 0, 1]
+    assert head.mode(np.array([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("space, words", [
+    (gym.spaces.Box(-np.inf, np.inf, (2,)), r"Box\(-inf, inf"), (gym.spaces.Box(-1, np.inf, (2,)), r"Box\(-1.0, inf"), (gym.spaces.Box(-1, 1, (2, 2)), r"Box\(-1.0, 1.0, \(2, 2\)"),
+    (gym.spaces.Box(-1, 1, ()), r"Box\(-1.0, 1.0, \(\)"), (gym.spaces.Box(0, 9, (2,), np.uint8), r"Box\(0, 9, \(2,\), uint8\)"), (gym.spaces.MultiDiscrete([2, 2]), "MultiDiscrete"), (gym.spaces.MultiBinary(3), "MultiBinary"),
+    (gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), "Dict"), (gym.spaces.Tuple([gym.spaces.Discrete(2)]), "Tuple"),
+])
+def test_other_spaces_are_refused_by_name(space, words):
+    with pytest.raises(ValueError, match=f"env must have Discrete actions, or a bounded one-dimensional Box of floats, got {words}"): distribution(space)
+
+
+def test_distribution_passes_its_options_on():
+    head = distribution(BOX, -0.7, True)
+    assert isinstance(head, Gaussian) and head.squash and head.outputs == 3 and torch.equal(head.log_std, torch.full((3,), -0.7)) and head.log_std.requires_grad
+    a = agent(BOX, squash=True, log_std=0.25, activation="silu", hidden=8, init="default")
+    assert a.head.squash and (a.head.log_std == 0.25).all() and a.policy[0].out_features == 8 and isinstance(a.policy[1], torch.nn.SiLU) and (a.policy[0].bias != 0).all()
+
+
+@pytest.mark.parametrize("space", [gym.spaces.Discrete(4), BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_actor_is_the_policy(space, activation):
+    a, obs = agent(space, activation=activation), observations(4000)
+    with torch.no_grad():
+        for p in a.policy.parameters(): p.add_(0.2 * torch.randn(p.shape, generator=generator(1)))
+        out = a.policy(torch.from_numpy(obs))
+    greedy, drawn = a.actor()(obs), a.actor(np.random.default_rng(0))(obs)
+    again = a.actor(np.random.default_rng(0))(obs)
+    assert np.array_equal(drawn, again) and not np.array_equal(drawn, greedy) and not np.array_equal(drawn, a.actor(np.random.default_rng(1))(obs))
+    if isinstance(space, gym.spaces.Discrete):
+        assert np.array_equal(greedy, out.argmax(-1).numpy())
+        p = out.softmax(-1).numpy()
+        for k in range(4): assert abs((drawn == k).mean() - p[:, k].mean()) < 5 * math.sqrt(0.25 / 4000)
+    else:
+        np.testing.assert_allclose(greedy, out.numpy(), atol=1e-5)
+        noise = (drawn - out.numpy()) / math.exp(-0.5)
+        assert drawn.dtype == np.float32 and abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
+    logp, entropy = a.logp_entropy(torch.from_numpy(obs), torch.from_numpy(drawn))
+    expected = a.head.logp_entropy(out, torch.from_numpy(drawn))
+    torch.testing.assert_close((logp, entropy), expected)
+    assert logp.shape == entropy.shape == a.value(torch.from_numpy(obs)).shape == (4000,)
+    assert abs((logp + entropy).mean()) < 0.1                                        # the entropy is the mean of -log pi of what is drawn
+
+
+def test_a_fresh_policy_has_no_opinions_and_the_two_networks_share_nothing():
+    a, obs = agent(gym.spaces.Discrete(2)), torch.from_numpy(observations())
+    _, entropy = a.logp_entropy(obs, torch.zeros(64, dtype=torch.long))
+    assert (entropy > math.log(2) - 1e-3).all() and a.value(obs).std() > 0.1
+    a.value(obs).sum().backward()
+    assert all(p.grad is None for p in a.policy.parameters()) and all(p.grad is not None for p in a.critic.parameters())
+
+
+def test_the_options_of_the_trainer_fit():
+    for space in (gym.spaces.Discrete(2), BOX): Agent(4, space, PPOConfig(), generator()).actor()(observations())
+
+
+def test_an_actor_does_not_follow():
+    a, obs = agent(BOX), observations()
+    act = a.actor(np.random.default_rng(0))
+    with torch.no_grad():
+        for p in a.parameters(): p.add_(1.0)
+    fresh = agent(BOX)
+    assert np.array_equal(act(obs), fresh.actor(np.random.default_rng(0))(obs))
