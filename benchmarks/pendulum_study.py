@@ -3,9 +3,9 @@
     python benchmarks/pendulum_study.py
     python benchmarks/pendulum_study.py --seeds 2 --variants baseline "truncation as termination"
 
-Writes pendulum_study.csv (variant, seed, greedy, sampled: mean return over 100 fresh episodes), pendulum_curves.csv (training return and the
-policy's standard deviation on the way) and pendulum_values.csv (V against the discounted return that was really earned, by a policy that is
-not cut off). What stands in pendulum_study.csv already is not run again; --fresh starts over. Everything comes out the same again on the same
+Writes pendulum_study.csv (variant, seed, greedy, sampled: mean return over 100 fresh episodes), pendulum_study_curves.csv (training return and
+the policy's standard deviation after every second iteration) and pendulum_study_values.csv (V against the discounted return that was really
+earned, by a policy that is not cut off). What stands in pendulum_study.csv already is not run again; --fresh starts over. Everything comes out the same again on the same
 machine; on another one float32 may round otherwise, and the numbers differ while their message does not.
 """
 import argparse
@@ -144,7 +144,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "nbs" / "control" / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    paths = {name: args.out / f"pendulum_{name}.csv" for name in FILES}
+    paths = {name: args.out / f"pendulum_{'study_' * (name != 'study')}{name}.csv" for name in FILES}
     tables = {name: [] for name in FILES}
     for name, path in paths.items():
         if path.exists() and not args.fresh:
@@ -163,7 +163,7 @@ def main():
     with ProcessPoolExecutor(args.jobs) as pool:
         for (variant, seed), (greedy, sampled, curve, values) in zip(jobs, pool.map(run, jobs)):
             head = (variant, str(seed))
-            tables["curves"] += [(*head, *map(tidy, row)) for row in curve]
+            tables["curves"] += [(*head, *map(tidy, row)) for row in curve[1::2]]
             tables["values"] += [(*head, *map(tidy, row)) for row in values]
             tables["study"].append((*head, tidy(greedy), tidy(sampled)))
             for name in ("curves", "values", "study"): save(name)

@@ -114,6 +114,7 @@ def old_run(task: str, # A name in TASKS
     if missing := [n for n in names if n not in run.config]: raise ValueError(f"resume must be a run whose config.json is whole, got {path}, which lacks {', '.join(missing)}")
     summary = run.path / "summary.json"
     if summary.exists() and not json.loads(summary.read_text(encoding="utf-8")).get("interrupted"): raise ValueError(f"resume must be a run that was interrupted, got {path}, which is finished")
+    if run.checkpoint["ppo"]["collector"] is None: raise ValueError(f"resume must be a run whose environments can be saved, got {path}: those of {run.config['env']} ({run.config['vectorization']}) cannot, its checkpoint holds the agent alone")
     return TASKS[task].config(**{n: run.config[n] for n in names}), run
 
 def train(task: str, # A name in TASKS

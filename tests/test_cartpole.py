@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.figure import Figure
 
 from rlhf_notes.control import cartpole
-from rlhf_notes.control.cartpole import PPO, Batch, Scaling, check_env, evaluate, health, make_batch, ppo_loss, score, scores, seeds, threshold, train
+from rlhf_notes.control.cartpole import PPO, Batch, Scaling, check_env, evaluate, health, make_batch, one_vector, ppo_loss, score, scores, seeds, threshold, train
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.policy import Agent
 from rlhf_notes.control.rollout import Collector, Rollout, make_envs
@@ -19,7 +19,7 @@ from rlhf_notes.runs import Run
 from strategies import SEEDS
 
 SHAPE = dict(seed=3, steps=8 * 128, num_envs=4, num_steps=32, epochs=2)      # eight iterations in a moment
-SMALL, PENDULUM = PPOConfig(**SHAPE), PendulumConfig(**SHAPE)
+SMALL, PENDULUM = PPOConfig(**SHAPE, whitening="minibatch"), PendulumConfig(**SHAPE, whitening="minibatch")
 PUSHES, TORQUE = gym.spaces.Discrete(2), gym.spaces.Box(-2, 2, (1,), np.float32)
 
 
@@ -246,6 +246,15 @@ def test_scaling_equals_the_loops(seed, normalize_obs, normalize_rewards, reward
         assert got.obs.dtype == got.rewards.dtype == torch.float32
     if normalize_obs: assert got.obs[r.valid].abs().max() < 10 and (got.obs[~r.valid] == 10).all()
     if not (normalize_obs or normalize_rewards) and reward_scale == 1: assert torch.equal(got.obs, r.obs) and torch.equal(got.rewards, r.rewards)
+
+
+@pytest.mark.parametrize("reward", [3.0, -3.0])
+def test_a_rare_reward_is_cut_at_ten_deviations(reward):
+    "One reward among 400 zeros lies sqrt(400) deviations out, nearly."
+    r = some_rollout(0, T=40, N=10, p_end=0.0)
+    r.rewards.zero_(); r.rewards[20, 5] = reward
+    scaled = Scaling(replace(SMALL, num_envs=10, gamma=0.0, normalize_rewards=True), 2)(r).rewards
+    assert scaled[20, 5] == math.copysign(10, reward) and scaled.count_nonzero() == 1
 
 
 def test_the_batch_holds_what_the_policy_saw(monkeypatch):
@@ -581,3 +590,44 @@ def test_drawings(tmp_path):
     cartpole.draw_cartpole(ax, [1.0, 0.0, math.pi / 6, 0.0])
     pole = ax.lines[-1]
     assert pole.get_xdata()[1] - pole.get_xdata()[0] == pytest.approx(0.5) and pole.get_ydata()[1] - pole.get_ydata()[0] == pytest.approx(math.cos(math.pi / 6))
+
+
+# one vector
+
+def test_one_vector_learns_what_twelve_tensors_learn():
+    batch = some_batch(3)
+    def learn(together):
+        a = agent(5)
+        if together: weights = [one_vector(a)]; clear = weights[0].grad.zero_
+        else: weights = list(a.parameters()); clear = lambda: a.zero_grad()
+        adam = torch.optim.Adam(weights, lr=1e-2, eps=1e-5)
+        for _ in range(5):
+            clear()
+            ppo_loss(a, batch, SMALL, 0.2)[0].backward()
+            norm = torch.nn.utils.clip_grad_norm_(weights, 0.1)
+            adam.step()
+        return norm, torch.cat([p.detach().flatten() for p in a.parameters()])
+    (norm, one), (norms, twelve) = learn(True), learn(False)
+    assert norm > 0.1 and not torch.allclose(one, torch.cat([p.detach().flatten() for p in agent(5).parameters()]))
+    torch.testing.assert_close(norm, norms); torch.testing.assert_close(one, twelve, rtol=1e-4, atol=1e-6)
+
+
+def test_one_vector_keeps_values_and_shares_memory():
+    a = agent(2)
+    before = {k: v.clone() for k, v in a.state_dict().items()}
+    v = one_vector(a)
+    assert all(torch.equal(before[k], x) for k, x in a.state_dict().items()) and v.numel() == sum(p.numel() for p in a.parameters())
+    a.load_state_dict(agent(4).state_dict())
+    assert torch.equal(v, torch.cat([p.flatten() for p in agent(4).parameters()]))
+
+
+# environments whose state nobody can save
+
+def test_environments_in_processes_train_to_the_end_and_cannot_be_resumed(tmp_path):
+    config = replace(PENDULUM, vectorization="async", steps=2 * 128, num_envs=2, num_steps=64)
+    _, rows, summary = train(config, Run.create(tmp_path / "run", {"task": "train"}))
+    assert len(rows) == 2 and summary["eval_return_mean"] < 0 and (tmp_path / "run" / "curve.svg").exists()
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["state"]["ppo"]
+    fresh = Agent(3, TORQUE, config, torch.Generator().manual_seed(9))
+    fresh.load_state_dict(state["agent"])                                   # what was learned is there
+    with pytest.raises(ValueError, match=r"resume must be a run whose environments can be saved, got one of Pendulum-v1 \(async\)"): PPO(config).load_state_dict(state)

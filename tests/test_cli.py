@@ -40,7 +40,7 @@ BAD = [
     ([], "required: COMMAND"), (["pendulums"], "invalid choice: 'pendulums'"), (["--seed", "3"], "COMMAND"),
     (["cartpole", "--seed", "abc"], "--seed: invalid int value: 'abc'"), (["cartpole", "--seed", "-1"], "--seed must be in [0, inf), got -1"), (["cartpole", "--seed", "1.5"], "--seed: invalid int value: '1.5'"),
     (["cartpole", "--seed"], "--seed: expected one argument"), (["cartpole", "--steps", "-5"], "--steps must be in [1, inf), got -5"), (["cartpole", "--steps=-5"], "--steps must be in"),
-    (["cartpole", "--steps", "100"], "--steps must be at least num_envs * num_steps = 512, got 100"), (["cartpole", "--minibatches", "7"], "--minibatches must divide num_envs * num_steps = 512, got 7"),
+    (["cartpole", "--steps", "100"], "--steps must be at least num_envs * num_steps = 1024, got 100"), (["cartpole", "--minibatches", "7"], "--minibatches must divide num_envs * num_steps = 1024, got 7"),
     (["cartpole", "--gamma", "1.5"], "--gamma must be in [0, 1], got 1.5"), (["cartpole", "--learning-rate", "nan"], "--learning-rate must be in"), (["cartpole", "--clip", "a\nb"], "--clip: invalid float value"),
     (["cartpole", "--device", "gpu"], "--device must be auto, cpu or cuda, got 'gpu'"), (["cartpole", "--device", "cuda"], "device 'cuda' is not there"),
     (["cartpole", "--sed", "3"], "unrecognized argument '--sed'; did you mean --seed?"), (["cartpole", "--zzz"], "unrecognized argument '--zzz' (see rlhf-notes cartpole --help)"), (["demo", "--zzz"], "unrecognized argument '--zzz'; expected --help, --seed, --device, --out"), (["cartpole", "word"], "unrecognized argument 'word'"),
@@ -313,3 +313,14 @@ def test_the_demo_solves_both(capsys, tmp_path):
     for task, enough in (("cartpole", 475), ("pendulum", -200)):
         summary = json.loads((tmp_path / "runs" / "demo" / task / "summary.json").read_text())
         assert summary["solved"] and min(summary["eval_return_mean"], summary["eval_sampled_return_mean"]) >= enough and summary["eval_episodes"] == 100
+
+
+def test_a_run_whose_environments_cannot_be_saved_is_not_resumed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["--env", "Pendulum-v1", "--vectorization", "async", "--steps", "128", "--num-envs", "2", "--num-steps", "64", "--epochs", "1"]
+    assert cli.main(["train", *small, "--out", "run"]) == 0
+    (tmp_path / "run" / "summary.json").unlink()                            # as if it had been killed at the end
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "run"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--resume must be a run whose environments can be saved, got run: those of Pendulum-v1 (async) cannot" in err

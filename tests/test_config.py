@@ -10,9 +10,9 @@ from rlhf_notes.control.config import PendulumConfig, PPOConfig
 
 @pytest.mark.parametrize("bad, error, words", [
     (dict(seed=-1), ValueError, "seed must be in"), (dict(seed=0.5), TypeError, "seed must be an integer"), (dict(device=0), TypeError, "device must be a string"),
-    (dict(steps=0), ValueError, "steps must be in"), (dict(steps=511), ValueError, r"steps must be at least num_envs \* num_steps = 512, got 511"),
+    (dict(steps=0), ValueError, "steps must be in"), (dict(steps=1023), ValueError, r"steps must be at least num_envs \* num_steps = 1024, got 1023"),
     (dict(num_envs=0), ValueError, "num_envs must be in"), (dict(num_steps=0), ValueError, "num_steps must be in"), (dict(epochs=0), ValueError, "epochs must be in"),
-    (dict(minibatches=0), ValueError, "minibatches must be in"), (dict(minibatches=3), ValueError, r"minibatches must divide num_envs \* num_steps = 512, got 3"),
+    (dict(minibatches=0), ValueError, "minibatches must be in"), (dict(minibatches=3), ValueError, r"minibatches must divide num_envs \* num_steps = 1024, got 3"),
     (dict(learning_rate=0.0), ValueError, "learning_rate must be in"), (dict(learning_rate=float("nan")), ValueError, "learning_rate must be in"), (dict(learning_rate="1"), TypeError, "learning_rate must be a number"),
     (dict(gamma=1.01), ValueError, "gamma must be in"), (dict(lam=-0.1), ValueError, "lam must be in"), (dict(clip=0.0), ValueError, "clip must be in"), (dict(clip=1.5), ValueError, "clip must be in"),
     (dict(lr_anneal=-1), ValueError, "lr_anneal must be in"), (dict(clip_anneal=-0.1), ValueError, "clip_anneal must be in"), (dict(adam_eps=0), ValueError, "adam_eps must be in"),
@@ -26,15 +26,15 @@ from rlhf_notes.control.config import PendulumConfig, PPOConfig
 ])
 @pytest.mark.parametrize("Config", [PPOConfig, PendulumConfig])
 def test_what_cannot_be_right_is_named(Config, bad, error, words):
-    if Config is PendulumConfig: words = words.replace("512", str(Config().batch)).replace("got 511", "got [0-9]+")
-    if bad == dict(steps=511): bad = dict(steps=Config().batch - 1)
+    if Config is PendulumConfig: words = words.replace("1024", str(Config().batch)).replace("got 1023", "got [0-9]+")
+    if bad == dict(steps=1023): bad = dict(steps=Config().batch - 1)
     with pytest.raises(error, match=words): Config(**bad)
 
 
 def test_sizes_and_edges():
     c = PPOConfig(steps=1300, num_envs=4, num_steps=32)
     assert (c.batch, c.iterations) == (128, 10)
-    assert PPOConfig(steps=512).iterations == 1
+    assert PPOConfig(steps=1024).iterations == 1
     PPOConfig(gamma=0, lam=0, clip=1, entropy_coef=0, value_coef=0)
     PPOConfig(gamma=1, lam=1, lr_anneal=0, target_kl=0, value_clip=0, log_std=-10, hidden=1, squash=True, normalize_obs=True)
     assert PendulumConfig().env == "Pendulum-v1" and PendulumConfig().iterations * PendulumConfig().batch <= PendulumConfig().steps

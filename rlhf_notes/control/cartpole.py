@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SCORES', 'THRESHOLDS', 'CHECKPOINT_EVERY', 'draw_cartpole', 'Batch', 'make_batch', 'ppo_loss', 'seeds',
-           'check_env', 'health', 'Scaling', 'PPO', 'evaluate', 'threshold', 'score', 'scores', 'train', 'plot_run']
+           'check_env', 'health', 'Scaling', 'one_vector', 'PPO', 'evaluate', 'threshold', 'score', 'scores', 'train',
+           'plot_run']
 
 # %% ../../nbs/control/21_cartpole.ipynb #export-imports
 import json
@@ -19,7 +20,7 @@ from torch import nn
 
 from .config import PPOConfig
 from .policy import Agent, distribution
-from .rollout import Collector, Rollout, float32, make_envs, minibatches
+from .rollout import Collector, Rollout, float32, make_envs, minibatches, savable
 from ..formulas.advantage import gae
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean
@@ -83,7 +84,8 @@ def ppo_loss(agent: Agent, # In training
     policy_loss = -masked_mean(clipped_surrogate(ratio, advantage, clip))
     critic_loss = masked_mean(value_loss(agent.value(batch.obs), batch.values, batch.returns, config.value_clip or None))
     entropy = masked_mean(entropy)
-    loss = policy_loss + config.value_coef * critic_loss - config.entropy_coef * entropy
+    loss = policy_loss + config.value_coef * critic_loss
+    if config.entropy_coef: loss = loss - config.entropy_coef * entropy            # a term times 0 would be differentiated all the same
     return loss, dict(policy_loss=policy_loss, value_loss=critic_loss, entropy=entropy)
 
 # %% ../../nbs/control/21_cartpole.ipynb #seeds
@@ -151,6 +153,17 @@ class Scaling:
         "Continue from a checkpoint."
         self.seen.load_state_dict(state["seen"]); self.earned.load_state_dict(state["earned"]); self.running = state["running"].clone()
 
+# %% ../../nbs/control/21_cartpole.ipynb #vector
+def one_vector(module: nn.Module, # Its parameters become views; they keep their values
+              ) -> nn.Parameter: # All parameters in a row, with a gradient of zeros into which that of each is added
+    "One vector behind all parameters of a module, and one behind their gradients."
+    parameters = list(module.parameters())
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach().clone())
+    vector.grad = torch.zeros_like(vector)
+    sizes = [p.numel() for p in parameters]
+    for p, x, g in zip(parameters, vector.detach().split(sizes), vector.grad.split(sizes)): p.data, p.grad = x.view_as(p), g.view_as(p)
+    return vector
+
 # %% ../../nbs/control/21_cartpole.ipynb #ppo
 RECENT = 20            # episodes in the running means of return and length
 
@@ -166,7 +179,8 @@ class PPO:
         self.rng, self.generator = np.random.default_rng(seed), torch.Generator(self.device).manual_seed(seed)               # of the actions, and of the minibatches
         obs_size = self.collector.obs.shape[1]
         self.agent = Agent(obs_size, self.envs.single_action_space, config, torch.Generator().manual_seed(seed)).to(self.device)
-        self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=config.learning_rate, eps=config.adam_eps, fused=True)
+        self.weights = one_vector(self.agent)
+        self.optimizer = torch.optim.Adam([self.weights], lr=config.learning_rate, eps=config.adam_eps, fused=True)
         self.scaling = Scaling(config, obs_size)
         self.iteration, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
 
@@ -190,9 +204,9 @@ class PPO:
         for epoch in range(c.epochs):
             for rows in minibatches(len(batch), min(c.minibatches, len(batch)), self.generator):
                 loss, parts = ppo_loss(self.agent, batch[rows], c, clip)
-                self.optimizer.zero_grad()
+                self.weights.grad.zero_()
                 loss.backward()
-                norm = nn.utils.clip_grad_norm_(self.agent.parameters(), c.max_grad_norm)
+                norm = nn.utils.clip_grad_norm_([self.weights], c.max_grad_norm)
                 self.optimizer.step()
                 logs.append(torch.stack([*parts.values(), norm]).detach())
             if c.target_kl and health(self.agent, batch, clip)["kl_k3"] > c.target_kl: break
@@ -205,14 +219,15 @@ class PPO:
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends."
-        return dict(agent=self.agent.state_dict(), optimizer=self.optimizer.state_dict(), scaling=self.scaling.state_dict(), collector=self.collector.state_dict(),
+        return dict(agent=self.agent.state_dict(), optimizer=self.optimizer.state_dict(), scaling=self.scaling.state_dict(), collector=self.collector.state_dict() if savable(self.envs) else None,
                     generator=self.generator.get_state(), rng=json.dumps(self.rng.bit_generator.state),
                     iteration=self.iteration, episodes=self.episodes, recent=[list(e) for e in self.recent])
 
     def load_state_dict(self,
                         state: dict, # From `state_dict` of a PPO with the same config
                        ):
-        "Continue from a checkpoint."
+        "Continue from a checkpoint; ValueError if the environments could not be saved."
+        if state["collector"] is None: raise ValueError(f"resume must be a run whose environments can be saved, got one of {self.config.env} ({self.config.vectorization}): only its agent was")
         for name in ("agent", "optimizer", "scaling", "collector"): getattr(self, name).load_state_dict(state[name])
         self.generator.set_state(state["generator"]); self.rng.bit_generator.state = json.loads(state["rng"])
         self.iteration, self.episodes = state["iteration"], state["episodes"]

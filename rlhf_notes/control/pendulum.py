@@ -87,9 +87,9 @@ def draw_surface(ax, # Matplotlib axes
     from rlhf_notes.viz import COLORS
     image = ax.imshow(values, origin="lower", extent=(-np.pi, np.pi, -8, 8), aspect="auto", cmap="cividis", vmin=low, vmax=high)
     if states is not None:
-        angle, speed = (np.asarray(states)[:, 0] + np.pi) % (2 * np.pi) - np.pi, np.asarray(states)[:, 1].copy()
-        speed[1:][np.abs(np.diff(angle)) > np.pi] = np.nan                    # over the edge: the line starts anew
-        ax.plot(angle, speed, ".-", color="white", linewidth=0.8, markersize=3, linestyle="-")
+        angle, speed = (np.asarray(states)[:, 0] + np.pi) % (2 * np.pi) - np.pi, np.asarray(states)[:, 1]
+        over = np.flatnonzero(np.abs(np.diff(angle)) > np.pi) + 1             # over the edge: the line starts anew
+        ax.plot(np.insert(angle, over, np.nan), np.insert(speed, over, np.nan), color="white", linewidth=0.8, linestyle="-", marker=".", markersize=3)
         ax.plot(angle[0], speed[0], "o", color=COLORS["orange"], markersize=6)
     ax.set(xticks=[-np.pi, 0, np.pi], xticklabels=[r"$-\pi$", "0", r"$\pi$"], xlabel="angle", xlim=(-np.pi, np.pi), ylim=(-8, 8)); ax.grid(False)
     return image

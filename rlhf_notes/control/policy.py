@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax, tanh_log_det
+from ..formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, naive_method, tanh_log_det
 
 # %% ../../nbs/control/18_policy.ipynb #mlp
 ACTIVATIONS = {         # for PyTorch, and for NumPy
@@ -61,7 +61,7 @@ class Categorical(nn.Module):
 
     def logp_entropy(self, out, actions): # (..., n), (...) -> (...), (...)
         "log pi(actions) and the entropy, in nats, with gradient."
-        return selective_log_softmax(out, actions), entropy_from_logits(out)
+        return naive_method(out, actions), entropy_from_logits(out)
 
     def sampler(self):
         "(out (N, n), rng) -> actions (N,): the largest of logit + Gumbel noise is a sample of the softmax."
