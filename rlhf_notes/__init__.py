@@ -20,7 +20,7 @@ FORMULAS = {
                "overlong_penalty"),
     "ppo": ("ppo_data", "ppo_data_continuous", "ppo_policy_data", "ppo_policy_data_continuous", "ppo_value_data", "ppo_loss", "ppo_policy_loss", "ppo_info",
             "PPO_REDUCTIONS", "ppo_policy_error", "ppo_policy_error_continuous", "ppo_value_error", "ppo_error", "ppo_error_continuous", "shape_fn_ppo", "PPOLoss"),
-    "grpo": ("grpo_policy_data", "grpo_info", "grpo_policy_error", "rloo_policy_data", "rloo_info", "rloo_policy_error", "POLICY_VARIANTS", "policy_loss", "dpo_loss"),
+    "grpo": ("grpo_policy_data", "grpo_info", "rloo_policy_data", "rloo_info", "POLICY_VARIANTS", "grpo_policy_error", "rloo_policy_error", "policy_loss", "dpo_loss"),
 }
 _MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names}
 __all__ = list(_MODULE_OF)

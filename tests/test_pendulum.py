@@ -100,7 +100,8 @@ def test_replay_obeys_the_physics_and_the_policy(ppo, start, seed):
 
 def test_replay_is_not_cut_and_comes_again(ppo):
     a, b, c = play(ppo, 230, seed=5), play(ppo, 230, seed=5), play(ppo, 230, seed=6)
-    assert len(a.rewards) == 230 and np.array_equal(a.states, b.states) and not np.array_equal(a.states, c.states)
+    assert len(a.rewards) == 230 and np.abs(np.diff(a.states[:, 0])).max() < 0.41           # never carried elsewhere: 8 rad/s for 0.05 s
+    assert np.array_equal(a.states, b.states) and not np.array_equal(a.states, c.states)
     env = gym.make("Pendulum-v1")
     env.reset(seed=5)
     np.testing.assert_array_equal(a.states[0], env.unwrapped.state)
