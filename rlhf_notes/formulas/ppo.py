@@ -160,6 +160,13 @@ def ppo_value_error(data: ppo_value_data, # value_new, value_old, return_: (...)
     return _reduce(value_loss(value_new, value_old, return_, clip_ratio if use_value_clip else None, mask=_counts(weight)), weight, reduction)
 
 # %% ../../nbs/formulas/10_ppo.ipynb #error
+def _policy_and_value(kind, policy_error, data, clip_ratio, use_value_clip, dual_clip, kl_type, reduction):
+    "Losses of both parts of `data`, a `kind`, whose policy's part goes to `policy_error`."
+    new, old, action, value_new, value_old, adv, return_, weight, pretrained = _as(kind, data)
+    policy, info = policy_error((new, old, action, adv, weight, pretrained), clip_ratio, dual_clip, kl_type=kl_type, reduction=reduction)
+    value = ppo_value_error((value_new, value_old, return_, weight), clip_ratio, use_value_clip, reduction)
+    return ppo_loss(policy.policy_loss, value, policy.entropy_loss, policy.kl_div), info
+
 def ppo_error(data: ppo_data, # The fields of `ppo_policy_data` and `ppo_value_data`
               clip_ratio: float = 0.2, # For the ratio, in (0, 1], and for the value, in units of the return
               use_value_clip: bool = True, # As in `ppo_value_error`
@@ -168,10 +175,7 @@ def ppo_error(data: ppo_data, # The fields of `ppo_policy_data` and `ppo_value_d
               reduction: str = "mean", # As in `ppo_policy_error`
              ) -> tuple[ppo_loss, ppo_info]: # 0-dim losses policy_loss, value_loss, entropy_loss (to be maximised), kl_div; floats approx_kl, clipfrac
     "PPO's losses for discrete actions or tokens, with DI-engine's interface: `ppo_policy_error` and `ppo_value_error` in one call."
-    d = _as(ppo_data, data)
-    policy, info = ppo_policy_error(ppo_policy_data(d.logit_new, d.logit_old, d.action, d.adv, d.weight, d.logit_pretrained), clip_ratio, dual_clip, kl_type=kl_type, reduction=reduction)
-    value = ppo_value_error(ppo_value_data(d.value_new, d.value_old, d.return_, d.weight), clip_ratio, use_value_clip, reduction)
-    return ppo_loss(policy.policy_loss, value, policy.entropy_loss, policy.kl_div), info
+    return _policy_and_value(ppo_data, ppo_policy_error, data, clip_ratio, use_value_clip, dual_clip, kl_type, reduction)
 
 def ppo_error_continuous(data: ppo_data_continuous, # The fields of `ppo_policy_data_continuous` and `ppo_value_data`
                          clip_ratio: float = 0.2, # For the ratio, in (0, 1], and for the value, in units of the return
@@ -181,10 +185,7 @@ def ppo_error_continuous(data: ppo_data_continuous, # The fields of `ppo_policy_
                          reduction: str = "mean", # As in `ppo_policy_error_continuous`
                         ) -> tuple[ppo_loss, ppo_info]: # 0-dim losses policy_loss, value_loss, entropy_loss (to be maximised), kl_div; floats approx_kl, clipfrac
     "PPO's losses for Gaussian actions, with DI-engine's interface: `ppo_policy_error_continuous` and `ppo_value_error` in one call."
-    d = _as(ppo_data_continuous, data)
-    policy, info = ppo_policy_error_continuous(ppo_policy_data_continuous(d.mu_sigma_new, d.mu_sigma_old, d.action, d.adv, d.weight, d.logit_pretrained), clip_ratio, dual_clip, kl_type, reduction)
-    value = ppo_value_error(ppo_value_data(d.value_new, d.value_old, d.return_, d.weight), clip_ratio, use_value_clip, reduction)
-    return ppo_loss(policy.policy_loss, value, policy.entropy_loss, policy.kl_div), info
+    return _policy_and_value(ppo_data_continuous, ppo_policy_error_continuous, data, clip_ratio, use_value_clip, dual_clip, kl_type, reduction)
 
 def shape_fn_ppo(args: tuple, # Positional arguments of a call of `ppo_error`
                  kwargs: dict, # Its keyword arguments
