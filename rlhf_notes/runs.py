@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -44,15 +45,18 @@ def check_options(config, # An instance of a dataclass whose fields were made by
             check_number(f.name, value, rule["low"], rule["high"], rule["open_low"])
 
 # %% ../nbs/runs.ipynb #device
-def pick_device(name: str, # "auto", "cpu", "cuda" or "cuda:1"
+def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
                 auto: str = "cpu", # What "auto" means for this task: "cpu", or "cuda" for a GPU if there is one
                ) -> str: # A name that torch understands
     "The device to compute on; a GPU that is not there is an error, not a silent change of mind."
     import torch
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto": return "cuda" if auto == "cuda" and gpus else "cpu"
+    if name == "mps":
+        if not torch.backends.mps.is_available(): raise ValueError(f"device 'mps' is not there: torch {torch.__version__} sees no Apple GPU; use cpu or auto")
+        return name
     number = name.removeprefix("cuda").removeprefix(":") or "0"
-    if name != "cpu" and not (name.startswith("cuda") and number.isdigit()): raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
+    if name != "cpu" and not (name.startswith("cuda") and number.isdigit()): raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}")
     if name != "cpu" and int(number) >= gpus: raise ValueError(f"device {name!r} is not there: torch {torch.__version__} sees {gpus} CUDA GPUs; use cpu or auto")
     return name
 
@@ -86,7 +90,8 @@ def _plain(value):
 
 class Run:
     "A run directory: `Run.create` a new one or `Run.resume` one that was interrupted."
-    FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json", "seeds.csv", "compare.csv")
+    FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json", "seeds.csv", "compare.csv", "sft.csv", "reward_model.csv", "samples.csv")
+    DIRECTORIES = ("policy",)
 
     def __init__(self,
                  path: Path, # The directory
@@ -109,6 +114,7 @@ class Run:
         path.mkdir(parents=True, exist_ok=True)
         for old in there:
             if old.name in cls.FILES or old.name.startswith("events.out.tfevents."): old.unlink()
+            elif old.name in cls.DIRECTORIES: shutil.rmtree(old)
         write_atomically(path / "config.json", json.dumps(_plain(config), indent=1) + "\n")
         return cls(path, config)
 

@@ -16,6 +16,7 @@ import torch
 from rlhf_notes import __version__, cli
 from rlhf_notes.control import cartpole, compare
 from rlhf_notes.control.config import PPOConfig, PendulumConfig
+from rlhf_notes.language import rlhf
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
 
@@ -42,7 +43,10 @@ BAD = [
     (["cartpole", "--seed"], "--seed: expected one argument"), (["cartpole", "--steps", "-5"], "--steps must be in [1, inf), got -5"), (["cartpole", "--steps=-5"], "--steps must be in"),
     (["cartpole", "--steps", "100"], "--steps must be at least num_envs * num_steps = 1024, got 100"), (["cartpole", "--minibatches", "7"], "--minibatches must divide num_envs * num_steps = 1024, got 7"),
     (["cartpole", "--gamma", "1.5"], "--gamma must be in [0, 1], got 1.5"), (["cartpole", "--learning-rate", "nan"], "--learning-rate must be in"), (["cartpole", "--clip", "a\nb"], "--clip: invalid float value"),
-    (["cartpole", "--device", "gpu"], "--device must be auto, cpu or cuda, got 'gpu'"), (["cartpole", "--device", "cuda"], "device 'cuda' is not there"),
+    (["rlhf", "--algo", "reinforce"], "argument --algo: invalid choice: 'reinforce'"), (["rlhf", "--minibatches", "3"], "--minibatches must divide the batch of 128 answers, got 3"), (["rlhf", "--microbatches", "5"], "--microbatches must divide"),
+    (["rlhf", "--algo", "grpo", "--group", "7"], "--group must divide the batch of 128 answers, got 7"), (["rlhf", "--query-length", "3"], "--query-length must be 0 or at least"), (["rlhf", "--response-length", "80"], "must fit into the model's context of 64 tokens"),
+    (["rlhf", "--model", "shows"], "--model must be a directory or a name on the hub with a causal language model that transformers can load, got 'shows'"), (["rlhf", "--device", "cuda"], "device 'cuda' is not there"), (["compare", "--task", "rlhf", "--iterations", "0"], "--iterations must be at least 1, got 0"),
+    (["cartpole", "--device", "gpu"], "--device must be auto, cpu, cuda or mps, got 'gpu'"), (["cartpole", "--device", "cuda"], "device 'cuda' is not there"),
     (["cartpole", "--sed", "3"], "unrecognized argument '--sed'; did you mean --seed?"), (["cartpole", "--zzz"], "unrecognized argument '--zzz' (see rlhf-notes cartpole --help)"), (["demo", "--zzz"], "unrecognized argument '--zzz'; expected --help, --seed, --device, --out"), (["cartpole", "word"], "unrecognized argument 'word'"),
     (["cartpole", "--learning", "0.1"], "unrecognized argument '--learning'; did you mean --learning-rate?"),
     (["cartpole", "--out", "file"], "--out must be a directory, got the file file"), (["cartpole", "--out", "file/below"], "cannot use file/below"), (["cartpole", "--out", "full"], "which holds letter.txt"),
@@ -114,8 +118,8 @@ def test_mistakes_get_one_line_in_a_process_of_their_own(tmp_path):
 
 def test_help_and_version_load_nothing_heavy():
     code = ("import sys; from rlhf_notes.cli import main\ntry: main({argv})\nexcept SystemExit as e: assert not e.code\n"
-            "print([m for m in ('torch', 'numpy', 'gymnasium', 'matplotlib', 'tensorboard') if m in sys.modules])")
-    for argv, words in ((["--help"], ["cartpole", "pendulum", "train", "demo", "compare", "--version"]), (["compare", "--help"], ["--task {cartpole,pendulum}", "--seeds K", "--out DIR"]),
+            "print([m for m in ('torch', 'numpy', 'gymnasium', 'transformers', 'matplotlib', 'tensorboard') if m in sys.modules])")
+    for argv, words in ((["--help"], ["cartpole", "pendulum", "train", "demo", "compare", "--version"]), (["compare", "--help"], ["--task {cartpole,pendulum,rlhf}", "--iterations N", "--seeds K", "--out DIR"]),
                         (["train", "--help"], ["--env ENV", "--normalize-obs | --no-normalize-obs", "--seeds K", "--jobs N", "(default: no)"]), (["pendulum", "--help"], ["(default: 50000)"]), (["cartpole", "--help"], ["--seed N", "--device", "--steps N", "--out DIR", "--resume DIR", "--overwrite", "(default: 40000)"]),
                         (["demo", "--help"], ["--seed", "--device", "--out"]), (["--version"], [f"rlhf-notes {__version__}"])):
         env = {**os.environ, "PYTHONPATH": str(cli.Path(cli.__file__).parent.parent)}
@@ -134,7 +138,8 @@ def test_every_option_of_the_config_is_offered(task):
     args = cli.parse([task, *(x for name, f in config.__dataclass_fields__.items() if name not in fixed for x in words(name, f))])
     assert set(cli.given(args, config)) == set(config.__dataclass_fields__) - set(fixed) and config(**cli.given(args, config)) == config()
     assert cli.given(cli.parse([task]), config) == {} and cli.given(cli.parse([task, "--gamma", "0.5"]), config) == {"gamma": 0.5}
-    assert cli.given(cli.parse([task, "--squash", "--no-normalize-obs"]), config) == {"squash": True, "normalize_obs": False}
+    if task == "rlhf": assert cli.given(cli.parse([task, "--kl-in-loss", "--no-whiten-rewards"]), config) == {"kl_in_loss": True, "whiten_rewards": False}
+    else: assert cli.given(cli.parse([task, "--squash", "--no-normalize-obs"]), config) == {"squash": True, "normalize_obs": False}
 
 
 # a run
@@ -147,7 +152,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
     assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt"} < names and any(n.startswith("events.out.tfevents") for n in names) and len(names) == 6
     config, summary = (json.loads((run / n).read_text()) for n in ("config.json", "summary.json"))
     assert (config["task"], config["algo"], config["seed"], config["steps"], config["num_envs"], config["gamma"]) == ("cartpole", "ppo", 4, 1024, 4, 0.98)
-    assert {"torch", "numpy", "gymnasium", "python", "rlhf_notes"} == set(config["versions"])
+    assert {"torch", "numpy", "gymnasium", "transformers", "python", "rlhf_notes"} == set(config["versions"])
     assert (summary["seed"], summary["steps"], summary["interrupted"], summary["eval_episodes"], summary["solved"]) == (4, 1024, False, 100, False)
     assert err == "" and "NOT solved" in out and "curve: runs/cartpole-seed4/curve.svg" in out and f"{summary['eval_return_mean']:.1f}" in out
     header, *rows = (run / "metrics.csv").read_text().splitlines()
@@ -222,7 +227,7 @@ def test_seeds_in_processes_are_the_single_runs_and_a_table(tmp_path):
         assert {k: v for k, v in a.items() if "seconds" not in k} == {k: v for k, v in b.items() if "seconds" not in k}
         assert {re.sub("tfevents.*", "", f.name) for f in many.iterdir()} == {re.sub("tfevents.*", "", f.name) for f in alone.iterdir()}
     with open(tmp_path / "many" / "seeds.csv") as f: rows = list(csv.DictReader(f))
-    assert list(rows[0]) == ["seed", *cli.SEED_COLUMNS] and [r["seed"] for r in rows] == ["0", "1", "2", "low", "mean", "high"]
+    assert list(rows[0]) == ["seed", *cli.CONTROL_COLUMNS] and [r["seed"] for r in rows] == ["0", "1", "2", "low", "mean", "high"]
     for column in ("eval_return_mean", "eval_sampled_return_mean"):
         values = [json.loads((tmp_path / "many" / f"seed{seed}" / "summary.json").read_text())[column] for seed in range(3)]
         assert [float(r[column]) for r in rows[:3]] == pytest.approx(values, rel=1e-5) and float(rows[4][column]) == pytest.approx(sum(values) / 3, rel=1e-5)
@@ -233,7 +238,7 @@ def test_seeds_in_processes_are_the_single_runs_and_a_table(tmp_path):
 
 def test_the_table_of_seeds():
     summaries = [dict(seed=s, eval_return_mean=1 / 3 + s, eval_sampled_return_mean=-170.0, steps_to_solve=1234567 if s else None, seconds_to_solve=None, wall_seconds=2.0) for s in (0, 1)]
-    assert cli.seeds_table(summaries) == [("seed", *cli.SEED_COLUMNS), ("0", "0.333333", "-170", "", "", "2"), ("1", "1.33333", "-170", "1234567", "", "2"),
+    assert cli.seeds_table(summaries, cli.CONTROL_COLUMNS) == [("seed", *cli.CONTROL_COLUMNS), ("0", "0.333333", "-170", "", "", "2"), ("1", "1.33333", "-170", "1234567", "", "2"),
                                           ("low", "0.333333", "-170", "", "", "2"), ("mean", "0.833333", "-170", "", "", "2"), ("high", "1.33333", "-170", "", "", "2")]
 
 
@@ -292,27 +297,77 @@ def test_compare_writes_a_row_for_each_race(tmp_path, capsys, monkeypatch):
 
 SUMMARY = dict(task="cartpole", algo="ppo", seed=0, device="cpu", steps=39936, wall_seconds=5.0, interrupted=False, eval_return_mean=499.9, eval_return_std=1.0, eval_episodes=100,
                eval_sampled_return_mean=480.0, eval_sampled_return_std=2.0, solved=True, steps_to_solve=None, seconds_to_solve=None)
+LANGUAGE = dict(task="rlhf", algo="ppo", seed=0, device="cpu", steps=7680, wall_seconds=40.0, interrupted=False, true_score_sft=-1.25, true_score=2.5, win_rate_vs_sft=0.985, proxy_score=2.25, kl=5.5, valid=1.0, tokens_per_second=7000.0)
+SAMPLES = """iteration,query,answer,score,true_score
+0,about the hotel .,the room was bad .,-1,-2.5
+0,about the film .,the plot was weak .,-1,-1
+60,about the hotel .,the room was superb .,2,3
+60,about the film .,the plot was good .,2,2
+"""
 
 
-@pytest.mark.parametrize("change, code", [({}, 0), ({"solved": False, "eval_return_mean": 300.0}, 1), ({"interrupted": True, "steps": 512}, 130)])
+def written(change):
+    "A training of rlhf that takes no time."
+    def train(config, run):
+        (run.path / "samples.csv").write_text(SAMPLES)
+        return None, [], LANGUAGE | change
+    return train
+
+
+@pytest.mark.parametrize("change, code", [({}, 0), ({"solved": False, "eval_return_mean": 300.0}, 1), ({"interrupted": True, "steps": 512}, 130), ({"win_rate_vs_sft": 0.85}, 1)])
 def test_demo_says_what_came_of_it(capsys, monkeypatch, tmp_path, change, code):
     seen = []
     monkeypatch.setattr(cartpole, "train", lambda config, run: (seen.append((config, run.path)), (None, [], SUMMARY | change))[1])
+    monkeypatch.setattr(rlhf, "train", written(change))
     assert cli.main(["demo", "--seed", "3"]) == code and cli.main(["demo", "--seed", "3"]) == code        # its own earlier demo is replaced
     out, err = capsys.readouterr()
     assert seen[0] == (PPOConfig(seed=3), cli.Path("runs/demo/cartpole")) and err == ""
     if code != 130:
         assert seen[1] == (PendulumConfig(seed=3), cli.Path("runs/demo/pendulum")) and len(seen) == 4
-        for words in ("return", "sampled", "yes" if code == 0 else "NO", "480.0", "s in all", "runs/demo/cartpole/curve.svg", "runs/demo/pendulum/curve.svg", "tensorboard --logdir runs/demo", "21_cartpole.ipynb"): assert words in out
+        for words in ("return", "sampled", "NO" if "solved" in change else "yes", "480.0", "s in all", "runs/demo/cartpole/curve.svg", "runs/demo/pendulum/curve.svg", "runs/demo/rlhf/curve.svg", "tensorboard --logdir runs/demo", "21_cartpole.ipynb", "34_rlhf.ipynb",
+                      "-1.25 before, 2.50 after", "85.0%" if "win_rate_vs_sft" in change else "98.5%", "about the hotel .\n  before  -2.50 the room was bad .\n  after    3.00 the room was superb .\nabout the film .\n"): assert words in out, words
     else: assert "interrupted" in out and len(seen) == 2                        # one at each of the two calls: the second task is not begun
 
 
-def test_the_demo_solves_both(capsys, tmp_path):
-    "The main job, as the README has it."
+def test_the_demo_solves_what_it_trains(capsys, tmp_path, monkeypatch):
+    "The main job, as the README has it; the language model, which takes longer, is trained in a test of its own."
+    monkeypatch.setattr(rlhf, "train", written({}))
     assert cli.main(["demo"]) == 0
     for task, enough in (("cartpole", 475), ("pendulum", -200)):
         summary = json.loads((tmp_path / "runs" / "demo" / task / "summary.json").read_text())
         assert summary["solved"] and min(summary["eval_return_mean"], summary["eval_sampled_return_mean"]) >= enough and summary["eval_episodes"] == 100
+
+
+# language
+
+TINY = ["--sft-steps", "3", "--sft-batch", "8", "--labels", "16", "--norm-samples", "16", "--iterations", "2", "--batch", "16", "--eval-answers", "8", "--device", "cpu"]
+
+
+def test_rlhf_leaves_what_was_promised(tmp_path, capsys):
+    assert cli.main(["rlhf", *TINY, "--algo", "rloo", "--seed", "2"]) == 0
+    out, _ = capsys.readouterr()
+    run = tmp_path / "runs" / "rlhf-seed2"
+    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt", "sft.csv", "reward_model.csv", "samples.csv", "policy"} < {p.name for p in run.iterdir()}
+    config, summary = (json.loads((run / n).read_text()) for n in ("config.json", "summary.json"))
+    assert (config["task"], config["algo"], config["labels"]) == ("rlhf", "rloo", 16)
+    assert {"task", "algo", "seed", "device", "steps", "wall_seconds", "true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score", "kl", "tokens_per_second"} < set(summary) and set(summary["seconds"]) == {"sft", "reward_model", "rl"}
+    assert f"{summary['true_score']:.2f} after" in out and "before" in out and "policy: runs/rlhf-seed2/policy" in out
+    before = contents(tmp_path)
+    assert cli.main(["rlhf", *TINY, "--algo", "rloo", "--seed", "2"]) == 2 and cli.main(["rlhf", "--resume", "runs/rlhf-seed2"]) == 2 and contents(tmp_path) == before       # a run that is there, a run that is finished
+    assert cli.main(["rlhf", *TINY, "--model", str(run / "policy"), "--sft-steps", "0", "--out", "again"]) == 0          # what was saved can be trained further
+
+
+def test_several_seeds_of_rlhf(tmp_path, capsys):
+    assert cli.main(["rlhf", *TINY, "--seeds", "2", "--out", "many"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("what the human thinks") == 2 and "solved" not in out
+    assert (tmp_path / "many" / "seeds.csv").read_text().splitlines()[0].split(",") == ["seed", *cli.RLHF_COLUMNS]
+
+
+def test_a_loss_that_is_not_a_number_is_said(monkeypatch, capsys):
+    def broken(config, run): raise FloatingPointError("stage rl, iteration 7: value_loss is nan; the last checkpoint is from before")
+    monkeypatch.setattr(rlhf, "train", broken)
+    assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: stage rl, iteration 7: value_loss is nan; the last checkpoint is from before\n"
 
 
 def test_a_run_whose_environments_cannot_be_saved_is_not_resumed(tmp_path, monkeypatch, capsys):

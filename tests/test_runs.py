@@ -67,7 +67,7 @@ def test_options_in_range_pass():
     ("auto", 0, "cpu", "cpu"), ("auto", 2, "cpu", "cpu"), ("auto", 0, "cuda", "cpu"), ("auto", 2, "cuda", "cuda"),
     ("cpu", 0, "cuda", "cpu"), ("cuda", 1, "cpu", "cuda"), ("cuda:1", 2, "cpu", "cuda:1"),
     ("cuda", 0, "cpu", "device 'cuda' is not there"), ("cuda:2", 2, "cpu", "device 'cuda:2' is not there"),
-    ("gpu", 2, "cpu", "device must be auto, cpu or cuda, got 'gpu'"), ("cuda:x", 2, "cpu", "device must be"), ("", 2, "cpu", "device must be"),
+    ("gpu", 2, "cpu", "device must be auto, cpu, cuda or mps, got 'gpu'"), ("cuda:x", 2, "cpu", "device must be"), ("", 2, "cpu", "device must be"),
 ])
 def test_pick_device(monkeypatch, name, gpus, auto, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -75,6 +75,13 @@ def test_pick_device(monkeypatch, name, gpus, auto, expected):
     if " " not in expected: assert pick_device(name, auto) == expected
     else:
         with pytest.raises(ValueError, match=expected): pick_device(name, auto)
+
+
+def test_pick_an_apple_gpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("mps") == "mps"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device 'mps' is not there: .* sees no Apple GPU; use cpu or auto"): pick_device("mps")
 
 
 # files
@@ -116,6 +123,7 @@ def test_what_is_there_is_refused_and_untouched(tmp_path):
 def test_overwriting_deletes_the_run_and_nothing_else(tmp_path):
     run = Run.create(tmp_path / "run", CONFIG)
     run.log(row(1), 1); run.save_checkpoint({"a": 1}); run.save_figure(lambda f: f.subplots()); run.finish({})
+    (run.path / "policy").mkdir(); (run.path / "policy" / "config.json").write_text("of the last time")
     (run.path / "notes.txt").write_text("mine"); (run.path / "seeds.csv").write_text("of the last time"); (run.path / "compare.csv").write_text("of the last time")
     Run.create(tmp_path / "run", CONFIG | {"seed": 1}, overwrite=True)
     assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "notes.txt"] and json.loads((run.path / "config.json").read_text())["seed"] == 1

@@ -1,0 +1,59 @@
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from rlhf_notes.formulas.grpo import POLICY_VARIANTS
+from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
+from rlhf_notes.language import config as module
+from rlhf_notes.language.config import ALGOS, GROUP_SCALES, PRECISIONS, PRESETS, VARIANTS, RLHFConfig
+from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
+
+
+def test_defaults_are_whole():
+    c = RLHFConfig()
+    assert c.batch % c.minibatches == 0 and c.algo == "ppo" and c.answers_per_query == 1
+    assert all(len(f.metadata["help"]) > 8 for f in fields(c))
+    assert len({f.metadata["help"] for f in fields(c)}) == len(fields(c))
+
+
+@pytest.mark.parametrize("bad, name", [
+    (dict(algo="dqn"), "algo"), (dict(precision="int8"), "precision"), (dict(preset="huge"), "preset"), (dict(variant="x"), "variant"), (dict(group_scale="max"), "group_scale"),
+    (dict(batch=0), "batch"), (dict(batch=2.5), "batch"), (dict(batch="many"), "batch"), (dict(minibatches=3), "minibatches"), (dict(microbatches=5), "microbatches"), (dict(microbatches=64), "microbatches"),
+    (dict(algo="rloo", group=3), "group"), (dict(algo="grpo", group=1), "group"), (dict(temperature=0.0), "temperature"), (dict(learning_rate=float("nan")), "learning_rate"), (dict(gamma=1.1), "gamma"),
+    (dict(stop_after=16), "stop_after"), (dict(response_length=8), "stop_after"), (dict(kl_coef=-0.1), "kl_coef"), (dict(kl_horizon=25), "kl_horizon"), (dict(penalty=float("inf")), "penalty"), (dict(seed=-1), "seed"),
+    (dict(model=3), "model"), (dict(whiten_rewards=1), "whiten_rewards"), (dict(labels=0), "labels"), (dict(norm_samples=1), "norm_samples"), (dict(clip=0.0), "clip")])
+def test_what_cannot_be_is_refused_by_name(bad, name):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}\b"): RLHFConfig(**bad)
+
+
+@pytest.mark.parametrize("good", [dict(algo="ppo", group=3), dict(sft_steps=0), dict(kl_coef=0.0, kl_horizon=1), dict(kl_target=0.0, kl_horizon=1), dict(kl_horizon=26), dict(microbatches=32), dict(stop_after=15)])
+def test_what_can_be_is_taken(good):
+    RLHFConfig(**good)
+
+
+def test_groups_are_for_those_without_a_value_head():
+    assert [RLHFConfig(algo=a, group=8).answers_per_query for a in ("ppo", "grpo", "rloo")] == [1, 8, 8]
+
+
+def test_the_coefficient_adapts_only_if_it_can():
+    assert RLHFConfig().kl_adapts and not RLHFConfig(kl_target=0.0).kl_adapts and not RLHFConfig(kl_coef=0.0).kl_adapts
+
+
+def test_names_are_those_of_the_modules_that_use_them():
+    assert set(VARIANTS) == set(POLICY_VARIANTS) and set(PRESETS) == set(MODEL_PRESETS)
+    assert {None if s == "none" else s for s in GROUP_SCALES} == set(FORMULA_SCALES)
+    from rlhf_notes.language.rlhf import ADVANTAGES
+    assert set(ALGOS) == set(ADVANTAGES) and PRECISIONS == ("float32", "bfloat16")
+
+
+def test_frozen_and_checked_again():
+    with pytest.raises(FrozenInstanceError): RLHFConfig().batch = 7
+    with pytest.raises(ValueError, match="minibatches"): replace(RLHFConfig(), batch=126)
+
+
+def test_imports_nothing_heavy():
+    code = "import sys, rlhf_notes.language.config; sys.exit(bool({'torch', 'transformers', 'tokenizers', 'accelerate', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert module.__doc__
