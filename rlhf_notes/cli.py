@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONTROL_COLUMNS', 'RLHF_COLUMNS', 'CONTROL', 'TASKS', 'DEMO', 'WON', 'UsageError', 'Parser', 'usage_errors',
-           'add_options', 'given', 'Task', 'versions', 'check_task', 'in_company', 'new_run', 'old_run', 'train',
-           'seeds_table', 'aligned', 'outcome', 'before_and_after', 'report', 'train_command', 'train_seeds',
+           'add_options', 'given', 'Task', 'versions', 'check_task', 'launched', 'in_company', 'new_run', 'old_run',
+           'train', 'seeds_table', 'aligned', 'outcome', 'before_and_after', 'report', 'train_command', 'train_seeds',
            'seeds_command', 'demo', 'compare_command', 'comparison', 'write_rows', 'compare_language',
            'compare_control', 'make_parser', 'parse', 'main']
 
@@ -108,12 +108,19 @@ def check_task(config, # What to do
         check_env(config.env)
     if isinstance(config, RLHFConfig):
         from rlhf_notes.language.rlhf import check_processes, make_world
-        check_processes(config, int(os.environ.get("WORLD_SIZE", 1)))
+        check_processes(config, launched("SIZE", 1))
         make_world(config, "cpu")
 
+def launched(what: str, # "SIZE" or "RANK"
+             alone: int, # What it is for a process that is on its own
+            ) -> int: # How many processes train together, or which of them this is
+    "What `accelerate launch`, torchrun or mpirun has told this process."
+    names = ("WORLD_SIZE" if what == "SIZE" else "RANK", *(f"{mpi}_{what}" for mpi in ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD")))
+    return next((int(os.environ[name]) for name in names if name in os.environ), alone)
+
 def in_company() -> bool: # Of the first, that is, which does the writing
-    "Is this one of several processes that `accelerate launch` started, and not the first?"
-    return int(os.environ.get("RANK", 0)) > 0
+    "Is this one of several processes that train together, and not the first?"
+    return launched("RANK", 0) > 0
 
 def new_run(task: str, # A name in TASKS
             config, # What to do, after `check_task`
@@ -253,7 +260,7 @@ def seeds_command(args, options) -> int: # The exit code
             if value is not None: raise ValueError(f"{name} must not stand beside --seeds, got both")
         for name, value in (("seeds", args.seeds), ("jobs", jobs)):
             if value < 1: raise ValueError(f"{name} must be at least 1, got {value}")
-        if "WORLD_SIZE" in os.environ: raise ValueError("seeds must be trained by one command each where several processes train together")
+        if launched("SIZE", 1) > 1: raise ValueError("seeds must be trained by one command each where several processes train together")
         configs, out = [TASKS[task].config(**options, seed=seed) for seed in range(args.seeds)], args.out or Path("runs") / f"{task}-seeds"
         check_task(configs[0])
         paths = [out / f"seed{config.seed}" for config in configs]

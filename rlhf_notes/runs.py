@@ -147,7 +147,7 @@ class Run:
             if not (path / name).is_file(): raise ValueError(f"resume must be a run directory with a checkpoint, got {path}, which has no {name}")
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            saved = torch.load(path / "checkpoint.pt", weights_only=True)
+            saved = torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")
             rows, state = saved["rows"], saved["state"]
         except Exception as e: raise ValueError(f"resume must be a run directory whose files can be read, got {path}: {type(e).__name__}: {e}") from e
         lines = (path / "metrics.csv").read_text(encoding="utf-8").splitlines(True) if (path / "metrics.csv").exists() else []

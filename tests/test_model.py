@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from language_models import KINDS, WORDS, make, texts, tokenizer
 from rlhf_notes.formulas.logprob import selective_log_softmax
@@ -190,6 +190,7 @@ class Stubborn:
     (lambda d: ((d / "config.json").write_text('{"model_type": "nonsense"}'), load_model(str(d))), "nonsense"),
     (lambda d: (tiny().config.save_pretrained(d), tokenizer().save_pretrained(d), load_model(str(d))), "no file named"),
     (lambda d: (saved(tiny(), d, tokenizer()), tiny(n_layer=3).config.save_pretrained(d), load_model(str(d))), r"must come with all its weights, got '.*' without 12 of them, transformer.h.2"),
+    (lambda d: load_model(saved(make("Gemma2", num_key_value_heads=4), d, tokenizer())), "must be one that can be run on tokens and a mask, got '.*': "),
     (lambda d: pad_outside(Stubborn(), 2), "must have a tokenizer that can be given a padding token, got Stubborn"),
     (lambda d: make_gpt2("huge", 37), "preset must be one of 'tiny', 'gpt2-small', got 'huge'"),
     (lambda d: make_gpt2("tiny", 0), "vocab_size must be in"),

@@ -273,6 +273,13 @@ def test_the_gradient_is_that_of_the_loss():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
+def test_every_step_has_a_gradient_of_its_own(monkeypatch):
+    t = trainer(replace(TINY, max_grad_norm=1e9))
+    monkeypatch.setattr(t, "adam", lambda: None)
+    b = a_batch(t)
+    assert t.step(b)["grad_norm"] == t.step(b)["grad_norm"] > 0
+
+
 def test_what_comes_after_the_end_does_not_teach():
     t = trainer()
     batch = a_batch(t)
@@ -323,6 +330,7 @@ def test_the_learning_rate_falls_to_zero_in_a_straight_line():                  
         row = t.iterate(); found.append(row["learning_rate"])
         assert t.optimizer.param_groups[0]["lr"] == row["learning_rate"]
     assert found == pytest.approx([1e-3 * (1 - i / 4) for i in range(4)])
+    assert t.optimizer.param_groups[0]["eps"] == R.tensorflow_eps(1e-5, 0.999, 16)                      # P12: four iterations of four steps
 
 
 def test_a_long_gradient_is_shortened():
@@ -343,11 +351,19 @@ def test_the_coefficient_of_the_kl_adapts():                                    
     assert trainer(replace(TINY, kl_coef=0.0)).iterate()["kl_coef"] == 0
 
 
+def test_the_kl_that_steers_is_that_of_whole_answers():                                             # P11
+    b = a_rollout(trainer())
+    kl = ((b.logp - b.logp_ref) * b.counts).sum(1).mean().item()
+    t = trainer(replace(TINY, kl_target=0.9 * kl, kl_horizon=100))
+    t.iterate()
+    assert t.kl.coef == pytest.approx(0.1 * (1 + (1 / 0.9 - 1) * 16 / 100), rel=1e-4)
+
+
 def test_the_log_of_a_minibatch():                                                                  # P13
     t = trainer()
     b = a_batch(t)
     logp, values = (x.detach() for x in logp_now(t, b))
-    logp, values = logp + 0.2 * torch.sin(torch.arange(16.0)), values + 0.3
+    logp, values = logp + 0.2 * torch.sin(torch.arange(16.0)), values + 0.3 + 0.3 * torch.cos(torch.arange(16.0))
     some = torch.rand(16, 16)
     x = {k: v.item() for k, v in t.diagnose(b, logp, values, some).items()}
     c, d, r = b.counts, (logp - b.logp)[b.counts], b.returns[b.counts]
@@ -408,7 +424,8 @@ def test_dropout_is_gone():                                                     
         if isinstance(m, torch.nn.Dropout): m.p = 0.5
     t = R.RLHF(TINY, lm, RewardModel(tiny_lm(1)), RewardNorm(), Reviews(make_tokenizer(), 16))
     assert {m.p for m in t.policy.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
-    assert t.iterate()["iteration"] == 1 and t.policy.training
+    row = t.iterate()
+    assert abs(row["kl_k1"]) < 1e-4 and t.policy.training
 
 
 def test_training_never_sees_the_true_score(monkeypatch):
@@ -421,14 +438,14 @@ def test_training_never_sees_the_true_score(monkeypatch):
 
 def test_learning_raises_the_score():
     "Whatever the reward model likes, the policy comes to write: here a word."
-    c = replace(TINY, iterations=30, batch=32, kl_coef=0.0, learning_rate=1e-2, penalty=0.0, stop_after=15)
+    c = replace(TINY, iterations=14, batch=32, kl_coef=0.0, learning_rate=3e-2, penalty=0.0, stop_after=15)
     for algo in ("ppo", "rloo", "grpo"):
         t = trainer(replace(c, algo=algo), noise=0)
         t.judge_before = t.judge
         def judge(queries, mask, answers): return replace(t.judge_before(queries, mask, answers), scores=(answers.tokens == 5).float().sum(1))
         t.judge = judge
-        scores = [t.iterate()["score"] for _ in range(30)]
-        assert sum(scores[-5:]) / 5 > 4 * max(sum(scores[:3]) / 3, 0.2), algo
+        scores = [t.iterate()["score"] for _ in range(12)]
+        assert sum(scores[-3:]) / 3 > 4 * max(sum(scores[:2]) / 2, 0.2), (algo, scores)
 
 
 def test_bfloat16():
@@ -451,6 +468,11 @@ def test_evaluation_is_of_held_out_queries_and_repeats_itself():
     assert all(" ".join(x.split()) == x for _, x in a.texts)
     small = trainer(replace(TINY, batch=4, minibatches=1))
     assert R.evaluate(small).texts == a.texts
+
+
+def test_policy_and_reference_are_looked_at_with_luck_of_their_own():
+    t = trainer(noise=0)
+    assert R.evaluate(t).texts != R.evaluate(t, t.reference).texts
 
 
 def test_evaluation_leaves_the_training_alone():
@@ -515,7 +537,8 @@ for i, options in enumerate({cases!r}):
     row = t.iterate()
     if p.is_main: torch.save(dict(weights=T.weights(t), stepped=stepped, logs=logs, row=row), {path!r} + f"/two{{i}}.pt")
     else: torch.save(dict(weights=T.weights(t), row=row), {path!r} + f"/other{{i}}.pt")
-_, rows, summary = R.train(replace(T.TINY, model={model!r}), R.Run.create({path!r} + "/run", dict(task="rlhf")) if p.is_main else None)
+R.Run.save_figure = lambda *args, **how: None
+_, rows, summary = R.train(replace(T.TINY, model={model!r}, iterations=2), R.Run.create({path!r} + "/run", dict(task="rlhf")) if p.is_main else None)
 assert summary["true_score"] is not None and p.any(p.is_main) and not p.any(False)
 same = p.gather((torch.tensor([rows[-1]["kl_k1"]]),))[0]
 assert same[0] == same[1]
@@ -544,7 +567,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, model_dir):
         torch.testing.assert_close(two["stepped"], one_weights[i], rtol=0, atol=1e-6)
         for a, b in zip(two["logs"], logs): assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
         assert torch.equal(two["weights"], other["weights"]) and without_times([two["row"]]) == without_times([other["row"]])
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 64
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 32
 
 
 # --- when something goes wrong
@@ -633,6 +656,10 @@ class After:
     def is_set(self): self.left -= 1; return self.left < 0
 
 
+@pytest.fixture
+def no_figure(monkeypatch): monkeypatch.setattr(Run, "save_figure", lambda *args, **how: None)
+
+
 def same_as_whole(whole, path, t, rows):
     assert without_times(rows) == without_times(whole[3])
     for name in ("sft.csv", "reward_model.csv", "samples.csv"): assert (path / name).read_bytes() == (whole[0] / name).read_bytes(), name
@@ -642,7 +669,7 @@ def same_as_whole(whole, path, t, rows):
 
 
 @pytest.mark.parametrize("steps, stage", [((0,), ["sft"]), ((2, 2), ["sft", "reward_model"]), ((3, 3), ["reward_model", "rl"]), ((7,), ["rl"]), ((9,), ["rl"])], ids=str)
-def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeypatch, steps, stage):
+def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeypatch, steps, stage, no_figure):
     run = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3})
     original = R.stop_on_interrupt
     for n, expected in zip(steps, stage):
@@ -657,7 +684,7 @@ def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeyp
     assert {k: v for k, v in summary.items() if "seconds" not in k and "per_second" not in k} == {k: v for k, v in whole[4].items() if "seconds" not in k and "per_second" not in k}
 
 
-def test_a_killed_run_resumed_is_one_that_was_not(whole, tmp_path):
+def test_a_killed_run_resumed_is_one_that_was_not(whole, tmp_path, no_figure):
     path = tmp_path / "run"
     script = f"""
 import sys, time, math, torch
@@ -666,7 +693,7 @@ sys.path[:0] = {[str(Path(__file__).parent.parent), str(Path(__file__).parent)]!
 from dataclasses import replace
 import test_rlhf as T
 from rlhf_notes.language import rlhf as R
-R.CHECKPOINT_EVERY, R.CHECKPOINT_SHARE = 0.0, math.inf
+R.CHECKPOINT_EVERY, R.CHECKPOINT_SHARE, R.Run.save_figure = 0.0, math.inf, lambda *args, **how: None
 iterate = R.RLHF.iterate
 R.RLHF.iterate = lambda self: (time.sleep(0.5), iterate(self))[1]
 R.train(replace(T.TINY, model={whole[1].model!r}), R.Run.create({str(path)!r}, dict(task="rlhf", seed=3)))

@@ -171,15 +171,16 @@ def test_the_buffers_are_those_of_before_and_the_weights_those_of_now():
     with torch.no_grad():
         for p in lm.parameters(): p.mul_(1.5)                                       # in place, as an optimizer does
     after = sampler(queries, mask, u)
-    assert len(sampler.rollouts) == 1 and rollout.cache.cache.data_ptr() == where
+    (again, _), = sampler.rollouts.values()
+    assert again is rollout and rollout.cache.cache.data_ptr() == where
     torch.testing.assert_close(after.logp, fresh(lm, queries, mask, after.tokens, 1.0)[0], atol=1e-4, rtol=1e-4)
     assert not torch.equal(before.hidden, after.hidden)
     lm.load_state_dict({k: v / 2 for k, v in lm.state_dict().items()}, assign=True)   # elsewhere in memory: a captured graph would not know
     moved = sampler(queries, mask, u)
     assert len(sampler.rollouts) == 2
     torch.testing.assert_close(moved.logp, fresh(lm, queries, mask, moved.tokens, 1.0)[0], atol=1e-4, rtol=1e-4)
-    sampler(queries[:2], mask[:2], u[:2])
-    assert len(sampler.rollouts) == 3
+    for n in range(1, 6): sampler(queries[:n], mask[:n], u[:n])
+    assert [rollout.B for rollout, _ in sampler.rollouts.values()] == [2, 3, 4, 5]
 
 
 def test_what_comes_out_can_be_learnt_from():
@@ -293,6 +294,7 @@ Q, M, U = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool
     (lambda lm: Sampler(lm, 4)(Q, M, U[:, :3]), ValueError, r"u must have shape \(2, 4\), one number for each token of the answers, got \(2, 3\)"),
     (lambda lm: Sampler(lm, 4)(Q, M, U[:1]), ValueError, r"got \(1, 4\)"),
     (lambda lm: Sampler(lm, 4)(Q, M, U.long()), TypeError, "u must have a floating-point dtype"),
+    (lambda lm: Sampler(lm, 4)(Q, M, U.double()), TypeError, "u must have dtype torch.float32, got torch.float64"),
     (lambda lm: Sampler(lm, 4)(Q, M.long(), U), TypeError, "mask must be boolean"),
     (lambda lm: Sampler(lm, 4)(Q, M[:, :2], U), ValueError, "mask must have the shape of queries"),
     (lambda lm: Sampler(lm, 4)(Q.float(), M, U), TypeError, "queries must have an integer dtype"),

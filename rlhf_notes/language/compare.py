@@ -59,7 +59,7 @@ def ours(start: Start, # Where to begin
 
 def shared(c, tmp): # The config; a directory
     "What both trainers of TRL are told."
-    return dict(output_dir=tmp, seed=c.seed, use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=10**6, disable_tqdm=True,
+    return dict(output_dir=tmp, seed=c.seed, use_cpu=c.device == "cpu", bf16=c.precision == "bfloat16", report_to="none", save_strategy="no", logging_steps=10**6, disable_tqdm=True,
                 temperature=c.temperature, learning_rate=c.learning_rate, lr_scheduler_type="linear", adam_epsilon=c.adam_eps, max_grad_norm=c.max_grad_norm)
 
 def trl_grpo(start: Start, # Where to begin
@@ -74,8 +74,8 @@ def trl_grpo(start: Start, # Where to begin
     tokenizer.pad_token = tokenizer.eos_token                                            # one that the model knows
     @torch.no_grad()
     def reward(prompts, completion_ids, **_):
-        q = task.tokenizer(prompts, padding="max_length", max_length=task.query_length, return_tensors="pt", add_special_tokens=False)
-        answers, counts, found = task.truncate(torch.tensor([ids + [tokenizer.eos_token_id] * (c.response_length - len(ids)) for ids in completion_ids]))
+        q = task.tokenizer(prompts, padding="max_length", max_length=task.query_length, return_tensors="pt", add_special_tokens=False).to(start.lm.device)
+        answers, counts, found = task.truncate(torch.tensor([ids + [tokenizer.eos_token_id] * (c.response_length - len(ids)) for ids in completion_ids], device=start.lm.device))
         return apply_penalty(start.norm(score(start.reward_model, q["input_ids"], q["attention_mask"].bool(), answers, counts)), found, c.penalty).tolist()
     with quiet(), tempfile.TemporaryDirectory() as tmp:
         start.lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)                    # from where it reads the reference
@@ -144,11 +144,12 @@ def race(name: str, # A contender
 def compare(seeds: int, # 0 to seeds - 1
             iterations: int, # Of each training
             done=None, # done(row), called after each training
+            **options, # Of `RLHFConfig`
            ) -> list: # A row for each seed and contender
     "By turns: for each seed all contenders, and each seed begins with another one."
     rows, names = [], list(contenders())
     for seed in range(seeds):
-        start = prepare(RLHFConfig(seed=seed, device="cpu", kl_target=0.0))                  # TRL's coefficient of the KL does not change
+        start = prepare(RLHFConfig(seed=seed, kl_target=0.0, **{"device": "cpu"} | options))        # TRL's coefficient of the KL does not change
         for name in names[seed % len(names):] + names[:seed % len(names)]:
             rows.append(race(name, start, iterations))
             if done is not None: done(rows[-1])

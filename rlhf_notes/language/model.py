@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'position_ids', 'context_length', 'check_context', 'positions_for', 'hidden_states', 'to_logits',
-           'make_gpt2', 'best_attention', 'no_dropout', 'load_model', 'pad_outside', 'check_model', 'Policy',
-           'RewardModel', 'autocast', 'next_token_loss', 'warm_cosine', 'Pretraining']
+           'make_gpt2', 'best_attention', 'no_dropout', 'Policy', 'RewardModel', 'autocast', 'next_token_loss',
+           'warm_cosine', 'Pretraining', 'load_model', 'pad_outside', 'check_model']
 
 # %% ../../nbs/language/31_model.ipynb #export-imports
 import inspect
 import math
 import os
 from functools import cache
+from textwrap import shorten
 
 import torch
 from torch import nn
@@ -110,74 +111,6 @@ def no_dropout(lm: nn.Module, # A model of transformers; changed in place
             if ("drop" in name or name == "p" and isinstance(holder, nn.Dropout)) and isinstance(value, float): setattr(holder, name, 0.0)
     return lm
 
-# %% ../../nbs/language/31_model.ipynb #load
-def load_model(name: str, # A directory, or a name on the hub
-               device: str = "cpu", # Where it is to live
-               attention: str | None = None, # transformers' name for how attention is computed; None = the fastest that the model has
-               dtype: torch.dtype = torch.float32, # Of the weights
-              ): # (model, tokenizer): without dropout, the padding token outside the model's vocabulary
-    "A causal language model that transformers can load, and its tokenizer; ValueError in one line if that cannot be, or if the model does not compute what it is trusted to."
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    def load(what, loader, **options):
-        try: return loader(name, **options)
-        except Exception as e: raise ValueError(f"model must be a directory or a name on the hub with a {what} that transformers can load, got {name!r}: {_first_line(e)}") from e
-    if not os.path.isdir(name):
-        try: AutoConfig.from_pretrained(name, local_files_only=True)                                           # loaded before
-        except Exception:
-            from huggingface_hub import model_info
-            load("causal language model", model_info, timeout=10)                     # says at once what transformers says after many attempts
-    options = dict(dtype=dtype, output_loading_info=True)
-    try: lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, attn_implementation=attention or best_attention(device), **options)
-    except ValueError:
-        if attention: raise
-        lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, **options)              # some models have one way of their own
-    if info["missing_keys"]: raise ValueError(f"model must come with all its weights, got {name!r} without {len(info['missing_keys'])} of them, {sorted(info['missing_keys'])[0]} for one")
-    tokenizer = load("tokenizer", AutoTokenizer.from_pretrained)
-    pad_outside(tokenizer, lm.get_output_embeddings().weight.shape[0])
-    check_model(no_dropout(lm).to(device), name)
-    return lm, tokenizer
-
-def _first_line(e): return next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
-
-# %% ../../nbs/language/31_model.ipynb #pad-outside
-def pad_outside(tokenizer, # Of transformers; changed in place
-                vocab_size: int, # Of the model
-               ): # The same
-    "Give a tokenizer a padding token outside the model's vocabulary, on the left, unless it has one (detail G2); ValueError if it cannot be, or is not this model's tokenizer."
-    known = tokenizer.get_vocab()
-    words = [i for word, i in known.items() if word not in tokenizer.all_special_tokens]
-    if not words: raise ValueError(f"model must have a tokenizer with a vocabulary, got an empty {type(tokenizer).__name__}")
-    if max(words) >= vocab_size: raise ValueError(f"model must have a tokenizer of its own, got one that numbers words up to {max(words)} for a model that knows {vocab_size}")
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:         # G2
-        tokenizer.add_tokens([f"<|nothing {i}|>" for i in range(max(known.values()) + 1, vocab_size)])         # some models count further than their tokenizer
-        tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:
-        raise ValueError(f"model must have a tokenizer that can be given a padding token, got {type(tokenizer).__name__}")
-    tokenizer.padding_side = "left"
-    return tokenizer
-
-# %% ../../nbs/language/31_model.ipynb #check-model
-@torch.no_grad()
-def check_model(lm: nn.Module, # A causal language model of transformers, without dropout
-                name: str = "this one", # For the message
-                rtol: float = 1e-2, # Largest difference, as a part of the largest logit
-               ):
-    "What `hidden_states` and `to_logits` compute under left padding must be what the model computes by itself without padding; ValueError otherwise."
-    V, device = lm.get_output_embeddings().weight.shape[0], next(lm.parameters()).device
-    tokens = torch.randint(V, (3, 6), generator=torch.Generator().manual_seed(0)).to(device)
-    padding = torch.tensor([[2], [0], [1]], device=device)
-    mask = torch.arange(8, device=device) >= padding
-    padded = torch.nn.functional.pad(tokens, (2, 0)).where(mask, V)
-    mode = lm.training
-    try:
-        lm.train()
-        ours = to_logits(lm, hidden_states(lm, padded, mask)).float()
-        for i, row in enumerate(padded):
-            theirs = lm(input_ids=row[mask[i]][None]).logits[0].float()
-            error = (ours[i, mask[i]] - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)
-            if not error <= rtol: raise ValueError(f"model must compute the same logits with and without padding on the left, got {name!r}, of which they differ by {error:.1%}")
-    finally: lm.train(mode)
-
 # %% ../../nbs/language/31_model.ipynb #policy
 def _head(linear, hidden):
     "A number for each position, in float32 even under autocast."
@@ -208,7 +141,7 @@ class Policy(nn.Module):
                ): # (logits (B, T, V), values (B, T) float32), each *before* the token of the response that they are about
         "What the policy would say, and what it expects to earn, at each token of the response."
         if not 0 < response < tokens.shape[1]: raise ValueError(f"response must be in [1, {tokens.shape[1] - 1}], since tokens hold a query before it, got {response}")
-        h = hidden_states(self.lm, tokens, mask)[:, -response - 1:-1]                 # G1: of query and response together
+        h = hidden_states(self.lm, tokens[:, :-1], mask[:, :-1])[:, -response:]       # G1: of query and response together
         return to_logits(self.lm, h), self.value(h)
 
 # %% ../../nbs/language/31_model.ipynb #reward-model
@@ -301,3 +234,74 @@ class Pretraining:
         "Continue from a checkpoint."
         self.lm.load_state_dict(state["lm"]); self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"].cpu()); self.iteration = state["iteration"]
+
+# %% ../../nbs/language/31_model.ipynb #load
+def load_model(name: str, # A directory, or a name on the hub
+               device: str = "cpu", # Where it is to live
+               attention: str | None = None, # transformers' name for how attention is computed; None = the fastest that the model has
+               dtype: torch.dtype = torch.float32, # Of the weights
+              ): # (model, tokenizer): without dropout, the padding token outside the model's vocabulary
+    "A causal language model that transformers can load, and its tokenizer; ValueError in one line if that cannot be, or if the model does not compute what it is trusted to."
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    def load(what, loader, **options):
+        try: return loader(name, **options)
+        except Exception as e: raise ValueError(f"model must be a directory or a name on the hub with a {what} that transformers can load, got {name!r}: {_in_one_line(e)}") from e
+    if not os.path.isdir(name):
+        try: AutoConfig.from_pretrained(name, local_files_only=True)                                           # loaded before
+        except Exception:
+            from huggingface_hub import model_info
+            load("causal language model", model_info, timeout=10)                     # says at once what transformers says after many attempts
+    options = dict(dtype=dtype, output_loading_info=True)
+    try: lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, attn_implementation=attention or best_attention(device), **options)
+    except ValueError:
+        if attention: raise
+        lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, **options)              # some models have one way of their own
+    if info["missing_keys"]: raise ValueError(f"model must come with all its weights, got {name!r} without {len(info['missing_keys'])} of them, {sorted(info['missing_keys'])[0]} for one")
+    tokenizer = load("tokenizer", AutoTokenizer.from_pretrained)
+    pad_outside(tokenizer, lm.get_output_embeddings().weight.shape[0])
+    no_dropout(lm).to(device)
+    try: check_model(lm, name)
+    except ValueError: raise
+    except Exception as e: raise ValueError(f"model must be one that can be run on tokens and a mask, got {name!r}: {_in_one_line(e)}") from e
+    return lm, tokenizer
+
+def _in_one_line(e): return shorten(str(e), 250) or type(e).__name__
+
+# %% ../../nbs/language/31_model.ipynb #pad-outside
+def pad_outside(tokenizer, # Of transformers; changed in place
+                vocab_size: int, # Of the model
+               ): # The same
+    "Give a tokenizer a padding token outside the model's vocabulary, on the left, unless it has one (detail G2); ValueError if it cannot be, or is not this model's tokenizer."
+    known = tokenizer.get_vocab()
+    words = [i for word, i in known.items() if word not in tokenizer.all_special_tokens]
+    if not words: raise ValueError(f"model must have a tokenizer with a vocabulary, got an empty {type(tokenizer).__name__}")
+    if max(words) >= vocab_size: raise ValueError(f"model must have a tokenizer of its own, got one that numbers words up to {max(words)} for a model that knows {vocab_size}")
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:         # G2
+        tokenizer.add_tokens([f"<|nothing {i}|>" for i in range(max(known.values()) + 1, vocab_size)])         # some models count further than their tokenizer
+        tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:
+        raise ValueError(f"model must have a tokenizer that can be given a padding token, got {type(tokenizer).__name__}")
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+# %% ../../nbs/language/31_model.ipynb #check-model
+@torch.no_grad()
+def check_model(lm: nn.Module, # A causal language model of transformers, without dropout
+                name: str = "this one", # For the message
+                rtol: float = 1e-2, # Largest difference, as a part of the largest logit
+               ):
+    "What `hidden_states` and `to_logits` compute under left padding must be what the model computes by itself without padding; ValueError otherwise."
+    V, device = lm.get_output_embeddings().weight.shape[0], next(lm.parameters()).device
+    tokens = torch.randint(V, (3, 6), generator=torch.Generator().manual_seed(0)).to(device)
+    padding = torch.tensor([[2], [0], [1]], device=device)
+    mask = torch.arange(8, device=device) >= padding
+    padded = torch.nn.functional.pad(tokens, (2, 0)).where(mask, V)
+    mode = lm.training
+    try:
+        lm.train()
+        ours = to_logits(lm, hidden_states(lm, padded, mask)).float()
+        for i, row in enumerate(padded):
+            theirs = lm(input_ids=row[mask[i]][None]).logits[0].float()
+            error = (ours[i, mask[i]] - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)
+            if not error <= rtol: raise ValueError(f"model must compute the same logits with and without padding on the left, got {name!r}, of which they differ by {error:.1%}")
+    finally: lm.train(mode)

@@ -90,7 +90,7 @@ def warm_linear(step: int, # From 0
                 warm_up: float = 0.1, # Share of the steps in which it rises
                ) -> float: # From 0 to 1
     "Part of the peak learning rate: up in a straight line, and down to 0 in another."
-    return min((step + 1) / max(1.0, warm_up * steps), (steps - step) / ((1 - warm_up) * steps))       # G5
+    return min(1.0, (step + 1) / max(1.0, warm_up * steps), (steps - step) / ((1 - warm_up) * steps))      # G5
 
 class RewardTraining:
     "A copy of the language model learns to predict which of four answers the human likes best, step by step."

@@ -224,17 +224,17 @@ class RLHF:
     "Reinforcement learning from a reward model: each `iterate` writes a batch of answers and learns from their scores."
     def __init__(self,
                  config: RLHFConfig, # What to do
-                 lm: nn.Module, # Where the policy starts, and stays near: the reference, frozen from now on
-                 reward_model: nn.Module, # Frozen too
+                 lm: nn.Module, # Where the policy starts, and stays near: the reference; not changed, but for its dropout, which goes
+                 reward_model: nn.Module, # Not changed either
                  norm: RewardNorm, # What its scores go through
                  task, # Queries and answers, as `Reviews`
                  processes: Processes | None = None, # None = this one alone
                 ):
-        self.config, self.task, self.norm, self.reward_model, self.reference = config, task, norm, reward_model, lm
+        self.config, self.task, self.norm, self.reward_model, self.reference = config, task, norm, reward_model, no_dropout(lm)                  # P4
         self.device = next(lm.parameters()).device
         self.processes = processes or Processes(str(self.device))
         check_processes(config, self.processes.count)
-        self.policy = Policy(no_dropout(copy.deepcopy(lm)))                                                            # P2, P4
+        self.policy = Policy(copy.deepcopy(lm))                                                                        # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model, self.sampler = self.processes.prepare(self.policy), Sampler(self.policy.lm, config.response_length, config.temperature)       # G4, P1
         self.weights = [p for p in self.policy.parameters() if p.requires_grad]
@@ -602,7 +602,7 @@ def plot_run(figure, # A matplotlib figure
     line(clip, "clip_fraction", "policy"); line(clip, "value_clip_fraction", "value"); clip.set_title("clip fraction")
     line(length, "valid", "have an end"); line(length, "explained_variance", "variance explained"); length.set_ylim(-0.3, 1.05); length.set_title("shares")
     line(entropy, "entropy"); entropy.set_title("entropy, nats per token")
-    for ax in (score, kl, clip, length):
-        if ax.get_legend_handles_labels()[1]: ax.legend()
+    for ax, where in ((score, "lower right"), (kl, "best"), (clip, "upper right"), (length, "lower right")):
+        if ax.get_legend_handles_labels()[1]: ax.legend(loc=where)
     for ax in (clip, length, entropy): ax.set_xlabel(f"iteration{'; interrupted' * summary['interrupted']}")
     figure.suptitle(f"{summary['algo']}, seed {summary['seed']}", fontsize=10, color=COLORS["grey"])
