@@ -12,6 +12,7 @@ export PYTHONHASHSEED  ?= 0
 
 .PHONY: demo test crosscheck install export outputs check docs lab clean breaks
 
+demo: export OMP_NUM_THREADS = 2
 demo: $(READY)          ## train with the embedded defaults, print what came of it
 	$(BIN)/rlhf-notes demo
 

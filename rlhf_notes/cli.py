@@ -80,14 +80,14 @@ class Task:
     about: str   # What it is, for someone who has never heard of it
     fixed: tuple = () # Options that are what the task is, and not to be changed
     columns: tuple = CONTROL_COLUMNS # Of seeds.csv, from the summaries
-    threads: int = 1  # Networks this small gain nothing from a second, and much is lost where several runs share a machine; 0 = as many as PyTorch likes
+    threads: int = 1  # Networks of control gain nothing from a second, and much is lost where several runs share a machine
 
 CONTROL = "rlhf_notes.control.cartpole"
 TASKS = {
     "cartpole": Task(PPOConfig, CONTROL, "ppo", "Balance a pole on a cart by pushing left or right. A random policy lasts about 20 steps; an episode ends at 500; 475 on average is solved.", ("env",)),
     "pendulum": Task(PendulumConfig, CONTROL, "ppo", "Swing a pendulum up and hold it there, with a torque too weak to lift it. A random policy earns about -1200; -200 on average is solved.", ("env",)),
     "rlhf": Task(RLHFConfig, "rlhf_notes.language.rlhf", "ppo", "Teach a tiny GPT-2, from a human's choices between its texts, to write reviews that the human likes. It is pretrained, a reward model learns from the choices, and the language model from the reward model.",
-                 columns=RLHF_COLUMNS),
+                 columns=RLHF_COLUMNS, threads=2),
     "train": Task(PPOConfig, CONTROL, "ppo", "Train on any environment of Gymnasium with Box observations and Discrete or bounded Box actions."),
 }
 DEMO = ("cartpole", "pendulum", "rlhf")
@@ -147,11 +147,11 @@ def old_run(task: str, # A name in TASKS
 def train(task: str, # A name in TASKS
           config, # What to do
           run: Run, # Where to write
-          threads: int | None = None, # Of PyTorch; None = those of the task
+          threads: int | None = None, # Of PyTorch at most; None = those of the task
          ) -> dict: # The summary
-    "Train a task."
+    "Train a task, on as many threads as it can use and OMP_NUM_THREADS, or else the machine, allows."
     import torch
-    if threads := TASKS[task].threads if threads is None else threads: torch.set_num_threads(threads)
+    torch.set_num_threads(min(threads or TASKS[task].threads, int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)))
     return import_module(TASKS[task].module).train(config, run)[2]
 
 def seeds_table(summaries: list, # Of one task, a seed each
