@@ -218,10 +218,13 @@ def stop_on_interrupt():
     def handler(signum, frame):
         if stop.is_set(): raise KeyboardInterrupt
         stop.set()
+    handler.stop = stop
     if threading.current_thread() is not threading.main_thread(): yield stop; return    # elsewhere signals cannot be handled
     before = signal.signal(signal.SIGINT, handler)
     try: yield stop
-    finally: signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if stop.is_set() and hasattr(before, "stop"): before.stop.set()            # one inside another: the outer one is to know
 
 # %% ../nbs/runs.ipynb #progress
 def progress_bar(total: int, # Units in all

@@ -292,3 +292,15 @@ def test_interval_leaves_numpys_generator_alone_and_covers_the_mean():
 ])
 def test_interval_refuses(bad, error, words):
     with pytest.raises(error, match=words): bootstrap_interval(**bad)
+
+
+def test_an_interrupt_inside_is_known_outside():
+    "Of many trainings, Ctrl-C in the last moment of one must still stop those to come."
+    with stop_on_interrupt() as outer:
+        with stop_on_interrupt() as inner: assert not inner.is_set()
+        assert not outer.is_set()
+        with stop_on_interrupt() as inner:
+            signal.raise_signal(signal.SIGINT)
+            assert inner.is_set() and not outer.is_set()
+        assert outer.is_set()
+    with stop_on_interrupt() as again: assert not again.is_set()
