@@ -42,11 +42,10 @@ def measure(stage, queries, mask, answers, counts, true):
 
 def run(config, held_out):
     "One seed: its rows."
-    from rlhf_notes.language.model import Pretraining, make_gpt2
+    from rlhf_notes.language.model import Pretraining
     from rlhf_notes.language.reward_model import RewardTraining, write_answers
-    from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
-    task = Reviews(make_tokenizer(), config.response_length, config.stop_after, config.query_length)
-    lm = make_gpt2(config.preset, len(WORDS), eos_token_id=task.tokenizer.eos_token_id, seed=config.seed)
+    from rlhf_notes.language.rlhf import make_world
+    lm, task = make_world(config, torch.device("cpu"))
     pretraining = Pretraining(config, lm, task)
     while pretraining.iteration < pretraining.iterations: pretraining.iterate()
     queries, mask = (x.repeat_interleave(4, 0) for x in task.held_out(held_out))

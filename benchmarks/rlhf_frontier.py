@@ -9,7 +9,6 @@ A run that was stopped goes on with the first seed that is missing.
 import argparse
 import csv
 import time
-from dataclasses import replace
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "language" / "results"

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONTROL_COLUMNS', 'RLHF_COLUMNS', 'CONTROL', 'TASKS', 'DEMO', 'WON', 'UsageError', 'Parser', 'usage_errors',
-           'add_options', 'given', 'Task', 'versions', 'check_task', 'launched', 'in_company', 'new_run', 'old_run',
-           'train', 'seeds_table', 'aligned', 'outcome', 'before_and_after', 'report', 'train_command', 'train_seeds',
+           'add_options', 'given', 'Task', 'versions', 'check_task', 'in_company', 'new_run', 'old_run', 'train',
+           'seeds_table', 'aligned', 'outcome', 'before_and_after', 'report', 'train_command', 'train_seeds',
            'seeds_command', 'demo', 'compare_command', 'comparison', 'write_rows', 'compare_language',
            'compare_control', 'make_parser', 'parse', 'main']
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .runs import Run, bootstrap_interval, stop_on_interrupt, write_atomically
+from .runs import Run, bootstrap_interval, launched, stop_on_interrupt, write_atomically
 
 # %% ../nbs/cli.ipynb #parser
 class UsageError(Exception):
@@ -110,13 +110,6 @@ def check_task(config, # What to do
         from rlhf_notes.language.rlhf import check_processes, make_world
         check_processes(config, launched("SIZE", 1))
         make_world(config, "cpu")
-
-def launched(what: str, # "SIZE" or "RANK"
-             alone: int, # What it is for a process that is on its own
-            ) -> int: # How many processes train together, or which of them this is
-    "What `accelerate launch`, torchrun or mpirun has told this process."
-    names = ("WORLD_SIZE" if what == "SIZE" else "RANK", *(f"{mpi}_{what}" for mpi in ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD")))
-    return next((int(os.environ[name]) for name in names if name in os.environ), alone)
 
 def in_company() -> bool: # Of the first, that is, which does the writing
     "Is this one of several processes that train together, and not the first?"
@@ -309,13 +302,19 @@ def compare_command(args) -> int: # The exit code
         if args.iterations < 1: raise ValueError(f"iterations must be at least 1, got {args.iterations}")
     return compare_language(args) if args.task == "rlhf" else compare_control(args)
 
-def comparison(args, about, **peers) -> Run: # Names and versions of those that are compared with
+def comparison(args: argparse.Namespace, # task, seeds, out, overwrite
+               about: dict, # Contender -> what it is
+               peer: str | None, # The library that is compared with; None if it is not installed
+              ) -> Run: # Its directory
     "A directory for a comparison."
     from importlib.metadata import version
-    with usage_errors():
-        return Run.create(args.out or Path("runs") / f"compare-{args.task}", {"task": "compare", "of": args.task, "seeds": args.seeds, "contenders": about, "versions": versions() | {name: version(name) for name in peers.values()}}, args.overwrite)
+    there = versions() | ({peer: version(peer)} if peer else {})
+    with usage_errors(): return Run.create(args.out or Path("runs") / f"compare-{args.task}", {"task": "compare", "of": args.task, "seeds": args.seeds, "contenders": about, "versions": there}, args.overwrite)
 
-def write_rows(path, columns, rows):
+def write_rows(path: Path, # A CSV file
+               columns: tuple, # Its header
+               rows: list, # Dicts with these keys, in this order
+              ):
     "What there is so far, as a CSV."
     write_atomically(path, "".join(",".join("" if v is None else str(v) for v in line) + "\n" for line in [columns, *(r.values() for r in rows)]))
 
@@ -323,8 +322,8 @@ def compare_language(args) -> int: # The exit code
     "Our loop and TRL's, by turns."
     from rlhf_notes.language import compare
     about = {name: words for name, (_, _, words) in compare.contenders().items()}
-    theirs = [name for name in about if name.startswith("trl")]
-    run = comparison(args, about, **{name: "trl" for name in theirs})
+    theirs = any(name.startswith("trl") for name in about)
+    run = comparison(args, about, "trl" if theirs else None)
     if not theirs: print("TRL is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
     print(f"rlhf, seeds 0 to {args.seeds - 1}, {args.iterations} iterations each: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
     rows, path = [], run.path / "compare.csv"
@@ -340,7 +339,7 @@ def compare_control(args) -> int: # The exit code
     "Our PPO, stable-baselines3's and a single-file loop, by turns."
     from rlhf_notes.control import compare
     about = {c.name: c.about for c in compare.contenders(args.task)}
-    run = comparison(args, about, **{name: "stable-baselines3" for name in about if name.startswith("sb3")})
+    run = comparison(args, about, "stable-baselines3" if "sb3-zoo" in about else None)
     if "sb3-zoo" not in about: print("stable-baselines3 is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
     print(f"{args.task}, seeds 0 to {args.seeds - 1}, evaluated every {compare.EVERY[args.task]:,} steps: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
     rows, path = [], run.path / "compare.csv"

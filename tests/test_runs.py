@@ -294,6 +294,15 @@ def test_interval_refuses(bad, error, words):
     with pytest.raises(error, match=words): bootstrap_interval(**bad)
 
 
+@pytest.mark.parametrize("environment, size, rank", [({}, 1, 0), ({"WORLD_SIZE": "2", "RANK": "1"}, 2, 1), ({"PMI_SIZE": "3", "PMI_RANK": "2"}, 3, 2), ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, 4, 0),
+                                                    ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}, 2, 1), ({"WORLD_SIZE": "1", "PMI_SIZE": "2"}, 2, 0)])
+def test_launched_knows_each_launcher(monkeypatch, environment, size, rank):
+    for name in list(os.environ):
+        if name.endswith(("_SIZE", "RANK")): monkeypatch.delenv(name)
+    for name, value in environment.items(): monkeypatch.setenv(name, value)
+    assert (runs.launched("SIZE", 1), runs.launched("RANK", 0)) == (size, rank)
+
+
 def test_an_interrupt_inside_is_known_outside():
     "Of many trainings, Ctrl-C in the last moment of one must still stop those to come."
     with stop_on_interrupt() as outer:

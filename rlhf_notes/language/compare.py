@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from ..formulas.reward import apply_penalty
 from .config import RLHFConfig
 from .reward_model import score
-from .rlhf import evaluate
+from .rlhf import evaluate, no_bars
 from .task import queries
 from .variants import Start, prepare
 from ..runs import bootstrap_interval
@@ -34,12 +35,12 @@ def quiet(): # A context manager
     "Inside, neither TRL nor transformers says anything."
     from transformers.utils import logging as theirs
     level = theirs.get_verbosity()
-    theirs.set_verbosity_error(); theirs.disable_progress_bar(); logging.disable(logging.WARNING)
+    theirs.set_verbosity_error(); logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        with no_bars(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
-    finally: theirs.set_verbosity(level); theirs.enable_progress_bar(); logging.disable(logging.NOTSET)
+    finally: theirs.set_verbosity(level); logging.disable(logging.NOTSET)
 
 def clock(ends, every): # A list to be filled; how many of TRL's steps an iteration has
     "A callback that notes when iterations end."
@@ -53,7 +54,7 @@ def ours(start: Start, # Where to begin
          config: RLHFConfig, # How to train
         ) -> tuple: # (moments at which iterations ended, in seconds; the model)
     "Our loop."
-    trainer, ends = start.trainer(algo=config.algo, kl_in_loss=config.kl_in_loss, iterations=config.iterations), []
+    trainer, ends = replace(start, config=config).trainer(), []
     while trainer.iteration < trainer.iterations: trainer.iterate(); ends.append(time.perf_counter())
     return ends, trainer.policy.lm
 

@@ -38,7 +38,7 @@ from .model import Policy, Pretraining, RewardModel, autocast, check_context, hi
 from .reward_model import RewardTraining, score
 from .sample import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
-from ..runs import Run, _cell, pick_device, progress_bar, stop_on_interrupt, write_atomically
+from ..runs import Run, _cell, launched, pick_device, progress_bar, stop_on_interrupt, write_atomically
 
 # %% ../../nbs/language/34_rlhf.ipynb #rollout
 @dataclass
@@ -159,7 +159,7 @@ class Processes:
                  device: str = "auto", # "auto", "cpu" or "cuda"; with one process also "cuda:1"
                 ):
         self.accelerator, self.index, self.count = None, 0, 1
-        if any(int(os.environ.get(name, 1)) > 1 for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")):
+        if launched("SIZE", 1) > 1:
             from accelerate import Accelerator
             self.accelerator = a = Accelerator(cpu=device == "cpu")
             self.index, self.count, self.device = a.process_index, a.num_processes, a.device
