@@ -10,7 +10,7 @@ EXPECT ?= $(shell $(PYTHON) -c 'import sys; print("stable-baselines3" + ",trl" *
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED  ?= 0
 
-.PHONY: demo test crosscheck install export outputs check docs lab clean breaks
+.PHONY: demo test crosscheck install export outputs check site docs lab clean breaks
 
 demo: export OMP_NUM_THREADS = 2
 demo: $(READY)          ## train with the embedded defaults, print what came of it
@@ -49,8 +49,11 @@ check: $(READY)         ## the quick half of `make test`: in step, clean, output
 breaks: $(READY)        ## break every formula on purpose and count the breaks that the tests catch
 	$(BIN)/python tools/breaks.py --out tests/breaks/caught.csv
 
-docs: $(READY)          ## the site, in _docs
+site: $(READY)          ## the site, in _docs
 	$(BIN)/python tools/site_pages.py
+
+docs: site              ## the site, then each page opened in Chromium: wide and narrow, light and dark
+	$(BIN)/python -m pytest docs/test_browser.py -n 2 -p no:cacheprovider
 
 lab: $(READY)           ## JupyterLab at the index
 	$(BIN)/jupyter lab nbs/index.ipynb

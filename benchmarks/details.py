@@ -3,7 +3,7 @@
     python benchmarks/details.py --jobs 2
 
 Writes nbs/control/results/details.csv, a row for each training: the final policy's mean return over 100 fresh episodes, greedy and sampled, and the
-steps after which the sampled mean first reached the threshold (blank if never). A run that was stopped continues with what is missing: trainings that
+steps after which the sampled mean first reached the threshold (blank if never), and the mean of each dial over the iterations. A run that was stopped continues with what is missing: trainings that
 stand in the file are not repeated, so after a change of the defaults say --fresh. All seeds of a number come before the next one, so that a file
 stopped half way still compares like with like. `nbs/control/24_details.ipynb` says what the details are and what came of them.
 """
@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "control" / "results" / "details.csv"
-COLUMNS = ("task", "detail", "seed", "greedy", "sampled", "first_sampled_steps")
+COLUMNS = ("task", "detail", "seed", "greedy", "sampled", "first_sampled_steps", "kl_k3", "clip_fraction", "explained_variance", "entropy", "grad_norm", "value_loss")
 SECONDS = {"cartpole": 2.5, "pendulum": 4.0}          # of one training with its evaluations, on a quiet core
 
 
@@ -24,7 +24,7 @@ def run(job):
     from rlhf_notes.control.details import attempt
     torch.set_num_threads(1)
     result = attempt(*job)
-    return [*job, f"{result['greedy']:.6g}", f"{result['sampled']:.6g}", result["first_sampled_steps"] or ""]
+    return [*job, *("" if result[c] is None else f"{result[c]:.6g}" for c in COLUMNS[3:])]
 
 
 def main():
@@ -44,7 +44,7 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     if args.out.exists() and not args.fresh:
-        with open(args.out, newline="", encoding="utf-8") as f: rows = [[r[c] for c in COLUMNS] for r in csv.DictReader(f) if r["first_sampled_steps"] is not None]        # a line cut short is made again
+        with open(args.out, newline="", encoding="utf-8") as f: rows = [[r[c] for c in COLUMNS] for r in csv.DictReader(f) if r[COLUMNS[-1]]]        # a line cut short is made again
     done = {(task, detail, int(seed)) for task, detail, seed, *_ in rows}
     wanted = [(task, name, seed) for seed in range(args.seeds) for task in tasks for name in experiments(task) if not args.only or name in args.only or name == "intact"]
     todo = [job for job in wanted if job not in done]
@@ -62,7 +62,7 @@ def main():
         try:
             for n, future in enumerate(as_completed([pool.submit(run, job) for job in todo]), 1):
                 rows.append(future.result()); write(rows)
-                task, detail, seed, greedy, sampled, first = rows[-1]
+                task, detail, seed, greedy, sampled, first, *_ = rows[-1]
                 left = (time.perf_counter() - start) / n * (len(todo) - n) / 60
                 print(f"{n} of {len(todo)}, {left:.0f} min left: {task}, {detail}, seed {seed}: greedy {greedy}, sampled {sampled}, threshold after {first or 'never'}", flush=True)
         except BaseException: pool.shutdown(wait=False, cancel_futures=True); raise

@@ -1,24 +1,42 @@
-"""Sphinx settings of the site. `make docs` prepares the notebooks (tools/site_pages.py) and builds from them."""
+"""Sphinx settings of the site. `make site` prepares the notebooks (tools/site_pages.py) and builds from them."""
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import site_api
 from notebooks import settings
 
 cfg = settings()
 project, author, copyright, release = cfg["title"], cfg["author"], cfg["copyright"], cfg["version"]
-extensions = ["myst_nb", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode"]
+nitpicky = True                         # a reference that leads nowhere is a warning, and a warning fails the build
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"      # outputs may hold formulas and links too
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+def linkcode_resolve(domain, info): return site_api.source_url(info["module"], info["fullname"])
+
+mathjax_path = "mathjax/tex-svg-full.js"            # MathJax 3.2.2, kept here: the site reads without a network
+mathjax3_config = {"svg": {"fontCache": "local"}, "options": {"enableMenu": False}}
+
 html_theme = "furo"
 html_title = project
 html_static_path = ["static"]
-html_css_files = ["wide.css"]
-html_theme_options = {
-    "source_repository": cfg["git_url"],
-    "source_branch": cfg["branch"],
-    "footer_icons": [],
-}
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+html_copy_source = False
+html_show_search_summary = False        # summaries are fetched, which a browser refuses to do for file://
+html_theme_options = {"top_of_page_buttons": [], "footer_icons": []}
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def accessible(app, pagename, templatename, context, doctree):
+    "Say to assistive technology what the theme leaves out: the level of the sidebar's captions, the name of a fold."
+    if "furo_navigation_tree" in context: context["furo_navigation_tree"] = context["furo_navigation_tree"].replace('role="heading"', 'role="heading" aria-level="2"')
+    if "body" in context: context["body"] = context["body"].replace('<summary aria-label="Toggle hidden content">', "<summary>")
+
+
+def setup(app): app.connect("html-page-context", accessible, priority=900)

@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 
 FORMULAS = {
     "masking": ("AGGREGATION_MODES", "apply_mask", "masked_sum", "masked_mean", "masked_var", "aggregate_loss"),
-    "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits",
+    "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs",
                 "gaussian_log_prob", "gaussian_entropy", "tanh_log_det"),
     "ratio": ("RATIO_LEVELS", "bounded_log_ratio", "importance_ratio", "effective_sample_size"),
     "surrogate": ("CLIP_KINDS", "clipped_surrogate", "clip_fraction"),

@@ -7,7 +7,7 @@ __all__ = ['CONTROL_COLUMNS', 'RLHF_COLUMNS', 'CONTROL', 'TASKS', 'DEMO', 'WON',
            'add_options', 'given', 'Task', 'versions', 'check_task', 'in_company', 'new_run', 'old_run', 'train',
            'seeds_table', 'aligned', 'outcome', 'before_and_after', 'report', 'train_command', 'train_seeds',
            'seeds_command', 'demo', 'compare_command', 'comparison', 'write_rows', 'compare_language',
-           'compare_control', 'make_parser', 'parse', 'main']
+           'compare_control', 'bench_command', 'make_parser', 'parse', 'main']
 
 # %% ../nbs/cli.ipynb #export-imports
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .runs import Run, bootstrap_interval, launched, stop_on_interrupt, write_atomically
+from .runs import Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_atomically
 
 # %% ../nbs/cli.ipynb #parser
 class UsageError(Exception):
@@ -353,6 +353,28 @@ def compare_control(args) -> int: # The exit code
     print(f"\nMedians over the seeds, of training alone; times ours with 95% intervals; crossed: the mean return of 100 fresh episodes with sampled actions reached the threshold.\n{path}")
     return 0
 
+def bench_command(args) -> int: # The exit code
+    "`rlhf-notes bench`."
+    with usage_errors():
+        if args.rounds < 1: raise ValueError(f"rounds must be at least 1, got {args.rounds}")
+        Run.check(args.out, args.overwrite)                                        # before PyTorch is loaded, which takes its time
+        device = pick_device(args.device, auto="cuda")
+        if device == "mps": raise ValueError("device must be auto, cpu or cuda, got 'mps'")
+        run = Run.create(args.out, {"task": "bench", "size": args.size, "rounds": args.rounds, "device": device, "versions": versions()}, args.overwrite)
+    from rlhf_notes.studies import speed
+    rows, path = [], run.path / "bench.csv"
+    path.unlink(missing_ok=True)
+    print(f"{speed.device_name(device)}: every method by turns, {args.rounds} rounds; what is not installed is left out", flush=True)
+    def done(new):
+        rows.extend(new)
+        write_rows(path, speed.COLUMNS, rows)
+        for r in new:
+            if r["method"] == "ours": print(f"{r['task']}, {r['shape']}, {r['dtype']}, {r['passes']}: {r['milliseconds']:.2f} ms", flush=True)
+    speed.bench((args.size,), device, args.rounds, done=done, left_out=lambda words: print(words, flush=True))
+    print("\n" + aligned(speed.table(rows)))
+    print(f"\nx ours: time over that of ours in the same round, the median of the rounds. extra: memory beyond the inputs and what was asked for, at the worst moment. of the bandwidth: the bytes that must move, over the time, as a part of what a copy reaches.\n{path}")
+    return 0
+
 # %% ../nbs/cli.ipynb #main
 def make_parser() -> Parser: # Of the whole command
     "The parser of `rlhf-notes`."
@@ -379,6 +401,13 @@ def make_parser() -> Parser: # Of the whole command
     p.add_argument("--out", type=Path, metavar="DIR", help="directory for compare.csv (default: runs/compare-TASK)")
     p.add_argument("--overwrite", action="store_true", help="replace the comparison that is there")
     p.set_defaults(run=compare_command, parser=p)
+    p = commands.add_parser("bench", help="time the fast formulas", description="Time log-probability, entropy and GAE, ours and those of naive code, DI-engine, TRL and Liger-Kernel where they are installed, by turns on one device, with the memory that each needs.", allow_abbrev=False)
+    p.add_argument("--size", choices=("small", "medium", "large"), default="small", help="logits: 8x128x32000, 16x256x50257 or 4x1024x128256, of which the naive methods need 1, 6 and 15 GB (default: small)")
+    p.add_argument("--rounds", type=int, metavar="N", default=7, help="how often each method is timed (default: 7)")
+    p.add_argument("--device", default="auto", help="where to compute: auto, cpu or cuda; auto is a GPU if there is one (default: auto)")
+    p.add_argument("--out", type=Path, metavar="DIR", default=Path("runs") / "bench", help="directory for bench.csv (default: runs/bench)")
+    p.add_argument("--overwrite", action="store_true", help="replace the benchmark that is there")
+    p.set_defaults(run=bench_command, parser=p)
     return parser
 
 def parse(argv: list | None = None, # The words after `rlhf-notes`; those of the process by default

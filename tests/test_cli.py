@@ -67,6 +67,8 @@ BAD = [
     (["cartpole", "--seeds", "2", "--out", "many", "--overwrite"], "got many/seed1, which holds letter.txt"),
     (["compare", "--task", "acrobot"], "--task: invalid choice: 'acrobot'"), (["compare", "--seeds", "0"], "--seeds must be at least 1, got 0"), (["compare", "--out", "run"], "which holds a run"), (["compare", "--out", "full", "--overwrite"], "which holds letter.txt"),
     (["compare", "--seed", "3"], "unrecognized argument '--seed'; did you mean --seeds?"),
+    (["bench", "--size", "huge"], "--size: invalid choice: 'huge'"), (["bench", "--rounds", "0"], "--rounds must be at least 1, got 0"), (["bench", "--rounds", "x"], "--rounds: invalid int value"), (["bench", "--device", "cuda"], "device 'cuda' is not there"),
+    (["bench", "--device", "gpu"], "--device must be auto, cpu, cuda"), (["bench", "--out", "file"], "--out must be a directory, got the file file"), (["bench", "--out", "run"], "which holds a run"), (["bench", "--out", "full", "--overwrite"], "which holds letter.txt"), (["bench", "--seed", "1"], "unrecognized argument '--seed'"),
     (["demo", "--out", "shows"], "got shows/pendulum, which holds letter.txt"),
     (["demo", "--steps", "3"], "unrecognized argument '--steps'"), (["demo", "--device", "cuda"], "is not there"), (["demo", "--out", "file"], "cannot use file"), (["demo", "--seed", "x"], "--seed: invalid int value"),
 ]
@@ -121,7 +123,7 @@ def test_help_and_version_load_nothing_heavy():
             "print([m for m in ('torch', 'numpy', 'gymnasium', 'transformers', 'matplotlib', 'tensorboard') if m in sys.modules])")
     for argv, words in ((["--help"], ["cartpole", "pendulum", "train", "demo", "compare", "--version"]), (["compare", "--help"], ["--task {cartpole,pendulum,rlhf}", "--iterations N", "--seeds K", "--out DIR"]),
                         (["train", "--help"], ["--env ENV", "--normalize-obs | --no-normalize-obs", "--seeds K", "--jobs N", "(default: no)"]), (["pendulum", "--help"], ["(default: 50000)"]), (["cartpole", "--help"], ["--seed N", "--device", "--steps N", "--out DIR", "--resume DIR", "--overwrite", "(default: 40000)"]),
-                        (["demo", "--help"], ["--seed", "--device", "--out"]), (["--version"], [f"rlhf-notes {__version__}"])):
+                        (["demo", "--help"], ["--seed", "--device", "--out"]), (["bench", "--help"], ["--size {small,medium,large}", "--rounds N", "--device", "--out DIR", "--overwrite"]), (["--version"], [f"rlhf-notes {__version__}"])):
         env = {**os.environ, "PYTHONPATH": str(cli.Path(cli.__file__).parent.parent)}
         done = subprocess.run([sys.executable, "-c", code.format(argv=argv)], capture_output=True, text=True, env=env)
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]" and done.stderr == ""
@@ -166,6 +168,20 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
     assert cli.main(["cartpole", *QUICK, "--seed", "5", "--out", "elsewhere/x"]) == 0
     assert (tmp_path / "elsewhere" / "x" / "metrics.csv").read_bytes() != first
     assert torch.get_num_threads() == 1
+
+
+def test_bench_leaves_a_table_and_a_csv(tmp_path, capsys, monkeypatch):
+    from rlhf_notes.studies import speed
+    monkeypatch.setitem(speed.SIZES, "small", (2, 3, 50))
+    monkeypatch.setattr(speed, "gae_cases", lambda device: [speed.Case("GAE", (3, 2), torch.float32, {"loop": lambda r: r + 0, "ours": lambda r: r + 0}, (torch.ones(3, 2),))])
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e10)
+    assert cli.main(["bench", "--rounds", "2", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "x ours" in out and "runs/bench/bench.csv" in out
+    with open("runs/bench/bench.csv", newline="") as f: rows = list(csv.DictReader(f))
+    assert tuple(rows[0]) == speed.COLUMNS and {r["shape"] for r in rows} == {"2x3x50", "3x2"} and {r["dtype"] for r in rows} == {"float32", "bfloat16"}
+    assert all(float(r["times_ours"]) == 1 for r in rows if r["method"] == "ours") and {"naive", "DI-engine efficient", "ours", "loop"} <= {r["method"] for r in rows}
+    assert cli.main(["bench"]) == 2 and cli.main(["bench", "--rounds", "1", "--device", "cpu", "--overwrite"]) == 0
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGINT is sent to a process")

@@ -43,10 +43,10 @@ def test_what_is_tried_where():
 
 @pytest.mark.parametrize("task, name", EACH, ids=lambda v: v)
 def test_each_detail_changes_the_training(task, name, intact):
-    "CartPole in a moment cuts no episode off, and changes of what happens at 500 steps cannot show."
+    "In a moment CartPole cuts no episode off, so that changes of what happens at 500 steps cannot show, and no ratio gets as far as 3."
     changed = weights(task, name)
     same = changed.shape == intact[task].shape and torch.equal(changed, intact[task])
-    assert same == ((task, name) == ("cartpole", "truncation is end"))
+    assert same == (name == "dual clip 3" or (task, name) == ("cartpole", "truncation is end"))
 
 
 def test_the_baseline_is_the_defaults(intact):
@@ -88,6 +88,29 @@ def test_wrong_gae():
             assert across[t, n].item() == pytest.approx(one, abs=1e-4) and endless[t, n].item() == pytest.approx(two, abs=1e-4)
 
 
+def test_dual_clips():
+    "By hand, for ratios far out: the dual clip acts on negative advantages alone; without a look at the sign nothing is left of the positive ones."
+    r, A = torch.tensor([0.5, 1.1, 2.0, 5.0, 0.5, 1.1, 2.0, 5.0]), torch.tensor([2.0] * 4 + [-2.0] * 4)
+    right, wrong = (DETAILS[name].swap[2](cartpole.clipped_surrogate)(r, A, 0.2) for name in ("dual clip 3", "dual clip, any sign"))
+    torch.testing.assert_close(right, torch.tensor([1.0, 2.2, 2.4, 2.4, -1.6, -2.2, -4.0, -6.0]))
+    torch.testing.assert_close(wrong, torch.tensor([6.0, 6.0, 6.0, 6.0, -1.6, -2.2, -4.0, -6.0]))
+
+
+def test_dropout_is_in_the_update_alone():
+    b = some_batch()
+    with swapped(*DETAILS["dropout"].swap): thin = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    whole = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    with torch.no_grad(): assert torch.equal(thin.logp_entropy(b.obs, b.actions)[0], whole.logp_entropy(b.obs, b.actions)[0])
+    many = torch.stack([thin.logp_entropy(b.obs, b.actions)[0] for _ in range(400)]).detach()
+    assert many.std(0).min() > 0 and not torch.equal(many[0], many[1])
+    hidden = []
+    thin.policy[2].register_forward_pre_hook(lambda module, x: hidden.append(x[0].detach()))
+    for _ in range(200): thin.logp_entropy(b.obs, b.actions)
+    x, kept = whole.policy[1](whole.policy[0](b.obs)).detach(), torch.stack(hidden)
+    assert (kept == 0).float().mean().item() == pytest.approx(0.1, abs=0.01)
+    torch.testing.assert_close(kept.mean(0), x, rtol=0.2, atol=0.05)
+
+
 def test_seams_kept_are_in_the_batch():
     r = collect(agent(), steps=64)
     assert (~r.valid).any()
@@ -118,6 +141,9 @@ def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatc
     two = attempt("cartpole", "no whitening", 3, every=2, **few)
     assert evaluated == seeds_one and len(set(evaluated)) == 4 + 2 and one["first_sampled_steps"] is None
     assert attempt("cartpole", INTACT, 3, every=2, **few) == one != two and all(5 < x["sampled"] < 475 for x in (one, two))
+    ppo = PPO(CONFIGS["cartpole"](seed=3, **few))
+    rows = [ppo.iterate() for _ in range(ppo.config.iterations)]
+    assert {d: one[d] for d in details.DIALS} == {d: float(np.mean([r[d] for r in rows])) for d in details.DIALS}
     monkeypatch.setattr(details, "threshold", lambda env: 15.0)
     assert attempt("cartpole", INTACT, 3, every=2, **few)["first_sampled_steps"] == 2 * 128
 
@@ -139,7 +165,8 @@ def test_verdict_and_comparison():
 def test_the_benchmark_resumes(tmp_path):
     "What stands in the file is not trained again, and a line that was cut short is."
     out = tmp_path / "details.csv"
-    out.write_text("task,detail,seed,greedy,sampled,first_sampled_steps\n" + "".join(f"cartpole,{d},0,{g},{g},\n" for d, g in ((INTACT, 1), ("no clip", 2))) + "cartpole,intact,5,77\n")
+    header = ["task", "detail", "seed", "greedy", "sampled", "first_sampled_steps", *details.DIALS]
+    out.write_text(",".join(header) + "\n" + "".join(f"cartpole,{d},0,{g},{g},,1,2,3,4,5,6\n" for d, g in ((INTACT, 1), ("no clip", 2))) + "cartpole,intact,5,77\n")
     command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "details.py"), "--seeds", "1", "--task", "cartpole", "--only", "no clip", "--out", str(out)]
     r = subprocess.run(command, capture_output=True, text=True, check=True)
     assert r.stdout.startswith("0 trainings to do, 2 done before") and out.read_text().count("\n") == 4

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from language_models import KINDS, WORDS, make, texts, tokenizer
-from rlhf_notes.formulas.logprob import selective_log_softmax
+from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
 from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, autocast, best_attention, check_context, check_model, context_length, hidden_states,
-                                       load_model, make_gpt2, next_token_loss, no_dropout, pad_outside, position_ids, positions_for, to_logits, warm_cosine)
+                                       lean_head, load_model, make_gpt2, next_token_loss, no_dropout, pad_outside, position_ids, positions_for, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
 
 ATTENTIVE = [k for k in KINDS if k != "Mamba"]
@@ -233,6 +233,33 @@ def test_heads_fit_any_model_and_learn(kind):
     (selective_log_softmax(logits, tokens[:, -3:]).sum() + (values - 1).square().sum() + judge(tokens, mask).sum()).backward()
     assert logits.shape == (4, 3, 37) and policy.value_head.weight.grad.abs().max() > 0 and judge.head.weight.grad.abs().max() > 0
     assert sum(p.grad is not None and p.grad.abs().max() > 0 for p in policy.lm.parameters()) >= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_without_logits(kind, monkeypatch):
+    tokens, mask = texts(7, 4, 8)
+    mask[:, -4:] = True; tokens = tokens.where(mask, 0) % 37
+    policy, answers = Policy(no_dropout(make(kind))), tokens[:, -3:]
+    logits, values = policy(tokens, mask, 3)
+    assert not lean_head(policy.lm, answers.numel())                                # too few to be worth it
+    monkeypatch.setattr("rlhf_notes.language.model.LEAN", 0)
+    if not lean_head(policy.lm, answers.numel()): return                            # this kind does something to its logits
+    (logp, entropy), same = policy(tokens, mask, 3, answers, 0.7)
+    torch.testing.assert_close(logp, selective_log_softmax(logits, answers, 0.7)); torch.testing.assert_close(entropy, entropy_from_logits(logits, 0.7))
+    assert torch.equal(values, same) and logp.requires_grad and not entropy.requires_grad
+
+
+def test_a_head_that_is_more_than_a_matrix_is_left_alone(monkeypatch):
+    monkeypatch.setattr("rlhf_notes.language.model.LEAN", 0)
+    lm = make("GPT2")
+    assert lean_head(lm, 1)
+    lm.config.final_logit_softcapping = 30.0
+    assert not lean_head(lm, 1)
+    lm = make("GPT2")
+    hook = lm.lm_head.register_forward_hook(lambda *_: None)
+    assert not lean_head(lm, 1)
+    hook.remove()
+    assert lean_head(lm, 1)
 
 
 # --- reward model

@@ -20,6 +20,7 @@ from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.language import rlhf as R
 from rlhf_notes.language.config import RLHFConfig, VARIANTS
+from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.language.model import RewardModel, hidden_states, make_gpt2, pad_outside, to_logits
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
 from rlhf_notes.runs import Run
@@ -82,6 +83,25 @@ def test_the_log_probabilities_are_those_of_the_policy_and_of_the_reference_at_t
     logits = to_logits(t.reference, hidden_states(t.reference, b.tokens, b.mask)[:, -17:-1])
     torch.testing.assert_close(b.logp_ref, (logits / 0.6).log_softmax(-1).gather(-1, b.answers[..., None])[..., 0].detach(), rtol=0, atol=2e-5)
     assert (b.logp - b.logp_ref).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_without_logits_it_is_the_same_training(algo, monkeypatch):                                  # a large vocabulary, as it were
+    calls = []
+    monkeypatch.setattr("rlhf_notes.language.model.linear_log_probs", lambda *args, f=linear_log_probs, **kwargs: calls.append(args[0].shape) or f(*args, chunk=37, **kwargs))
+    seen = {}
+    for lean in (2**62, 0):
+        monkeypatch.setattr("rlhf_notes.language.model.LEAN", lean)
+        t = trainer(replace(TINY, algo=algo, temperature=0.7))
+        rows = [t.iterate() for _ in range(2)]
+        seen[lean] = without_times(rows), weights(t), [p.grad for p in t.policy.parameters() if p.grad is not None]
+        assert bool(calls) == (lean == 0)
+    (a, wa, ga), (b, wb, gb) = seen.values()
+    for x, y in zip(a, b):
+        for k in x:
+            if x[k] is not None and not isinstance(x[k], str): assert y[k] == pytest.approx(x[k], rel=1e-3, abs=1e-4), k
+    torch.testing.assert_close(wa, wb, atol=2e-4, rtol=1e-3)
+    assert vector(ga).norm() > 0 and (vector(ga) - vector(gb)).norm() < 1e-2 * vector(ga).norm()
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])

@@ -1,12 +1,43 @@
-"""The site builds from the notebooks without a warning, and what it shows is whole."""
+"""The site builds from the notebooks without a warning, and what it shows is whole. `make docs` opens it in a browser besides (docs/test_browser.py)."""
+import ast
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
 
+import nbformat
 import pytest
 
 import notebooks
+import site_api
 import site_pages
+
+LIMIT = 1_500_000                       # bytes of a page, with the pictures that are its own
+
+
+class Tags(HTMLParser):
+    "The tags of a page with their attributes, its ids, and the text that is neither code nor formula."
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.ids, self.text, self.within = [], set(), "", []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append((tag, attrs))
+        if attrs.get("id"): self.ids.add(attrs["id"])
+        if tag in ("pre", "code", "script", "style") or "math" in (attrs.get("class") or "").split(): self.within.append([tag, 0])
+        elif self.within and tag == self.within[-1][0]: self.within[-1][1] += 1
+
+    def handle_endtag(self, tag):
+        if self.within and tag == self.within[-1][0]:
+            if self.within[-1][1]: self.within[-1][1] -= 1
+            else: self.within.pop()
+
+    def handle_data(self, data):
+        if not self.within: self.text += data
 
 
 @pytest.fixture(scope="module")
@@ -17,16 +48,142 @@ def built(tmp_path_factory):
     return out
 
 
-def test_every_notebook_is_a_page(built):
+@pytest.fixture(scope="module")
+def pages(built): return {path.relative_to(built): Tags(path.read_text(encoding="utf-8")) for path in sorted(built.rglob("*.html"))}
+
+
+def test_every_notebook_is_a_page_in_the_sidebar(built, pages):
+    links = {a.get("href") for tag, a in pages[Path("index.html")].tags if tag == "a" and "internal" in (a.get("class") or "")}
     for path in notebooks.notebooks():
-        assert (built / site_pages.page(path)).with_suffix(".html").exists(), f"{path.name} has no page"
+        page = site_pages.page(path).with_suffix(".html")
+        assert page in pages, f"{path.name} has no page"
+        assert page.name == "index.html" or page.as_posix() in links, f"{path.name} is not in the sidebar"
 
 
-def test_pages_are_whole(built):
-    for path in built.rglob("*.html"):
-        html = path.read_text(encoding="utf-8")
-        assert not re.search(r"#\|\s*(export|hide|fig-alt|default_exp)", html), f"{path.name} shows a directive"
-        for src in re.findall(r'<img[^>]*src="([^"]+)"', html):
-            assert src.startswith(("http", "data:")) or (path.parent / src).exists(), f"{path.name}: {src} is missing"
-        for img in re.findall(r"<img[^>]*>", html):
-            assert re.search(r'alt="[^"]{10,}"', img), f"{path.name}: a picture without alternative text: {img[:200]}"
+def test_the_floors_stand_in_order(built):
+    html = (built / "index.html").read_text(encoding="utf-8")
+    captions = re.findall(r'class="caption-text">([^<]+)', html[:html.index("<article")])
+    assert captions == [floor for floor in site_pages.FLOORS if floor in captions] and {"Start", "Formulas", "Tools"} <= set(captions)
+
+
+def test_no_directive_and_no_tex_is_shown(built, pages):
+    for name, page in pages.items():
+        html = (built / name).read_text(encoding="utf-8")
+        assert not re.search(r"#\|\s*(export|hide|fig-alt|default_exp|echo|code-fold)", html), f"{name} shows a directive"
+        assert not (m := re.search(r"\$\$|\\(frac|operatorname|text|log|pi)(?![a-z])|\{py:\w+\}|\{eq\}", page.text)), f"{name} shows {m[0]!r}"
+
+
+def test_pages_load_nothing_from_elsewhere(built, pages):
+    for name, page in pages.items():
+        for tag, a in page.tags:
+            loaded = [a[k] for k in ("src", "data", "poster", "srcset") if a.get(k)]
+            if tag == "link" and not {"canonical", "alternate", "author", "license"} & set((a.get("rel") or "").split()): loaded.append(a.get("href"))
+            if tag in ("image", "use"): loaded.append(a.get("href") or a.get("xlink:href"))
+            for url in filter(None, loaded):
+                if url.startswith(("data:", "#")): continue
+                assert not re.match(r"(\w+:)?//", url), f"{name} loads {url}"
+                assert (built / name.parent / unquote(url.split("?")[0].split("#")[0])).exists(), f"{name}: {url} is missing"
+        styles = re.findall(r"@import[^;]*|url\([^)]*\)", (built / name).read_text(encoding="utf-8"))
+        assert not any("//" in s and "data:" not in s for s in styles), f"{name} loads a style from elsewhere"
+    for css in built.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*['\"(]?\s*(https?:)?//", css.read_text(encoding="utf-8")), f"{css.name} loads something from elsewhere"
+
+
+def test_every_picture_has_a_text(pages):
+    for name, page in pages.items():
+        for tag, a in page.tags:
+            if tag == "img": assert len(a.get("alt") or "") >= 10, f"{name}: a picture without alternative text: {a.get('src', '')[:100]}"
+
+
+def test_links_within_the_site_lead_somewhere(built, pages):
+    for name, page in pages.items():
+        for tag, a in page.tags:
+            href = a.get("href") or ""
+            if tag != "a" or re.match(r"\w+:|//", href) or not href: continue
+            file, _, anchor = href.partition("#")
+            to = Path(name.parent, file) if file else name
+            to = Path(*[p for p in (built / to).resolve().relative_to(built.resolve()).parts])
+            assert (built / to).exists(), f"{name}: {href} leads nowhere"
+            if anchor and to in pages: assert unquote(anchor) in pages[to].ids, f"{name}: {href} leads to a page without that place"
+
+
+def test_no_page_is_heavy(built, pages):
+    for name, page in pages.items():
+        own = {(built / name.parent / a["src"]).resolve() for tag, a in page.tags if tag == "img" and not a["src"].startswith("data:")}
+        weight = (built / name).stat().st_size + sum(p.stat().st_size for p in own)
+        assert (built / name).stat().st_size <= LIMIT, f"{name} has {(built / name).stat().st_size / 1e6:.2f} MB"
+        assert weight <= 2 * LIMIT, f"{name} has {weight / 1e6:.2f} MB with its pictures"
+
+
+def test_every_public_name_has_its_place(built, pages):
+    for path in (notebooks.ROOT / "rlhf_notes").rglob("*.py"):
+        if path.stem.startswith("_"): continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        public = next((ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"), [])
+        if not public: continue
+        module = ".".join(path.relative_to(notebooks.ROOT).with_suffix("").parts)
+        page = next(p.page for p in map(site_pages.Page, notebooks.notebooks()) if any(t.module == module for t in p.things) or p.exports_to == module)
+        defined = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))} & set(public)
+        missing = [n for n in sorted(defined) if f"{module}.{n}" not in pages[page.with_suffix(".html")].ids]
+        assert not missing, f"{page} has no place for {missing}"
+
+
+def test_signatures_come_with_their_parameters(built):
+    html = (built / "formulas" / "surrogate.html").read_text(encoding="utf-8")
+    entry = html[html.index('<dt class="sig sig-object py" id="rlhf_notes.formulas.surrogate.clipped_surrogate"'):]
+    entry = re.sub(r"<[^>]+>", " ", entry[:entry.index("</dl>")])
+    for word in ("dual_clip", "float | None", "Where A &gt; 0, a ratio above 1 + eps_high earns nothing more", "returns", "to be maximised"):
+        assert word in re.sub(r"\s+", " ", entry), word
+    assert re.search(r"surrogate\.py#L\d+-L\d+", html)
+
+
+def test_backticks_are_links_where_they_name_something():
+    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
+    things = [t for p in map(site_pages.Page, notebooks.notebooks()) for t in p.things]
+    names = site_api.Names(things)
+    refer = lambda text: page.references(text, names)
+    assert refer("see `whiten`.") == "see {py:obj}`~rlhf_notes.formulas.whitening.whiten`."
+    assert "advantage.gae`" in refer("`gae()`") and "RewardNorm.fit>`" in refer("`RewardNorm.fit`")
+    for left in ("```python\n`whiten`\n```", "# `whiten`", "[`whiten`](x)", "`train`", "`mask`", "`float32`", "`whiten(x)`", "``a `whiten` b``", "`compare`"): assert refer(left) == left, left
+
+
+def test_formulas_are_numbered_and_labels_kept():
+    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
+    text = page.numbered("$$a$$\n\n```text\n$$b$$\n```\n\n$$c\\\\\nd$$ (eq-d)\n\nsee [it](#eq-d) and $e$\n\n$$f$$")
+    assert text == "$$a$$ (surrogate-1)\n\n```text\n$$b$$\n```\n\n$$c\\\\\nd$$ (eq-d)\n\nsee {eq}`eq-d` and $e$\n\n$$f$$ (surrogate-3)"
+
+
+def test_formulas_have_a_number_and_a_place(built, pages):
+    for path in notebooks.notebooks():
+        page = site_pages.page(path).with_suffix(".html")
+        shown = re.findall(r'class="eqno">\((\d+)\)', (built / page).read_text(encoding="utf-8"))
+        assert [int(n) for n in shown] == list(range(1, len(shown) + 1)), f"{page}: {shown}"
+        assert sum(i.startswith("equation-") for i in pages[page].ids) == len(shown)
+    assert "equation-surrogate-1" in pages[Path("formulas/surrogate.html")].ids
+
+
+def test_folds(tmp_path):
+    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
+    def shown(source, intro=False):
+        cell = nbformat.v4.new_code_cell(source)
+        return page.cell(cell, notebooks.directives(source), site_api.Names([]), intro)
+    solution = shown("#| code-fold: true\n#| code-summary: Solution\nx = 1")
+    assert solution.source == "x = 1" and solution.metadata["tags"] == ["hide-input"] and solution.metadata["mystnb"]["code_prompt_show"] == "Solution"
+    assert shown("#| echo: false\nx = 1").metadata["tags"] == ["remove-input"] and shown("x = 1").metadata["tags"] == []
+    assert shown("import torch", intro=True).metadata["tags"] == ["hide-input"] and shown("import torch").metadata["tags"] == []
+    assert shown("#| fig-alt: what is seen\nplot()").metadata["mystnb"]["image"]["alt"] == "what is seen"
+
+
+def test_programs_find_every_page(built):
+    lines = (built / "llms.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ") and lines[2].startswith("> ")
+    entries = dict(re.match(r"- \[.+?\]\((.+?)\): (.+)", line).groups() for line in lines if line.startswith("- "))
+    pages = {site_pages.page(p).with_suffix(".html").as_posix() for p in notebooks.notebooks()} - {"index.html"}
+    assert set(entries) == pages and all(len(words) > 40 for words in entries.values())
+    assert "clipped_surrogate" in entries["formulas/surrogate.html"]
+    assert "def clipped_surrogate(" in (built / "llms-full.txt").read_text(encoding="utf-8")
+
+
+def test_search_knows_words_and_names(built):
+    index = (built / "searchindex.js").read_text(encoding="utf-8")
+    assert "clipped_surrogate" in index and '"formulas/surrogate"' in index and re.search(r"\bdual\b", index)

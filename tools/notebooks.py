@@ -90,7 +90,7 @@ def cleaned(nb):
     for cell in nb["cells"]:
         for out in cell.get("outputs", []):
             out.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
-    clean_nb(nb, clean_ids=False)
+    clean_nb(nb, allowed_cell_metadata_keys=settings().get("allowed_cell_metadata_keys", "jupyter").split(), clean_ids=False)
     return nb2str(nb)
 
 

@@ -3,20 +3,27 @@
     python tools/site_pages.py [--out _docs]
 
 Nothing is executed. What is for tools only (`#| hide`, `#| default_exp`, the directive lines) is left out, notebooks lose their numbers, and a
-figure's `#| fig-alt:` becomes its alternative text. Any warning of Sphinx fails the build.
+figure's `#| fig-alt:` becomes its alternative text. What a cell exports stands below it with a table of its parameters; its name in backticks,
+on any page, is a link to it. Formulas on lines of their own are numbered. `llms.txt` and `llms-full.txt` are the same for readers that are programs.
+Any warning of Sphinx fails the build.
 """
 import argparse
+import html
+import os
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
 from sphinx.cmd.build import main as sphinx
 
+import site_api
 from notebooks import ROOT, directives, notebooks, settings
 
-FLOORS = {"formulas": "Formulas", "control": "Classic control", "language": "Language", "studies": "Studies"}
+FLOORS = {"Start": ".", "Formulas": "formulas", "Control": "control", "Language": "language", "Studies": "studies", "Tools": "."}
+FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
 
 
 def page(path):
@@ -25,10 +32,138 @@ def page(path):
     return relative.with_name(re.sub(r"^\d+_", "", relative.stem))
 
 
-def relink(text):
-    "Links between notebooks as links between pages; links to files at the top of the project as links to its repository."
-    text = re.sub(r"\]\(((?:\.\./|[a-z]+/)*)(?:\d+_)?(\w+)\.ipynb(#[\w-]+)?\)", r"](\1\2.ipynb\3)", text)
-    return re.sub(r"\]\(\.\./([A-Z]+(?:\.md)?|tests/[\w/.]+)\)", rf"]({settings()['git_url']}/blob/{settings()['branch']}/\1)", text)
+def repository(path): return f"{settings()['git_url']}/blob/{settings()['branch']}/{path.relative_to(ROOT).as_posix()}"
+
+
+def target(link, path):
+    "A link of the notebook at `path`, as its page needs it: notebooks become pages, other files of the project stand in its repository."
+    if re.match(r"[a-z]+:|#|$", link): return link
+    file, _, anchor = link.partition("#")
+    to = Path(os.path.normpath(path.parent / file))
+    if to.suffix == ".ipynb" and to.is_relative_to(ROOT / "nbs"):
+        return os.path.relpath(page(to), page(path).parent) + ".ipynb" + (f"#{anchor.lower()}" if anchor else "")
+    if to.is_relative_to(ROOT / "nbs" / "images"): return link
+    return repository(to) + (f"#{anchor}" if anchor else "") if to.exists() else link
+
+
+def relink(text, path):
+    text = re.sub(r"(?<=\]\()([^()\s]+)(?=\))", lambda m: target(m[1], path), text)
+    return re.sub(r'(?<=href=")([^"]+)(?=")', lambda m: target(m[1], path).replace(".ipynb", ".html"), text)
+
+
+def outside(pattern, change, text):
+    "`text` with `change` made to what matches `pattern`, but not within fenced code."
+    done, at = [], 0
+    for m in FENCED.finditer(text):
+        done += [re.sub(pattern, change, text[at:m.start()], flags=re.M | re.S), m[0]]
+        at = m.end()
+    return "".join(done) + re.sub(pattern, change, text[at:], flags=re.M | re.S)
+
+
+class Page:
+    "The notebook at `path` as a reader of the site should see it."
+    def __init__(self, path):
+        self.path, self.page = path, page(path)
+        self.nb = nbformat.read(path, as_version=4)
+        self.exports = site_api.exported(self.nb, self.page.as_posix())
+        first = next(c.source for c in self.nb.cells if c.cell_type == "markdown")
+        self.title = re.search(r"^# (.+)$", first, re.M)[1].strip()
+        self.summary = " ".join(re.findall(r"^> ?(.*)$", first, re.M)).strip()
+        self.equations = 0
+        self.sections = {name for c in self.nb.cells if c.cell_type == "markdown" for head in re.findall(r"^#+ .*", c.source, re.M) for name in re.findall(r"`(\w+)`", head)}
+
+    @property
+    def things(self): return [t for things in self.exports.values() for t in things]
+
+    @property
+    def exports_to(self):
+        "The module that the notebook makes, or None."
+        name = next((d["default_exp"] for c in self.nb.cells if "default_exp" in (d := directives(c.source))), None)
+        return name and f"{settings()['lib_name']}.{name}"
+
+    @property
+    def floor(self):
+        folder = self.page.parent.as_posix()
+        if folder != ".": return next((floor for floor, f in FLOORS.items() if f == folder), folder.capitalize())
+        return "Tools" if self.exports_to else "Start"
+
+    def references(self, text, names):
+        "Inline code that names something exported, outside of headings and links, as a link to it."
+        def refer(m):
+            if not m["code"]: return m[0]
+            code, thing = m["code"], names(m["code"], self.page.as_posix())
+            if thing is None or code in self.sections and thing.page != self.page.as_posix(): return m[0]       # a section of this page has the name: a metric
+            return f"{{py:obj}}`{code} <{thing.full}>`" if "." in code else f"{{py:obj}}`~{thing.full}`"
+        return outside(r"^#+ [^\n]*|\[[^\[\]]*\]\([^()]*\)|``.+?``|(?<![`}])`(?P<code>[\w.]+(?:\(\))?)`(?!`)|`[^`]*`", refer, text)
+
+    def numbered(self, text):
+        "Formulas that stand on lines of their own get a number, and an anchor: equation-kl-3. One with a label, `$$ ... $$ (eq-name)`, keeps its name."
+        def number(m):
+            self.equations += 1
+            return m[0] if m["label"] else f"{m['formula']} ({self.page.name}-{self.equations})"
+        text = outside(r"^(?P<formula>[ \t>]*\$\$(?:(?!\$\$).)+\$\$)[ \t]*(?P<label>\([\w-]+\))?[ \t]*$", number, text)
+        return re.sub(r"\[[^\[\]]*\]\(#(?:equation-)?(eq-[\w-]+)\)", r"{eq}`\1`", text)
+
+    def prose(self, text, names): return self.numbered(self.references(relink(text, self.path), names))
+
+    def sources(self):
+        "Where the page comes from, and where it runs."
+        links = [f'<a href="{repository(self.path)}">{self.path.relative_to(ROOT).as_posix()}</a>']
+        modules = sorted({t.module for t in self.things})
+        links += [f'<a href="{site_api.source_url(m, None)}">{m}</a>' for m in modules]
+        at = settings()["git_url"].removeprefix("https://github.com/")
+        links.append(f'run it on <a href="https://mybinder.org/v2/gh/{at}/{settings()["branch"]}?labpath={self.path.relative_to(ROOT).as_posix()}">Binder</a>')
+        return '\n\n<p class="sources">' + " · ".join(links) + "</p>\n"
+
+    def cell(self, cell, d, names, intro):
+        "`cell` as the site shows it."
+        cell = cell.copy()
+        if cell.cell_type == "markdown":
+            cell.source = self.prose(cell.source, names)
+            return cell
+        cell.source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", cell.source)
+        tags, options = [], {}
+        if d.get("echo") == "false": tags.append("remove-input")
+        elif d.get("code-fold") == "true":
+            tags.append("hide-input")
+            options |= {"code_prompt_show": d.get("code-summary", "Code"), "code_prompt_hide": d.get("code-summary", "Code")}
+        elif "hide-input" in d or intro and only_imports(cell.source):
+            tags.append("hide-input")
+            options |= {"code_prompt_show": "Imports" if only_imports(cell.source) else "Code"} | {"code_prompt_hide": "Imports" if only_imports(cell.source) else "Code"}
+        if "fig-alt" in d: options["image"] = {"alt": d["fig-alt"]}
+        cell.metadata = nbformat.from_dict({"tags": tags, "mystnb": options})
+        for out in cell.outputs:
+            data = out.get("data", {})
+            if "text/markdown" in data: data["text/markdown"] = self.prose(data["text/markdown"], names)
+            if "text/html" in data: data["text/html"] = relink(data["text/html"], self.path)
+        return cell
+
+    def prepared(self, names):
+        "The notebook for Sphinx."
+        cells, intro = [], True
+        for cell in self.nb.cells:
+            d = directives(cell.source)
+            if "hide" in d or "default_exp" in d: continue
+            if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.M): intro = False
+            shown = self.cell(cell, d, names, intro)
+            if not cells and self.page.name != "index": shown.source += self.sources()
+            cells.append(shown)
+            if things := self.exports.get(cell.id):
+                text = self.references_in_tables("\n\n".join(map(site_api.as_directive, things)), names)
+                cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-api"[-64:], metadata={"class": "api"}))
+        nb = self.nb.copy()
+        nb.cells, nb.metadata = cells, nbformat.from_dict(dict(nb.metadata))
+        return nb
+
+    def references_in_tables(self, text, names):
+        "Docstrings and comments refer to each other, too; the first two columns, names and types, do not."
+        lines = []
+        for line in text.splitlines():
+            if line.startswith("| "):
+                first, second, *rest = re.split(r"(?<!\\)\|", line)[1:-1]
+                lines.append(f"|{first}|{second}|" + "".join(self.references(r, names) + "|" for r in rest))
+            else: lines.append(line if line.startswith(("`", ":")) else self.references(line, names))
+        return "\n".join(lines)
 
 
 def only_imports(source):
@@ -36,47 +171,67 @@ def only_imports(source):
     return all(re.match(r"import |from |viz\.style\(\)|\s|#|\)|$", line) for line in source.splitlines())
 
 
-def prepare(path):
-    "The notebook at `path` as a reader of the site should see it."
-    nb = nbformat.read(path, as_version=4)
-    cells = []
-    for cell in nb.cells:
-        d = directives(cell.source)
-        if "hide" in d or "default_exp" in d: continue
-        if cell.cell_type == "markdown":
-            cell.source = relink(cell.source)
-        else:
-            cell.source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", cell.source)
-            if only_imports(cell.source) and not any(re.search(r"^## ", c.source, re.M) for c in cells) or "hide-input" in d: cell.metadata["tags"] = ["hide-input"]
-            if "fig-alt" in d: cell.metadata["mystnb"] = {"image": {"alt": d["fig-alt"]}}
-        for out in cell.get("outputs", []):
-            if "text/markdown" in out.get("data", {}): out.data["text/markdown"] = relink(out.data["text/markdown"])
-        cells.append(cell)
-    nb.cells = cells
-    return nb
+def by_floor(pages):
+    "[(floor, its pages in the order in which they are read)], without the front page and the empty floors."
+    known = list(FLOORS) + sorted({p.floor for p in pages} - set(FLOORS))
+    floors = [(floor, [p for p in pages if p.floor == floor and p.page.name != "index"]) for floor in known]
+    return [(floor, found) for floor, found in floors if found]
 
 
-def contents(paths):
+def contents(pages):
     "The table of contents, floor by floor, as a cell for the end of the front page."
-    blocks = []
-    for floor, caption in [(".", "Start here"), *FLOORS.items()]:
-        pages = [page(p) for p in paths if str(p.parent.relative_to(ROOT / "nbs")) == floor and p.stem != "index"]
-        if pages: blocks.append(f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(map(str, pages)) + "\n```")
+    blocks = [f"```{{toctree}}\n:hidden:\n:caption: {floor}\n\n" + "\n".join(p.page.as_posix() for p in found) + "\n```" for floor, found in by_floor(pages)]
     return nbformat.v4.new_markdown_cell("\n\n".join(blocks), id="contents")
 
 
+def llms(pages):
+    "The site in one line per page."
+    front = next(p for p in pages if p.page.name == "index")
+    text = f"# {front.title}\n\n> {front.summary}\n\nEverything in one file, code and results included: [llms-full.txt](llms-full.txt).\n"
+    for floor, found in by_floor(pages):
+        text += f"\n## {floor}\n\n"
+        for p in found:
+            names = f" `{p.things[0].module}`: {', '.join(t.name for t in p.things)}." if p.things else ""
+            text += f"- [{p.title}]({p.page.as_posix()}.html): {p.summary}{names}\n"
+    return text
+
+
+def llms_full(pages):
+    "Every page as Markdown: its prose, its code, and what the code printed."
+    def cell(c):
+        if c.cell_type == "markdown": return c.source
+        source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", c.source)
+        said = [o.get("text") or o.get("data", {}).get("text/markdown") or o.get("data", {}).get("text/plain", "") for o in c.outputs]
+        alt = directives(c.source).get("fig-alt")
+        said = [f"[figure: {alt}]" if alt and re.match(r"<(Figure|IPython)", s) else s for s in said]
+        return f"```python\n{source}\n```" + "".join(f"\n\n```text\n{s.rstrip()}\n```" for s in said if s.strip())
+    parts = []
+    for p in pages:
+        cells = [cell(c) for c in p.nb.cells if not {"hide", "default_exp"} & directives(c.source).keys()]
+        parts.append(f"<!-- {p.page.as_posix()}.html -->\n\n" + "\n\n".join(cells))
+    return "\n\n---\n\n".join(parts) + "\n"
+
+
 def build(out):
-    source = ROOT / "_proc"
-    shutil.rmtree(source, ignore_errors=True)
-    paths = notebooks()
-    for path in paths:
-        nb = prepare(path)
-        if path.stem == "index": nb.cells.append(contents(paths))
-        to = source / f"{page(path)}.ipynb"
+    with tempfile.TemporaryDirectory() as source: return build_from(Path(source), out)
+
+
+def build_from(source, out):
+    pages = [Page(path) for path in notebooks()]
+    pages = [p for p in pages if p.page.name == "index"] + [p for _, found in by_floor(pages) for p in found]
+    names = site_api.Names([t for p in pages for t in p.things])
+    for p in pages:
+        nb = p.prepared(names)
+        if p.page.name == "index": nb.cells.append(contents(pages))
+        to = source / f"{p.page}.ipynb"
         to.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(nb, to)
     shutil.copytree(ROOT / "nbs" / "images", source / "images", dirs_exist_ok=True)
-    return sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d", str(source / ".doctrees"), str(source), str(out)])
+    code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d", str(source / ".doctrees"), str(source), str(out)])
+    if not code:
+        (out / "llms.txt").write_text(llms(pages), encoding="utf-8")
+        (out / "llms-full.txt").write_text(llms_full(pages), encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":

@@ -9,16 +9,26 @@ __all__ = ['GROUP_SCALES', 'discounted_returns', 'gae', 'gae_tokens', 'group_adv
 # %% ../../nbs/formulas/08_advantage.ipynb #export-imports
 import torch
 
+from . import kernels
 from .arguments import at_least_float32, check_boolean, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape
 from .masking import apply_mask, masked_var
 from .whitening import _deviation, whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
+_SCAN = 2**13                        # numbers: fewer are added up step by step
+
 def _accumulate(x, # Any shape
                 decay, # Shape of x; 0 cuts: nothing later gets past it, not even NaN
                 dim=0, # The dimension of time
                ): # Shape of x
     "y_t = x_t + decay_t y_{t+1}, backwards in time from y_T = 0."
+    if not _many(x): return _step_by_step(x, decay, dim)
+    return _Scan.apply(x.movedim(dim, 0), decay.movedim(dim, 0)).movedim(0, dim)
+
+def _many(x): return x.numel() >= _SCAN and kernels.eager(x)
+
+def _step_by_step(x, decay, dim=0):
+    "The recursion as it is written."
     y, out = 0.0, []
     for x_t, decay_t in zip(reversed(x.unbind(dim)), reversed(decay.unbind(dim))):
         y = x_t + torch.where(decay_t == 0, 0.0, decay_t * y)
@@ -30,6 +40,40 @@ def _check_steps(rewards, **flags):
     check_ndim(1, 2, rewards=rewards)
     check_boolean("the episode ended in this step", **flags)
     check_same_shape(rewards=rewards, **flags)
+
+# %% ../../nbs/formulas/08_advantage.ipynb #scan
+class _Scan(torch.autograd.Function):
+    "y_t = x_t + decay_t y_{t+1}, time first; no gradient goes to the decay."
+    @staticmethod
+    def forward(ctx, x, decay):
+        ctx.save_for_backward(decay)
+        return _scan(x, decay)
+
+    @staticmethod
+    def backward(ctx, g):
+        decay, = ctx.saved_tensors
+        earlier = torch.cat([torch.ones_like(decay[:1]), decay[:-1]])
+        return _Scan.apply(g.flip(0), earlier.flip(0)).flip(0), None
+
+def _scan(x, decay, in_place=False):
+    "The recursion, time first; `in_place`: x and decay may be written over, and x be returned."
+    if kernels.usable(x): return kernels.scan(x, decay)
+    largest = torch.stack(torch.aminmax(x)).abs().amax()
+    if not largest * len(x) < torch.finfo(x.dtype).max: return _step_by_step(x, decay)         # NaN and inf come here too
+    T = len(x); L = max(1, round((T / 2)**0.5)); K = -(-T // L)
+    if not in_place or K * L > T: x, decay = (torch.cat([t, t.new_zeros(K * L - len(t), *t.shape[1:])]) for t in (x, decay))
+    _in_blocks(x.view(K, L, -1), decay.view(K, L, -1))
+    return x[:T]
+
+def _in_blocks(y, reach):
+    "K blocks of L steps, in place: within all of them at once, from one to the next, and back into each."
+    (K, L, _), steps, reaches = y.shape, y.unbind(1), reach.unbind(1)
+    for t in reversed(range(L - 1)):
+        steps[t].addcmul_(reaches[t], steps[t + 1])
+        reaches[t].mul_(reaches[t + 1])
+    first, reach_of_first = steps[0].unbind(0), reaches[0].unbind(0)
+    for k in reversed(range(K - 1)): first[k].addcmul_(reach_of_first[k], first[k + 1])
+    y[:-1, 1:].addcmul_(reach[:-1, 1:], y[1:, :1])
 
 # %% ../../nbs/formulas/08_advantage.ipynb #returns
 def discounted_returns(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
@@ -55,6 +99,10 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
     check_same_shape(rewards=rewards, values=values, next_values=next_values)
     check_number("gamma", gamma, low=0, high=1); check_number("lam", lam, low=0, high=1)
     rewards, values, next_values = at_least_float32(rewards), at_least_float32(values), at_least_float32(next_values)
+    if _many(rewards) and not any(t.requires_grad for t in (rewards, values, next_values)) and rewards.dtype == values.dtype == next_values.dtype:
+        delta = next_values.masked_fill(terminated, 0).mul_(gamma).add_(rewards).sub_(values)                # as below, in less memory
+        advantages = _scan(delta, (~done).to(delta.dtype).mul_(gamma * lam), in_place=True)
+        return advantages, advantages + values
     delta = rewards + gamma * torch.where(terminated, 0.0, next_values) - values
     advantages = _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(done, 0))
     return advantages, advantages + values
@@ -75,7 +123,7 @@ def gae_tokens(rewards: torch.Tensor, # Reward of each token, (B, T)
     check_float(rewards=rewards, values=values); check_ndim(2, rewards=rewards); check_same_shape(rewards=rewards, values=values); check_mask(mask, rewards=rewards)
     check_number("gamma", gamma, low=0, high=1); check_number("lam", lam, low=0, high=1)
     (rewards, counts), (values, _) = _tokens(rewards, mask), _tokens(values, mask)
-    here_or_later = _accumulate(values, (~counts).to(values), dim=1)
+    here_or_later = values if mask is None else _accumulate(values, (~counts).to(values), dim=1)
     next_values = torch.cat([here_or_later[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     delta = torch.where(counts, rewards + gamma * next_values - values, 0.0)
     advantages = torch.where(counts, _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(~counts, 1), dim=1), 0.0)

@@ -4,13 +4,18 @@
 
 # %% auto #0
 __all__ = ['selective_log_softmax', 'naive_method', 'less_efficient_method', 'efficient_method', 'entropy_from_logits',
-           'gaussian_log_prob', 'gaussian_entropy', 'tanh_log_det']
+           'log_probs_and_entropy', 'linear_log_probs', 'gaussian_log_prob', 'gaussian_entropy', 'tanh_log_det']
 
 # %% ../../nbs/formulas/02_logprob.ipynb #export-imports
+import ctypes
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 
+from . import kernels
 from .arguments import at_least_float32, check_float, check_integer, check_mask, check_ndim, check_number, check_same_shape
 from .masking import apply_mask, masked_sum
 
@@ -62,9 +67,156 @@ def selective_log_softmax(logits: torch.Tensor, # (..., V), any float dtype; -in
                           temperature: float = 1.0, # What the logits are divided by, that of the sampler, > 0
                           mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                          ) -> torch.Tensor: # log pi of the chosen words, in nats, float32 or better, (...); 0 where nothing counts
-    "log softmax(logits / temperature) of the chosen words, in float32 or better; keeps nothing but the logits for the backward pass."
+    "log softmax(logits / temperature) of the chosen words, in float32 or better; keeps nothing of the logits' size for the backward pass."
     _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index)
-    return apply_mask(_SelectiveLogSoftmax.apply(logits, apply_mask(index.long(), mask, 0), temperature), mask)
+    index = apply_mask(index.long(), mask, 0)
+    if _by_rows(logits): return apply_mask(_LogProb.apply(logits, index, temperature, False)[0], mask)
+    return apply_mask(_SelectiveLogSoftmax.apply(logits, index, temperature), mask)
+
+# %% ../../nbs/formulas/02_logprob.ipynb #chunks
+_WHOLE, _CHUNK = 2**20, 2**19         # logits: so many are still taken in one piece; so many are in a thread's hands at once where there are more
+_LOG2_E = 1 / math.log(2)
+
+def _by_rows(logits):
+    "Are these logits worth the trouble?"
+    return kernels.eager(logits) and logits.numel() > _WHOLE and (logits.device.type == "cpu" or kernels.usable(logits))
+
+def _piece(logits, copies):
+    "How many rows make a piece, if so many copies of it are at work."
+    return max(1, _CHUNK // copies // logits.shape[-1])
+
+def _pieces(size, logits, *others):
+    "The logits in pieces of `size` rows, (R, V), with the rows (R, ...) of `others` that belong to them; views of everything."
+    try: rows = logits.view(-1, logits.shape[-1])
+    except RuntimeError:                                      # rows that do not follow one another: part by part of the first dimension
+        for part in zip(logits, *others): yield from _pieces(size, *part)
+        return
+    yield from zip(rows.split(size), *(t.reshape(-1, t.shape[-1]).split(size) for t in others))
+
+def _scale(temperature, dtype):
+    "log2(e) / temperature, as a number of this dtype."
+    return torch.tensor(_LOG2_E / temperature, dtype=dtype).item()
+
+def _shift(top, scale):
+    "-floor(scale top), and the rows whose logits are so large that their differences would drown in it; None where there are none."
+    shift = (top * -scale).ceil_()
+    low, high = torch.aminmax(shift)
+    return shift, None if low > -128 and high < 128 else ~(shift.abs() < 128)
+
+def _exponents(z, top, shift, far, scale, out):
+    "x = scale (z - top) into `out`, up to a shift of each row by less than 1."
+    if far is None: return torch.add(shift, z, alpha=scale, out=out)
+    rows = far[:, 0].nonzero()[:, 0]
+    exact = (z[rows] - top[rows]) * scale                     # out may be z
+    return torch.add(shift, z, alpha=scale, out=out).index_copy_(0, rows, exact)
+
+def _forward_rows(logits, index, temperature, entropy):
+    "log pi, entropy (0 unless it is wanted), and what the backward pass needs: top and total. (..., 1) each."
+    dtype = at_least_float32(logits[..., :0]).dtype
+    scale, picked = _scale(temperature, dtype), _pick(logits, index).unsqueeze(-1).double()
+    top, total, product = (torch.zeros_like(picked, dtype=dtype) for _ in range(3))
+    size = _piece(logits, 1 + entropy)
+    def work(pieces):
+        x, e = _buffers(size, logits, dtype, entropy)
+        for z, top, total, product in pieces:
+            x_, e_ = x[:len(z)], e[:len(z)]
+            if z.dtype != dtype: z = x_.copy_(z)
+            torch.amax(z, -1, keepdim=True, out=top).clamp_(min=torch.finfo(dtype).min)
+            _exponents(z, top, *_shift(top, scale), scale, x_)
+            torch.sum(torch.exp2(x_, out=e_), -1, keepdim=True, out=total)
+            if entropy: torch.sum(x_.clamp_(min=-1e4).mul_(e_), -1, keepdim=True, out=product)      # 2^-1e4 is 0, and so is 2^-1e4 times -1e4
+    _shared(work, _pieces(size, logits, top, total, product))
+    if not total.numel(): return picked.to(dtype), product, top, total
+    shift, far = _shift(top, scale)
+    x = picked * scale + shift
+    if far is not None: x = torch.where(far, (picked - top) * scale, x)
+    logp = ((x - total.log2()) / _LOG2_E).clamp(max=0).to(dtype)                                    # rounding may lift a certain word above 0
+    return logp, torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy else product, top, total
+
+def _backward_rows(logits, index, temperature, g, h, H, top, total):
+    "The gradient of g log pi + h entropy with respect to the logits, in their dtype; h may be None. All but logits and index (..., 1)."
+    dtype, out = total.dtype, _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device))
+    if not total.numel(): return out
+    constant, slope, scale = -g / (temperature * total), torch.zeros_like(total), _scale(temperature, dtype)
+    if h is not None:
+        constant, slope = constant - h * (H - total.log()) / (temperature * total), -h / (temperature * total * _LOG2_E)
+        constant, slope = (torch.where(total == 0, 0.0, t) for t in (constant, slope))
+    shift, far = _shift(top, scale)
+    two = h is not None or dtype != logits.dtype
+    size = _piece(logits, 1 + two)
+    def work(pieces):
+        x, e = _buffers(size, logits, dtype, two)
+        for z, i, o, g_, top_, a, b, *k in pieces:
+            x_, e_ = x[:len(z)], o if o.dtype == dtype else e[:len(z)]
+            if z.dtype != dtype: z = x_.copy_(z)
+            k = k if len(k) == 2 else (*k, None)
+            if h is None: torch.exp2(_exponents(z, top_, *k, scale, e_), out=e_).mul_(a)
+            else: torch.exp2(_exponents(z, top_, *k, scale, x_).clamp_(min=-1e4), out=e_).mul_(x_.mul_(b).add_(a))
+            e_.scatter_add_(-1, i, g_)
+            if e_ is not o: o.copy_(e_)
+    _shared(work, _pieces(size, logits, index.unsqueeze(-1), out, g / temperature, top, constant, slope, shift, *[] if far is None else [far]))
+    silent = g == 0 if h is None else (g == 0) & (h == 0)                                           # a row without a gradient has none, whatever its logits are
+    return out.masked_fill_(silent, 0) if silent.any() else out
+
+def _buffers(size, logits, dtype, two):
+    "A piece's worth of memory, once or twice."
+    x = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
+    return x, torch.empty_like(x) if two else x
+
+def _shared(work, pieces):
+    "Let as many threads as PyTorch would use take one piece after the other. (PyTorch itself would share out every operation on every piece, and wait for the slowest thread each time.)"
+    pieces, threads, inference = [p for p in pieces if len(p[0])], torch.get_num_threads(), torch.is_inference_mode_enabled()
+    left, workers = iter(pieces), min(threads, len(pieces)) if pieces and pieces[0][0].device.type == "cpu" else 1
+    def worker():
+        torch.set_num_threads(1)                              # of this thread; it also becomes the default of threads yet to come, which is put right below
+        with torch.inference_mode(inference), torch.no_grad(): work(left)
+    if workers < 2: return work(left)
+    with ThreadPoolExecutor(workers) as pool: done = [pool.submit(worker) for _ in range(workers)]
+    torch.set_num_threads(threads)
+    for future in done: future.result()
+
+def _by(logits, name):
+    "A function of the kernels, or the one here that does the same."
+    return getattr(kernels, name) if kernels.usable(logits) else globals()["_" + name]
+
+class _LogProb(torch.autograd.Function):
+    "(log pi, entropy), from one read of the logits; keeps two numbers of each row."
+    @staticmethod
+    def forward(ctx, logits, index, temperature, entropy):
+        logp, H, top, total = _by(logits, "forward_rows")(logits, index, temperature, entropy)
+        ctx.save_for_backward(logits, index, top, total, *[H] * entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        if not entropy: ctx.mark_non_differentiable(H := H.new_zeros(()))
+        return logp.squeeze(-1), H.squeeze(-1) if entropy else H
+
+    @staticmethod
+    def backward(ctx, g, h):
+        logits, index, top, total, *H = ctx.saved_tensors
+        if g is None and h is None: return None, None, None, None
+        if torch.is_grad_enabled(): return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None
+        g, h = torch.zeros_like(total) if g is None else g.unsqueeze(-1), None if h is None else h.unsqueeze(-1)
+        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, top, total), None, None, None
+
+def _differentiable_gradient(logits, index, temperature, g, h):
+    "The gradient of g log pi + h entropy, for those who want the gradient of that."
+    pairs = [(f, d) for f, d in ((lambda z: _SelectiveLogSoftmax.apply(z, index, temperature), g), (lambda z: _whole_entropy(z, temperature, None), h)) if d is not None]
+    return torch.autograd.grad([f(logits) for f, _ in pairs], logits, [d for _, d in pairs], create_graph=True)[0]
+
+def _large_pages(x):
+    "`x`, for whose memory Linux is asked to hand out pages of 2 MiB instead of 4 KiB: they cost a fraction of the time. Elsewhere, just `x`."
+    if x.nbytes >= 2**23 and (madvise := _madvise()):
+        first, last = -(-x.data_ptr() // 2**12) * 2**12, (x.data_ptr() + x.nbytes) // 2**12 * 2**12
+        madvise(first, last - first, 14)                                       # MADV_HUGEPAGE; it is advice, and may be declined
+    return x
+
+@cache
+def _madvise():
+    if not sys.platform.startswith("linux"): return None
+    try: f = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError): return None
+    f.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return f
 
 # %% ../../nbs/formulas/02_logprob.ipynb #methods
 def _check_method(logits, index):
@@ -94,16 +246,94 @@ def efficient_method(logits: torch.Tensor, # (B, S, V) or (S, V), any float dtyp
     return torch.cat([selective_log_softmax(z, i) for z, i in zip(logits.split(1), index.split(1))])
 
 # %% ../../nbs/formulas/02_logprob.ipynb #entropy
+def _whole_entropy(logits, temperature, mask):
+    "By the definition, impossible words left out; for logits that are taken in one piece."
+    possible = logits != -torch.inf if mask is None else (logits != -torch.inf) & mask.unsqueeze(-1)
+    z = apply_mask(at_least_float32(logits), possible, torch.finfo(torch.float32).min)
+    logp = apply_mask(torch.log_softmax(_scaled(z, temperature), -1), possible)
+    return masked_sum(-logp.exp() * logp, possible, dim=-1)
+
 def entropy_from_logits(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
                         temperature: float = 1.0, # What the logits are divided by, > 0
                         mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                        ) -> torch.Tensor: # In nats, from 0 to log V, float32 or better, (...); 0 where nothing counts or no word is possible
     "Entropy of softmax(logits / temperature), -sum p log p; its gradient is 0 where a logit is -inf."
     _check_logits(logits, temperature); check_mask(mask, **{"logits[..., 0]": logits[..., 0]})
-    possible = logits != -torch.inf if mask is None else (logits != -torch.inf) & mask.unsqueeze(-1)
-    z = apply_mask(at_least_float32(logits), possible, torch.finfo(torch.float32).min)
-    logp = apply_mask(torch.log_softmax(_scaled(z, temperature), -1), possible)
-    return masked_sum(-logp.exp() * logp, possible, dim=-1)
+    if not _by_rows(logits): return _whole_entropy(logits, temperature, mask)
+    return apply_mask(_LogProb.apply(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device), temperature, True)[1], mask)
+
+def log_probs_and_entropy(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
+                          index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
+                          temperature: float = 1.0, # What the logits are divided by, > 0
+                          mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
+                         ) -> tuple[torch.Tensor, torch.Tensor]: # (log pi of the chosen words, entropy), in nats, float32 or better, (...) each; 0 where nothing counts
+    "`selective_log_softmax` and `entropy_from_logits` from one read of the logits."
+    _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index)
+    if not _by_rows(logits): return selective_log_softmax(logits, index, temperature, mask), entropy_from_logits(logits, temperature, mask)
+    return tuple(apply_mask(y, mask) for y in _LogProb.apply(logits, apply_mask(index.long(), mask, 0), temperature, True))
+
+# %% ../../nbs/formulas/02_logprob.ipynb #linear
+class _LinearLogProb(torch.autograd.Function):
+    "(log pi, entropy) of hidden @ weight.T + bias, some rows at a time; keeps two numbers of each row."
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, index, temperature, chunk, entropy):
+        out = []
+        for h, i in zip(hidden.split(chunk), index.split(chunk)):
+            out.append(_by(hidden, "forward_rows")(torch.nn.functional.linear(h, weight, bias), i, temperature, entropy))        # which is forgotten again
+        logp, H, top, total = (torch.cat(x) for x in zip(*out))
+        ctx.save_for_backward(hidden, weight, bias, index, H, top, total)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        if not entropy: ctx.mark_non_differentiable(H := H.squeeze(-1)); return logp.squeeze(-1), H
+        return logp.squeeze(-1), H.squeeze(-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, h):
+        (hidden, weight, bias, *rest), T = ctx.saved_tensors, ctx.temperature
+        need, by = ctx.needs_input_grad, [torch.zeros_like(rest[-1]) if g is None else g.unsqueeze(-1), *([] if h is None else [h.unsqueeze(-1)])]
+        d_hidden = torch.empty_like(hidden) if need[0] else None
+        d_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need[1] else None
+        d_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need[2] else None
+        first = 0
+        for x, i, H, top, total, g, *h in zip(*(t.split(ctx.chunk) for t in (hidden, *rest, *by))):
+            dz = _by(hidden, "backward_rows")(torch.nn.functional.linear(x, weight, bias), i, T, g, h[0] if h else None, H, top, total)
+            if need[0]: torch.mm(dz, weight, out=d_hidden[first:first + len(x)])
+            if need[1]: d_weight.addmm_(dz.t(), x) if d_weight.dtype == x.dtype else d_weight.add_(dz.t() @ x)
+            if need[2]: d_bias += dz.sum(0, dtype=d_bias.dtype)
+            first += len(x)
+            del dz
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+
+def linear_log_probs(hidden: torch.Tensor, # What is under the language model's head, (..., d), any float dtype
+                     weight: torch.Tensor, # The head's weights, (V, d)
+                     index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
+                     bias: torch.Tensor | None = None, # The head's bias, (V,); None = it has none
+                     temperature: float = 1.0, # What the logits are divided by, > 0
+                     chunk: int | None = None, # Rows whose logits are there at once; None = as many as make 2 million logits
+                     entropy: bool = False, # Return the entropy as well?
+                     mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
+                    ) -> torch.Tensor | tuple: # log pi of the chosen words, in nats, float32 or better, (...); with `entropy`, (log pi, entropy)
+    "`selective_log_softmax` of hidden @ weight.T + bias (and `entropy_from_logits`), without ever holding these logits; gradients go to hidden, weight and bias, once."
+    check_float(optional=("bias",), hidden=hidden, weight=weight, bias=bias); check_integer(index=index); check_ndim(2, weight=weight); check_mask(mask, index=index)
+    check_number("temperature", temperature, low=0, open_low=True)
+    if chunk is not None: check_number("chunk", chunk, low=1)
+    V, d = weight.shape
+    if hidden.ndim == 0 or hidden.shape[-1] != d: raise ValueError(f"hidden must end in the width of weight, {d}, got shape {tuple(hidden.shape)}")
+    if index.shape != hidden.shape[:-1]: raise ValueError(f"index must have the shape of hidden without its width, {tuple(hidden.shape[:-1])}, got {tuple(index.shape)}")
+    if bias is not None and bias.shape != (V,): raise ValueError(f"bias must have one number for each word, shape {(V,)}, got {tuple(bias.shape)}")
+    index = apply_mask(index.long(), mask, 0)
+    if not kernels.eager(hidden) or hidden.device.type not in ("cpu", "cuda") or chunk is None and index.numel() * V <= _WHOLE:
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        return log_probs_and_entropy(logits, index, temperature, mask) if entropy else selective_log_softmax(logits, index, temperature, mask)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind): hidden, weight, bias = (None if t is None else t.to(torch.get_autocast_dtype(kind)) for t in (hidden, weight, bias))
+    with torch.autocast(kind, enabled=False):
+        both = _LinearLogProb.apply(hidden.reshape(-1, d), weight, bias, index.reshape(-1), temperature, int(chunk or max(1, _LINEAR_CHUNK // V)), entropy)
+    logp, H = (apply_mask(y.view(index.shape), mask) for y in both)
+    return (logp, H) if entropy else logp
+
+_LINEAR_CHUNK = 2**21                # logits that `linear_log_probs` has at once
 
 # %% ../../nbs/formulas/02_logprob.ipynb #gaussian
 def _dimensions(mask, **tensors):

@@ -25,7 +25,7 @@ class RLHFConfig:
     model: str = option("", "a causal language model that transformers can load, a directory or a name on the hub; empty = a new GPT-2, made here")
     preset: str = option("tiny", "size of the new GPT-2: tiny (2 layers of 64), gpt2-small (12 of 768, the 124M architecture)", choices=PRESETS)
     seed: int = option(0, "of the weights, the texts, the labels, the samples and the minibatches", low=0)
-    device: str = option("auto", "where to compute: auto, cpu or cuda; auto is a GPU if there is one")
+    device: str = option("auto", "where to compute: auto, cpu, cuda or mps; auto is a GPU if there is one")
     precision: str = option("float32", "of matrix products: float32, or bfloat16 by autocast", choices=PRECISIONS)
     query_length: int = option(0, "tokens to which each query is padded on the left (G2); 0 = as many as the longest has", low=0)
     response_length: int = option(16, "tokens of each answer, sampled past the end of the text (G4)", low=1)

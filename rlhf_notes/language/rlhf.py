@@ -34,7 +34,7 @@ from ..formulas.reward import RewardNorm, apply_penalty, token_rewards
 from ..formulas.value import explained_variance, value_clip_fraction, value_loss
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .model import Policy, Pretraining, RewardModel, autocast, check_context, hidden_states, load_model, make_gpt2, no_dropout, pad_outside, to_logits
+from .model import Policy, Pretraining, RewardModel, autocast, check_context, head_log_probs, hidden_states, lean_head, load_model, make_gpt2, no_dropout, pad_outside, to_logits
 from .reward_model import RewardTraining, score
 from .sample import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
@@ -156,7 +156,7 @@ def process_seed(seed: int, # Of the run
 class Processes:
     "Those that train together: this one alone, or all that `accelerate launch` started."
     def __init__(self,
-                 device: str = "auto", # "auto", "cpu" or "cuda"; with one process also "cuda:1"
+                 device: str = "auto", # "auto", "cpu", "cuda" or "mps"; with one process also "cuda:1"
                 ):
         self.accelerator, self.index, self.count = None, 0, 1
         if launched("SIZE", 1) > 1:
@@ -276,7 +276,8 @@ class RLHF:
         tokens, seen = torch.cat([queries, answers.tokens], 1), torch.cat([mask, torch.ones_like(counts)], 1)
         with autocast(self.device, c.precision):
             hidden = hidden_states(self.reference, tokens[:, :-1], seen[:, :-1])[:, -c.response_length:]
-            logp_ref = selective_log_softmax(to_logits(self.reference, hidden), answers.tokens, c.temperature)                 # P1
+            if lean_head(self.reference, counts.numel()): logp_ref, _ = head_log_probs(self.reference, hidden, answers.tokens, c.temperature)
+            else: logp_ref = selective_log_softmax(to_logits(self.reference, hidden), answers.tokens, c.temperature)           # P1
             raw = score(self.reward_model, queries, mask, cut, counts)
         scores = apply_penalty(self.norm(raw), found, c.penalty)                                                               # R3, P5
         return Rollout(tokens, seen, counts, found, scores, answers.logp, logp_ref, self.policy.value(answers.hidden))
@@ -302,17 +303,25 @@ class RLHF:
         first = self.processes.index * self.config.microbatches
         return [batch[i * size:(i + 1) * size] for i in range(first, first + self.config.microbatches)]                        # P7
 
+    def say(self, part) -> tuple: # (logp, entropy without gradient, values), (b, T) each
+        "What the policy says about the answers of a microbatch."
+        c = self.config
+        if lean_head(self.policy.lm, part.counts.numel()):
+            with autocast(self.device, c.precision): (logp, entropy), values = self.model(part.tokens, part.mask, c.response_length, part.answers, c.temperature)
+            return logp, entropy, values
+        with autocast(self.device, c.precision): logits, values = self.model(part.tokens, part.mask, c.response_length)
+        return selective_log_softmax(logits, part.answers, c.temperature), entropy_from_logits(logits.detach(), c.temperature), values   # P1
+
     def gradient(self, part, batch, last) -> tuple: # (logp, values, entropy), (b, T) each, without gradients; what `losses` gave
         "Add the gradient of a microbatch to what is there, with its weight in the minibatch."
         c = self.config
         with nullcontext() if last else self.processes.no_sync(self.model):
-            with autocast(self.device, c.precision): logits, values = self.model(part.tokens, part.mask, c.response_length)
-            logp = selective_log_softmax(logits, part.answers, c.temperature)                                                  # P1
+            logp, entropy, values = self.say(part)
             policy, value, stats = losses(c, part, logp, values, self.kl.coef)
             loss = policy * share(part.counts, batch.counts, POLICY_VARIANTS[c.variant][0])
             if value is not None: loss = loss + c.value_coef * value * share(part.counts, batch.counts, "token-mean")
             self.processes.backward(loss * self.processes.count)                                                               # which then takes the mean
-        return (logp.detach(), values.detach(), entropy_from_logits(logits.detach(), c.temperature)), (policy, value, stats)
+        return (logp.detach(), values.detach(), entropy), (policy, value, stats)
 
     def adam(self):
         "Adam's step, at the learning rate of this iteration."
@@ -366,6 +375,11 @@ class Evaluation:
     def win_rate(self, other: "Evaluation") -> float: # From 0 to 1
         "How often the human likes these better, query by query; a tie is half a win."
         return ((self.true > other.true).float() + 0.5 * (self.true == other.true)).mean().item()
+
+    def worth(self, before: "Evaluation") -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
+        "What these answers come to, beside those of the model that it all began with."
+        stats = {name: x.item() for name, x in answer_stats(self.rollout).items()}
+        return dict(proxy=stats["score"], true=self.true.mean().item(), kl=stats["kl_k1"], valid=stats["valid"], win=self.win_rate(before))
 
 @torch.no_grad()
 def evaluate(trainer: RLHF, # In training or after it
@@ -564,9 +578,9 @@ def conclude(training: Training, # At its end, or interrupted
     results = dict.fromkeys(("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft", "proxy_score", "kl", "valid", "tokens_per_second"))
     if training.done:
         before, after = evaluate(training.stage, training.lm), evaluate(training.stage)
-        numbers = {name: x.item() for name, x in answer_stats(after.rollout).items()}
-        results |= dict(true_score_sft=before.true.mean().item(), true_score=after.true.mean().item(), win_rate_vs_sft=after.win_rate(before), proxy_score_sft=before.rollout.scores.mean().item(),
-                        proxy_score=numbers["score"], kl=numbers["kl_k1"], valid=numbers["valid"], tokens_per_second=len(rows) / sum(1 / r["tokens_per_second"] for r in rows))
+        worth = after.worth(before)
+        results |= dict(true_score_sft=before.true.mean().item(), true_score=worth["true"], win_rate_vs_sft=worth["win"], proxy_score_sft=before.rollout.scores.mean().item(),
+                        proxy_score=worth["proxy"], kl=worth["kl"], valid=worth["valid"], tokens_per_second=len(rows) / sum(1 / r["tokens_per_second"] for r in rows))
     return summary | results
 
 # %% ../../nbs/language/34_rlhf.ipynb #train

@@ -16,7 +16,7 @@ from ..formulas.arguments import check_number, check_same_shape
 from .config import RLHFConfig
 from .model import Pretraining
 from .reward_model import RewardTraining
-from .rlhf import RLHF, answer_stats, evaluate, make_world
+from .rlhf import RLHF, evaluate, make_world
 from ..runs import pick_device
 
 # %% ../../nbs/language/35_variants.ipynb #start
@@ -48,9 +48,7 @@ def measure(trainer: RLHF, # At its beginning, in training, or at its end; `eval
             lm: nn.Module | None = None, # The model to look at; None = the policy as it is now
            ) -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
     "What a policy is worth."
-    after, before = evaluate(trainer, lm), evaluate(trainer, trainer.reference)
-    stats = {name: x.item() for name, x in answer_stats(after.rollout).items()}
-    return dict(proxy=stats["score"], true=after.true.mean().item(), kl=stats["kl_k1"], valid=stats["valid"], win=after.win_rate(before))
+    return evaluate(trainer, lm).worth(evaluate(trainer, trainer.reference))
 
 # %% ../../nbs/language/35_variants.ipynb #best
 def best_of_n_kl(n: int, # Answers to choose from, >= 1

@@ -1,10 +1,12 @@
 import itertools
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from rlhf_notes.formulas import advantage as module
 from rlhf_notes.formulas.advantage import GROUP_SCALES, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
@@ -426,3 +428,76 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+# ---- many steps: the scan
+
+@contextmanager
+def scanned():
+    "However few the steps are, they are added up in blocks."
+    before, module._SCAN = module._SCAN, 1
+    try: yield
+    finally: module._SCAN = before
+
+
+@given(data=rollouts(), gamma=UNIT, lam=UNIT)
+def test_the_scan_equals_the_double_sum(data, gamma, lam):
+    before = [t.clone() for t in data]
+    with scanned():
+        A, R = gae(*data, gamma, lam)
+        returns = discounted_returns(data[0], data[4], gamma)
+    torch.testing.assert_close(A, as_steps([double_sum(*c, gamma, lam) for c in columns(*data)], A), atol=1e-10, rtol=0)
+    torch.testing.assert_close(R, A + data[1], atol=1e-12, rtol=0)
+    torch.testing.assert_close(returns, as_steps([return_sum(*c, gamma) for c in columns(data[0], data[4])], returns), atol=1e-10, rtol=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, data))
+
+
+@pytest.mark.parametrize("T, N", [(2048, 8), (129, 70), (8192, 1), (1, 9000), (2, 5000)])
+@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (1.0, 1.0), (0.3, 0.5)])
+def test_many_steps_equal_the_loop(T, N, gamma, lam):
+    r, v, nv, terminated, truncated = *(normal(i, (T, N)) for i in range(3)), random_mask(3, (T, N), 0.01), random_mask(4, (T, N), 0.01)
+    done = terminated | truncated
+    assert r.numel() >= module._SCAN
+    loop = module._step_by_step(r + gamma * torch.where(terminated, 0.0, nv) - v, torch.full_like(r, gamma * lam).masked_fill(done, 0))
+    value, grads = value_and_grad(lambda *x: gae(*x, terminated, done, gamma, lam)[0].cos(), r, v, nv)
+    torch.testing.assert_close(value, loop.cos(), atol=1e-10, rtol=0)
+    torch.testing.assert_close(gae(r, v, nv, terminated, done, gamma, lam)[0], loop, atol=1e-10, rtol=0)
+    g = module._step_by_step((-loop.sin()).flip(0), torch.cat([torch.ones_like(r[:1]), torch.full_like(r, gamma * lam).masked_fill(done, 0)[:-1]]).flip(0)).flip(0)
+    for got, expected in zip(grads, (g, -g, gamma * g * ~terminated)): torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-9)
+
+
+@given(seed=SEEDS, rows=st.integers(1, 4), width=st.integers(1, 9), keep=KEEP, gamma=UNIT, lam=UNIT)
+def test_the_scan_over_tokens_equals_gae_of_the_row_cut_together(seed, rows, width, keep, gamma, lam):
+    r, v, m = normal(seed, (rows, width)), normal(seed + 1, (rows, width)), random_mask(seed + 2, (rows, width), keep)
+    with scanned(): A, R = gae_tokens(torch.where(m, r, math.nan), torch.where(m, v, math.inf), m, gamma, lam)
+    for b, (rb, vb) in enumerate(cut_together(m, r, v)):
+        torch.testing.assert_close(A[b, m[b]], torch.tensor(token_gae(rb, vb, gamma, lam), dtype=torch.float64), atol=1e-10, rtol=0)
+    torch.testing.assert_close(gae_tokens(r, v, m, gamma, lam), (A, R), atol=1e-10, rtol=0)
+
+
+@given(data=rollouts(), gamma=UNIT, lam=UNIT, junk=JUNK)
+def test_nothing_comes_from_behind_an_end_in_the_scan(data, gamma, lam, junk):
+    r, v, nv, terminated, done = data
+    f = lambda r, v, nv: torch.stack(gae(r, v, nv, terminated, done, gamma, lam))
+    with scanned():
+        (a, ga), (b, gb) = value_and_grad(f, r, v, nv), value_and_grad(f, r, v, torch.where(terminated, junk, nv))
+        torch.testing.assert_close((a, ga), (b, gb), atol=1e-10, rtol=1e-9)
+        torch.testing.assert_close(f(r, v, torch.where(terminated, junk, nv)), a, atol=1e-10, rtol=1e-9)
+        ends = done.reshape(len(done), -1).all(1).nonzero().flatten()
+        if len(ends):
+            later = (torch.arange(len(r)) > ends[0]).reshape(-1, *[1] * (r.ndim - 1))
+            spoilt = f(*[torch.where(later, junk, t) for t in (r, v, nv)])
+            torch.testing.assert_close(spoilt[:, :int(ends[0]) + 1], a[:, :int(ends[0]) + 1], atol=1e-10, rtol=1e-9)
+
+
+@given(data=rollouts(), gamma=UNIT, lam=UNIT)
+@settings(max_examples=15)
+def test_the_gradient_of_the_scan_by_finite_differences(data, gamma, lam):
+    r, v, nv, terminated, done = data
+    leaves = [t.clone().requires_grad_(True) for t in (r, v, nv)]
+    with scanned(): assert torch.autograd.gradcheck(lambda *x: gae(*x, terminated, done, gamma, lam)[0].sin(), leaves) and torch.autograd.gradgradcheck(lambda *x: gae(*x, terminated, done, gamma, lam)[0].sin(), leaves)
+
+
+def test_large_rewards_do_not_overflow_in_the_scan():
+    r, no = torch.full((4, 3), 1e38), torch.zeros(4, 3, dtype=torch.bool)
+    with scanned(): torch.testing.assert_close(gae(r, r * 0, r * 0, no, no | True)[0], r)

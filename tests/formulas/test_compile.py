@@ -22,6 +22,8 @@ CALLS = {
     "efficient_method": lambda: (lambda a: rn.efficient_method(a, index), logits),
     "selective_log_softmax": lambda: (lambda a: rn.selective_log_softmax(a, index, 0.7), logits),
     "entropy_from_logits": lambda: (lambda a: rn.entropy_from_logits(a, 0.7), logits),
+    "log_probs_and_entropy": lambda: (lambda a: sum(rn.log_probs_and_entropy(a, index, 0.7)), logits),
+    "linear_log_probs": lambda: (lambda a, b: rn.linear_log_probs(a, b, index, chunk=2), normal(7, (4, 5, 3)), normal(8, (7, 3))),
     "gaussian_log_prob": lambda: (lambda a, b, c: rn.gaussian_log_prob(a, b, c.exp(), m[:, 0]), x, y, z),
     "gaussian_entropy": lambda: (lambda a: rn.gaussian_entropy(a.exp(), m[:, 0]), x),
     "tanh_log_det": lambda: (rn.tanh_log_det, x),

@@ -1,12 +1,14 @@
 import math
+from contextlib import contextmanager
 from decimal import Decimal, localcontext
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, gaussian_entropy, gaussian_log_prob,
-                                         less_efficient_method, naive_method, selective_log_softmax, tanh_log_det)
+from rlhf_notes.formulas import logprob as module
+from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, gaussian_entropy, gaussian_log_prob, less_efficient_method,
+                                         linear_log_probs, log_probs_and_entropy, naive_method, selective_log_softmax, tanh_log_det)
 from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
 
 METHODS = {"naive": naive_method, "less efficient": less_efficient_method, "efficient": efficient_method, "selective": selective_log_softmax}
@@ -381,3 +383,184 @@ def test_tanh_log_det_works_under_vmap():
 ])
 def test_bad_input_of_tanh_log_det_is_named(x, error, words):
     with pytest.raises(error, match=words): tanh_log_det(x)
+
+
+# ---- in pieces, and without the logits
+
+@contextmanager
+def in_pieces(chunk=7, whole=0, threads=1, linear=16):
+    "However few the logits are, they are taken in pieces of `chunk`."
+    before = module._WHOLE, module._CHUNK, module._LINEAR_CHUNK, torch.get_num_threads()
+    module._WHOLE, module._CHUNK, module._LINEAR_CHUNK = whole, chunk, linear
+    torch.set_num_threads(threads)
+    try: yield
+    finally:
+        module._WHOLE, module._CHUNK, module._LINEAR_CHUNK = before[:3]
+        torch.set_num_threads(before[3])
+
+
+def exact(z, i, temperature=1.0):
+    "log pi and entropy in float64, by the definition; 0 entropy where no word is possible."
+    logp = (z.double() / temperature).log_softmax(-1)
+    p = torch.nan_to_num(logp.exp())
+    return logp.gather(-1, i[..., None])[..., 0], -(p * torch.where(p > 0, logp, 0.0)).sum(-1)
+
+
+@settings(max_examples=40)
+@given(shape=shapes(0, 3), vocabulary=st.integers(1, 9), seed=SEEDS, dtype=DTYPES, temperature=TEMPERATURES, shift=st.sampled_from([0.0, 50.0, -1e4]), share=st.sampled_from([0.0, 0.3]), chunk=st.sampled_from([1, 7, 20]), threads=st.sampled_from([1, 2]))
+def test_pieces_give_what_the_whole_gives(shape, vocabulary, seed, dtype, temperature, shift, share, chunk, threads):
+    z, i = normal(seed, (*shape, vocabulary), scale=3.0) + shift, words(seed + 1, shape, vocabulary)
+    if dtype == torch.float16: z = z.clamp(-6e4, 6e4)
+    z = z.masked_fill(random_mask(seed + 2, z.shape, share), -math.inf).scatter(-1, i[..., None], shift).to(dtype)
+    before = z.clone()
+    logp, H = exact(z, i, temperature)
+    with in_pieces(chunk, threads=threads):
+        y, (grad,) = value_and_grad(lambda z: torch.stack(log_probs_and_entropy(z, i, temperature)), z)
+        alone = selective_log_softmax(z, i, temperature), entropy_from_logits(z, temperature)
+        for f, a in ((lambda z: selective_log_softmax(z, i, temperature), 1), (lambda z: entropy_from_logits(z, temperature), 0)):
+            formula = a * torch.nn.functional.one_hot(i, vocabulary) - a * logp_all(z, temperature).exp() if a else -(logp_all(z, temperature).exp() * torch.where(logp_all(z, temperature) > -math.inf, logp_all(z, temperature) + H[..., None], 0.0))
+            torch.testing.assert_close(value_and_grad(f, z)[1][0].double(), formula / temperature, atol=2e-5, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
+    assert torch.equal(z, before) and y.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and grad.dtype == dtype
+    close(y[0], logp); close(y[1], H, atol=1e-5)
+    torch.testing.assert_close(torch.stack(alone), y, rtol=1e-6, atol=1e-6 if y.dtype == torch.float32 else 1e-14)
+    assert (y[0] <= 0).all() and (y[1] >= 0).all()
+
+
+def logp_all(z, temperature): return (z.double() / temperature).log_softmax(-1)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    z, i = normal(0, (6, 40), torch.float32, 4.0), words(1, (6,), 40)
+    far = z.clone(); far[1] += 1e4; far[2] = math.nan; far[3] = -math.inf
+    keep = torch.tensor([True, False, False, False, True, True])
+    for chunk in (40, 120, 1000):
+        with in_pieces(chunk):
+            f = lambda z: torch.stack(log_probs_and_entropy(z, i))
+            (a, (ga,)), (b, (gb,)) = value_and_grad(f, z), value_and_grad(f, far)
+            assert torch.equal(a[:, keep], b[:, keep]) and torch.equal(ga[keep], gb[keep])
+            assert b[:, 2].isnan().all() and b[0, 3].isnan() and b[1, 3] == 0
+            close(b[:, 1], torch.stack(exact(far, i))[:, 1], atol=1e-5)
+            _, (g,) = value_and_grad(lambda z: torch.where(keep, selective_log_softmax(z, i), 0.0), far)
+            assert g.isfinite().all() and (g[~keep] == 0).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pieces_of_logits_whose_rows_do_not_follow_one_another(threads):
+    whole, i, seen = normal(0, (3, 6, 11), torch.float32), words(1, (3, 8), 11)[:, 1:6], random_mask(2, (3, 5))
+    with in_pieces(22, threads=threads):
+        for z in (whole[:, :-1], whole[:, :-1].transpose(0, 1).contiguous().transpose(0, 1), whole[:1, :1].expand(3, 5, 11), whole.transpose(1, 2).contiguous().transpose(1, 2)[:, 1:]):
+            value, (grad,) = value_and_grad(lambda z: log_probs_and_entropy(z, i, mask=seen)[0], z)
+            leaf = z.detach().requires_grad_(True)
+            strided, (g,) = (y := log_probs_and_entropy(leaf, i, mask=seen)[0]).detach(), torch.autograd.grad(y.sum(), leaf)
+            close(strided, torch.where(seen, exact(z, i)[0], 0.0)); torch.testing.assert_close((strided, g), (value, grad))
+        with pytest.raises(ValueError, match="index must be between 0 and 10"): selective_log_softmax(whole, torch.full((3, 6), 11))
+        with torch.inference_mode(): close(selective_log_softmax(whole[:, 1:], i), exact(whole[:, 1:], i)[0])
+    assert torch.get_num_threads() == 1
+
+
+def test_the_gradient_of_pieces_against_finite_differences():
+    z, i, m = normal(0, (2, 3, 5)).requires_grad_(True), words(1, (2, 3), 5), random_mask(2, (2, 3))
+    with in_pieces():
+        for f in (lambda z: selective_log_softmax(z, i, 0.6, m), lambda z: entropy_from_logits(z, 0.6), lambda z: log_probs_and_entropy(z, i, 0.6, m), lambda z: torch.stack(log_probs_and_entropy(z, i)).cos()):
+            assert torch.autograd.gradcheck(f, z) and torch.autograd.gradgradcheck(f, z)
+
+
+def test_bfloat16_logits_of_a_large_vocabulary():
+    "The promise: error of log pi below 1e-4, of the gradient below 1e-2 in norm."
+    z, i, w = normal(0, (16, 128256), torch.bfloat16, 5.0), words(1, (16,), 128256), normal(2, (16,), torch.float32)
+    logp, H = exact(z, i)
+    y, (grad,) = value_and_grad(lambda z: selective_log_softmax(z, i) * w, z)
+    formula = (torch.nn.functional.one_hot(i, 128256) - logp_all(z, 1.0).exp()) * w[:, None]
+    assert z.numel() > module._WHOLE and (y / w - logp).abs().max() < 1e-4 and grad.dtype == torch.bfloat16
+    assert (grad - formula).norm() / formula.norm() < 1e-2
+    y, (grad,) = value_and_grad(entropy_from_logits, z)
+    p = logp_all(z, 1.0).exp()
+    formula = -p * (logp_all(z, 1.0) + H[:, None])
+    assert (y - H).abs().max() < 1e-4 and (grad - formula).norm() / formula.norm() < 1e-2
+
+
+def test_pieces_keep_two_numbers_for_a_row():
+    saved = {}
+    def save(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    z, i = normal(0, (4, 16, 100), torch.float32).requires_grad_(True), words(1, (4, 16), 100)
+    with in_pieces(), torch.autograd.graph.saved_tensors_hooks(save, lambda t: t): y = selective_log_softmax(z, i)
+    saved.pop(z.untyped_storage().data_ptr(), None)
+    assert y.requires_grad and sum(saved.values()) <= 2 * i.numel() * 8
+
+
+@settings(max_examples=25)
+@given(shape=shapes(1, 2), d=st.integers(1, 4), vocabulary=st.integers(1, 9), seed=SEEDS, temperature=TEMPERATURES, chunk=st.sampled_from([None, 1, 3, 100]), with_bias=st.booleans(), with_mask=st.booleans())
+def test_linear_equals_the_way_through_the_logits(shape, d, vocabulary, seed, temperature, chunk, with_bias, with_mask):
+    h, W, i = normal(seed, (*shape, d)), normal(seed + 1, (vocabulary, d)), words(seed + 2, shape, vocabulary)
+    b, m = normal(seed + 3, (vocabulary,)) if with_bias else None, random_mask(seed + 4, shape) if with_mask else None
+    if m is not None: h = torch.where(m[..., None], h, 0.0)
+    def naive(h, W, *b): return torch.stack(log_probs_and_entropy(torch.nn.functional.linear(h, W, *b), i, temperature, m)).sin()
+    def ours(h, W, *b): return torch.stack(linear_log_probs(h, W, i, *b or [None], temperature=temperature, chunk=chunk, entropy=True, mask=m)).sin()
+    leaves = [h, W] + [b] * with_bias
+    expected = value_and_grad(naive, *leaves)
+    with in_pieces(linear=20): got = value_and_grad(ours, *leaves)
+    torch.testing.assert_close(got, expected)
+    with in_pieces(linear=20): torch.testing.assert_close(linear_log_probs(h, W, i, b, temperature, chunk, mask=m).sin(), expected[0][0])
+
+
+def test_linear_by_finite_differences_and_where_only_some_gradients_are_wanted():
+    h, W, b, i = normal(0, (2, 3, 4)), normal(1, (7, 4)), normal(2, (7,)), words(3, (2, 3), 7)
+    with in_pieces():
+        assert torch.autograd.gradcheck(lambda *x: linear_log_probs(x[0], x[1], i, x[2], 0.7, entropy=True), [t.clone().requires_grad_(True) for t in (h, W, b)])
+        for k in range(3):
+            leaves = [t.clone().requires_grad_(j == k) for j, t in enumerate((h, W, b))]
+            assert torch.autograd.gradcheck(lambda x: linear_log_probs(*[x if j == k else t for j, t in enumerate(leaves[:2])], i, x if k == 2 else leaves[2]), leaves[k])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_linear_in_half_precision(autocast):
+    h, W, i = normal(0, (40, 16), torch.float32), normal(1, (300, 16), torch.float32), words(2, (40,), 300)
+    if not autocast: h, W = h.bfloat16(), W.bfloat16()
+    with in_pieces(1500, linear=3000), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, grads = value_and_grad(lambda h, W: linear_log_probs(h, W, i), h, W)
+        naive, expected = value_and_grad(lambda h, W: selective_log_softmax(torch.nn.functional.linear(h, W), i), h, W)
+    assert y.dtype == torch.float32 and [g.dtype for g in grads] == [h.dtype, W.dtype]
+    torch.testing.assert_close(y, naive, atol=1e-5, rtol=1e-5)
+    for g, e in zip(grads, expected): assert (g - e).norm() / e.norm() < 1e-2
+
+
+def test_linear_never_holds_the_logits():
+    "Not one tensor that is made on the way is as large as a fifth of them."
+    from torch.utils._python_dispatch import TorchDispatchMode
+    largest = []
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            out = f(*args, **(kwargs or {}))
+            largest.append(max((t.numel() for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)), default=0))
+            return out
+    h, W, i = normal(0, (64, 4), torch.float32).requires_grad_(True), normal(1, (200, 4), torch.float32).requires_grad_(True), words(2, (64,), 200)
+    with in_pieces(400, linear=2000), Watch(): torch.autograd.backward(linear_log_probs(h, W, i).sum())
+    assert max(largest) <= 2000 and h.grad.norm() > 0 < W.grad.norm()
+
+
+def test_linear_works_under_vmap_and_compile():
+    h, W, i = normal(0, (4, 3, 5)), normal(1, (6, 5)), words(2, (4, 3), 6)
+    f = lambda h, i: linear_log_probs(h, W, i, chunk=2)
+    torch.testing.assert_close(torch.func.vmap(f)(h, i), f(h, i))
+    torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(h, i), f(h, i))
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda h, W, i: linear_log_probs(h.tolist(), W, i), TypeError, "hidden must be a torch.Tensor, got list"),
+    (lambda h, W, i: linear_log_probs(h, W[0], i), ValueError, "weight must have 2 dimensions, got 1"),
+    (lambda h, W, i: linear_log_probs(h, W[:, 1:], i), ValueError, r"hidden must end in the width of weight, 4, got shape \(2, 3, 5\)"),
+    (lambda h, W, i: linear_log_probs(h, W, i[0]), ValueError, r"index must have the shape of hidden without its width, \(2, 3\), got \(3,\)"),
+    (lambda h, W, i: linear_log_probs(h, W, i.float()), TypeError, "index must have an integer dtype"),
+    (lambda h, W, i: linear_log_probs(h, W, i, W[0]), ValueError, r"bias must have one number for each word, shape \(6,\), got \(5,\)"),
+    (lambda h, W, i: linear_log_probs(h, W, i, i), TypeError, "bias must have a floating-point dtype"),
+    (lambda h, W, i: linear_log_probs(h, W, i, temperature=0), ValueError, "temperature must be in"),
+    (lambda h, W, i: linear_log_probs(h, W, i, chunk=0), ValueError, "chunk must be in"),
+    (lambda h, W, i: linear_log_probs(h, W, i, mask=i), TypeError, "mask must be boolean"),
+    (lambda h, W, i: linear_log_probs(h, W, i + 6, chunk=2), ValueError, "index must be between 0 and 5"),
+    (lambda h, W, i: log_probs_and_entropy(W, i), ValueError, "index must have the shape of logits"),
+    (lambda h, W, i: log_probs_and_entropy(W.long(), i), TypeError, "logits must have a floating-point dtype"),
+])
+def test_bad_input_of_the_joint_and_the_linear_function_is_named(call, error, words):
+    with pytest.raises(error, match=words): call(torch.randn(2, 3, 5), torch.randn(6, 5), torch.zeros(2, 3, dtype=torch.long))

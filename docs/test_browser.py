@@ -1,0 +1,150 @@
+"""Open every page of the site in Chromium, from file://, on a wide and on a narrow screen, in light and dark (`make docs`).
+
+No console error, no request to a network, no missing picture, no TeX left as text, nothing wider than the screen; sliders follow the keyboard;
+axe-core finds nothing serious; search finds what it should. The last test plants each of these faults and sees that it is found.
+"""
+from pathlib import Path
+
+import pytest
+from conftest import SITE
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob("*.html"))
+WIDTHS = {"desktop": 1280, "phone": 390}
+
+LOOK = """async () => {
+  await window.MathJax?.startup?.promise;
+  document.querySelectorAll("details").forEach((d) => { d.open = true; });
+  document.querySelectorAll("img").forEach((i) => { i.loading = "eager"; });
+  await Promise.all([...document.images].map((i) => i.complete ? 0 : new Promise((done) => { i.onload = i.onerror = done; })));
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  const found = [];
+  for (const i of document.images) if (!i.naturalWidth) found.push(`missing picture: ${i.getAttribute("src").slice(0, 100)}`);
+  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let n = words.nextNode(); n; n = words.nextNode()) {
+    if (n.parentElement.closest("pre, code, script, style, mjx-container, textarea, svg title, noscript")) continue;
+    if (/\\\\[a-zA-Z]{2,}|\\\\[()[\\]]|\\$\\$|\\$[^$\\s][^$]*\\$/.test(n.data)) found.push(`TeX left as text: ${n.data.trim().slice(0, 100)}`);
+  }
+  document.querySelectorAll("mjx-merror, [data-mjx-error]").forEach((e) => found.push(`MathJax cannot read: ${e.textContent.slice(0, 100)}`));
+  const wide = document.documentElement;
+  if (wide.scrollWidth > wide.clientWidth) {
+    const guilty = [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right + scrollX > wide.clientWidth + 1 && getComputedStyle(e).position !== "fixed");
+    found.push(`wider than the screen, ${wide.scrollWidth} > ${wide.clientWidth}: ${guilty.slice(0, 3).map((e) => e.tagName + "." + e.className).join(", ")}`);
+  }
+  return found;
+}"""
+AXE = """async (rules) => {
+  const known = new Set();              // of the words of code that look alike, and of the formulas, one of each is enough
+  document.querySelectorAll("pre span:not(:has(*)), .sig span:not(:has(*)), mjx-container").forEach((e) => {
+    const formula = e.tagName == "MJX-CONTAINER", kind = e.className + (formula ? e.parentElement.tagName : e.closest("pre, .sig").className + e.closest("pre, .sig").parentElement.className);
+    if (!known.has(kind)) known.add(kind); else if (formula) e.remove(); else e.replaceWith(e.textContent);
+  });
+  const r = await axe.run(document, {resultTypes: ["violations"], preload: false, ...(rules && {runOnly: {type: "rule", values: rules}})});
+  return r.violations.filter((v) => ["serious", "critical"].includes(v.impact)).map((v) => `${v.id} (${v.nodes.length}): ${v.help}; ` +
+    v.nodes.slice(0, 3).map((n) => `${n.html.slice(0, 160)} | ${(n.any[0] ?? n.all[0] ?? n.none[0])?.message ?? ""}`).join("; "));
+}"""
+STATE = "box => [...box.querySelectorAll('*')].map(e => [e.getAttribute('style'), e.getAttribute('hidden'), e.className?.baseVal ?? e.className, e.childElementCount ? '' : e.textContent, e.getAttribute('d'), e.getAttribute('href')].join()).join(';')"
+
+
+class Tab:
+    "A tab that remembers what went wrong in it."
+    def __init__(self, browser, width):
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme="light", reduced_motion="reduce")
+        self.page, self.faults = self.context.new_page(), []
+        self.page.on("console", lambda m: self.faults.append(f"console: {m.text}") if m.type == "error" else None)
+        self.page.on("pageerror", lambda e: self.faults.append(f"error: {e}"))
+        self.page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else self.faults.append(f"request to a network: {r.url}"))
+        self.context.route(lambda url: not url.startswith(("file:", "data:", "blob:")), lambda route: route.abort())
+
+    def open(self, path, query=""):
+        self.page.goto(Path(path).resolve().as_uri() + query)
+        return self
+
+    def look(self):
+        self.faults += self.page.evaluate(LOOK)
+        return self
+
+    def sliders(self):
+        "Each slider moves with the arrow keys, and something around it changes with it."
+        for slider in self.page.query_selector_all("input[type=range]"):
+            if not slider.is_visible() or slider.get_attribute("min") == slider.get_attribute("max"): continue
+            box = slider.evaluate_handle("s => s.closest('.cell_output, .output, section, body')").as_element()
+            before, value = box.evaluate(STATE), slider.input_value()
+            slider.focus()
+            self.page.keyboard.press("ArrowLeft" if value == slider.get_attribute("max") else "ArrowRight")
+            if slider.input_value() == value: self.faults.append(f"a slider does not follow the arrow keys: {slider.evaluate('s => s.outerHTML')[:200]}")
+            elif box.evaluate(STATE) == before: self.faults.append(f"a slider moves and nothing else does: {slider.evaluate('s => s.outerHTML')[:200]}")
+        return self
+
+    def axe(self):
+        "Everything in light, and colours again in dark."
+        self.page.evaluate((ROOT / "docs" / "axe" / "axe.min.js").read_text(encoding="utf-8") + "; 0")
+        for scheme, rules in (("light", None), ("dark", ["color-contrast", "link-in-text-block"])):
+            self.page.emulate_media(color_scheme=scheme)
+            self.page.wait_for_timeout(250)                      # colours fade
+            self.faults += [f"axe, {scheme}: {v}" for v in self.page.evaluate(AXE, rules)]
+        return self
+
+
+@pytest.fixture
+def tab(browser):
+    tabs = []
+    def make(width):
+        tabs.append(Tab(browser, width))
+        return tabs[-1]
+    yield make
+    for t in tabs: t.context.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("page", PAGES)
+def test_page(tab, page, width):
+    faults = tab(WIDTHS[width]).open(SITE / page).look().sliders().axe().faults
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("words, page, title", [("dual clip", "formulas/surrogate.html", "clipped surrogate"), ("whiten", "formulas/whitening.html", "whiten"), ("clipped_surrogate", "formulas/surrogate.html", "clipped_surrogate")])
+def test_search_finds(tab, words, page, title):
+    t = tab(WIDTHS["desktop"]).open(SITE / "index.html")
+    t.page.fill("input[name=q]", words)
+    t.page.press("input[name=q]", "Enter")
+    t.page.wait_for_selector("#search-results li a", timeout=20_000)
+    t.page.wait_for_timeout(500)
+    found = t.page.eval_on_selector_all("#search-results li", "items => items.map(i => [i.querySelector('a').getAttribute('href'), i.textContent])")
+    assert any(href.split("#")[0].split("?")[0].endswith(page) and title.lower() in text.lower() for href, text in found[:10]), found[:10]
+    assert not t.faults, t.faults
+
+
+def test_the_picture_of_the_loop_leads_to_lessons(tab):
+    t = tab(WIDTHS["desktop"]).open(SITE / "index.html")
+    links = t.page.eval_on_selector_all("svg.loop a", "all => all.map(a => a.getAttribute('href'))")
+    assert len(links) == 15 and all((SITE / link).exists() for link in links), links
+    t.page.focus("svg.loop a")
+    t.page.keyboard.press("Enter")
+    t.page.wait_for_url(f"**/{links[0]}")
+
+
+FAULTS = {
+    "console": "<script>console.error('planted')</script>",
+    "error": "<script>null.planted</script>",
+    "missing picture": '<img alt="planted, not there" src="planted.png">',
+    "TeX left as text": r"<p>the ratio $r = \pi$</p>",
+    "TeX left": r"<p>the ratio \(r\)</p>",
+    "wider than the screen": '<div style="width: 3000px">planted</div>',
+    "request to a network": '<img alt="planted, far away" src="https://example.org/planted.png">',
+    "color-contrast": '<p style="color: #999; background: #fff">planted</p>',
+    "axe, dark": '<style>@media (prefers-color-scheme: dark) { p { color: #444; background: #222 } }</style><p>planted</p>',
+    "image-alt": '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw==">',
+    "nothing else does": '<label>planted <input type="range" min="0" max="3" value="1"></label>',
+    "does not follow": '<label>planted <input type="range" min="0" max="3" value="1" onkeydown="return false"></label>',
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tab, tmp_path, fault):
+    page = tmp_path / "planted.html"
+    def faults(body):
+        page.write_text(f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>planted</title></head><body><main><h1>A page</h1>{body}</main></body></html>', encoding="utf-8")
+        return tab(WIDTHS["phone"]).open(page).look().sliders().axe().faults
+    assert faults("") == []
+    assert any(fault in f for f in faults(FAULTS[fault]))

@@ -1,0 +1,327 @@
+"""The exercises: right answers pass, however they are written; each wrong one that is known gets its own name; solutions in the lessons are right."""
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+
+import matplotlib
+import pytest
+import torch
+
+import notebooks
+from rlhf_notes import check
+from rlhf_notes.check import ATOL, EXERCISES, LEAK, RTOL, Outcome, attempt, difference, show
+
+MISTAKES = [(e.name, name) for e in EXERCISES.values() for name in e.mistakes]
+each_exercise = pytest.mark.parametrize("e", EXERCISES.values(), ids=list(EXERCISES))
+each_mistake = pytest.mark.parametrize("exercise, mistake", MISTAKES, ids=[f"{a}-{b}" for a, b in MISTAKES])
+
+
+def cells():
+    "(lesson, cell) of every cell of every notebook."
+    return [(path.stem, c) for path in notebooks.notebooks() for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+def source(cell): return "".join(cell["source"])
+
+
+def convert(x, change):
+    return change(x) if isinstance(x, torch.Tensor) else [convert(v, change) for v in x] if isinstance(x, list) else x
+
+
+def in_float64(f):
+    "f, computed in float64."
+    def g(*args):
+        out = f(*(convert(x, lambda t: t.double() if t.is_floating_point() else t) for x in args))
+        return out if isinstance(out, tuple) else out
+    return g
+
+
+SOLUTIONS = {source(c): (lesson, c) for lesson, c in cells() if "#| code-summary: Solution" in source(c)}
+
+
+# right answers
+
+@each_exercise
+def test_the_library_is_right(e, capsys):
+    verdict = e(e.reference, strict=True)
+    assert verdict and verdict.right and verdict.mistake is None and verdict.figure is None
+    assert capsys.readouterr().out == f"{e.name}: right, on all {len(e.inputs) + len(e.edges)} inputs.\n"
+
+
+@pytest.mark.parametrize("text", SOLUTIONS, ids=[c["id"] for _, c in SOLUTIONS.values()])
+def test_solutions_are_right_in_float32_and_in_float64(text):
+    space = dict(check=check, torch=torch, math=math)
+    exec(text, space)
+    name, = re.findall(r"check\.(\w+)\(", text)
+    assert EXERCISES[name](space[f"{name}_solution"], strict=True)
+    assert EXERCISES[name](in_float64(space[f"{name}_solution"]), strict=True)
+
+
+@each_exercise
+def test_rounding_passes_and_a_thousandth_does_not(e):
+    def off(by):
+        def f(*args):
+            out = e.reference(*args)
+            def change(v): return v * (1 + by) if isinstance(v, float) or isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            return tuple(map(change, out)) if isinstance(out, tuple) else change(out)
+        return f
+    assert e(off(RTOL / 4), draw=False)
+    floats = any(v.is_floating_point() and v.numel() and v.abs().max() > 0.05 for v in e.known()[0][0].values)
+    if floats: assert not e(off(1e-2), draw=False)
+
+
+# wrong answers
+
+@each_mistake
+def test_a_wrong_answer_gets_its_own_name(exercise, mistake, capsys):
+    e = EXERCISES[exercise]
+    wrong, sentence = e.mistakes[mistake]
+    verdict = e(wrong, draw=False)
+    assert not verdict and verdict.mistake == mistake
+    text = capsys.readouterr().out
+    assert text.startswith(f"{exercise}: not yet. {sentence}\n") and "  input:  " in text and "  result: " in text and f"check.{exercise}.hint()" in text
+    with pytest.raises(AssertionError) as raised: e(wrong, strict=True)
+    assert str(raised.value) + "\n" == text and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("exercise, mistake", [m for m in MISTAKES if m[1] not in ("cancels", "underflow", "overflow")])       # float64 holds those
+def test_it_gets_the_same_name_in_float64(exercise, mistake):
+    e = EXERCISES[exercise]
+    assert e(in_float64(e.mistakes[mistake][0]), draw=False).mistake == mistake
+
+
+@each_exercise
+def test_no_two_mistakes_look_alike(e):
+    "On some input they differ by far more than the tolerance."
+    def far(a, b):
+        if a.error or b.error: return a.error.split(":")[0] != b.error.split(":")[0]
+        pairs = list(zip(a.values + a.grads, b.values + b.grads))
+        return len(a.values) != len(b.values) or any(x.shape != y.shape or not torch.allclose(x.double(), y.double(), 30 * RTOL, 30 * ATOL, equal_nan=True) for x, y in pairs)
+    expected, known = e.known()
+    rows = {"right": expected, **known}
+    for a, b in itertools.combinations(rows, 2): assert any(map(far, rows[a], rows[b])), f"{a} and {b} look alike"
+
+
+def test_there_are_enough_of_them():
+    assert len(MISTAKES) >= 250 and all(len(e.mistakes) >= 4 for e in EXERCISES.values())
+    sentences = [s for e in EXERCISES.values() for _, s in e.mistakes.values() if s != LEAK]
+    assert all(len(s) > 15 and s.endswith(".") for s in sentences)
+
+
+def test_two_mistakes_at_once_get_the_numbers(capsys):
+    verdict = EXERCISES["masked_mean"](lambda x, m: -2 * x.nan_to_num().mean())
+    assert not verdict and verdict.mistake is None
+    assert capsys.readouterr().out.splitlines()[0] == "masked_mean: not yet. No mistake that is known here."
+    assert "input:  x = [1, 2, 6]; mask = [True, True, False]\n  result: expected 1.5, yours is -6" in verdict.text
+
+
+def test_edges_do_not_hide_a_wrong_formula():
+    "A known mistake is named even if it fails at the edges in another way than the known one does."
+    def divides_by_all(x, m): return (x * m).mean()          # leaks NaN, which the known wrong version does not
+    assert EXERCISES["masked_mean"](divides_by_all).mistake == "divides_by_all"
+
+
+def test_two_edges_at_once_are_named_one_after_the_other():
+    verdict = EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / m.sum())
+    assert verdict.mistake == "zero_by_zero"
+    assert EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / max(m.sum(), 1)).mistake == "leak"
+
+
+def test_a_leak_is_known_where_it_is_not_listed():
+    e = EXERCISES["effective_sample_size"]
+    one = check.Exercise("one", "", "", lambda x, m: torch.where(m, x, 0.0), "x mask", [(torch.tensor([1.0, 2.0]), torch.tensor([True, False]))], {}, "",
+                         edges=[(torch.tensor([1.0, math.nan]), torch.tensor([True, False]))])
+    assert one(lambda x, m: x * m).mistake == "leak" and LEAK in one(lambda x, m: x * m).text
+    assert one(lambda x, m: torch.where(m, x, 0.0)) and e(e.reference)
+
+
+# what is no result at all
+
+def masked_mean_with(change): return lambda x, m: change(EXERCISES["masked_mean"].reference(x, m))
+
+
+@pytest.mark.parametrize("f, words", [
+    (lambda x, m: None, "yours returns None: is the `return` missing?"),
+    (lambda x, m: (torch.zeros(()), None), "returns None"),
+    (lambda x: x, "raises TypeError: .*takes 1 positional argument but 2 were given"),
+    (lambda x, m: 1 / 0, "raises ZeroDivisionError: division by zero"),
+    (lambda x, m: "1.5", "raises TypeError"),
+    (lambda x, m: {"mean": 1.5}, "raises"),
+    (masked_mean_with(lambda v: v[None]), r"yours has the shape \(1,\), expected \(\)"),
+    (masked_mean_with(lambda v: (v, v)), "yours returns 2 things, expected 1"),
+    (masked_mean_with(lambda v: v > 0), r"yours is boolean \(torch.bool\), expected floating-point"),
+    (masked_mean_with(lambda v: v.long()), r"yours is integer \(torch.int64\), expected floating-point"),
+    (masked_mean_with(lambda v: v.half()), "yours is torch.float16, expected float32 or better"),
+])
+def test_what_is_no_result_is_said(f, words):
+    verdict = EXERCISES["masked_mean"](f)
+    assert not verdict and re.search(words, verdict.text), verdict.text
+    assert verdict.text.startswith("masked_mean: not yet. That is no result of the kind that is asked for.\n")
+
+
+@pytest.mark.parametrize("change", [lambda v: v.double(), lambda v: v.item(), lambda v: v.numpy(), lambda v: (v,), lambda v: [v]])
+def test_a_number_is_as_good_as_a_tensor(change): assert EXERCISES["masked_mean"](masked_mean_with(change))
+
+
+def test_a_changed_argument_is_said():
+    def mean(x, m):
+        x.masked_fill_(~m, 0)
+        return x.sum() / m.sum().clamp(min=1)
+    verdict = EXERCISES["masked_mean"](mean)
+    assert verdict.mistake == "changed" and "your function changes x in place" in verdict.text
+    def microbatches(losses, masks):
+        out = EXERCISES["microbatch_loss"].reference(losses, masks)
+        losses.pop()
+        return out
+    assert "changes losses in place" in EXERCISES["microbatch_loss"](microbatches).text
+    def cut(tokens, stop, pad):
+        new, mask = EXERCISES["truncate_at_stop"].reference(tokens, stop, pad)
+        return tokens.copy_(new), mask
+    assert "changes tokens in place" in EXERCISES["truncate_at_stop"](cut).text
+
+
+def test_one_call_does_not_spoil_the_next():
+    e = EXERCISES["masked_var"]
+    def spoil(x, m): x.zero_(); m.zero_(); return torch.tensor(0.0)
+    for _ in range(2):
+        e(spoil); assert e(e.reference, strict=True)
+
+
+def test_a_missing_gradient_is_said():
+    e = EXERCISES["importance_ratio"]
+    verdict = e(lambda a, b: torch.tensor([math.exp(x) for x in (a - b).flatten().tolist()]).reshape(a.shape))
+    assert verdict.mistake == "no_gradient"
+    verdict = EXERCISES["value_loss"](lambda V, O, R, c: EXERCISES["value_loss"].reference(V, O, R, c).detach())
+    assert "the value is right, but its gradient with respect to value should be" in verdict.text and "none flows" in verdict.text
+
+
+def test_a_gradient_is_compared_element_by_element():
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    one, other = (attempt(lambda x: x * w, {"x": torch.ones(2)}, ("x",)) for w in (a, b))
+    assert one.grads[0].tolist() == [1.0, 4.0] and other.grads[0].tolist() == [2.0, 2.0]
+
+
+def test_a_foreign_exception_is_not_a_known_mistake():
+    one = check.Exercise("one", "", "", lambda x: x, "x", [(torch.ones(2),)], {"raises": (lambda x: x @ x[:1], "a")}, "")
+    assert one(lambda x: x @ x[:1]).mistake == "raises" and one(lambda x: x.nothing).mistake is None
+
+
+def test_interrupts_are_not_swallowed():
+    def interrupt(x, m): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): EXERCISES["masked_mean"](interrupt)
+    with pytest.raises(TypeError, match="f must be a function, got int"): EXERCISES["masked_mean"](3)
+
+
+def test_differences_in_words():
+    def outcome(*values): return Outcome(tuple(map(torch.tensor, values)))
+    assert difference(outcome([1.0, 2.0]), outcome([1.0, 2.00001])) == ""
+    assert difference(outcome([1.0], [2.0]), outcome([1.0], [3.0])) == "expected [3] as result 2, yours is [2]"
+    assert difference(outcome([math.nan]), outcome([math.nan])) == "" and difference(outcome([math.inf]), outcome([-math.inf])) == "expected [-inf], yours is [inf]"
+    assert show(torch.tensor([[1.23456, -2.0]])) == "[[1.235, -2]]" and show(0.1) == "0.1" and show([torch.tensor([True])]) == "[[True]]"
+    assert len(show(torch.arange(1000.0))) == 160 and show(torch.arange(1000.0)).endswith("...")
+
+
+# pictures
+
+DRAWN = {"clipped_surrogate", "dual_clip", "value_loss", "kl_k3", "gae", "token_rewards"}
+
+
+def test_which_have_a_picture(): assert {e.name for e in EXERCISES.values() if e.picture} == DRAWN
+
+
+@pytest.mark.parametrize("exercise", sorted(DRAWN))
+def test_expected_is_drawn_against_yours(exercise, monkeypatch):
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    e = EXERCISES[exercise]
+    for f, _ in e.mistakes.values():
+        verdict = e(f)
+        if verdict.figure is None: continue
+        for ax in verdict.figure.axes:
+            expected, yours = ax.lines[:2]
+            assert expected.get_label() == "expected" and yours.get_label() == "yours" and len(expected.get_xdata()) == len(yours.get_xdata())
+        plt.close(verdict.figure)
+    first = e(next(iter(e.mistakes.values()))[0]).figure
+    assert first is not None
+    first.canvas.draw()                                # mathematics in titles is read only now
+    plt.close(first)
+    before = plt.get_fignums()
+    assert e(e.reference).figure is None and e(next(iter(e.mistakes.values()))[0], draw=False).figure is None and e(lambda *args: None).figure is None
+    assert e(lambda *args: torch.zeros(7, 7, 7)).figure is None and plt.get_fignums() == before
+
+
+def test_the_picture_shows_objective_and_gradient():
+    import matplotlib.pyplot as plt
+    figure = EXERCISES["clipped_surrogate"](lambda r, A, eps: r * A).figure
+    r = figure.axes[0].lines[0].get_xdata()
+    assert len(figure.axes) == 4 and [ax.get_title() for ax in figure.axes] == ["$A = 1$", "its gradient", "$A = -1$", "its gradient"]
+    for row, A in ((0, 1.0), (1, -1.0)):
+        value, slope = figure.axes[2 * row:2 * row + 2]
+        torch.testing.assert_close(torch.tensor(value.lines[0].get_ydata()), torch.minimum(A * torch.tensor(r), A * torch.tensor(r).clamp(0.8, 1.2)))
+        torch.testing.assert_close(torch.tensor(value.lines[1].get_ydata()), A * torch.tensor(r))
+        torch.testing.assert_close(torch.tensor(slope.lines[1].get_ydata()).double(), torch.full((len(r),), A, dtype=torch.float64))
+    plt.close(figure)
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = "import sys; from rlhf_notes import check; check.kl_k3(lambda a, b: b - a, draw=False); check.names(); check.kl_k3.hint(); print('matplotlib' in sys.modules, 'gymnasium' in sys.modules, 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1] == "False False False"
+
+
+# the register and the lessons
+
+@each_exercise
+def test_there_is_a_hint(e, capsys):
+    e.hint(); check.hint(e.name)
+    text = capsys.readouterr().out.splitlines()
+    assert text == [f"{e.name}: {e.tip}"] * 2 and len(e.tip) > 15
+
+
+def test_names():
+    table = check.names()
+    assert isinstance(table, str) and repr(table) == str(table) == table._repr_markdown_()
+    rows = table.splitlines()[2:]
+    assert len(rows) == len(EXERCISES) and all(f"`check.{e.name}`" in r and f"| {len(e.mistakes)} |" in r for e, r in zip(EXERCISES.values(), rows))
+    assert all(r.replace("\\|", "").count("|") == 5 for r in rows)
+    assert check.gae is EXERCISES["gae"] and "gae" in dir(check) and "names" in dir(check) and "check.gae(your_function): f(rewards" in repr(check.gae)
+    with pytest.raises(AttributeError, match="no exercise 'gea'; did you mean 'gae'"): check.gea
+    with pytest.raises(AttributeError, match=r"check.names\(\) lists them"): check.diagnose_everything
+    with pytest.raises(ValueError, match="name must be new, got 'gae'"): check.exercise("gae")
+    assert set(EXERCISES).isdisjoint(vars(check)), "an exercise hides behind another name of the module"
+
+
+def test_each_exercise_stands_in_its_lesson():
+    found = {lesson: [c for l, c in cells() if l == lesson] for lesson in {e.lesson for e in EXERCISES.values()}}
+    assert len(found) == 13
+    for lesson, its in found.items():
+        names = [e.name for e in EXERCISES.values() if e.lesson == lesson]
+        assert 2 <= len(names) <= 3
+        ids = [c["id"] for c in its]
+        start = ids.index("exercises")
+        assert ids[start:] == ["exercises", "exercise-imports", *(f"exercise-{n}{part}" for n in names for part in ("-task", "", "-solution"))], "exercises end the lesson"
+        by_id = dict(zip(ids, its))
+        assert source(by_id["exercises"]).startswith("## Exercises\n")
+        for n in names:
+            stub, solution = by_id[f"exercise-{n}"], by_id[f"exercise-{n}-solution"]
+            arguments = ", ".join(EXERCISES[n].arguments.split())
+            assert f"`{n}({arguments})`" in source(by_id[f"exercise-{n}-task"])
+            assert source(stub) == f"#| eval: false\ndef my_{n}({arguments}):\n    ...\n\ncheck.{n}(my_{n})" and stub["outputs"] == []
+            assert notebooks.directives(source(solution)) == {"code-fold": "true", "code-summary": "Solution"} and solution["metadata"] == {"jupyter": {"source_hidden": True}}
+            assert f"def {n}_solution({arguments}):" in source(solution) and source(solution).endswith(f"check.{n}({n}_solution, strict=True);")
+
+
+def test_a_stub_raises_nothing(capsys):
+    for lesson, cell in cells():
+        if re.fullmatch(r"exercise-\w+", cell["id"]) and "#| eval: false" in source(cell): exec(source(cell), dict(check=check))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not yet" in line]
+    assert len(lines) == len(EXERCISES)
+
+
+def test_folded_cells_stay_folded():
+    "Cleaning a notebook keeps what folds a solution."
+    path = next(p for p in notebooks.notebooks() if p.stem == "01_masking")
+    cleaned = json.loads(notebooks.cleaned(json.loads(path.read_text(encoding="utf-8"))))
+    assert [c["metadata"] for c in cleaned["cells"] if c["id"].endswith("-solution")] == [{"jupyter": {"source_hidden": True}}] * 3

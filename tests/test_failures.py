@@ -1,0 +1,211 @@
+import csv
+import inspect
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import nn
+
+import notebooks
+from rlhf_notes.formulas import grpo
+from rlhf_notes.formulas.kl import kl_estimate
+from rlhf_notes.formulas.reward import RewardNorm, best_of_n_loss, bradley_terry_loss, token_rewards
+from rlhf_notes.formulas.surrogate import clipped_surrogate
+from rlhf_notes.formulas.whitening import whiten
+from rlhf_notes.language import model, reward_model, rlhf, sample
+from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.language.rlhf import RLHF
+from rlhf_notes.language.variants import measure, prepare
+from rlhf_notes.studies import failures
+from rlhf_notes.studies.failures import BASES, DIALS, FAILURES, Failure, attempt, planted
+
+SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=32, minibatches=2, iterations=2, eval_answers=8)
+SAME = {"values unclipped"}          # in a moment no value moves as far as 0.2
+
+
+@pytest.fixture(scope="module")
+def start(): return prepare(RLHFConfig(seed=1, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def intact(start): return {name: logged(attempt(name, start)[1]) for name in BASES}
+
+
+def logged(rows): return [{k: v for k, v in r.items() if not k.startswith(("seconds", "tokens"))} for r in rows]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_failure_changes_the_training_and_leaves_nothing_behind(name, start, intact):
+    f = FAILURES[name]
+    before = [getattr(holder, attribute) for holder, attribute, _ in f.swaps]
+    weights = {k: v.clone() for k, v in start.lm.state_dict().items()}
+    outcome, rows = attempt(name, start)
+    assert (logged(rows) == intact[f.base]) == (name in SAME) and len(rows) == start.config.iterations
+    assert [getattr(holder, attribute) for holder, attribute, _ in f.swaps] == before
+    assert all(torch.equal(v, weights[k]) for k, v in start.lm.state_dict().items())
+    assert set(DIALS) <= set(rows[0]) and set(outcome) == {"proxy", "true", "kl", "valid", "win", "first", "broke"}
+
+
+def test_every_detail_has_a_row_and_options_are_changes():
+    numbers = {f.number for f in FAILURES.values()}
+    assert numbers - {""} == {*(f"G{i}" for i in range(1, 7)), *(f"R{i}" for i in range(1, 5)), *(f"P{i}" for i in range(1, 13))}              # P13 is about what is logged
+    for name, f in FAILURES.items():
+        intact = RLHFConfig(**BASES[f.base])
+        assert f.options or f.swaps or f.start, name
+        assert all(getattr(intact, k) != v for k, v in f.options.items()), name
+        replace(intact, **f.options)
+    assert not set(BASES) & set(FAILURES)
+
+
+def test_the_intact_training_is_that_of_the_trainer(start, intact):
+    trainer = start.trainer()
+    rows = [trainer.iterate() for _ in range(trainer.iterations)]
+    assert logged(rows) == intact["ppo"]
+    outcome = attempt("ppo", start)[0]
+    assert {k: outcome[k] for k in ("proxy", "true", "kl", "valid", "win")} == measure(start.trainer(), trainer.policy.lm)
+
+
+def test_the_policy_is_measured_with_everything_intact(start, monkeypatch):
+    "Whatever is planted: by the intact reward model, task, temperature and reference."
+    seen = []
+    monkeypatch.setattr(failures, "measure", lambda look, lm: (seen.append((look, lm, rlhf.Policy, model.position_ids, sample.draw)), measure(look, lm))[1])
+    for name in ("query unseen", "scores as they come", "no truncation", "temperature forgotten", "reference moves", "top five", "positions count padding"): attempt(name, start)
+    for look, lm, *originals in seen:
+        assert look.reward_model is start.reward_model and look.norm is start.norm and look.task is start.task and look.reference is start.lm and lm is not start.lm
+        assert originals == [rlhf.Policy, model.position_ids, sample.draw] and originals[1].__module__ == "rlhf_notes.language.model"
+    assert [look.config.temperature for look, *_ in seen] == [1, 1, 1, 0.7, 1, 1, 1]
+
+
+def test_a_training_that_breaks_says_where(start, monkeypatch):
+    boom = Failure("", "", dict(learning_rate=1e20, max_grad_norm=1e9))
+    monkeypatch.setitem(FAILURES, "boom", boom)
+    outcome, rows = attempt("boom", replace(start, config=replace(start.config, iterations=6)))
+    assert outcome["broke"] == len(rows) + 1 and outcome["first"] is None
+
+
+def test_the_first_look_that_is_worth_it(start, monkeypatch):
+    monkeypatch.setattr(failures, "LOOK", 2); monkeypatch.setattr(failures, "WORTH", -1e9)
+    longer = replace(start, config=replace(start.config, iterations=5))
+    assert attempt("ppo", longer)[0]["first"] == 2
+    monkeypatch.setattr(failures, "WORTH", 1e9)
+    assert attempt("ppo", longer)[0]["first"] is None
+
+
+def test_swaps_are_undone_when_something_fails():
+    f = FAILURES["padding is a word"]
+    before = [getattr(holder, attribute) for holder, attribute, _ in f.swaps]
+    with pytest.raises(KeyError):
+        with planted(f):
+            assert all(getattr(holder, attribute) is not b for (holder, attribute, _), b in zip(f.swaps, before))
+            raise KeyError
+    assert [getattr(holder, attribute) for holder, attribute, _ in f.swaps] == before
+
+
+def wrong(name, i=0):
+    "The wrong function of a failure, made of the right one."
+    holder, attribute, make = FAILURES[name].swaps[i]
+    return make(getattr(holder, attribute))
+
+
+def test_rewards_by_hand():
+    scores, mask = torch.tensor([2.0]), torch.tensor([[True, True, False]])
+    logp, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
+    for name, expected in {"KL reversed": [0.05, 1.9, 0.0], "paid at the edge": [-0.05, 0.1, 2.2], "paid everywhere": [1.95, 2.1, 0.0]}.items():
+        torch.testing.assert_close(wrong(name)(scores, logp, ref, 0.1, mask)[0], torch.tensor([expected]), msg=name)
+    k3 = torch.tensor([-0.5, 1.0]).exp() - 1 - torch.tensor([-0.5, 1.0])
+    torch.testing.assert_close(wrong("k3 in the reward")(scores, logp, ref, 0.1, mask)[0][0, :2], -0.1 * k3 + torch.tensor([0.0, 2.0]))
+
+
+def test_whitening_by_hand():
+    x, mask = torch.tensor([[1.0, 3.0, 100.0]]), torch.tensor([[True, True, False]])
+    torch.testing.assert_close(wrong("whitened with padding")(x, mask), whiten(x)); torch.testing.assert_close(wrong("whitened with padding")(x, mask, shift_mean=False), whiten(x, shift_mean=False))
+    torch.testing.assert_close(wrong("rewards centred")(x, mask, shift_mean=False)[:, :2], torch.tensor([[-1.0, 1.0]]))
+
+
+def test_losses_by_hand():
+    r, A = torch.tensor([0.5, 3.0]), torch.tensor([-2.0, 2.0])
+    assert wrong("no clip")(r, A, 0.2, 0.2, None).tolist() == [-1, 6] and clipped_surrogate(r, A).tolist() == pytest.approx([-1.6, 2.4])
+    logp, old, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
+    assert wrong("mean over padding")(logp, old, torch.tensor([[4.0, 0.0]]), mask, "ppo")[0].item() == -2
+    rewards, best = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 5.0, 2.0]]), torch.tensor([3, 1])
+    torch.testing.assert_close(wrong("pairs")(rewards, best), bradley_terry_loss(torch.tensor([4.0, 1.0]), torch.tensor([1.0, 5.0])))
+    assert wrong("microbatches alike")(torch.zeros(2, 5), torch.ones(8, 5), "token-mean") == 0.25
+    torch.testing.assert_close(wrong("GRPO: k3 reversed")(logp, old + 1, "k3"), kl_estimate(old + 1, logp, "k3"))
+    ref = torch.tensor([[-1.5, -2.0]])
+    torch.testing.assert_close(wrong("GRPO: k1 in the loss")(logp, old, torch.zeros(1, 2), None, "grpo", ref, 1.0)[1]["kl"], torch.tensor(0.25))
+
+
+def test_sampling_by_hand():
+    logits = torch.arange(10.0).log().expand(1000, 10)
+    drawn = wrong("top five")(logits, 1.0, torch.rand(1000, generator=torch.Generator().manual_seed(0)))
+    assert set(drawn.tolist()) == {5, 6, 7, 8, 9}
+    mask = torch.tensor([[False, False, True, True]])
+    assert wrong("positions count padding")(mask).tolist() == [[0, 1, 2, 3]] and model.position_ids(mask).tolist() == [[0, 0, 0, 1]]
+    torch.testing.assert_close(wrong("temperature forgotten")(logits[0], torch.tensor(4), 0.5), (logits[0].log_softmax(-1))[4])
+    assert wrong("constant rate")(RLHFConfig(), 59) == RLHFConfig().learning_rate
+
+
+def test_draws_and_tasks(start):
+    trainer = start.trainer()
+    queries, mask, u = wrong("one seed for two")(trainer)
+    assert len(u) == 32 and torch.equal(u[:16], u[16:]) and torch.equal(queries[:16], queries[16:]) and not torch.equal(u[:8], u[8:16])
+    torch.testing.assert_close(u[:16], trainer.draw()[2][:16])
+    g = lambda: torch.Generator().manual_seed(0)
+    task, cut = start.task, FAILURES["unfinished queries"].start(start).task
+    whole, short = (t.texts(*t.draw(6, g()), torch.zeros(6, 0, dtype=torch.long)) for t in (task, cut))
+    assert all(a[0] == f"{b[0]} ." for a, b in zip(whole, short))
+    answers = torch.full((2, 16), task.stop_token)
+    kept, counts, found = FAILURES["no truncation"].start(start).task.truncate(answers)
+    assert kept is answers and counts.all() and found.all() and not task.truncate(answers)[1].all()
+
+
+def test_models(start):
+    lm = start.lm
+    with planted(FAILURES["loud head"]): loud = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
+    quiet = model.RewardModel(lm, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loud.head.weight, quiet.head.weight * 65 ** 0.5)
+    tokens, mask = torch.randint(20, (3, 9), generator=torch.Generator().manual_seed(0)), torch.ones(3, 9, dtype=torch.bool)
+    with planted(FAILURES["score at the edge"]): edge = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(edge(tokens, mask), quiet(tokens, mask))
+    mask[:, 7:] = False
+    assert not torch.allclose(edge(tokens, mask), quiet(tokens, mask))
+    with planted(FAILURES["loud values"]): assert start.trainer().policy.value_head.weight.std().item() == pytest.approx(1, abs=0.3)
+    with planted(FAILURES["dropout"]): trainer = start.trainer()
+    twice = [trainer.policy(tokens, torch.ones_like(tokens, dtype=torch.bool), 4)[0] for _ in range(2)]
+    assert not torch.equal(*twice) and not any(m.p for m in lm.modules() if isinstance(m, nn.Dropout))
+    alone = failures.judged_alone(None)(quiet, tokens[:, :3], mask[:, :3], tokens[:, 3:], mask[:, 3:])
+    torch.testing.assert_close(alone, quiet(tokens[:, 3:], mask[:, 3:]))
+
+
+def test_padding_that_is_read(start):
+    "With it, a padded query is another query; without, it is the same."
+    tokens = torch.randint(1, 20, (2, 6), generator=torch.Generator().manual_seed(0))
+    padded, mask = torch.cat([torch.full((2, 3), 5), tokens], 1), torch.cat([torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 6, dtype=torch.bool)], 1)
+    states = lambda x, m: model.hidden_states(start.lm, x, m)[:, -6:]
+    torch.testing.assert_close(states(padded, mask), states(tokens, torch.ones_like(tokens, dtype=torch.bool)), rtol=1e-3, atol=1e-4)
+    with planted(FAILURES["padding is a word"]):
+        read = states(padded, mask)
+        torch.testing.assert_close(read, model.hidden_states(start.lm, torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1), torch.ones_like(mask))[:, -6:])
+    assert not torch.allclose(read, states(padded, mask), atol=1e-3)
+
+
+def test_scales(start):
+    assert FAILURES["scores as they come"].start(start).norm.state_dict() == RewardNorm().state_dict()
+    early = FAILURES["scaled too early"].start(start).norm.state_dict()
+    assert early == reward_model.RewardTraining(start.config, start.lm, start.task).norm.state_dict() != start.norm.state_dict()
+    with planted(FAILURES["reference moves"]): moving = start.trainer()
+    assert moving.reference is moving.policy.lm
+    moving.iterate()
+    assert abs(moving.iterate()["kl_k1"]) < 1e-5
+
+
+def test_the_benchmark_resumes(tmp_path):
+    columns = ["failure", "seed", "proxy", "true", "kl", "valid", "win", "first", "broke", *DIALS]
+    (tmp_path / "failures.csv").write_text(",".join(columns) + "\n" + "".join(f"{n},0,1,2,3,4,5,,,{','.join('6' * len(DIALS))}\n" for n in ("pretrained", *BASES, "no KL")) + "ppo,5,77\n")
+    command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "failures.py"), "--part", "rlhf", "--rlhf-seeds", "1", "--out", str(tmp_path), "--only", "no KL"]
+    r = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert r.stdout.startswith(f"RLHF: 0 trainings to do, {len(BASES) + 2} done before")
+    r = subprocess.run([*command[:-1], "nonsense"], capture_output=True, text=True)
+    assert r.returncode == 1 and "unknown failure 'nonsense'" in r.stderr

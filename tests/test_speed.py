@@ -1,0 +1,54 @@
+"""The benchmark: it measures what it says, and what it promises about memory holds."""
+import pytest
+import torch
+
+from rlhf_notes.formulas.logprob import selective_log_softmax
+from rlhf_notes.studies import speed
+
+
+def cases(): yield from speed.logit_cases((2, 3, 40), torch.float32, "cpu", width=8); yield from speed.gae_cases("cpu")
+
+
+def test_every_contender_computes_the_same():
+    for case in cases():
+        results = {m: f(*case.inputs) for m, f in case.methods.items()}
+        assert "ours" in results and len(results) > 1
+        for y in results.values():
+            for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (y, results["ours"]))): torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_and_ratios():
+    slow = speed.Case("log-probability", (2, 3, 4), torch.float32, {"slow": lambda z: [z.exp() for _ in range(300)][-1].sum(-1), "ours": lambda z: z.exp().sum(-1)}, (torch.ones(2, 3, 4, requires_grad=True),), moves=(96, 288))
+    object.__setattr__(slow, "leaves", slow.inputs)
+    rows = speed.measure(slow, "cpu", 5, 1e9)
+    assert [(r["passes"], r["method"]) for r in rows] == [(p, m) for p in ("forward", "forward + backward") for m in ("slow", "ours")]
+    for r in rows:
+        assert tuple(r) == speed.COLUMNS and "," not in "".join(str(v) for v in r.values())
+        assert r["times_ours_low"] <= r["times_ours"] <= r["times_ours_high"]
+        assert r["times_ours"] == 1 if r["method"] == "ours" else r["times_ours"] > 3
+        moved = 96 if r["passes"] == "forward" else 288
+        assert r["bandwidth_share"] == pytest.approx(moved / (r["milliseconds"] * 1e-3) / 1e9, rel=0.2, abs=2e-4)
+    assert len(speed.table(rows)) == 5 and {len(line) for line in speed.table(rows)} == {10}
+
+
+def test_memory_is_seen():
+    extra = speed.peak_extra(lambda: torch.ones(2**24).sum() + torch.ones(2**22).sum(), "cpu")
+    if extra is None: pytest.skip("this system does not say")
+    assert 60e6 < extra < 90e6                                # 67 MB, and 17 MB after they were freed
+
+
+def test_ours_needs_no_second_tensor():
+    "The promise: beyond the logits and their gradient, less than 5% of them."
+    z, i = torch.randn(600, 32000), torch.zeros(600, dtype=torch.long)
+    z.requires_grad_(True)
+    extra = speed.peak_extra(lambda: torch.autograd.grad(selective_log_softmax(z, i).sum(), z), "cpu")
+    if extra is None: pytest.skip("this system does not say")
+    assert extra - z.nbytes < 0.05 * z.nbytes
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch):
+    monkeypatch.setattr(speed, "memory_left", lambda device: 1e6)
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(speed, "gae_cases", lambda device: [])
+    said = []
+    assert speed.bench(("small",), rounds=1, left_out=said.append) == [] and len(said) == 2 and "8x128x32000 in float32 is left out" in said[0]

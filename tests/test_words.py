@@ -1,0 +1,139 @@
+"""The words: every symbol and every term once, in both languages, with a link that leads somewhere and a name that the library has."""
+import importlib
+import inspect
+import re
+from collections import Counter
+from dataclasses import fields, is_dataclass
+from functools import cache
+
+import nbformat
+import pytest
+
+import notebooks
+
+NBS = notebooks.ROOT / "nbs"
+LINK = re.compile(r"\[[^\]]+\]\(([\w/.]+\.ipynb)(#[\w-]+)?\)")
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+@cache
+def tables(name="00_notation.ipynb"):
+    "Every row of every Markdown table of a notebook, as a dict from its header."
+    found = []
+    for cell in nbformat.read(NBS / name, as_version=4).cells:
+        if cell.cell_type != "markdown": continue
+        head = None
+        for line in cell.source.splitlines():
+            if not line.startswith("|"): head = None; continue
+            row = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if head is None: head = row
+            elif not set("".join(row)) <= set("-: "):
+                assert len(row) == len(head), f"{cell.id}: {len(row)} cells under {len(head)} headings: {line}"
+                found.append(dict(zip(head, row)))
+    return found
+
+
+def symbols(): return [r for r in tables() if "symbol" in r]
+def glossary(): return [r for r in tables() if "English" in r]
+def false_friends(): return [r for r in tables() if "elsewhere" in r]
+
+
+@cache
+def module_of(notebook):
+    "The module that a notebook exports, imported; None if it exports none."
+    for cell in nbformat.read(NBS / notebook, as_version=4).cells:
+        if name := notebooks.directives(cell.source).get("default_exp"): return importlib.import_module(f"rlhf_notes.{name}")
+
+
+def linked(row): return [target for target, _ in LINK.findall(row["lesson"])]
+
+
+def arguments(thing):
+    "What a function, a class or a dataclass takes by name."
+    if is_dataclass(thing): return {f.name for f in fields(thing)}
+    return set(inspect.signature(thing).parameters)
+
+
+def code_names(cell):
+    "'`a`, `b` of `f`, `g`' -> [('f', ['a', 'b']), ('g', [])]"
+    found, waiting = [], []
+    for of, name in re.findall(r"( of )?`(\w+)`", cell):
+        if of: found.append((name, waiting)); waiting = []
+        else: waiting.append(name)
+    return found + [(name, []) for name in waiting]
+
+
+def problems_of_symbol(row):
+    "What is wrong with a row of the symbols: links that lead nowhere, names that no linked lesson exports."
+    found = [f"{row['symbol']}: {target} is not there" for target in linked(row) if not (NBS / target).exists()]
+    if found: return found
+    if not linked(row): return [f"{row['symbol']}: no link"]
+    found += [f"{row['symbol']}: {what} is empty" for what in ("meaning", "shape", "unit") if not row[what]]
+    modules = [m for m in map(module_of, linked(row)) if m is not None]
+    names = code_names(row["in code"])
+    if not names: return found + [f"{row['symbol']}: no name in code"]
+    for thing, parts in names:
+        owners = [getattr(m, thing) for m in modules if thing in m.__all__]
+        if not owners: found.append(f"{row['symbol']}: no linked lesson exports {thing}")
+        for part in parts:
+            if owners and not any(part in arguments(o) for o in owners): found.append(f"{row['symbol']}: {thing} has no {part}")
+    return found
+
+
+def terms(row): return [t.strip().lower() for t in row["English"].split(",")], [t.strip() for t in row["中文"].split("、")]
+
+
+def problems_of_glossary(rows):
+    "What is wrong with the glossary: a language that is missing, a term that is listed twice, a link that leads nowhere."
+    found = []
+    for r in rows:
+        if not r["English"] or CHINESE.search(r["English"]): found.append(f"{r['English']!r} is not English")
+        if not CHINESE.search(r["中文"]) or not all(terms(r)[1]): found.append(f"{r['English']}: {r['中文']!r} is not Chinese")
+        if not r["in one line"]: found.append(f"{r['English']}: no explanation")
+        if not linked(r) or not all((NBS / target).exists() for target in linked(r)): found.append(f"{r['English']}: {r['lesson']} leads nowhere")
+    for language in (0, 1):
+        count = Counter(t for r in rows for t in terms(r)[language])
+        found += [f"{term} is listed {n} times" for term, n in count.items() if n > 1]
+    return found
+
+
+@pytest.mark.parametrize("row", symbols(), ids=lambda r: r["symbol"])
+def test_symbols_lead_to_their_lesson_and_their_code(row):
+    assert not problems_of_symbol(row)
+
+
+def test_no_symbol_twice():
+    count = Counter(r["symbol"] for r in symbols())
+    assert max(count.values()) == 1 and len(count) >= 60, count.most_common(3)
+
+
+def test_glossary_is_whole():
+    assert len(glossary()) >= 60 and not problems_of_glossary(glossary())
+
+
+def test_the_fields_own_names_are_there():
+    "The names that the sources use, in their languages."
+    english, chinese = ({t for r in glossary() for t in terms(r)[i]} for i in (0, 1))
+    assert {"importance ratio", "clipped surrogate", "advantage", "whitening", "value head", "reward model", "reference policy", "rollout", "response", "truncation"} <= english
+    assert {"重要性采样比", "裁剪后的代理目标", "优势", "白化", "价值头", "奖励模型", "参考策略", "回复", "截断", "双重裁剪", "熵奖赏", "折现因子", "均值平移", "奖励头", "拒绝采样", "学习率退火"} <= chinese
+
+
+def test_false_friends_have_two_meanings():
+    rows = false_friends()
+    assert max(Counter(r["word"] for r in rows).values()) == 1
+    words = ", ".join(r["word"] for r in rows)
+    for word in ("truncation", "clip", "mask", "done", "KL penalty", "baseline", "group", "epoch", "iteration", "return"): assert word in words
+    for r in rows: assert len(r["here"]) > 10 and len(r["elsewhere"]) > 10 and linked(r) and all((NBS / t).exists() for t in linked(r)), r["word"]
+
+
+def test_planted_mistakes_are_found():
+    "The checks above can fail."
+    good = dict(symbol="$r$", meaning="ratio", shape="$(B, T)$", unit="none", lesson="[ratio](formulas/03_ratio.ipynb)")
+    assert not problems_of_symbol(good | {"in code": "`logp` of `importance_ratio`, `effective_sample_size`"})
+    for change, why in (({"in code": "`importance_ratios`"}, "exports importance_ratios"), ({"in code": "`logps` of `importance_ratio`"}, "has no logps"), ({"in code": "`whiten`"}, "exports whiten"), ({"in code": ""}, "no name"),
+                        ({"in code": "`importance_ratio`", "lesson": "[ratio](formulas/3_ratio.ipynb)"}, "not there"), ({"in code": "`importance_ratio`", "unit": ""}, "unit"), ({"in code": "`importance_ratio`", "lesson": "ratio"}, "no link")):
+        assert any(why in p for p in problems_of_symbol(good | {"in code": "`importance_ratio`"} | change)), change
+    row = {"English": "advantage", "中文": "优势", "in one line": "better than expected", "lesson": "[advantage](formulas/08_advantage.ipynb)"}
+    assert not problems_of_glossary([row])
+    for other in (row, row | {"English": "edge"}, row | {"中文": "优势函数"}): assert any("listed 2 times" in p for p in problems_of_glossary([row, other]))
+    for change in ({"English": ""}, {"中文": ""}, {"中文": "advantage"}, {"中文": "优势、"}, {"in one line": ""}, {"lesson": "[x](formulas/99_x.ipynb)"}): assert problems_of_glossary([row | change]), change
