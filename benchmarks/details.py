@@ -44,7 +44,7 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     if args.out.exists() and not args.fresh:
-        with open(args.out, newline="", encoding="utf-8") as f: rows = [[r[c] for c in COLUMNS] for r in csv.DictReader(f) if r[COLUMNS[-1]]]        # a line cut short is made again
+        with open(args.out, newline="", encoding="utf-8") as f: rows = [[r[c] for c in COLUMNS] for r in csv.DictReader(f) if r.get(COLUMNS[-1])]        # a line cut short is made again
     done = {(task, detail, int(seed)) for task, detail, seed, *_ in rows}
     wanted = [(task, name, seed) for seed in range(args.seeds) for task in tasks for name in experiments(task) if not args.only or name in args.only or name == "intact"]
     todo = [job for job in wanted if job not in done]

@@ -1,22 +1,18 @@
-import csv
-import inspect
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import notebooks
-from rlhf_notes.formulas import grpo
 from rlhf_notes.formulas.kl import kl_estimate
-from rlhf_notes.formulas.reward import RewardNorm, best_of_n_loss, bradley_terry_loss, token_rewards
+from rlhf_notes.formulas.reward import RewardNorm, bradley_terry_loss
 from rlhf_notes.formulas.surrogate import clipped_surrogate
 from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.language import model, reward_model, rlhf, sample
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.rlhf import RLHF
 from rlhf_notes.language.variants import measure, prepare
 from rlhf_notes.studies import failures
 from rlhf_notes.studies.failures import BASES, DIALS, FAILURES, Failure, attempt, planted
@@ -114,6 +110,7 @@ def test_rewards_by_hand():
     logp, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
     for name, expected in {"KL reversed": [0.05, 1.9, 0.0], "paid at the edge": [-0.05, 0.1, 2.2], "paid everywhere": [1.95, 2.1, 0.0]}.items():
         torch.testing.assert_close(wrong(name)(scores, logp, ref, 0.1, mask)[0], torch.tensor([expected]), msg=name)
+    assert wrong("no penalty")(scores, torch.tensor([False]), -1.0) is scores
     k3 = torch.tensor([-0.5, 1.0]).exp() - 1 - torch.tensor([-0.5, 1.0])
     torch.testing.assert_close(wrong("k3 in the reward")(scores, logp, ref, 0.1, mask)[0][0, :2], -0.1 * k3 + torch.tensor([0.0, 2.0]))
 

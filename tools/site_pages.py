@@ -8,7 +8,6 @@ on any page, is a link to it. Formulas on lines of their own are numbered. `llms
 Any warning of Sphinx fails the build.
 """
 import argparse
-import html
 import os
 import re
 import shutil

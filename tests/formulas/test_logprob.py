@@ -1,4 +1,5 @@
 import math
+import threading
 from contextlib import contextmanager
 from decimal import Decimal, localcontext
 
@@ -456,6 +457,15 @@ def test_pieces_of_logits_whose_rows_do_not_follow_one_another(threads):
         with pytest.raises(ValueError, match="index must be between 0 and 10"): selective_log_softmax(whole, torch.full((3, 6), 11))
         with torch.inference_mode(): close(selective_log_softmax(whole[:, 1:], i), exact(whole[:, 1:], i)[0])
     assert torch.get_num_threads() == 1
+
+
+def test_threads_yet_to_come_have_as_many_as_before():
+    "PyTorch hands the last number that was set, anywhere, on to new threads."
+    seen = []
+    with in_pieces(threads=2):
+        selective_log_softmax(normal(0, (10, 5), torch.float32), words(1, (10,), 5))
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads())); thread.start(); thread.join()
+    assert seen == [2]
 
 
 def test_the_gradient_of_pieces_against_finite_differences():
