@@ -17,7 +17,7 @@ demo: $(READY)          ## train with the embedded defaults, print what came of 
 	$(BIN)/rlhf-notes demo
 
 test: $(READY)          ## modules, notebooks and README agree; every notebook runs; the test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 crosscheck: $(PEERS)/.ready ## our formulas against those of other libraries; fails if one of EXPECT is missing
 	$(PEERS)/bin/python -m pytest tests/crosscheck --expect '$(EXPECT)'
