@@ -59,5 +59,5 @@ lab: $(READY)           ## JupyterLab at the index
 	$(BIN)/jupyter lab nbs/index.ipynb
 
 clean:                  ## all that can be made again, the virtual environment included
-	rm -rf $(VENV) build dist _docs _proc *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist _docs *.egg-info .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,7 @@ def run(job):
 
 
 def main():
-    from rlhf_notes.control.details import CONFIGS, experiments
+    from rlhf_notes.control.details import CONFIGS, INTACT, UNTRAINED, experiments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="how many, from 0 on (default: 20)")
     parser.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side (default: 1)")
@@ -44,9 +44,9 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     if args.out.exists() and not args.fresh:
-        with open(args.out, newline="", encoding="utf-8") as f: rows = [[r[c] for c in COLUMNS] for r in csv.DictReader(f) if r.get(COLUMNS[-1])]        # a line cut short is made again
+        with open(args.out, newline="", encoding="utf-8") as f: rows = [[r[c] for c in COLUMNS] for r in csv.DictReader(f) if r.get(COLUMNS[-1]) or r["detail"] == UNTRAINED and r.get(COLUMNS[-1]) is not None]        # a line cut short is made again
     done = {(task, detail, int(seed)) for task, detail, seed, *_ in rows}
-    wanted = [(task, name, seed) for seed in range(args.seeds) for task in tasks for name in experiments(task) if not args.only or name in args.only or name == "intact"]
+    wanted = [(task, name, seed) for seed in range(args.seeds) for task in tasks for name in experiments(task) if not args.only or name in args.only or name in (INTACT, UNTRAINED)]
     todo = [job for job in wanted if job not in done]
     print(f"{len(todo)} trainings to do, {len(wanted) - len(todo)} done before: about {sum(SECONDS[task] for task, _, _ in todo) / args.jobs / 60:.0f} minutes on quiet cores", flush=True)
 

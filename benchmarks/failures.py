@@ -3,8 +3,8 @@
     python benchmarks/failures.py --jobs 2
 
 Control: benchmarks/details.py, into nbs/control/results/details.csv. RLHF: nbs/studies/results/failures.csv, a row for each training (what the policy is
-worth, when it was worth 2, the mean of each dial over the iterations), and failures_dials.csv, the dials of seed 0 in each iteration. Says beforehand how
-long it will take. A run that was stopped continues with what is missing: trainings that stand in the files are not repeated, so after a change of the
+worth, when it was worth 2, the mean of each dial over the iterations), and rlhf_notes/studies/dials.csv, the dials in each iteration: of all failures with
+seed 0, and of the intact trainings with every seed (`check.diagnose` plays with them). Says beforehand how long it will take. A run that was stopped continues with what is missing: trainings that stand in the files are not repeated, so after a change of the
 defaults say --fresh. All failures of a seed come before the next seed. `nbs/studies/41_failures.ipynb` says what the failures are and what came of them.
 
 Surprising rows again, with other seeds:
@@ -22,10 +22,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "nbs" / "studies" / "results"
+RESULTS, DIALS_CSV = HERE.parent / "nbs" / "studies" / "results" / "failures.csv", HERE.parent / "rlhf_notes" / "studies" / "dials.csv"
 PRETRAINED = "pretrained"
 OUTCOME = ("proxy", "true", "kl", "valid", "win", "first", "broke")
 SECONDS = 16           # of one training, on a quiet core
+FRESH = 100            # seeds from here on are for doing surprising rows again
 
 
 def number(x): return "" if x is None else f"{x:.5g}" if isinstance(x, float) else x
@@ -68,8 +69,8 @@ def rlhf(args):
     names = [PRETRAINED, *BASES, *FAILURES]
     if unknown := [name for name in args.only or () if name not in names]: sys.exit(f"failures.py: unknown failure {unknown[0]!r}; expected some of {', '.join(names)}")
     columns, dial_columns = ("failure", "seed", *OUTCOME, *DIALS), ("failure", "seed", "iteration", *DIALS)
-    path, dial_path = args.out / "failures.csv", args.out / "failures_dials.csv"
-    args.out.mkdir(parents=True, exist_ok=True)
+    path, dial_path = (args.out / "failures.csv", args.out / "dials.csv") if args.out else (RESULTS, DIALS_CSV)
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows, dials = ([] if args.fresh else read(p, c) for p, c in ((path, columns), (dial_path, dial_columns)))
     chosen = [n for n in names if not args.only or n in args.only or n == PRETRAINED or n in BASES]
     wanted = [(name, seed) for seed in range(args.first, args.first + args.rlhf_seeds) for name in chosen]
@@ -83,7 +84,9 @@ def rlhf(args):
                 row, curve = future.result()
                 rows = sorted([*rows, row], key=lambda r: (int(r[1]), names.index(r[0]) if r[0] in names else len(names)))
                 write(path, columns, rows)
-                if row[1] == 0: dials.extend(curve); write(dial_path, dial_columns, sorted(dials, key=lambda r: (names.index(r[0]) if r[0] in names else len(names), int(r[2]))))
+                if row[1] == 0 or row[0] in BASES and row[1] < FRESH:
+                    dials = sorted([*dials, *curve], key=lambda r: (names.index(r[0]) if r[0] in names else len(names), int(r[1]), int(r[2])))
+                    write(dial_path, dial_columns, dials)
                 print(f"{n} of {len(todo)}, {(time.perf_counter() - begin) / n * (len(todo) - n) / 60:.0f} min left: {row[0]}, seed {row[1]}: true score {row[3]}, KL {row[4]}, win {row[6]}", flush=True)
         except BaseException: pool.shutdown(wait=False, cancel_futures=True); raise
 
@@ -97,7 +100,7 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="FAILURE", help="RLHF: only these, and the intact trainings")
     parser.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side (default: 1)")
     parser.add_argument("--fresh", action="store_true", help="begin again, without what is in the files")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="RLHF: the directory")
+    parser.add_argument("--out", type=Path, help="RLHF: the directory of both files")
     args = parser.parse_args()
     if args.part != "rlhf": subprocess.run([sys.executable, str(HERE / "details.py"), "--jobs", str(args.jobs), "--seeds", str(args.seeds), *["--fresh"] * args.fresh], check=True)
     if args.part != "control": rlhf(args)

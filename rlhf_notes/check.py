@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RTOL', 'ATOL', 'LEAK', 'CHANGED', 'EXERCISES', 'NAN', 'INF', 'Outcome', 'attempt', 'show', 'alike', 'difference',
-           'Verdict', 'Exercise', 'curves', 'steps', 'exercise', 'Table', 'names', 'hint']
+           'Verdict', 'Exercise', 'curves', 'steps', 'exercise', 'Table', 'names', 'hint', 'diagnose']
 
 # %% ../nbs/check.ipynb #export-imports
 import difflib
@@ -272,6 +272,14 @@ def hint(name: str, # Of an exercise
         ):
     "Print the hint of an exercise."
     _exercise(name).hint()
+
+def diagnose(case: int | None = None, # Number of the case, from 1 on; None = any
+             answer: str | None = None, # a, b, c or d, or the name of the fault; None = ask
+             draw: bool = True, # Draw the dials with the question
+            ) -> Verdict | None: # None with the question
+    "A game: the dials of a training of the tiny GPT-2 with one planted fault, recorded; name it. `rlhf_notes.studies.failures` has the faults."
+    from rlhf_notes.studies import failures
+    return failures.diagnose(case, answer, draw)
 
 def _exercise(name):
     if name in EXERCISES: return EXERCISES[name]

@@ -12,12 +12,12 @@ import torch
 import notebooks
 from rlhf_notes.control import cartpole, details, policy
 from rlhf_notes.control.cartpole import PPO
-from rlhf_notes.control.details import CONFIGS, DETAILS, INTACT, attempt, compare, experiments, swapped, verdict
+from rlhf_notes.control.details import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, compare, deviation, experiments, swapped, verdict
 from rlhf_notes.formulas.advantage import gae
 from test_cartpole import SHAPE, agent, collect, some_batch, some_rollout
 
 TINY = dict(SHAPE, steps=4 * 512, num_steps=128, epochs=6)        # long enough for a truncation of Pendulum
-EACH = [(task, name) for task in CONFIGS for name in experiments(task) if name != INTACT]
+EACH = [(task, name) for task in CONFIGS for name in experiments(task)[2:]]
 
 
 def weights(task, name, seed=3):
@@ -35,9 +35,9 @@ def intact(): return {task: weights(task, INTACT) for task in CONFIGS}
 
 
 def test_what_is_tried_where():
-    assert set(DETAILS) <= {name for task in CONFIGS for name in experiments(task)} and INTACT not in DETAILS
+    assert set(DETAILS) <= {name for task in CONFIGS for name in experiments(task)} and not {INTACT, UNTRAINED} & set(DETAILS)
     for task in CONFIGS:
-        assert experiments(task)[0] == INTACT and len(set(experiments(task))) == len(experiments(task))
+        assert experiments(task)[:2] == [INTACT, UNTRAINED] and len(set(experiments(task))) == len(experiments(task))
     assert all(bool(d.options) != bool(d.swap) for d in DETAILS.values())
 
 
@@ -148,28 +148,56 @@ def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatc
     assert attempt("cartpole", INTACT, 3, every=2, **few)["first_sampled_steps"] == 2 * 128
 
 
-def test_verdict_and_comparison():
-    assert verdict(-10, -20, -1, 5) == "hurts" and verdict(-10, -20, 0, 5) == "no effect seen here" and verdict(-4.9, -5, -4.8, 5) == "no effect seen here"
-    assert verdict(10, 1, 20, 20) == "helps" and verdict(10, 0, 20, 5) == "no effect seen here" and verdict(4.9, 4.8, 5, 5) == "no effect seen here"
-    assert verdict(-10, -20, -1, 4) == verdict(10, 1, 20, 1) == "too few seeds"
-    row = lambda task, detail, seed, greedy, sampled, first: dict(task=task, detail=detail, seed=seed, greedy=greedy, sampled=sampled, first_sampled_steps=first)
-    rows = [row("pendulum", INTACT, 0, -150, -160, 1000), row("cartpole", "no clip", 1, 500, 300, None), row("cartpole", INTACT, 0, 500, 490, 2000), row("cartpole", INTACT, 1, 470, 500, 4000),
-            row("cartpole", INTACT, 2, 500, 500, 3000), row("cartpole", "no clip", 0, 475, 480, 8000), row("cartpole", "silu", 7, 500, 500, 1)]
-    base, clip = compare(rows, "cartpole")[0 if list(dict.fromkeys(r["detail"] for r in rows if r["task"] == "cartpole"))[0] == INTACT else slice(None, None, -1)]
-    assert base["detail"] == INTACT and (base["seeds"], base["solved"], base["first"], base["difference"], base["verdict"]) == (3, 2, 3000, 0, "")
-    assert (clip["seeds"], clip["differences"], clip["difference"], clip["solved"], clip["first"], clip["sampled"]) == (2, [-10, -200], -105, 1, 8000, 390)
-    assert (clip["low"], clip["high"], clip["verdict"]) == (-200, -10, "too few seeds")
-    assert [r["detail"] for r in compare(rows, "pendulum")] == [INTACT]
+def test_before_training(monkeypatch):
+    few = dict(SHAPE); few.pop("seed")
+    outcome, ppo = attempt("cartpole", UNTRAINED, 3, **few), PPO(CONFIGS["cartpole"](seed=3, **few))
+    final = cartpole.scores(ppo)
+    assert (outcome["greedy"], outcome["sampled"]) == (final["eval_return_mean"], final["eval_sampled_return_mean"])
+    assert all(outcome[k] is None for k in ("first_sampled_steps", *details.DIALS))
+    with pytest.raises(ValueError, match="name must be one of intact, untrained, default init, .*; got 'no clipp'"): attempt("cartpole", "no clipp", 3)
+    with pytest.raises(ValueError, match="got 'fixed std'"): attempt("cartpole", "fixed std", 3)
+
+
+def test_verdicts():
+    gain = 100.0
+    near = lambda x, n=5: [x - 0.1] * (n - 1) + [x + 0.4]          # the mean is x
+    words = {-50: "breaks it", -49: "hurts", -2: "hurts", -1.9: "no effect here", 0: "no effect here", 1.9: "no effect here", 2: "helps", 80: "helps"}
+    assert {x: verdict([x] * 5, gain)[0] for x in words} == words
+    assert verdict(near(-30.0), gain) == ("hurts", pytest.approx(-30), -30.1, pytest.approx(-29.8, abs=0.11))
+    assert verdict([-400.0, -400, -400, 500, 400], gain)[0] == "no effect here"                                                   # so does this one, far as its mean is
+    assert verdict([-90.0, -90, -90, 30, 0], gain)[0] == verdict([90.0, 90, 90, -30, 0], gain)[0] == "no effect here"          # the interval holds 0
+    assert verdict([-50.0] * 4, gain)[0] == "too few seeds"
+
+
+def test_deviations():
+    intact = [1.0, 2, 3, 4, 5]
+    std = 2.5 ** 0.5
+    assert deviation([4.0] * 5, intact) == (pytest.approx(4 / std), True) and deviation([-4.0] * 5, intact) == (pytest.approx(-4 / std), True)
+    assert deviation([3.0] * 5, intact) == (pytest.approx(3 / std), False)                    # less than two standard deviations
+    assert deviation([-20.0, 40, -20, 40, -20], intact)[1] is False                                # now here, now there
+    assert deviation([9.0] * 4, intact[:4])[1] is False                                            # too few
+    assert deviation([1.0] * 5, [2.0] * 5) == (math.inf, True) and deviation([-1.0] * 5, [2.0] * 5)[0] == -math.inf and deviation([0.0] * 5, [2.0] * 5) == (0.0, False)
+
+
+def test_comparison():
+    row = lambda name, seed, score, dial=None: dict(name=name, seed=seed, score=score, dial=dial)
+    rows = [row("bad", 1, 3.0, 4.0), row("good", 0, 9.0, 1.0), row("good", 1, 10.0, 3.0), row("good", 2, 8.0), row("bad", 0, 8.0), row("bad", 7, 1.0), row("other", 0, 1.0), row("lonely", 9, 1.0), row("base", 0, 2.0)]
+    table = compare(rows, {"bad": "good", "good": "good", "other": "base", "base": "base", "lonely": "good"}.get, "score", {"good": 10.0, "base": 1.0}, ("dial",))
+    assert list(table) == ["bad", "other"]
+    bad = table["bad"]
+    assert (bad["seeds"], bad["differences"], bad["mean"], bad["low"], bad["high"], bad["score"], bad["verdict"]) == ([0, 1], [-1, -7], -4, -7, -1, 5.5, "too few seeds")
+    assert bad["dials"] == {"dial": (math.inf, False)}                    # seed 0 lacks the dial, and one intact value has no standard deviation
+    assert table["other"]["mean"] == -1 and table["other"]["dials"] == {}
 
 
 def test_the_benchmark_resumes(tmp_path):
     "What stands in the file is not trained again, and a line that was cut short is."
     out = tmp_path / "details.csv"
     header = ["task", "detail", "seed", "greedy", "sampled", "first_sampled_steps", *details.DIALS]
-    out.write_text(",".join(header) + "\n" + "".join(f"cartpole,{d},0,{g},{g},,1,2,3,4,5,6\n" for d, g in ((INTACT, 1), ("no clip", 2))) + "cartpole,intact,5,77\n")
+    out.write_text(",".join(header) + "\n" + "".join(f"cartpole,{d},0,{g},{g},,1,2,3,4,5,6\n" for d, g in ((INTACT, 1), ("no clip", 2))) + "cartpole,untrained,0,3,4,,,,,,,\ncartpole,intact,5,77\n")
     command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "details.py"), "--seeds", "1", "--task", "cartpole", "--only", "no clip", "--out", str(out)]
     r = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert r.stdout.startswith("0 trainings to do, 2 done before") and out.read_text().count("\n") == 4
+    assert r.stdout.startswith("0 trainings to do, 3 done before") and out.read_text().count("\n") == 5
     r = subprocess.run(command[:-2] + ["nonsense"], capture_output=True, text=True)
     assert r.returncode == 2 and "unknown detail 'nonsense'" in r.stderr
 

@@ -54,7 +54,7 @@ def try_break(name, change, tests_first):
     module, notebook, tests = find(name)
     with tempfile.TemporaryDirectory() as tmp:
         tree = Path(tmp) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "_proc", "runs", ".hypothesis", "__pycache__"))
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "runs", ".hypothesis", "__pycache__"))
         replace_once(tree / module, change["old"], change["new"])
         replace_once(tree / notebook, change["old"], change["new"])
         by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(tests)], tree) != 0

@@ -212,7 +212,12 @@ def llms_full(pages):
 
 
 def build(out):
-    with tempfile.TemporaryDirectory() as source: return build_from(Path(source), out)
+    "The site in `out`; Sphinx works elsewhere, since it leaves the executed notebooks beside what it builds."
+    with tempfile.TemporaryDirectory() as work:
+        html = Path(work) / "html"
+        code = build_from(Path(work) / "source", html)
+        if html.exists(): shutil.copytree(html, out, dirs_exist_ok=True)
+    return code
 
 
 def build_from(source, out):
