@@ -1,12 +1,16 @@
+import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import nn
 
 import notebooks
+from rlhf_notes import check
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.reward import RewardNorm, bradley_terry_loss
 from rlhf_notes.formulas.surrogate import clipped_surrogate
@@ -15,7 +19,7 @@ from rlhf_notes.language import model, reward_model, rlhf, sample
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.variants import measure, prepare
 from rlhf_notes.studies import failures
-from rlhf_notes.studies.failures import BASES, DIALS, FAILURES, Failure, attempt, planted
+from rlhf_notes.studies.failures import BASES, DIALS, FAILURES, Failure, attempt, choices, diagnose, draw_dials, intact_runs, planted, puzzles, recorded, unusual
 
 SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=32, minibatches=2, iterations=2, eval_answers=8)
 SAME = {"values unclipped"}          # in a moment no value moves as far as 0.2
@@ -196,6 +200,85 @@ def test_scales(start):
     assert moving.reference is moving.policy.lm
     moving.iterate()
     assert abs(moving.iterate()["kl_k1"]) < 1e-5
+
+
+def test_an_attempt_at_what_is_not_there(start):
+    with pytest.raises(ValueError, match="name must be one of ppo, cooler, grpo, query unseen, .*; got 'no kl'"): attempt("no kl", start)
+
+
+def invented():
+    "Three intact seeds, and failures that move one dial each: score and entropy up or down, kl_k1 a little; GRPO has no values."
+    def run(base=0.0, **moved): return {d: None if base == "grpo" and "value" in d else [moved.get(d, 0.0) + t for t in range(3)] for d in DIALS} | {d: [None] * 3 for d in DIALS if base == "grpo" and "value" in d}
+    runs = {(b, s): run(b, **{d: s - 1.0 for d in DIALS}) for b in BASES for s in range(3)}
+    moves = {"no KL": dict(score=9), "KL reversed": dict(score=-7), "no clip": dict(entropy=5), "one epoch": dict(entropy=-4, score=3.5), "lambda 0": dict(kl_k1=2.5), "eight epochs": dict(score=8, entropy=1), "GRPO: no KL": dict(kl_k1=6), "temperature forgotten": dict(length=4)}
+    return runs | {(n, 0): run(FAILURES[n].base, **m) for n, m in moves.items()}
+
+
+def test_unusual_by_hand():
+    runs = invented()
+    assert [run["score"] for run in intact_runs("no KL", runs)] == [[-1, 0, 1], [0, 1, 2], [1, 2, 3]]
+    assert unusual("no KL", runs)["score"] == 9 and list(unusual("one epoch", runs).items())[:2] == [("entropy", -4), ("score", 3.5)]           # the standard deviation of -1, 0, 1 is 1
+    assert set(unusual("no KL", runs)) == set(DIALS) and not any("value" in d for d in unusual("GRPO: no KL", runs))
+    for s in range(3): runs["ppo", s]["valid"] = [1.0] * 3
+    runs["no clip", 0]["valid"], runs["no KL", 0]["valid"] = [0.5] * 3, [1.0] * 3
+    assert next(iter(unusual("no clip", runs).items())) == ("valid", -math.inf) and unusual("no KL", runs)["valid"] == 0
+
+
+def test_cases_and_their_choices():
+    runs = invented()
+    names = puzzles(runs)
+    assert set(names) == {n for n, s in runs if n in FAILURES} - {"lambda 0"} and names == puzzles(runs)                           # lambda 0 moves nothing by 3
+    loudest = lambda n: {"no KL": "score+", "eight epochs": "score+", "KL reversed": "score-", "no clip": "entropy+", "one epoch": "entropy-", "lambda 0": "kl+", "GRPO: no KL": "kl+", "temperature forgotten": "length+"}[n]
+    places = set()
+    for case, truth in enumerate(names, 1):
+        four = choices(case, runs)
+        assert len(set(four)) == 4 and truth in four and four == choices(case, runs)
+        assert all(loudest(n) != loudest(truth) for n in four if n != truth)
+        if truth in ("no KL", "KL reversed", "no clip"): assert all(FAILURES[n].base == "ppo" for n in four)
+        places.add(four.index(truth))
+    assert len(places) > 1
+
+
+def test_the_game(monkeypatch, capsys):
+    runs = invented()
+    monkeypatch.setattr(failures, "recorded", lambda: runs)
+    case = puzzles(runs).index("no KL") + 1
+    assert check.diagnose(case, draw=False) is None
+    asked = capsys.readouterr().out
+    assert asked.startswith(f"Case {case} of 7: PPO, with one thing wrong. Which?") and all(f"  {letter}  {n}: {FAILURES[n].what}\n" in asked for letter, n in zip("abcd", choices(case, runs)))
+    letter = "abcd"[choices(case, runs).index("no KL")]
+    for answer in ("no KL", letter):
+        verdict = check.diagnose(case, answer)
+        assert verdict and "Right: no KL: KL costs nothing. Farthest from usual, in standard deviations of the intact trainings: score +9;" in capsys.readouterr().out
+    other = next(n for n in choices(case, runs) if n == "no clip" or n == "one epoch" or n == "KL reversed")
+    verdict = diagnose(case, other)
+    dial, z = next(iter(unusual(other, runs).items()))
+    assert not verdict and verdict.mistake == other and f"No. With {other} the loudest dial would be {dial} {z:+.0f}; here {dial} is {unusual('no KL', runs)[dial]:+.0f} from usual. Look at score again." in verdict.text
+    for wrong in (0, 8, "1", 1.0):
+        with pytest.raises(ValueError, match="case must be a number from 1 to 7"): diagnose(wrong)
+    with pytest.raises(ValueError, match="answer must be a, b, c, d or one of .*; got 'e'"): diagnose(case, "e")
+    random.seed(0)
+    for _ in range(5): assert diagnose(draw=False) is None
+    assert len({line for line in capsys.readouterr().out.splitlines() if line.startswith("Case")}) > 1
+
+
+def test_the_picture_of_the_dials():
+    runs = invented()
+    figure = draw_dials("GRPO: no KL", runs)
+    shown = [ax for ax in figure.axes if ax.get_visible()]
+    assert [ax.get_title() for ax in shown] == [d for d in DIALS if "value" not in d]
+    kl = shown[1]
+    assert list(kl.lines[0].get_ydata()) == [6, 7, 8] and kl.collections[0].get_paths()[0].vertices[:, 1].min() == -1 and kl.collections[0].get_paths()[0].vertices[:, 1].max() == 3
+    plt.close(figure)
+
+
+def test_what_is_recorded():
+    "Every failure with seed 0, and every intact training; each case of the game has one right answer, and a picture."
+    runs = recorded()
+    assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES} and {n for n, s in runs if s} == set(BASES)
+    assert all(len(values) == RLHFConfig().iterations for (n, _), run in runs.items() for values in run.values()), "a training is shorter"
+    assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) >= 20
+    for case in range(1, len(puzzles(runs)) + 1): assert sum(bool(diagnose(case, letter)) for letter in "abcd") == 1
 
 
 def test_the_benchmark_resumes(tmp_path):
