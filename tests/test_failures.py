@@ -207,8 +207,8 @@ def test_an_attempt_at_what_is_not_there(start):
 
 
 def invented():
-    "Three intact seeds, and failures that move one dial each: score and entropy up or down, kl_k1 a little; GRPO has no values."
-    def run(base=0.0, **moved): return {d: None if base == "grpo" and "value" in d else [moved.get(d, 0.0) + t for t in range(3)] for d in DIALS} | {d: [None] * 3 for d in DIALS if base == "grpo" and "value" in d}
+    "Three intact seeds, and failures that move the mean of one dial or two, though not at first: score and entropy up or down, kl_k1 a little; GRPO has no values."
+    def run(base=0.0, **moved): return {d: None if base == "grpo" and "value" in d else [t + 1.5 * moved.get(d, 0.0) * (t > 0) for t in range(3)] for d in DIALS} | {d: [None] * 3 for d in DIALS if base == "grpo" and "value" in d}
     runs = {(b, s): run(b, **{d: s - 1.0 for d in DIALS}) for b in BASES for s in range(3)}
     moves = {"no KL": dict(score=9), "KL reversed": dict(score=-7), "no clip": dict(entropy=5), "one epoch": dict(entropy=-4, score=3.5), "lambda 0": dict(kl_k1=2.5), "eight epochs": dict(score=8, entropy=1), "GRPO: no KL": dict(kl_k1=6), "temperature forgotten": dict(length=4)}
     return runs | {(n, 0): run(FAILURES[n].base, **m) for n, m in moves.items()}
@@ -216,8 +216,8 @@ def invented():
 
 def test_unusual_by_hand():
     runs = invented()
-    assert [run["score"] for run in intact_runs("no KL", runs)] == [[-1, 0, 1], [0, 1, 2], [1, 2, 3]]
-    assert unusual("no KL", runs)["score"] == 9 and list(unusual("one epoch", runs).items())[:2] == [("entropy", -4), ("score", 3.5)]           # the standard deviation of -1, 0, 1 is 1
+    assert [run["score"] for run in intact_runs("no KL", runs)] == [[0, -0.5, 0.5], [0, 1, 2], [0, 2.5, 3.5]]
+    assert unusual("no KL", runs)["score"] == 9 and list(unusual("one epoch", runs).items())[:2] == [("entropy", -4), ("score", 3.5)]           # the standard deviation of the means 0, 1, 2 is 1
     assert set(unusual("no KL", runs)) == set(DIALS) and not any("value" in d for d in unusual("GRPO: no KL", runs))
     for s in range(3): runs["ppo", s]["valid"] = [1.0] * 3
     runs["no clip", 0]["valid"], runs["no KL", 0]["valid"] = [0.5] * 3, [1.0] * 3
@@ -227,7 +227,7 @@ def test_unusual_by_hand():
 def test_cases_and_their_choices():
     runs = invented()
     names = puzzles(runs)
-    assert set(names) == {n for n, s in runs if n in FAILURES} - {"lambda 0"} and names == puzzles(runs)                           # lambda 0 moves nothing by 3
+    assert set(names) == {n for n, s in runs if n in FAILURES} - {"lambda 0"} and names == puzzles(runs) != [n for n in FAILURES if n in names]          # lambda 0 moves nothing by 3
     loudest = lambda n: {"no KL": "score+", "eight epochs": "score+", "KL reversed": "score-", "no clip": "entropy+", "one epoch": "entropy-", "lambda 0": "kl+", "GRPO: no KL": "kl+", "temperature forgotten": "length+"}[n]
     places = set()
     for case, truth in enumerate(names, 1):
@@ -268,7 +268,8 @@ def test_the_picture_of_the_dials():
     shown = [ax for ax in figure.axes if ax.get_visible()]
     assert [ax.get_title() for ax in shown] == [d for d in DIALS if "value" not in d]
     kl = shown[1]
-    assert list(kl.lines[0].get_ydata()) == [6, 7, 8] and kl.collections[0].get_paths()[0].vertices[:, 1].min() == -1 and kl.collections[0].get_paths()[0].vertices[:, 1].max() == 3
+    band = kl.collections[0].get_paths()[0].vertices[:, 1]
+    assert list(kl.lines[0].get_ydata()) == [0, 10, 11] and (band.min(), band.max()) == (-0.5, 3.5)
     plt.close(figure)
 
 
