@@ -3,7 +3,7 @@
     python benchmarks/failures.py --jobs 2
 
 Control: benchmarks/details.py, into nbs/control/results/details.csv. RLHF: nbs/studies/results/failures.csv, a row for each training (what the policy is
-worth, when it was worth 2, the mean of each dial over the iterations), and rlhf_notes/studies/dials.csv, the dials in each iteration: of all failures with
+worth, when it was worth 2, the mean of each dial over the iterations: mean_...), and rlhf_notes/studies/dials.csv, the dials in each iteration: of all failures with
 seed 0, and of the intact trainings with every seed (`check.diagnose` plays with them). Says beforehand how long it will take. A run that was stopped continues with what is missing: trainings that stand in the files are not repeated, so after a change of the
 defaults say --fresh. All failures of a seed come before the next seed. `nbs/studies/41_failures.ipynb` says what the failures are and what came of them.
 
@@ -68,7 +68,7 @@ def rlhf(args):
     from rlhf_notes.studies.failures import BASES, DIALS, FAILURES
     names = [PRETRAINED, *BASES, *FAILURES]
     if unknown := [name for name in args.only or () if name not in names]: sys.exit(f"failures.py: unknown failure {unknown[0]!r}; expected some of {', '.join(names)}")
-    columns, dial_columns = ("failure", "seed", *OUTCOME, *DIALS), ("failure", "seed", "iteration", *DIALS)
+    columns, dial_columns = ("failure", "seed", *OUTCOME, *(f"mean_{d}" for d in DIALS)), ("failure", "seed", "iteration", *DIALS)
     path, dial_path = (args.out / "failures.csv", args.out / "dials.csv") if args.out else (RESULTS, DIALS_CSV)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, dials = ([] if args.fresh else read(p, c) for p, c in ((path, columns), (dial_path, dial_columns)))

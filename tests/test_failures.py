@@ -283,7 +283,7 @@ def test_what_is_recorded():
 
 
 def test_the_benchmark_resumes(tmp_path):
-    columns = ["failure", "seed", "proxy", "true", "kl", "valid", "win", "first", "broke", *DIALS]
+    columns = ["failure", "seed", "proxy", "true", "kl", "valid", "win", "first", "broke", *(f"mean_{d}" for d in DIALS)]
     (tmp_path / "failures.csv").write_text(",".join(columns) + "\n" + "".join(f"{n},0,1,2,3,4,5,,,{','.join('6' * len(DIALS))}\n" for n in ("pretrained", *BASES, "no KL")) + "ppo,5,77\n")
     command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "failures.py"), "--part", "rlhf", "--rlhf-seeds", "1", "--out", str(tmp_path), "--only", "no KL"]
     r = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -106,12 +106,13 @@ def test_wheel_works_away_from_the_project(distributions, tmp_path):
     out = python("import rlhf_notes, torch; print(rlhf_notes.__file__); print(rlhf_notes.masked_mean(torch.ones(3)).item(), rlhf_notes.__version__)",
                  cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""}).splitlines()
     assert Path(out[0]).is_relative_to(tmp_path) and out[1] == f"1.0 {notebooks.settings()['version']}"
+    assert "rlhf_notes/studies/dials.csv" in shipped, "check.diagnose needs it"
 
 
 def test_sdist_holds_what_building_needs(distributions):
     _, sdist = distributions
     with tarfile.open(sdist) as t: names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
-    assert {"setup.py", "settings.ini", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"setup.py", "settings.ini", "pyproject.toml", "README.md", "LICENSE", "rlhf_notes/studies/dials.csv"} <= names
 
 
 def test_every_listed_break_was_made_and_caught():

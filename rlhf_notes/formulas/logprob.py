@@ -82,8 +82,8 @@ def _by_rows(logits):
     return kernels.eager(logits) and logits.numel() > _WHOLE and (logits.device.type == "cpu" or kernels.usable(logits))
 
 def _piece(logits, copies):
-    "How many rows make a piece, if so many copies of it are at work."
-    return max(1, _CHUNK // copies // logits.shape[-1])
+    "How many rows make a piece, if so many copies of it are at work; half as many of 16-bit logits, since the copies are in float32."
+    return max(1, _CHUNK // copies * min(logits.element_size(), 4) // 4 // logits.shape[-1])
 
 def _pieces(size, logits, *others):
     "The logits in pieces of `size` rows, (R, V), with the rows (R, ...) of `others` that belong to them; views of everything."
