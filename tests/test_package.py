@@ -120,3 +120,9 @@ def test_every_listed_break_was_made_and_caught():
     listed = {(p.stem, b["why"]) for p in (ROOT / "tests" / "breaks").glob("*.json") for b in json.loads(p.read_text(encoding="utf-8"))}
     assert set(made) == listed and set(made.values()) == {"True"}, "run `make breaks`"
     assert f"each of {len(listed)} deliberate breaks" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "breaks").glob("*.json")), ids=lambda p: p.stem)
+def test_every_listed_break_can_be_made(path):
+    module = next((ROOT / "rlhf_notes").rglob(f"{path.stem}.py")).read_text(encoding="utf-8")
+    assert not [b["why"] for b in json.loads(path.read_text(encoding="utf-8")) if module.count(b["old"]) != 1]

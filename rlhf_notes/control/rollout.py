@@ -33,7 +33,9 @@ class Rollout:
         "Terminated or truncated."
         return self.terminated | self.truncated
 
-    def to(self, device) -> "Rollout":
+    def to(self,
+           device, # Where they are to be
+          ) -> "Rollout":
         "The same on `device`."
         return Rollout(*(getattr(self, f.name).to(device) for f in fields(self)))
 

@@ -166,11 +166,15 @@ class Processes:
         else: self.device = torch.device(pick_device(device, auto="cuda"))
         self.is_main = self.index == 0
 
-    def prepare(self, model: nn.Module) -> nn.Module: # The model, with gradients that will be the mean over all processes
+    def prepare(self,
+                model: nn.Module, # Of this process
+               ) -> nn.Module: # The model, with gradients that will be the mean over all processes
         "Wrap a model for training."
         return model if self.accelerator is None else self.accelerator.prepare_model(model)
 
-    def backward(self, loss: torch.Tensor):
+    def backward(self,
+                 loss: torch.Tensor, # 0-dim
+                ):
         "Add up gradients."
         loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
 
@@ -178,15 +182,21 @@ class Processes:
         "Inside, gradients stay in this process: more of them are to come."
         return nullcontext() if self.accelerator is None else self.accelerator.no_sync(model)
 
-    def gather(self, tensors: tuple) -> tuple: # The same tensors with the rows of all processes, in their order
+    def gather(self,
+               tensors: tuple, # Each with the rows of this process, (b, ...)
+              ) -> tuple: # The same tensors with the rows of all processes, in their order
         "Everyone's rows."
         return tensors if self.accelerator is None else self.accelerator.gather(tuple(x.contiguous() for x in tensors))
 
-    def any(self, flag: bool) -> bool:
+    def any(self,
+            flag: bool, # What this process says
+           ) -> bool: # True if one of them says so
         "Does anyone say so? All have to ask."
         return flag if self.accelerator is None else bool(self.gather((torch.tensor([flag], device=self.device),))[0].any())
 
-    def agree(self, state: dict) -> dict: # A state dict of tensors and numbers -> the one of the main process
+    def agree(self,
+              state: dict, # A state dict of tensors and numbers
+             ) -> dict: # That of the main process
         "Everyone takes what the main process has."
         if self.accelerator is None: return state
         from accelerate.utils import broadcast
@@ -213,7 +223,10 @@ def check_finite(stage: str, # Where: "sft", "reward_model" or "rl"
 # %% ../../nbs/language/34_rlhf.ipynb #laps
 class Laps:
     "A stopwatch: seconds between one call and the next."
-    def __init__(self, device: torch.device): self.device, self.seconds = device, {}; self.last = self._now()
+    def __init__(self,
+                 device: torch.device, # Whose work is waited for
+                ):
+        self.device, self.seconds = device, {}; self.last = self._now()
     def _now(self):
         if self.device.type == "cuda": torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -263,14 +276,23 @@ class RLHF:
         queries, mask = (x.repeat_interleave(c.answers_per_query, 0) for x in self.task.draw(n // c.answers_per_query, generator))
         return [x.to(self.device) for x in (queries, mask, torch.rand(n, c.response_length, generator=generator))]
 
-    def sample(self, lm, queries, mask, u) -> Samples: # Tokens, their log-probabilities, and the states they were drawn from
+    def sample(self,
+               lm: nn.Module, # Who answers
+               queries: torch.Tensor, # Tokens, padded on the left, (B, Q)
+               mask: torch.Tensor, # False = padding, (B, Q)
+               u: torch.Tensor, # Chance, uniform in [0, 1), (B, T)
+              ) -> Samples: # Tokens, their log-probabilities, and the states they were drawn from
         "Answers of a fixed length, whatever they say (detail G4)."
         c = self.config
         sampler = self.sampler if lm is self.policy.lm else Sampler(lm, c.response_length, c.temperature, graph=False)
         with autocast(self.device, c.precision): return sampler(queries, mask, u)
 
     @torch.no_grad()
-    def judge(self, queries, mask, answers) -> Rollout: # Without advantages
+    def judge(self,
+              queries: torch.Tensor, # As in `sample`, (B, Q)
+              mask: torch.Tensor, # As in `sample`, (B, Q)
+              answers: Samples, # From `sample`
+             ) -> Rollout: # Without advantages
         "What the reference, the reward model and the value head make of answers."
         c, (cut, counts, found) = self.config, self.task.truncate(answers.tokens)                                              # P5
         tokens, seen = torch.cat([queries, answers.tokens], 1), torch.cat([mask, torch.ones_like(counts)], 1)
@@ -282,12 +304,16 @@ class RLHF:
         scores = apply_penalty(self.norm(raw), found, c.penalty)                                                               # R3, P5
         return Rollout(tokens, seen, counts, found, scores, answers.logp, logp_ref, self.policy.value(answers.hidden))
 
-    def gather(self, rollout) -> Rollout: # Of all processes
+    def gather(self,
+               rollout: Rollout, # Of this process
+              ) -> Rollout: # Of all processes
         "Everyone's answers, so that all that follows is about the whole batch."
         names = [f.name for f in fields(Rollout) if getattr(rollout, f.name) is not None]
         return Rollout(**dict(zip(names, self.processes.gather(tuple(getattr(rollout, n) for n in names)))))
 
-    def step(self, batch) -> dict: # What to log, 0-dim tensors
+    def step(self,
+             batch: Rollout, # A minibatch, the same in every process
+            ) -> dict: # What to log, 0-dim tensors
         "One gradient step on a minibatch, whose gradient is added up over processes and microbatches."
         self.optimizer.zero_grad()
         parts = self.parts(batch)
@@ -297,13 +323,17 @@ class RLHF:
         seen = self.processes.gather(tuple(torch.cat(x) for x in zip(*seen)))
         return self.diagnose(batch, *seen, found[0] if len(found) == self.processes.count == 1 else None) | dict(grad_norm=norm)         # P13
 
-    def parts(self, batch) -> list: # Of rollouts
+    def parts(self,
+              batch: Rollout, # A minibatch
+             ) -> list: # Of rollouts
         "The microbatches of this process."
         size = len(batch) // (self.processes.count * self.config.microbatches)
         first = self.processes.index * self.config.microbatches
         return [batch[i * size:(i + 1) * size] for i in range(first, first + self.config.microbatches)]                        # P7
 
-    def say(self, part) -> tuple: # (logp, entropy without gradient, values), (b, T) each
+    def say(self,
+            part: Rollout, # A microbatch, (b, T)
+           ) -> tuple: # (logp, entropy without gradient, values), (b, T) each
         "What the policy says about the answers of a microbatch."
         c = self.config
         if lean_head(self.policy.lm, part.counts.numel()):
@@ -312,7 +342,11 @@ class RLHF:
         with autocast(self.device, c.precision): logits, values = self.model(part.tokens, part.mask, c.response_length)
         return selective_log_softmax(logits, part.answers, c.temperature), entropy_from_logits(logits.detach(), c.temperature), values   # P1
 
-    def gradient(self, part, batch, last) -> tuple: # (logp, values, entropy), (b, T) each, without gradients; what `losses` gave
+    def gradient(self,
+                 part: Rollout, # A microbatch
+                 batch: Rollout, # The minibatch that it is a part of
+                 last: bool, # Is it the last of this process?
+                ) -> tuple: # (logp, values, entropy), (b, T) each, without gradients; what `losses` gave
         "Add the gradient of a microbatch to what is there, with its weight in the minibatch."
         c = self.config
         with nullcontext() if last else self.processes.no_sync(self.model):
@@ -332,8 +366,14 @@ class RLHF:
         self.optimizer.step()
 
     @torch.no_grad()
-    def diagnose(self, batch, logp, values, entropy, found=None) -> dict: # Name -> 0-dim tensor
-        "What a minibatch says about the health of the training; `found` is what `losses` gave, if it saw all of it."
+    def diagnose(self,
+                 batch: Rollout, # A minibatch
+                 logp: torch.Tensor, # What the policy says of it before the step, (B, T)
+                 values: torch.Tensor, # Likewise
+                 entropy: torch.Tensor, # Likewise
+                 found: tuple | None = None, # What `losses` gave, if it saw all of it
+                ) -> dict: # Name -> 0-dim tensor
+        "What a minibatch says about the health of the training."
         _, value, stats = found or losses(self.config, batch, logp, values, self.kl.coef)
         logs = dict(policy_loss=stats["policy_loss"], entropy=masked_mean(entropy, batch.counts), ratio=stats["ratio"], approx_kl=stats["approx_kl"], clip_fraction=stats["clip_fraction"])
         if value is None: return logs
@@ -341,7 +381,11 @@ class RLHF:
         return logs | dict(value_loss=value.detach(), value_clip_fraction=value_clip_fraction(values, batch.values, batch.returns, clip, batch.counts),
                            explained_variance=explained_variance(values, batch.returns, batch.counts))
 
-    def close(self, rollout, logs, seconds) -> dict: # The row of this iteration
+    def close(self,
+              rollout: Rollout, # Of all processes
+              logs: list, # From `step`, each time
+              seconds: dict, # From `Laps`
+             ) -> dict: # The row of this iteration
         "Steer the KL, and put together what is to be logged."
         c = self.config
         numbers = answer_stats(rollout) | {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
@@ -372,11 +416,15 @@ class Evaluation:
     true: torch.Tensor        # What the human thinks of each, (n,)
     rollout: Rollout          # The answers themselves
 
-    def win_rate(self, other: "Evaluation") -> float: # From 0 to 1
+    def win_rate(self,
+                 other: "Evaluation", # To the same queries
+                ) -> float: # From 0 to 1
         "How often the human likes these better, query by query; a tie is half a win."
         return ((self.true > other.true).float() + 0.5 * (self.true == other.true)).mean().item()
 
-    def worth(self, before: "Evaluation") -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
+    def worth(self,
+              before: "Evaluation", # Of the model that it all began with
+             ) -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
         "What these answers come to, beside those of the model that it all began with."
         stats = {name: x.item() for name, x in answer_stats(self.rollout).items()}
         return dict(proxy=stats["score"], true=self.true.mean().item(), kl=stats["kl_k1"], valid=stats["valid"], win=self.win_rate(before))
@@ -479,7 +527,10 @@ class Training:
         self.advance()
         return name, row
 
-    def show(self, iteration, evaluation) -> float: # The mean true score
+    def show(self,
+             iteration: int, # When
+             evaluation: Evaluation, # What was seen then
+            ) -> float: # The mean true score
         "Keep some answers, always to the same queries."
         for (query, answer), true, score in zip(evaluation.texts[:SHOWN], evaluation.true.tolist(), evaluation.rollout.scores.tolist()):
             self.samples.append(dict(iteration=iteration, query=query, answer=answer, score=score, true_score=true))
@@ -542,7 +593,10 @@ class Keeper:
         stage = self.training.stage
         self.bar = progress_bar(stage.iterations, stage.iteration, self.training.name)
 
-    def log(self, name, row): # What `Training.iterate` gave
+    def log(self,
+            name: str, # Of the stage
+            row: dict, # Both from `Training.iterate`
+           ):
         "After each step."
         self.bar.set_postfix({k: v for k, v in row.items() if k in ("loss", "accuracy", "score", "kl_k1")}, refresh=False); self.bar.update()
         if self.run is not None and name == "rl": self.run.log(row, row["iteration"])
@@ -560,7 +614,9 @@ class Keeper:
         self.saved = time.perf_counter()
         self.cost = self.saved - start
 
-    def finish(self, summary):
+    def finish(self,
+               summary: dict, # What goes into summary.json
+              ):
         "The curve, the policy, the summary."
         self.bar.close()
         self.save()
