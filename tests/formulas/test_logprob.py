@@ -468,6 +468,18 @@ def test_threads_yet_to_come_have_as_many_as_before():
     assert seen == [2]
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_copies_are_the_same_share_of_the_logits_whatever_their_type(backward, monkeypatch):
+    made = {}
+    monkeypatch.setattr(module, "_buffers", lambda size, logits, dtype, two, f=module._buffers: made.setdefault(logits.dtype, []).append(size * (1 + two) * dtype.itemsize / logits.itemsize) or f(size, logits, dtype, two))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        z = torch.randn(64, 11).to(dtype).requires_grad_()
+        with in_pieces(704):
+            y = selective_log_softmax(z, torch.zeros(64, dtype=torch.long))
+            if backward: y.sum().backward()
+    assert made == {torch.float32: [64] * (1 + backward), torch.bfloat16: [64] * (1 + backward), torch.float16: [64] * (1 + backward), torch.float64: [64] * (1 + backward)}
+
+
 def test_the_gradient_of_pieces_against_finite_differences():
     z, i, m = normal(0, (2, 3, 5)).requires_grad_(True), words(1, (2, 3), 5), random_mask(2, (2, 3))
     with in_pieces():
