@@ -274,12 +274,13 @@ def test_the_picture_of_the_dials():
 
 
 def test_what_is_recorded():
-    "Every failure with seed 0, and every intact training; each case of the game has one right answer, and a picture."
+    "Every failure with seed 0, and every intact training; each case of the game has four choices, and one is right."
     runs = recorded()
     assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES} and {n for n, s in runs if s} == set(BASES)
     assert all(len(values) == RLHFConfig().iterations for (n, _), run in runs.items() for values in run.values()), "a training is shorter"
     assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) >= 20
-    for case in range(1, len(puzzles(runs)) + 1): assert sum(bool(diagnose(case, letter)) for letter in "abcd") == 1
+    for case, name in enumerate(puzzles(runs), 1): assert len(set(choices(case, runs)) & set(FAILURES)) == 4 and name in choices(case, runs)
+    assert [sum(bool(diagnose(case, letter)) for letter in "abcd") for case in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_the_benchmark_resumes(tmp_path):

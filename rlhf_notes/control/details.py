@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DETAILS', 'INTACT', 'UNTRAINED', 'CONFIGS', 'DIALS', 'ENOUGH', 'VERDICTS', 'swapped', 'Detail', 'loud', 'unclipped',
            'doubly_clipped', 'bounded_both_ways', 'across_ends', 'no_end', 'seams_kept', 'shared_trunk', 'thinned',
-           'fixed_std', 'experiments', 'attempt', 'verdict', 'deviation', 'compare']
+           'fixed_std', 'experiments', 'attempt', 'verdict', 'in_standard_deviations', 'deviation', 'compare']
 
 # %% ../../nbs/control/24_details.ipynb #export-imports
 import types
@@ -180,13 +180,19 @@ def verdict(differences: list, # Final scores minus those of the intact training
     elif low > 0 and mean >= gain / 50: word = "helps"
     return word, mean, low, high
 
+def in_standard_deviations(difference: float, # Of a dial from where it usually stands
+                           intact: list, # The dial in the intact trainings
+                          ) -> float: # +-inf where it never moves otherwise; 0 where there is no difference
+    "How far that is, for somebody who knows the intact trainings."
+    usual = torch.tensor(intact, dtype=torch.float64).std().item() if len(intact) > 1 else float("nan")
+    return difference / usual if usual > 0 else (0.0 if difference == 0 else float("inf") if difference > 0 else float("-inf"))
+
 def deviation(differences: list, # Of a dial from that of the intact training, seed by seed
               intact: list, # The dial in the intact trainings
              ) -> tuple: # (mean difference in standard deviations of the intact ones; does the dial tell?)
     "How far a dial is from where it usually stands."
     mean, (low, high) = sum(differences) / len(differences), bootstrap_interval(differences)
-    usual = torch.tensor(intact, dtype=torch.float64).std().item() if len(intact) > 1 else float("nan")
-    z = mean / usual if usual > 0 else (0.0 if mean == 0 else float("inf") if mean > 0 else float("-inf"))
+    z = in_standard_deviations(mean, intact)
     return z, len(differences) >= ENOUGH and not low <= 0 <= high and abs(z) >= 2
 
 def compare(rows: list, # name, seed, and numbers (None = there is none), each a dict

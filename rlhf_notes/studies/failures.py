@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..check import Verdict
-from ..control.details import deviation, swapped, unclipped
+from ..control.details import in_standard_deviations, swapped, unclipped
 from ..formulas import grpo
 from ..formulas.kl import kl_estimate
 from ..formulas.reward import RewardNorm, bradley_terry_loss
@@ -339,7 +339,7 @@ def unusual(name: str, # One of `FAILURES`
     found = {}
     for d in DIALS:
         here, usual = level(runs[name, 0][d]), [level(run[d]) for run in intact_runs(name, runs)]
-        if here is not None and None not in usual: found[d] = deviation([here - u for u in usual], usual)[0]
+        if here is not None and None not in usual: found[d] = in_standard_deviations(here - sum(usual) / len(usual), usual)
     return dict(sorted(found.items(), key=lambda x: -abs(x[1])))
 
 def draw_dials(name: str, # One of `FAILURES`
