@@ -378,7 +378,8 @@ def choices(case: int, # From 1 on
     def loudest(name): return next((d, z > 0) for d, z in unusual(name, runs).items())
     names = puzzles(runs)
     truth = names[case - 1]
-    others = [n for n in names if loudest(n) != loudest(truth)]
+    told = loudest(truth)
+    others = [n for n in names if loudest(n) != told]
     near = [n for n in others if FAILURES[n].base == FAILURES[truth].base]
     four = [truth, *random.Random(case).sample(near if len(near) >= 3 else others, 3)]
     random.Random(-case).shuffle(four)
