@@ -116,9 +116,10 @@ def backward_rows(logits, index, temperature, # As above
                   h, # Upstream gradient of the entropy, (..., 1), or None
                   H, # The entropy, or None
                   top, total, # From `forward_rows`
+                  out=None, # Where it goes, of the logits' shape and dtype; it may be the logits; None = a new tensor
                  ): # (..., V), dtype of the logits
     "The gradient with respect to the logits, in one read and one write."
-    (z, layout), out = _layout(logits), torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    (z, layout), out = _layout(logits), torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
     constant, slope, silent = -g / (temperature * total), torch.zeros_like(total), g == 0
     if h is not None:
         constant, slope, silent = constant - h * (H - total.log()) / (temperature * total), -h * 0.6931471805599453 / (temperature * total), silent & (h == 0)

@@ -133,16 +133,16 @@ def _forward_rows(logits, index, temperature, entropy):
     logp = ((x - total.log2()) / _LOG2_E).clamp(max=0).to(dtype)                                    # rounding may lift a certain word above 0
     return logp, torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy else product, top, total
 
-def _backward_rows(logits, index, temperature, g, h, H, top, total):
-    "The gradient of g log pi + h entropy with respect to the logits, in their dtype; h may be None. All but logits and index (..., 1)."
-    dtype, out = total.dtype, _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device))
+def _backward_rows(logits, index, temperature, g, h, H, top, total, out=None):
+    "The gradient of g log pi + h entropy with respect to the logits, in their dtype; into `out`, which may be the logits. h may be None. All but logits and index (..., 1)."
+    dtype, out = total.dtype, _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)) if out is None else out
     if not total.numel(): return out
     constant, slope, scale = -g / (temperature * total), torch.zeros_like(total), _scale(temperature, dtype)
     if h is not None:
         constant, slope = constant - h * (H - total.log()) / (temperature * total), -h / (temperature * total * _LOG2_E)
         constant, slope = (torch.where(total == 0, 0.0, t) for t in (constant, slope))
     shift, far = _shift(top, scale)
-    two = h is not None or dtype != logits.dtype
+    two = h is not None
     size = _piece(logits, 1 + two)
     def work(pieces):
         x, e = _buffers(size, logits, dtype, two)
@@ -273,13 +273,18 @@ def log_probs_and_entropy(logits: torch.Tensor, # (..., V), any float dtype; -in
     return tuple(apply_mask(y, mask) for y in _LogProb.apply(logits, apply_mask(index.long(), mask, 0), temperature, True))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #linear
+def _heads(chunk, hidden, weight, bias, *others):
+    "hidden @ weight.T + bias for some rows at a time, all in the same memory, with those rows of `hidden` and `others`."
+    memory = _large_pages(hidden.new_empty(min(chunk, len(hidden)), len(weight)))
+    for h, *rest in zip(*(t.split(chunk) for t in (hidden, *others))):
+        out = memory[:len(h)]
+        yield torch.mm(h, weight.t(), out=out) if bias is None else torch.addmm(bias, h, weight.t(), out=out), h, *rest
+
 class _LinearLogProb(torch.autograd.Function):
     "(log pi, entropy) of hidden @ weight.T + bias, some rows at a time; keeps two numbers of each row."
     @staticmethod
     def forward(ctx, hidden, weight, bias, index, temperature, chunk, entropy):
-        out = []
-        for h, i in zip(hidden.split(chunk), index.split(chunk)):
-            out.append(_by(hidden, "forward_rows")(torch.nn.functional.linear(h, weight, bias), i, temperature, entropy))        # which is forgotten again
+        out = [_by(hidden, "forward_rows")(z, i, temperature, entropy) for z, _, i in _heads(chunk, hidden, weight, bias, index)]
         logp, H, top, total = (torch.cat(x) for x in zip(*out))
         ctx.save_for_backward(hidden, weight, bias, index, H, top, total)
         ctx.temperature, ctx.chunk = temperature, chunk
@@ -296,13 +301,12 @@ class _LinearLogProb(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need[1] else None
         d_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need[2] else None
         first = 0
-        for x, i, H, top, total, g, *h in zip(*(t.split(ctx.chunk) for t in (hidden, *rest, *by))):
-            dz = _by(hidden, "backward_rows")(torch.nn.functional.linear(x, weight, bias), i, T, g, h[0] if h else None, H, top, total)
+        for z, x, i, H, top, total, g, *h in _heads(ctx.chunk, hidden, weight, bias, *rest, *by):
+            dz = _by(hidden, "backward_rows")(z, i, T, g, h[0] if h else None, H, top, total, out=z)
             if need[0]: torch.mm(dz, weight, out=d_hidden[first:first + len(x)])
             if need[1]: d_weight.addmm_(dz.t(), x) if d_weight.dtype == x.dtype else d_weight.add_(dz.t() @ x)
             if need[2]: d_bias += dz.sum(0, dtype=d_bias.dtype)
             first += len(x)
-            del dz
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
 
 def linear_log_probs(hidden: torch.Tensor, # What is under the language model's head, (..., d), any float dtype
@@ -310,7 +314,7 @@ def linear_log_probs(hidden: torch.Tensor, # What is under the language model's 
                      index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
                      bias: torch.Tensor | None = None, # The head's bias, (V,); None = it has none
                      temperature: float = 1.0, # What the logits are divided by, > 0
-                     chunk: int | None = None, # Rows whose logits are there at once; None = as many as make 2 million logits
+                     chunk: int | None = None, # Rows whose logits are there at once; None = as many as make 8 million logits
                      entropy: bool = False, # Return the entropy as well?
                      mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                     ) -> torch.Tensor | tuple: # log pi of the chosen words, in nats, float32 or better, (...); with `entropy`, (log pi, entropy)
@@ -333,7 +337,7 @@ def linear_log_probs(hidden: torch.Tensor, # What is under the language model's 
     logp, H = (apply_mask(y.view(index.shape), mask) for y in both)
     return (logp, H) if entropy else logp
 
-_LINEAR_CHUNK = 2**21                # logits that `linear_log_probs` has at once
+_LINEAR_CHUNK = 2**23                # logits that `linear_log_probs` has at once
 
 # %% ../../nbs/formulas/02_logprob.ipynb #gaussian
 def _dimensions(mask, **tensors):

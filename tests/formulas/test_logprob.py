@@ -549,17 +549,19 @@ def test_linear_in_half_precision(autocast):
 
 
 def test_linear_never_holds_the_logits():
-    "Not one tensor that is made on the way is as large as a fifth of them."
+    "Not one tensor that is made on the way is as large as a fifth of them, and the logits of a chunk, then their gradient, lie where those of the chunk before lay."
     from torch.utils._python_dispatch import TorchDispatchMode
-    largest = []
+    largest, places = [], []
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):
             out = f(*args, **(kwargs or {}))
             largest.append(max((t.numel() for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)), default=0))
+            if largest[-1] == 2000: places.append(out)          # kept, so that no other can lie in its place
             return out
     h, W, i = normal(0, (64, 4), torch.float32).requires_grad_(True), normal(1, (200, 4), torch.float32).requires_grad_(True), words(2, (64,), 200)
     with in_pieces(400, linear=2000), Watch(): torch.autograd.backward(linear_log_probs(h, W, i).sum())
     assert max(largest) <= 2000 and h.grad.norm() > 0 < W.grad.norm()
+    assert len({t.untyped_storage().data_ptr() for t in places}) == 2          # forward, backward
 
 
 def test_linear_works_under_vmap_and_compile():
