@@ -853,6 +853,44 @@ exercise("one_step_target", "20_rollout", "f(rewards, next_values, terminated, t
         no_reward_at_end=(lambda r, v, e, c, g: (r + g * v) * ~e, "The reward of the last step is lost: termination cuts the future, not the step itself.")),
     tip="What is earned now, plus what is still to come. When is nothing to come?")
 
+# %% ../nbs/check.ipynb #lesson-21
+def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=_surrogate, policy=-1, value=1, entropy=-1, half=0.5, mean=torch.mean):
+    return policy * mean(objective(ratio, A, eps)) + value * cv * mean(half * (V - R) ** 2) + entropy * ch * mean(H)
+
+exercise("control_loss", "21_cartpole", "f(ratio, advantage, value, returns, entropy, eps, value_coef, entropy_coef) -> PPO's whole loss for control (eq. 9, to be minimised), 0-dim: the clipped surrogate, half the squared error of the value, the entropy; each a mean over the batch",
+    lambda r, A, V, R, H, eps, cv, ch: -surrogate.clipped_surrogate(r, A, eps).mean() + cv * value.value_loss(V, V, R).mean() - ch * H.mean(), "ratio advantage value returns entropy eps value_coef entropy_coef",
+    inputs=[(_t([1.5, 0.9]), _t([1., -1.]), _t([1., 2.]), _t([2., 0.]), _t([0.6, 0.5]), 0.2, 0.5, 0.1),
+            (_t([0.5, 1.1, 1.6, 0.95]), _t([-2., 0.5, -1., 3.]), _normal(4, seed=52), _normal(4, seed=53) + 1, _t([0.1, 0.4, 0.3, 0.6]), 0.3, 0.25, 0.4)], wrt=("ratio", "value", "entropy"),
+    mistakes=dict(
+        policy_sign=(lambda *x: _control_loss(*x, policy=1), "The surrogate has the wrong sign: it is maximised, and a loss is minimised."),
+        value_sign=(lambda *x: _control_loss(*x, value=-1), "The value's error has the wrong sign: it is to become smaller, so it is added."),
+        entropy_sign=(lambda *x: _control_loss(*x, entropy=1), "The entropy has the wrong sign: it is a bonus, so a loss subtracts it. As it stands, the policy is paid for exploring less."),
+        no_half=(lambda *x: _control_loss(*x, half=1.0), "The half is missing before the squared error: the value counts for twice its coefficient."),
+        coefs_swapped=(lambda *x: _control_loss(*x[:6], x[7], x[6]), "The two coefficients are swapped."),
+        no_value_coef=(lambda *x: _control_loss(*x[:6], 1.0, x[7]), "value_coef is not used."),
+        no_entropy_coef=(lambda *x: _control_loss(*x[:7], 1.0), "entropy_coef is not used."),
+        no_entropy=(lambda *x: _control_loss(*x[:7], 0.0), "The entropy is missing."),
+        no_value=(lambda *x: _control_loss(*x[:6], 0.0, x[7]), "The value's error is missing."),
+        no_clip=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: r * A), "The ratio is not clipped."),
+        no_minimum=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: _clip(r, eps) * A), "You clip on both sides, whatever the advantage: the minimum is missing."),
+        maximum=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: torch.maximum(r * A, _clip(r, eps) * A)), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
+        total=(lambda *x: _control_loss(*x, mean=torch.sum), "You add up; a mean over the batch is asked for, so that the learning rate does not depend on its size.")),
+    tip="Three means and two coefficients. Ask of each: should it grow or shrink? A loss shrinks.")
+
+exercise("annealed_rate", "21_cartpole", "f(iteration, iterations, start, power) -> the learning rate of an iteration, counted from 0, a number: start times the share of iterations that is left, to the power", lambda i, n, start, power: start * (1 - i / n) ** power, "iteration iterations start power",
+    inputs=[(0, 40, 0.003, 2.0), (10, 40, 0.003, 2.0), (39, 40, 0.5, 1.0), (20, 50, 0.5, 0.0), (1, 4, 0.5, 3.0)],
+    mistakes=dict(
+        grows=(lambda i, n, s, p: s * (i / n) ** p, "That is the share that has passed: the rate would begin at 0 and grow."),
+        counts_from_1=(lambda i, n, s, p: s * (1 - (i + 1) / n) ** p, "You count iterations from 1: the first would not have the whole rate, and the last would learn nothing."),
+        last_is_0=(lambda i, n, s, p: s * (1 - i / (n - 1)) ** p, "The rate is 0 in the last iteration: its data would be collected for nothing. Divide by all iterations."),
+        linear=(lambda i, n, s, p: s * (1 - i / n), "power is not used: that is a straight line."),
+        power_inside=(lambda i, n, s, p: s * (1 - (i / n) ** p), "You raise the share that has PASSED to the power: the rate stays high for long and falls at the end. The share that is left is asked for."),
+        start_too=(lambda i, n, s, p: (s * (1 - i / n)) ** p, "start is raised to the power as well."),
+        times=(lambda i, n, s, p: s * p * (1 - i / n), "You multiply by the power."),
+        exponential=(lambda i, n, s, p: s * math.exp(-p * i / n), "That is exponential decay, which ends above 0.")),
+    tip="Which share of the training is still to come, at the beginning of iteration 0, and of the last one?")
+
+
 # %% ../nbs/check.ipynb #lesson-34
 def _position_reference(m): return m.long().cumsum(-1) - m.long()
 
