@@ -113,7 +113,7 @@ def test_rewards_by_hand():
     scores, mask = torch.tensor([2.0]), torch.tensor([[True, True, False]])
     logp, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
     for name, expected in {"KL reversed": [0.05, 1.9, 0.0], "paid at the edge": [-0.05, 0.1, 2.2], "paid everywhere": [1.95, 2.1, 0.0]}.items():
-        torch.testing.assert_close(wrong(name)(scores, logp, ref, 0.1, mask)[0], torch.tensor([expected]), msg=name)
+        torch.testing.assert_close(wrong(name, -1)(scores, logp, ref, 0.1, mask)[0], torch.tensor([expected]), msg=name)
     assert wrong("no penalty")(scores, torch.tensor([False]), -1.0) is scores
     k3 = torch.tensor([-0.5, 1.0]).exp() - 1 - torch.tensor([-0.5, 1.0])
     torch.testing.assert_close(wrong("k3 in the reward")(scores, logp, ref, 0.1, mask)[0][0, :2], -0.1 * k3 + torch.tensor([0.0, 2.0]))
@@ -129,7 +129,7 @@ def test_losses_by_hand():
     r, A = torch.tensor([0.5, 3.0]), torch.tensor([-2.0, 2.0])
     assert wrong("no clip")(r, A, 0.2, 0.2, None).tolist() == [-1, 6] and clipped_surrogate(r, A).tolist() == pytest.approx([-1.6, 2.4])
     logp, old, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
-    assert wrong("mean over padding")(logp, old, torch.tensor([[4.0, 0.0]]), mask, "ppo")[0].item() == -2
+    assert wrong("mean over padding", -1)(logp, old, torch.tensor([[4.0, 0.0]]), mask, "ppo")[0].item() == -2
     rewards, best = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 5.0, 2.0]]), torch.tensor([3, 1])
     torch.testing.assert_close(wrong("pairs")(rewards, best), bradley_terry_loss(torch.tensor([4.0, 1.0]), torch.tensor([1.0, 5.0])))
     assert wrong("microbatches alike")(torch.zeros(2, 5), torch.ones(8, 5), "token-mean") == 0.25
@@ -178,6 +178,20 @@ def test_models(start):
     assert not torch.equal(*twice) and not any(m.p for m in lm.modules() if isinstance(m, nn.Dropout))
     alone = failures.judged_alone(None)(quiet, tokens[:, :3], mask[:, :3], tokens[:, 3:], mask[:, 3:])
     torch.testing.assert_close(alone, quiet(tokens[:, 3:], mask[:, 3:]))
+
+
+def test_what_stands_behind_the_end_is_looked_at(start):
+    def seen():
+        trainer = start.trainer()
+        queries, mask, u = trainer.draw()
+        rollout = trainer.judge(queries, mask, trainer.sample(trainer.policy.lm, queries, mask, u))
+        with torch.no_grad(): return rollout, trainer.say(rollout)[0]
+    rollout, logp = seen()
+    behind = ~rollout.counts
+    assert behind.any() and (logp - rollout.logp)[behind].abs().max() > 0.1 and (logp - rollout.logp)[~behind].abs().max() < 1e-4
+    torch.testing.assert_close(rollout.logp_ref, rollout.logp, atol=1e-4, rtol=1e-4)
+    with planted(FAILURES["mean over padding"]): rollout, logp = seen()
+    torch.testing.assert_close(logp, rollout.logp, atol=1e-4, rtol=1e-4)
 
 
 def test_padding_that_is_read(start):

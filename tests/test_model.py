@@ -1,6 +1,7 @@
 import copy
 import io
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from language_models import KINDS, WORDS, make, texts, tokenizer
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
-from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, autocast, best_attention, check_context, check_model, context_length, hidden_states,
+from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, _by_hand, answer_states, autocast, best_attention, check_context, check_model, context_length, hidden_states,
                                        lean_head, load_model, make_gpt2, next_token_loss, no_dropout, pad_outside, position_ids, positions_for, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
 
@@ -74,6 +75,83 @@ def test_what_is_padding_on_the_right_is_seen_by_nobody(kind):
     with torch.no_grad():
         h = hidden_states(lm, tokens, mask)
         for row, m, ours in zip(tokens, mask, h): torch.testing.assert_close(ours[m], lm.base_model(input_ids=row[m][None]).last_hidden_state[0], atol=2e-5, rtol=1e-4)
+
+
+# --- what nobody reads
+
+def hooked(lm):
+    "The same weights, computed by transformers."
+    lm = copy.deepcopy(lm)
+    lm.base_model.register_forward_hook(lambda *args: None)
+    return lm
+
+
+@given(B=st.integers(1, 4), T=st.integers(1, 9), seed=SEEDS, changes=st.sampled_from((dict(), dict(n_layer=1), dict(n_layer=3, scale_attn_by_inverse_layer_idx=True), dict(activation_function="gelu_new"), dict(scale_attn_weights=False))))
+def test_states_by_hand_are_those_of_transformers(B, T, seed, changes):
+    lm = rough(tiny(**changes), seed)
+    theirs = hooked(lm)
+    assert _by_hand(lm.transformer) and not _by_hand(theirs.transformer)
+    g = torch.Generator().manual_seed(seed)
+    tokens, mask, at = torch.randint(37, (B, T), generator=g), random_mask(seed, (B, T)), random_mask(seed + 1, (B, T))
+    some, weight = at & mask, torch.randn(B, T, 16, generator=g)
+    for wanted in (None, at, torch.zeros_like(at)):
+        looked = mask if wanted is None else wanted & mask
+        h, expected = hidden_states(lm, tokens.where(mask, 10**9), mask, wanted), hidden_states(theirs, tokens, mask)
+        torch.testing.assert_close(h[looked], expected[looked], atol=1e-5, rtol=1e-4)
+        grads = [torch.autograd.grad((x * weight)[looked].sum(), list(m.base_model.parameters()), allow_unused=True) for x, m in ((h, lm), (expected, theirs))]
+        for a, b in zip(*grads): torch.testing.assert_close(torch.zeros(1) if a is None or not looked.any() else a, torch.zeros(1) if b is None or not looked.any() else b, atol=1e-4, rtol=1e-3)
+    with torch.autocast("cpu", dtype=torch.bfloat16): a, b = (hidden_states(m, tokens, mask, at)[some] for m in (lm, theirs))
+    assert a.dtype == b.dtype
+    if some.any(): assert (a - b).abs().mean() < 0.05 * b.abs().mean()
+
+
+def test_what_nobody_reads_is_not_computed():
+    class Counting(torch.nn.Module):
+        def __init__(self, rows): super().__init__(); self.rows = rows
+        def forward(self, x): self.rows.append(len(x)); return x.relu()
+    lm, rows = tiny(n_layer=3), []
+    for block in lm.transformer.h: block.mlp.act = Counting(rows)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    hidden_states(lm, tokens, mask); assert rows == [12, 12, 12]; rows.clear()
+    at = torch.zeros_like(mask); at[0, 4] = at[1, 1] = at[1, 3] = True; at[1, 7] = True               # of padding nothing is read, whatever is asked
+    hidden_states(lm, tokens, mask, at); assert rows == [3 + 4, 3 + 4, 3]; rows.clear()
+    counts = torch.tensor([[True, True, False], [True, False, False]])
+    Policy(lm)(tokens, mask, 3, counts=counts); assert rows == [4 + 5, 4 + 5, 3]; rows.clear()            # before the tokens that count
+    Policy(lm)(tokens, mask, 3); assert rows == [5 + 6, 5 + 6, 3 + 2]; rows.clear()                         # the token before the last is padding there
+    RewardModel(lm)(tokens, mask); assert rows == [12, 12, 2]; rows.clear()
+    next_token_loss(lm, tokens, mask); assert rows == [10, 10, 10]
+
+
+def test_what_is_not_plain_is_left_to_transformers():
+    lm = tiny()
+    assert _by_hand(lm.transformer) and not _by_hand(make("Llama").base_model) and not _by_hand(tiny(attention="sdpa").transformer)
+    dropping = make("GPT2")
+    assert not _by_hand(dropping.transformer) and _by_hand(dropping.eval().transformer) and _by_hand(no_dropout(dropping.train()).transformer)
+    with pytest.warns() if hasattr(lm, "activation_checkpointing_enable") else nullcontext(): lm.gradient_checkpointing_enable()
+    assert not _by_hand(lm.transformer)
+    lm = tiny(); lm.transformer.h[0].gradient_checkpointing = True; assert not _by_hand(lm.transformer)
+    for hook in ("register_forward_hook", "register_forward_pre_hook"):
+        called, lm = [], tiny()
+        getattr(lm.transformer.h[1].mlp.c_fc, hook)(lambda *args: called.append(1))
+        hidden_states(lm, *texts(0, 2, 5)); assert called
+    lm = tiny()
+    lm.transformer.h[0].ln_1 = torch.nn.Identity(); assert not _by_hand(lm.transformer)
+    assert not _by_hand(make("GPT2", add_cross_attention=True).eval().transformer)
+    if torch.cuda.is_available(): assert not _by_hand(tiny().cuda().transformer)
+
+
+@pytest.mark.parametrize("kind", ATTENTIVE)
+def test_states_of_an_answer(kind):
+    lm = no_dropout(make(kind))
+    tokens, mask = texts(5, 6, 9)
+    counts = torch.arange(4) < torch.tensor([4, 3, 2, 1, 4, 0])[:, None]
+    with torch.no_grad():
+        expected = hidden_states(lm, tokens[:, :-1], mask[:, :-1])[:, -4:]
+        read = mask[:, 4:-1]
+        torch.testing.assert_close(answer_states(lm, tokens, mask, 4)[read], expected[read], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(answer_states(lm, tokens, mask, 4, counts)[read & counts], expected[read & counts], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"response must be in \[1, 8\], since tokens hold a query before it, got 9"): answer_states(lm, tokens, mask, 9)
 
 
 def test_padding_has_no_embedding_and_no_gradient():
@@ -384,6 +462,8 @@ def test_large_gradients_are_shortened():
     (lambda: hidden_states(tiny(), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)), TypeError, "tokens must have an integer dtype"),
     (lambda: hidden_states(tiny(), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3)), TypeError, "mask must be boolean"),
     (lambda: hidden_states(tiny(), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4, dtype=torch.bool)), ValueError, "mask must have the shape of tokens"),
+    (lambda: hidden_states(tiny(), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3)), TypeError, "at must be boolean"),
+    (lambda: hidden_states(tiny(), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 1, dtype=torch.bool)), ValueError, "at must have the shape of tokens"),
 ])
 def test_bad_arguments(call, error, words):
     with pytest.raises(error, match=words): call()

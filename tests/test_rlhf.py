@@ -21,7 +21,7 @@ from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.language import rlhf as R
 from rlhf_notes.language.config import RLHFConfig, VARIANTS
 from rlhf_notes.formulas.logprob import linear_log_probs
-from rlhf_notes.language.model import RewardModel, hidden_states, make_gpt2, pad_outside, to_logits
+from rlhf_notes.language.model import RewardModel, answer_states, hidden_states, make_gpt2, pad_outside, to_logits
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
 from rlhf_notes.runs import Run
 from strategies import SEEDS
@@ -401,7 +401,24 @@ def test_the_entropy_is_that_of_the_policy():
     b = a_batch(t)
     (_, _, entropy), _ = t.gradient(b, b, True)
     logits, _ = t.policy(b.tokens, b.mask, 16)
-    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits / 0.5).entropy().detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropy[b.counts], torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()[b.counts], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_nothing_depends_on_what_stands_behind_the_end(algo, monkeypatch):
+    def run():
+        t = trainer(replace(TINY, algo=algo, kl_in_loss=algo == "grpo"))
+        return without_times([t.iterate() for _ in range(2)]), [p.grad for p in t.policy.parameters() if p.grad is not None], weights(t)
+    (rows, grads, at_last), calls = run(), []
+    def all_of_it(lm, tokens, mask, response, counts=None):
+        calls.append(counts)
+        return answer_states(lm, tokens, mask, response)
+    monkeypatch.setattr("rlhf_notes.language.model.answer_states", all_of_it)
+    more, wide, after = run()
+    assert calls and all(c is not None for c in calls) and not torch.cat(calls).all()                 # asked for less
+    for a, b in zip(rows, more):
+        for k in a: assert b[k] == a[k] or b[k] == pytest.approx(a[k], rel=1e-4, abs=1e-5), k
+    assert (vector(grads) - vector(wide)).norm() < 1e-3 * vector(grads).norm(); torch.testing.assert_close(at_last, after, atol=1e-4, rtol=1e-3)
 
 
 def test_the_log_does_not_depend_on_the_microbatches():

@@ -34,7 +34,7 @@ from ..formulas.reward import RewardNorm, apply_penalty, token_rewards
 from ..formulas.value import explained_variance, value_clip_fraction, value_loss
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .model import Policy, Pretraining, RewardModel, autocast, check_context, head_log_probs, hidden_states, lean_head, load_model, make_gpt2, no_dropout, pad_outside, to_logits
+from .model import Policy, Pretraining, RewardModel, answer_states, autocast, check_context, head_log_probs, lean_head, load_model, make_gpt2, no_dropout, pad_outside, to_logits
 from .reward_model import RewardTraining, score
 from .sample import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
@@ -297,7 +297,7 @@ class RLHF:
         c, (cut, counts, found) = self.config, self.task.truncate(answers.tokens)                                              # P5
         tokens, seen = torch.cat([queries, answers.tokens], 1), torch.cat([mask, torch.ones_like(counts)], 1)
         with autocast(self.device, c.precision):
-            hidden = hidden_states(self.reference, tokens[:, :-1], seen[:, :-1])[:, -c.response_length:]
+            hidden = answer_states(self.reference, tokens, seen, c.response_length)
             if lean_head(self.reference, counts.numel()): logp_ref, _ = head_log_probs(self.reference, hidden, answers.tokens, c.temperature)
             else: logp_ref = selective_log_softmax(to_logits(self.reference, hidden), answers.tokens, c.temperature)           # P1
             raw = score(self.reward_model, queries, mask, cut, counts)
@@ -337,9 +337,9 @@ class RLHF:
         "What the policy says about the answers of a microbatch."
         c = self.config
         if lean_head(self.policy.lm, part.counts.numel()):
-            with autocast(self.device, c.precision): (logp, entropy), values = self.model(part.tokens, part.mask, c.response_length, part.answers, c.temperature)
+            with autocast(self.device, c.precision): (logp, entropy), values = self.model(part.tokens, part.mask, c.response_length, part.answers, c.temperature, part.counts)
             return logp, entropy, values
-        with autocast(self.device, c.precision): logits, values = self.model(part.tokens, part.mask, c.response_length)
+        with autocast(self.device, c.precision): logits, values = self.model(part.tokens, part.mask, c.response_length, None, c.temperature, part.counts)
         return selective_log_softmax(logits, part.answers, c.temperature), entropy_from_logits(logits.detach(), c.temperature), values   # P1
 
     def gradient(self,

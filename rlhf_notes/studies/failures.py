@@ -7,9 +7,9 @@ __all__ = ['BASES', 'FAILURES', 'DIALS', 'WORTH', 'LOOK', 'LOUD', 'Failure', 'ju
            'places', 'places_in_update', 'likeliest', 'constant', 'twice', 'read_at_the_edge', 'loud', 'one_pair',
            'raw_scores', 'scaled_before_training', 'temperature_forgotten', 'opinionated', 'thinned', 'Unfinished',
            'Untruncated', 'on_task', 'unpunished', 'weighed_alike', 'k3_in_reward', 'reversed_reward',
-           'paid_at_the_edge', 'paid_everywhere', 'k1_in_loss', 'reversed_estimate', 'moving_reference', 'over_padding',
-           'centred', 'padded_mean', 'judged_anew', 'planted', 'attempt', 'recorded', 'intact_runs', 'unusual',
-           'draw_dials', 'puzzles', 'choices', 'diagnose']
+           'paid_at_the_edge', 'paid_everywhere', 'k1_in_loss', 'reversed_estimate', 'moving_reference',
+           'behind_the_end', 'over_padding', 'centred', 'padded_mean', 'judged_anew', 'planted', 'attempt', 'recorded',
+           'intact_runs', 'unusual', 'draw_dials', 'puzzles', 'choices', 'diagnose']
 
 # %% ../../nbs/studies/41_failures.ipynb #export-imports
 import csv
@@ -58,7 +58,7 @@ def judged_alone(score):
 
 def padding_read(hidden_states):
     "Padding is word 0, and nothing hides it."
-    return lambda lm, tokens, mask: hidden_states(lm, tokens.masked_fill(~mask, 0), torch.ones_like(mask))
+    return lambda lm, tokens, mask, at=None: hidden_states(lm, tokens.masked_fill(~mask, 0), torch.ones_like(mask), at)
 
 def padding_sampled(Sampler):
     "The same while answers are drawn."
@@ -93,7 +93,9 @@ def twice(draw):
 def read_at_the_edge(RewardModel):
     "The score is read off the last position, padding or not."
     class Edge(RewardModel):
-        def forward(self, tokens, mask): return model._head(self.head, model.hidden_states(self.trunk, tokens, mask)[:, -1])
+        def forward(self, tokens, mask):
+            h = self.trunk(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask.long(), position_ids=model.position_ids(mask)).last_hidden_state
+            return model._head(self.head, h[:, -1])
     return Edge
 
 def loud(RewardModel):
@@ -205,6 +207,10 @@ def moving_reference(RLHF):
     return Moving
 
 # %% ../../nbs/studies/41_failures.ipynb #wrong-update
+def behind_the_end(answer_states):
+    "States behind the end of an answer are computed as well: someone looks at them."
+    return lambda lm, tokens, mask, response, counts=None: answer_states(lm, tokens, mask, response)
+
 def over_padding(whiten):
     "Mean and variance are taken over the padding too."
     return lambda x, mask, **kwargs: whiten(x, **kwargs)
@@ -220,7 +226,7 @@ def padded_mean(policy_loss):
 # %% ../../nbs/studies/41_failures.ipynb #failures
 FAILURES = {
     "query unseen": Failure("the reward model reads the answer without its query", "G1", swaps=((reward_model, "score", judged_alone), (rlhf, "score", judged_alone)), judge=True),
-    "padding is a word": Failure("padding is read like any word", "G2", swaps=((model, "hidden_states", padding_read), (rlhf, "hidden_states", padding_read), (rlhf, "Sampler", padding_sampled))),
+    "padding is a word": Failure("padding is read like any word", "G2", swaps=((model, "hidden_states", padding_read), (rlhf, "Sampler", padding_sampled))),
     "positions count padding": Failure("positions count the padding, in sampling and learning", "G3", swaps=((model, "position_ids", places), (sample, "position_ids", places))),
     "positions differ": Failure("positions count the padding in the update alone", "G3", swaps=((rlhf, "Policy", places_in_update),)),
     "top five": Failure("words are drawn among the five likeliest", "G4", swaps=((sample, "draw", likeliest),)),
@@ -258,7 +264,7 @@ FAILURES = {
     "values unclipped": Failure("the value loss is not clipped", "P10", dict(value_clip=0.0)),
     "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11", dict(kl_target=0.0)),
     "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12", dict(adam="pytorch")),
-    "mean over padding": Failure("the policy's loss counts the padding", "", swaps=((rlhf, "policy_loss", padded_mean),)),
+    "mean over padding": Failure("the policy's loss counts the padding", "", swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean))),
     "no clip": Failure("ratio times advantage, not clipped", "", swaps=((grpo, "clipped_surrogate", unclipped),)),
     "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
     "eight epochs": Failure("eight passes", "", dict(epochs=8)),
@@ -270,7 +276,7 @@ FAILURES = {
     "GRPO: k3 reversed": Failure("GRPO's k3 has the wrong sign inside", "", swaps=((grpo, "kl_estimate", reversed_estimate),), base="grpo"),
     "GRPO: no KL": Failure("GRPO's KL has no weight", "", dict(kl_coef=0.0), base="grpo"),
     "GRPO: unscaled": Failure("advantages are not divided by the group's standard deviation", "", dict(group_scale="none"), base="grpo"),
-    "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "", swaps=((rlhf, "policy_loss", padded_mean),), base="grpo"),
+    "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "", swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean)), base="grpo"),
 }
 
 # %% ../../nbs/studies/41_failures.ipynb #attempt
