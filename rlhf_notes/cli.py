@@ -173,6 +173,8 @@ def outcome(s: dict, # The summary of a run that is finished
         return (f"what the human thinks of its answers: {s['true_score_sft']:.2f} before, {s['true_score']:.2f} after; the later one is better in {s['win_rate_vs_sft']:.1%}; "
                 f"{s['valid']:.1%} have an end; KL {s['kl']:.1f} nats")
     verdict = {None: "nobody says from where on it is solved", True: "solved", False: "NOT solved"}[s["solved"]]
+    own = [name for name, task in TASKS.items() if task.fixed and task.config().env == s["env"]]
+    if s["task"] == "train" and s["solved"] is False and own: verdict += f"; `rlhf-notes {own[0]}` has options for this environment"
     return (f"return over {s['eval_episodes']} fresh episodes: {s['eval_return_mean']:.1f} (std {s['eval_return_std']:.1f}) greedy, "
             f"{s['eval_sampled_return_mean']:.1f} (std {s['eval_sampled_return_std']:.1f}) sampled: {verdict}")
 

@@ -330,6 +330,12 @@ def written(change):
     return train
 
 
+def test_whoever_trains_a_known_environment_with_other_options_is_told():
+    known = dict(task="train", env="Pendulum-v1", seed=0, eval_episodes=100, eval_return_mean=-1050.0, eval_return_std=9.0, eval_sampled_return_mean=-1060.0, eval_sampled_return_std=9.0, solved=False)
+    assert cli.outcome(known).endswith("NOT solved; `rlhf-notes pendulum` has options for this environment")
+    for other in (dict(task="pendulum"), dict(solved=True), dict(env="Acrobot-v1"), dict(solved=None)): assert "has options" not in cli.outcome(known | other)
+
+
 @pytest.mark.parametrize("change, code", [({}, 0), ({"solved": False, "eval_return_mean": 300.0}, 1), ({"interrupted": True, "steps": 512}, 130), ({"win_rate_vs_sft": 0.85}, 1)])
 def test_demo_says_what_came_of_it(capsys, monkeypatch, tmp_path, change, code):
     seen = []
