@@ -890,7 +890,6 @@ exercise("annealed_rate", "21_cartpole", "f(iteration, iterations, start, power)
         exponential=(lambda i, n, s, p: s * math.exp(-p * i / n), "That is exponential decay, which ends above 0.")),
     tip="Which share of the training is still to come, at the beginning of iteration 0, and of the last one?")
 
-
 # %% ../nbs/check.ipynb #lesson-34
 def _position_reference(m): return m.long().cumsum(-1) - m.long()
 

@@ -293,7 +293,9 @@ def test_what_is_recorded():
     assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES} and {n for n, s in runs if s} == set(BASES)
     assert all(len(values) == RLHFConfig().iterations for (n, _), run in runs.items() for values in run.values()), "a training is shorter"
     assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) >= 20
-    for case, name in enumerate(puzzles(runs), 1): assert len(set(choices(case, runs)) & set(FAILURES)) == 4 and name in choices(case, runs)
+    for case, name in enumerate(puzzles(runs), 1):
+        four = choices(case, runs)
+        assert len(set(four) & set(FAILURES)) == 4 and name in four
     assert [sum(bool(diagnose(case, letter)) for letter in "abcd") for case in (1, 2, 3)] == [1, 1, 1]
 
 
