@@ -401,7 +401,11 @@ def test_the_entropy_is_that_of_the_policy():
     b = a_batch(t)
     (_, _, entropy), _ = t.gradient(b, b, True)
     logits, _ = t.policy(b.tokens, b.mask, 16)
-    torch.testing.assert_close(entropy[b.counts], torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()[b.counts], rtol=1e-4, atol=1e-4)
+    expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()
+    torch.testing.assert_close(entropy[b.counts], expected[b.counts], rtol=1e-4, atol=1e-4)
+    whole = replace(b, counts=torch.ones_like(b.counts))
+    (_, _, entropy), _ = t.gradient(whole, whole, True)
+    torch.testing.assert_close(entropy, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])

@@ -51,15 +51,16 @@ def is_plain_gpt2(lm: nn.Module, # A model of transformers
     from transformers import GPT2LMHeadModel
     return type(lm) is GPT2LMHeadModel and type(lm.lm_head) is nn.Linear and _plain_trunk(lm.transformer)
 
+def _norm(m): return m.normalized_shape, m.weight, m.bias, m.eps
+
 def gpt2_blocks(lm: nn.Module, # GPT2LMHeadModel, or what lies under its head
                 dtype: torch.dtype, # Of matrix products
                ) -> list: # A `Block` for each
     "The weights as they are now, matrices in `dtype`."
-    def norm(m): return m.normalized_shape, m.weight, m.bias, m.eps
     def linear(m): return m.bias.to(dtype), m.weight.to(dtype)
     c = lm.config
     def scale(i): return ((c.n_embd // c.n_head) ** -0.5 if c.scale_attn_weights else 1.0) / (i + 1 if c.scale_attn_by_inverse_layer_idx else 1)
-    return [Block(norm(b.ln_1), linear(b.attn.c_attn), scale(i), linear(b.attn.c_proj), norm(b.ln_2), linear(b.mlp.c_fc), b.mlp.act, linear(b.mlp.c_proj)) for i, b in enumerate(lm.base_model.h)]
+    return [Block(_norm(b.ln_1), linear(b.attn.c_attn), scale(i), linear(b.attn.c_proj), _norm(b.ln_2), linear(b.mlp.c_fc), b.mlp.act, linear(b.mlp.c_proj)) for i, b in enumerate(lm.base_model.h)]
 
 def _apply(linear, x):
     b, W = linear
@@ -68,13 +69,17 @@ def _apply(linear, x):
 # %% ../../nbs/language/31_model.ipynb #by-hand
 def _by_hand(trunk):
     "A plain GPT-2 on a CPU, with plain attention, without dropout, and with all that is computed kept for the gradient?"
-    if not _plain_trunk(trunk) or trunk.device.type != "cpu" or trunk.config._attn_implementation != "eager": return False
+    if trunk.device.type != "cpu" or trunk.config._attn_implementation != "eager" or not _plain_trunk(trunk): return False
     return not any(isinstance(m, nn.Dropout) and m.training and m.p or getattr(m, "gradient_checkpointing", False) for m in trunk.modules())
 
+def _needed(mask, at):
+    "Real tokens up to the last that is looked at, in each row."
+    return mask & at.flip(1).cummax(1).values.flip(1)
+
 def _gpt2_states(trunk, tokens, mask, at):
-    "`hidden_states` where `at`: x holds real tokens alone, one row each, up to the last that is looked at; only attention goes back to the rectangle."
+    "`hidden_states` where `at`: x holds real tokens alone, one row each; only attention goes back to the rectangle."
     (B, T), heads, wanted = tokens.shape, trunk.config.n_head, at.flatten()
-    real = (mask & at.flip(1).cummax(1).values.flip(1)).flatten().nonzero().squeeze(1)
+    real = _needed(mask, at).flatten().nonzero().squeeze(1)
     x = embedding(tokens.flatten()[real], trunk.wte.weight) + embedding(position_ids(mask).flatten()[real], trunk.wpe.weight)
     seen = mask[:, None, None] & mask.new_ones(T, T).tril()
     bias = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)                  # (B, 1, T, T)
@@ -86,8 +91,7 @@ def _gpt2_states(trunk, tokens, mask, at):
         if block is blocks[-1]: x, real = x[wanted[real]], wanted.nonzero().squeeze(1)                         # nobody reads the others
         x = x + _apply(block.out, y[real])
         x = x + _apply(block.down, block.act(_apply(block.up, layer_norm(x, *block.norm2))))
-    norm = trunk.ln_f
-    return x.new_zeros(B * T, x.shape[1]).index_copy(0, real, layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)).view(B, T, -1)
+    return x.new_zeros(B * T, x.shape[1]).index_copy(0, real, layer_norm(x, *_norm(trunk.ln_f))).view(B, T, -1)
 
 # %% ../../nbs/language/31_model.ipynb #hidden
 def context_length(lm: nn.Module, # A model of transformers
@@ -122,8 +126,11 @@ def hidden_states(lm: nn.Module, # A causal language model of transformers, or w
     if at is None: at = mask
     check_boolean("wanted", at=at); check_same_shape(tokens=tokens, at=at)
     if _by_hand(lm.base_model): return _gpt2_states(lm.base_model, tokens, mask, at & mask)
+    return _transformers_states(lm.base_model, tokens, mask)
+
+def _transformers_states(trunk, tokens, mask):
     tokens = tokens.masked_fill(~mask, 0)                                             # G2: the model has no embedding for padding
-    return lm.base_model(input_ids=tokens, attention_mask=mask.long(), use_cache=False, **positions_for(lm, position_ids(mask))).last_hidden_state
+    return trunk(input_ids=tokens, attention_mask=mask.long(), use_cache=False, **positions_for(trunk, position_ids(mask))).last_hidden_state
 
 # %% ../../nbs/language/31_model.ipynb #answer-states
 def answer_states(lm: nn.Module, # A causal language model of transformers

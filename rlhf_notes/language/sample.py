@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 
 from ..formulas.arguments import check_boolean, check_float, check_integer, check_number, check_same_shape
 from ..formulas.logprob import selective_log_softmax
-from .model import _apply, check_context, gpt2_blocks, is_plain_gpt2, position_ids, positions_for, to_logits
+from .model import _apply, _norm, check_context, gpt2_blocks, is_plain_gpt2, position_ids, positions_for, to_logits
 
 # %% ../../nbs/language/32_sample.ipynb #draw
 def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
@@ -125,7 +125,7 @@ class GPT2Rollout:
         "Answers to `queries` under `mask`, drawn by `u`."
         t, B, Q, T = self.lm.transformer, self.B, self.Q, self.T
         blocks, head = gpt2_blocks(self.lm, self.dtype), self.lm.lm_head.weight.to(self.dtype).t()
-        norm = t.ln_f.normalized_shape, t.ln_f.weight, t.ln_f.bias, t.ln_f.eps
+        norm = _norm(t.ln_f)
         seen = torch.cat([self.mask, self.mask.new_ones(B, T - 1)], 1)
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill(~seen, torch.finfo(self.dtype).min)
         self.cache.start(bias)

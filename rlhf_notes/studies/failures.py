@@ -93,9 +93,7 @@ def twice(draw):
 def read_at_the_edge(RewardModel):
     "The score is read off the last position, padding or not."
     class Edge(RewardModel):
-        def forward(self, tokens, mask):
-            h = self.trunk(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask.long(), position_ids=model.position_ids(mask)).last_hidden_state
-            return model._head(self.head, h[:, -1])
+        def forward(self, tokens, mask): return model._head(self.head, model._transformers_states(self.trunk, tokens, mask)[:, -1])
     return Edge
 
 def loud(RewardModel):
