@@ -106,7 +106,8 @@ def test_a_gaussian_is_drawn_with_its_mean_and_spread(seed, mean, log_std, squas
 def test_categorical_against_torch_distributions(seed, n):
     out, actions = normal(seed, (7, n), torch.float32, 2.0).requires_grad_(True), torch.randint(n, (7,), generator=generator(seed))
     d = torch.distributions.Categorical(logits=out)
-    for ours, theirs in zip(Categorical(gym.spaces.Discrete(n)).logp_entropy(out, actions), (d.log_prob(actions), d.entropy())):
+    head = Categorical(gym.spaces.Discrete(n))
+    for ours, theirs in ((head.logp(out, actions), d.log_prob(actions)), (head.entropy(out), d.entropy())):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(*[torch.autograd.grad(t.sum(), out, retain_graph=True)[0] for t in (ours, theirs)], atol=1e-5, rtol=1e-5)
 
@@ -120,7 +121,7 @@ def test_gaussian_against_loops(seed, squash, log_std):
     s = head.log_std.exp().tolist()
     def stretch(v): return math.log((math.tanh(v + 1e-5) - math.tanh(v - 1e-5)) / 2e-5) if squash else 0.0
     expected = [math.fsum(-((v - m) / d) ** 2 / 2 - math.log(d * math.sqrt(2 * math.pi)) - stretch(v) for v, m, d in zip(row, means, s)) for row, means in zip(x.tolist(), out.tolist())]
-    logp, entropy = head.logp_entropy(out, x)
+    logp, entropy = head.logp(out, x), head.entropy(out)
     torch.testing.assert_close(logp.detach(), torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(entropy.detach(), torch.full((5,), math.fsum(math.log(d) + 0.5 * math.log(2 * math.pi * math.e) for d in s), dtype=torch.float64))
     grad, grad_std = torch.autograd.grad(logp.sum(), [out, head.log_std], retain_graph=True)
@@ -135,7 +136,7 @@ def test_the_log_det_cancels_in_the_ratio(seed):
     ratio = {}
     for squash in (False, True):
         a, b = Gaussian(BOX, 0.0, squash).double(), Gaussian(BOX, -0.2, squash).double()
-        ratio[squash] = b.logp_entropy(new, x)[0] - a.logp_entropy(old, x)[0]
+        ratio[squash] = b.logp(new, x) - a.logp(old, x)
     torch.testing.assert_close(ratio[True], ratio[False])
 
 
@@ -204,7 +205,7 @@ def test_the_actor_is_the_policy(space, activation):
         noise = (drawn - out.numpy()) / math.exp(-0.5)
         assert drawn.dtype == np.float32 and abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
     logp, entropy = a.logp_entropy(torch.from_numpy(obs), torch.from_numpy(drawn))
-    expected = a.head.logp_entropy(out, torch.from_numpy(drawn))
+    expected = a.head.logp(out, torch.from_numpy(drawn)), a.head.entropy(out)
     torch.testing.assert_close((logp, entropy), expected)
     assert logp.shape == entropy.shape == a.value(torch.from_numpy(obs)).shape == (4000,)
     assert abs((logp + entropy).mean()) < 0.1                                        # the entropy is the mean of -log pi of what is drawn

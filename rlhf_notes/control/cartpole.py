@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SCORES', 'THRESHOLDS', 'CHECKPOINT_EVERY', 'draw_cartpole', 'Batch', 'make_batch', 'ppo_loss', 'seeds',
-           'check_env', 'health', 'Scaling', 'one_vector', 'PPO', 'evaluate', 'threshold', 'score', 'scores', 'train',
-           'plot_run']
+           'check_env', 'health', 'Scaling', 'one_vector', 'clip_gradient', 'Adam', 'PPO', 'evaluate', 'threshold',
+           'score', 'scores', 'train', 'plot_run']
 
 # %% ../../nbs/control/21_cartpole.ipynb #export-imports
 import json
@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.adam import adam
 
 from .config import PPOConfig
 from .policy import Agent, distribution
@@ -64,11 +65,11 @@ def make_batch(agent: Agent, # That collected the rollout
                config: PPOConfig, # gamma, lam, truncation, whitening
               ) -> Batch: # At most T * N rows
     "Log-probabilities, values, and by GAE the advantages and returns of each step."
-    values, next_values = agent.value(rollout.obs), agent.value(rollout.next_obs)
+    (out, values), next_values = agent(rollout.obs), agent.value(rollout.next_obs)
     terminated = rollout.terminated if config.truncation == "bootstrap" else rollout.done
     advantages, returns = gae(rollout.rewards, values, next_values, terminated, rollout.done | ~rollout.valid, config.gamma, config.lam)
     if config.whitening == "rollout": advantages = whiten(advantages, rollout.valid)
-    logp, _ = agent.logp_entropy(rollout.obs, rollout.actions)
+    logp = agent.head.logp(out, rollout.actions)
     return Batch(*(x[rollout.valid] for x in (rollout.obs, rollout.actions, logp, values, advantages, returns)))
 
 # %% ../../nbs/control/21_cartpole.ipynb #loss
@@ -78,15 +79,14 @@ def ppo_loss(agent: Agent, # In training
              clip: float, # How far the ratio may go from 1, now
             ) -> tuple[torch.Tensor, dict]: # 0-dim loss to be minimised; its parts, 0-dim each
     "PPO's loss on a minibatch (Schulman et al. 2017, eq. 9), from the formulas."
-    logp, entropy = agent.logp_entropy(batch.obs, batch.actions)
-    ratio = importance_ratio(logp, batch.logp)
+    out, value = agent(batch.obs)
+    ratio = importance_ratio(agent.head.logp(out, batch.actions), batch.logp)
     advantage = whiten(batch.advantages) if config.whitening == "minibatch" else batch.advantages
     policy_loss = -masked_mean(clipped_surrogate(ratio, advantage, clip))
-    critic_loss = masked_mean(value_loss(agent.value(batch.obs), batch.values, batch.returns, config.value_clip or None))
-    entropy = masked_mean(entropy)
+    critic_loss = masked_mean(value_loss(value, batch.values, batch.returns, config.value_clip or None))
     loss = policy_loss + config.value_coef * critic_loss
-    if config.entropy_coef: loss = loss - config.entropy_coef * entropy            # a term times 0 would be differentiated all the same
-    return loss, dict(policy_loss=policy_loss, value_loss=critic_loss, entropy=entropy)
+    if config.entropy_coef: loss = loss - config.entropy_coef * masked_mean(agent.head.entropy(out))
+    return loss, dict(policy_loss=policy_loss, value_loss=critic_loss)
 
 # %% ../../nbs/control/21_cartpole.ipynb #seeds
 def seeds(seed: int, # The one seed of a run
@@ -108,9 +108,10 @@ def health(agent: Agent, # After the update
            batch: Batch, # What it learned from
            clip: float, # As in the loss
           ) -> dict: # Name -> number
-    "How far the update went from the policy that collected the data, and how well the value function had foreseen them."
-    logp, _ = agent.logp_entropy(batch.obs, batch.actions)
-    return dict(kl_k3=masked_mean(kl_estimate(batch.logp, logp, "k3")).item(),
+    "How undecided the policy is, how far the update went from the one that collected the data, and how well the value function had foreseen them."
+    logp, entropy = agent.logp_entropy(batch.obs, batch.actions)
+    return dict(entropy=masked_mean(entropy).item(),
+                kl_k3=masked_mean(kl_estimate(batch.logp, logp, "k3")).item(),
                 clip_fraction=clip_fraction(importance_ratio(logp, batch.logp), whiten(batch.advantages), clip).item(),
                 explained_variance=explained_variance(batch.values, batch.returns).item())
 
@@ -164,6 +165,43 @@ def one_vector(module: nn.Module, # Its parameters become views; they keep their
     for p, x, g in zip(parameters, vector.detach().split(sizes), vector.grad.split(sizes)): p.data, p.grad = x.view_as(p), g.view_as(p)
     return vector
 
+@torch.no_grad()
+def clip_gradient(gradient: torch.Tensor, # Any shape; shortened in place
+                  longest: float, # Its length from then on, at most, > 0
+                 ) -> torch.Tensor: # 0-dim: its length before
+    "g min(1, c / |g|): too long a gradient keeps its direction and gets the length c (Pascanu et al. 2013, algorithm 1)."
+    norm = torch.linalg.vector_norm(gradient)
+    gradient *= (longest / (norm + 1e-6)).clamp(max=1)
+    return norm
+
+# %% ../../nbs/control/21_cartpole.ipynb #adam
+class Adam:
+    "Adam (Kingma and Ba 2015, algorithm 1) on one vector: PyTorch's own function without the class around it."
+    def __init__(self,
+                 vector: nn.Parameter, # What is learned, with its gradient
+                 eps: float, # Epsilon
+                ):
+        self.vector, self.eps = vector, eps
+        self.m, self.v, self.steps = torch.zeros_like(vector.detach()), torch.zeros_like(vector.detach()), torch.zeros((), device=vector.device)
+
+    @torch.no_grad()
+    def step(self,
+             learning_rate: float, # How far
+            ):
+        "One step against the gradient."
+        adam([self.vector], [self.vector.grad], [self.m], [self.v], [], [self.steps], fused=True,
+             lr=learning_rate, beta1=0.9, beta2=0.999, eps=self.eps, weight_decay=0.0, amsgrad=False, maximize=False)
+
+    def state_dict(self) -> dict: # What a checkpoint must hold
+        "Both moments and the number of steps."
+        return dict(m=self.m, v=self.v, steps=self.steps)
+
+    def load_state_dict(self,
+                        state: dict, # From `state_dict`
+                       ):
+        "Continue from a checkpoint."
+        for name, x in state.items(): getattr(self, name).copy_(x)
+
 # %% ../../nbs/control/21_cartpole.ipynb #ppo
 RECENT = 20            # episodes in the running means of return and length
 
@@ -180,7 +218,7 @@ class PPO:
         obs_size = self.collector.obs.shape[1]
         self.agent = Agent(obs_size, self.envs.single_action_space, config, torch.Generator().manual_seed(seed)).to(self.device)
         self.weights = one_vector(self.agent)
-        self.optimizer = torch.optim.Adam([self.weights], lr=config.learning_rate, eps=config.adam_eps, fused=True)
+        self.optimizer = Adam(self.weights, config.adam_eps)
         self.scaling = Scaling(config, obs_size)
         self.iteration, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
 
@@ -196,7 +234,6 @@ class PPO:
         c = self.config
         left = 1 - self.iteration / c.iterations
         learning_rate, clip = c.learning_rate * left ** c.lr_anneal, c.clip * left ** c.clip_anneal
-        for group in self.optimizer.param_groups: group["lr"] = learning_rate
 
         rollout, episodes = self.collector.collect(self.policy(self.rng), c.num_steps, self.agent.head.for_env)
         batch = make_batch(self.agent, self.scaling(rollout).to(self.device), c)
@@ -206,15 +243,15 @@ class PPO:
                 loss, parts = ppo_loss(self.agent, batch[rows], c, clip)
                 self.weights.grad.zero_()
                 loss.backward()
-                norm = nn.utils.clip_grad_norm_([self.weights], c.max_grad_norm)
-                self.optimizer.step()
-                logs.append(torch.stack([*parts.values(), norm]).detach())
+                norm = clip_gradient(self.weights.grad, c.max_grad_norm)
+                self.optimizer.step(learning_rate)
+                logs += [x.detach() for x in (*parts.values(), norm)]
             if c.target_kl and health(self.agent, batch, clip)["kl_k3"] > c.target_kl: break
 
         self.iteration += 1; self.episodes += len(episodes); self.recent.extend(episodes)
         return_mean, length_mean = np.mean(self.recent, axis=0).tolist() if self.recent else (None, None)
         return dict(iteration=self.iteration, steps=self.iteration * c.batch, episodes=self.episodes, return_mean=return_mean, length_mean=length_mean,
-                    **dict(zip([*parts, "grad_norm"], torch.stack(logs).mean(0).tolist())),
+                    **dict(zip([*parts, "grad_norm"], torch.stack(logs).view(-1, len(parts) + 1).mean(0).tolist())),
                     **health(self.agent, batch, clip), learning_rate=learning_rate)
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those

@@ -85,11 +85,12 @@ def thinned(Agent):
         def __init__(self, *args):
             super().__init__(*args)
             self.chance = torch.Generator().manual_seed(0)
-        def logp_entropy(self, obs, actions):
+        def forward(self, obs):
+            out = obs
             for layer in self.policy:
-                obs = layer(obs)
-                if torch.is_grad_enabled() and not isinstance(layer, nn.Linear): obs = obs * (torch.rand(obs.shape, generator=self.chance) >= 0.1) / 0.9
-            return self.head.logp_entropy(obs, actions)
+                out = layer(out)
+                if torch.is_grad_enabled() and not isinstance(layer, nn.Linear): out = out * (torch.rand(out.shape, generator=self.chance) >= 0.1) / 0.9
+            return out, self.value(obs)
     return Thinned
 
 def fixed_std(distribution):

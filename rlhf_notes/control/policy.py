@@ -59,9 +59,13 @@ class Categorical(nn.Module):
         super().__init__()
         self.outputs, self.start = int(space.n), int(space.start)
 
-    def logp_entropy(self, out, actions): # (..., n), (...) -> (...), (...)
-        "log pi(actions) and the entropy, in nats, with gradient."
-        return naive_method(out, actions), entropy_from_logits(out)
+    def logp(self, out, actions): # (..., n), (...) -> (...)
+        "log pi(actions), in nats, with gradient."
+        return naive_method(out, actions)
+
+    def entropy(self, out): # (..., n) -> (...)
+        "In nats, with gradient."
+        return entropy_from_logits(out)
 
     def sampler(self):
         "(out (N, n), rng) -> actions (N,): the largest of logit + Gumbel noise is a sample of the softmax."
@@ -88,11 +92,18 @@ class Gaussian(nn.Module):
         self.low, self.high = space.low, space.high
         self.log_std = nn.Parameter(torch.full((self.outputs,), float(log_std)))
 
-    def logp_entropy(self, out, actions): # (..., N), (..., N) -> (...), (...)
-        "log density of the actions (with `squash`, of their tanh), and the entropy of the Gaussian, in nats, with gradient."
-        sigma = self.log_std.exp().expand_as(out)
-        logp = gaussian_log_prob(actions, out, sigma)
-        return logp - tanh_log_det(actions) if self.squash else logp, gaussian_entropy(sigma)
+    def sigma(self, out): # (..., N) -> (..., N)
+        "The standard deviations, the same everywhere."
+        return self.log_std.exp().expand_as(out)
+
+    def logp(self, out, actions): # (..., N), (..., N) -> (...)
+        "log density of the actions (with `squash`, of their tanh), in nats, with gradient."
+        logp = gaussian_log_prob(actions, out, self.sigma(out))
+        return logp - tanh_log_det(actions) if self.squash else logp
+
+    def entropy(self, out): # (..., N) -> (...)
+        "Of the Gaussian, in nats, with gradient."
+        return gaussian_entropy(self.sigma(out))
 
     def sampler(self):
         "(out (B, N), rng) -> actions (B, N), before they are clipped or squashed."
@@ -139,9 +150,14 @@ class Agent(nn.Module):
         "V(obs), in units of the return."
         return self.critic(obs).squeeze(-1)
 
+    def forward(self, obs): # (..., obs_size) -> (..., outputs), (...)
+        "What the distribution of the actions is made from, and V(obs)."
+        return self.policy(obs), self.value(obs)
+
     def logp_entropy(self, obs, actions): # (..., obs_size), (...) or (..., N) -> (...), (...)
         "log pi(actions | obs) and the policy's entropy there, in nats, with gradient."
-        return self.head.logp_entropy(self.policy(obs), actions)
+        out, _ = self(obs)
+        return self.head.logp(out, actions), self.head.entropy(out)
 
     def actor(self,
               rng=None, # A NumPy generator to draw the actions with; None = the most probable ones

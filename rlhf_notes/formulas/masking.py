@@ -36,7 +36,8 @@ def masked_mean(x: torch.Tensor, # (...)
                 dim: int | tuple | None = None, # Dimension(s) to average over; None = all
                ) -> torch.Tensor: # float32 or better; 0-dim if `dim` is None, else without `dim`
     "Mean of the elements of `x` that count; 0 where none does."
-    return masked_sum(x, mask, dim) / _count(x, mask, dim).clamp(min=1)
+    total = masked_sum(x, mask, dim)
+    return total / (max(x.numel(), 1) if mask is None and dim is None else _count(x, mask, dim).clamp(min=1))
 
 def masked_var(x: torch.Tensor, # (...)
                mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts

@@ -17,11 +17,12 @@ def _errors(value, value_old, returns, clip_range, mask=None):
     "V - R, clip(V) - R, and where the second is the larger."
     check_float(["value_old"], value=value, value_old=value_old, returns=returns); check_same_shape(value=value, value_old=value_old, returns=returns); check_mask(mask, value=value)
     V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns.detach()))
-    if clip_range is None: return V - R, V - R, torch.zeros_like(V, dtype=torch.bool)
+    error = V - R
+    if clip_range is None: return error, error, torch.zeros_like(error, dtype=torch.bool)
     check_number("clip_range", clip_range, low=0, open_low=True)
     if value_old is None: raise ValueError("value_old must be given if clip_range is, got None")
     V_old = apply_mask(at_least_float32(value_old.detach()), mask)
-    error, clipped = V - R, V.clamp(V_old - clip_range, V_old + clip_range) - R
+    clipped = V.clamp(V_old - clip_range, V_old + clip_range) - R
     return error, clipped, clipped.abs() > error.abs()
 
 def value_loss(value: torch.Tensor, # V, in units of the return, (...)
@@ -32,7 +33,8 @@ def value_loss(value: torch.Tensor, # V, in units of the return, (...)
               ) -> torch.Tensor: # (...), float32 or better, in units of the return squared; to be minimised; 0 where nothing counts
     "Half the squared error, or half that of the clipped value where it is larger (Schulman et al. 2017, eq. 9; the clip: Engstrom et al. 2020)."
     error, clipped, binds = _errors(value, value_old, returns, clip_range, mask)
-    return 0.5 * torch.where(binds, clipped, error).square()
+    if clip_range is not None: error = torch.where(binds, clipped, error)
+    return 0.5 * error.square()
 
 def value_clip_fraction(value: torch.Tensor, # V, in units of the return, (...)
                         value_old: torch.Tensor | None, # V when the data were collected, (...)

@@ -32,6 +32,14 @@ def test_equals_the_list_of_what_counts(name, xm):
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
+@given(xm=masked())
+def test_no_mask_is_one_of_true(name, xm):
+    x, _ = xm
+    for t in (x, x[:0]): torch.testing.assert_close(REDUCTIONS[name](t, None), REDUCTIONS[name](t, torch.ones_like(t, dtype=torch.bool)), rtol=0, atol=0)
+    assert REDUCTIONS[name](x[:0], None) == 0
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
 @given(xm=masked(min_dims=2), data=st.data())
 def test_along_a_dimension_equals_row_by_row(name, xm, data):
     x, m = xm
