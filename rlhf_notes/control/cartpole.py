@@ -182,7 +182,8 @@ class Adam:
                  eps: float, # Epsilon
                 ):
         self.vector, self.eps = vector, eps
-        self.m, self.v, self.steps = torch.zeros_like(vector.detach()), torch.zeros_like(vector.detach()), torch.zeros((), device=vector.device)
+        self.m, self.v = (torch.zeros_like(vector.detach()) for _ in range(2))
+        self.steps = torch.zeros((), device=vector.device)
 
     @torch.no_grad()
     def step(self,
