@@ -25,13 +25,10 @@ OPTIONS = {"ppo": [], "grpo": ["--algo", "grpo"], "rloo": ["--algo", "rloo"]}
 def yardstick():
     "Seconds; the least of five attempts."
     import torch
+    from rlhf_notes.studies.speed import seconds
     torch.set_num_threads(1)
-    a, best = torch.ones(512, 512), float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(100): a @ a
-        best = min(best, time.perf_counter() - start)
-    return best
+    a = torch.ones(512, 512)
+    return min(seconds(lambda: [a @ a for _ in range(100)], "cpu") for _ in range(5))
 
 
 def main():

@@ -104,7 +104,7 @@ def readme(root=ROOT):
         if "fig-alt" in d:
             figures[f"{cell.id}.svg"] = next(o.data["image/svg+xml"] for o in cell.outputs if "image/svg+xml" in o.get("data", {}))
             cell = nbformat.v4.new_markdown_cell(f"![{d['fig-alt']}](images/{cell.id}.svg)", id=cell.id)
-        if d.get("echo") == "false":
+        elif d.get("echo") == "false":
             cell = nbformat.v4.new_markdown_cell("\n\n".join(o.data["text/markdown"] for o in cell.outputs), id=cell.id)
         cells.append(cell)
     nb.cells = cells

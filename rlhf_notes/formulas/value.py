@@ -14,16 +14,17 @@ from .masking import apply_mask, masked_mean, masked_var
 
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
 def _errors(value, value_old, returns, clip_range, mask=None):
-    "V - R, clip(V) - R, and where the second is the larger."
+    "V - R, or clip(V) - R where that is the larger; and where it is."
     check_float(["value_old"], value=value, value_old=value_old, returns=returns); check_same_shape(value=value, value_old=value_old, returns=returns); check_mask(mask, value=value)
     V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns.detach()))
     error = V - R
-    if clip_range is None: return error, error, torch.zeros_like(error, dtype=torch.bool)
+    if clip_range is None: return error, torch.zeros_like(error, dtype=torch.bool)
     check_number("clip_range", clip_range, low=0, open_low=True)
     if value_old is None: raise ValueError("value_old must be given if clip_range is, got None")
     V_old = apply_mask(at_least_float32(value_old.detach()), mask)
     clipped = V.clamp(V_old - clip_range, V_old + clip_range) - R
-    return error, clipped, clipped.abs() > error.abs()
+    binds = clipped.abs() > error.abs()
+    return torch.where(binds, clipped, error), binds
 
 def value_loss(value: torch.Tensor, # V, in units of the return, (...)
                value_old: torch.Tensor | None, # V when the data were collected, (...); a constant; None is enough without a clip
@@ -32,8 +33,7 @@ def value_loss(value: torch.Tensor, # V, in units of the return, (...)
                mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
               ) -> torch.Tensor: # (...), float32 or better, in units of the return squared; to be minimised; 0 where nothing counts
     "Half the squared error, or half that of the clipped value where it is larger (Schulman et al. 2017, eq. 9; the clip: Engstrom et al. 2020)."
-    error, clipped, binds = _errors(value, value_old, returns, clip_range, mask)
-    if clip_range is not None: error = torch.where(binds, clipped, error)
+    error, _ = _errors(value, value_old, returns, clip_range, mask)
     return 0.5 * error.square()
 
 def value_clip_fraction(value: torch.Tensor, # V, in units of the return, (...)
@@ -43,7 +43,7 @@ def value_clip_fraction(value: torch.Tensor, # V, in units of the return, (...)
                         mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                        ) -> torch.Tensor: # 0-dim float32: a share, from 0 to 1; 0 if nothing counts
     "Share of the elements where the clipped error is strictly the larger, so that `value_loss` has no gradient there."
-    return masked_mean(_errors(value, value_old, returns, clip_range, mask)[2], mask)
+    return masked_mean(_errors(value, value_old, returns, clip_range, mask)[1], mask)
 
 # %% ../../nbs/formulas/05_value.ipynb #explained
 def explained_variance(value: torch.Tensor, # V, (...)
