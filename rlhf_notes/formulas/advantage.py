@@ -100,9 +100,10 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
     check_number("gamma", gamma, low=0, high=1); check_number("lam", lam, low=0, high=1)
     rewards, values, next_values = at_least_float32(rewards), at_least_float32(values), at_least_float32(next_values)
     if _many(rewards) and not any(t.requires_grad for t in (rewards, values, next_values)) and rewards.dtype == values.dtype == next_values.dtype:
-        delta = next_values.masked_fill(terminated, 0).mul_(gamma).add_(rewards).sub_(values)                # as below, in less memory
-        advantages = _scan(delta, (~done).to(delta.dtype).mul_(gamma * lam), in_place=True)
-        return advantages, advantages + values
+        delta = torch.where(terminated, 0.0, next_values).mul_(gamma).add_(rewards).sub_(values)             # as below, in less memory
+        decay = torch.where(done, 0.0, delta.new_tensor(gamma * lam))
+        advantages = _scan(delta, decay, in_place=True)
+        return advantages, torch.add(advantages, values, out=decay)
     delta = rewards + gamma * torch.where(terminated, 0.0, next_values) - values
     advantages = _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(done, 0))
     return advantages, advantages + values

@@ -10,7 +10,6 @@ __all__ = ['selective_log_softmax', 'naive_method', 'less_efficient_method', 'ef
 import ctypes
 import math
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -74,8 +73,9 @@ def selective_log_softmax(logits: torch.Tensor, # (..., V), any float dtype; -in
     return apply_mask(_SelectiveLogSoftmax.apply(logits, index, temperature), mask)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #chunks
-_WHOLE, _CHUNK = 2**20, 2**19         # logits: so many are still taken in one piece; so many are in a thread's hands at once where there are more
+_WHOLE, _CHUNK = 2**20, 2**19         # logits: so many are still taken in one piece; so many for each thread make a piece where there are more
 _LOG2_E = 1 / math.log(2)
+_HEAVY = 2.0**64                      # a row that weighs more, measured by its chosen word, is measured by its largest logit instead
 
 def _by_rows(logits):
     "Are these logits worth the trouble?"
@@ -83,7 +83,7 @@ def _by_rows(logits):
 
 def _piece(logits, copies):
     "How many rows make a piece, if so many copies of it are at work; half as many of 16-bit logits, since the copies are in float32."
-    return max(1, _CHUNK // copies * min(logits.element_size(), 4) // 4 // logits.shape[-1])
+    return max(1, torch.get_num_threads() * _CHUNK // copies * min(logits.element_size(), 4) // 4 // logits.shape[-1])
 
 def _pieces(size, logits, *others):
     "The logits in pieces of `size` rows, (R, V), with the rows (R, ...) of `others` that belong to them; views of everything."
@@ -97,43 +97,42 @@ def _scale(temperature, dtype):
     "log2(e) / temperature, as a number of this dtype."
     return torch.tensor(_LOG2_E / temperature, dtype=dtype).item()
 
-def _shift(top, scale):
-    "-floor(scale top), and the rows whose logits are so large that their differences would drown in it; None where there are none."
-    shift = (top * -scale).ceil_()
+def _base(reference, scale):
+    "(shift, far), which make x = shift + scale (z - far) of logits z: scale (z - reference), up to less than 1. far is 0 except in rows so large that their differences would drown in scale z; left out if it is 0 everywhere."
+    shift = (reference * -scale).ceil_()
     low, high = torch.aminmax(shift)
-    return shift, None if low > -128 and high < 128 else ~(shift.abs() < 128)
+    if low > -128 and high < 128: return shift,
+    near = shift.abs() < 128
+    return torch.where(near, shift, 0), torch.where(near, 0, reference)
 
-def _exponents(z, top, shift, far, scale, out):
-    "x = scale (z - top) into `out`, up to a shift of each row by less than 1."
-    if far is None: return torch.add(shift, z, alpha=scale, out=out)
-    rows = far[:, 0].nonzero()[:, 0]
-    exact = (z[rows] - top[rows]) * scale                     # out may be z
-    return torch.add(shift, z, alpha=scale, out=out).index_copy_(0, rows, exact)
+def _exponents(z, shift, far, scale, out):
+    "x into `out`, which may be z; far may be None."
+    return torch.add(shift, z if far is None else torch.sub(z, far, out=out), alpha=scale, out=out)
 
 def _forward_rows(logits, index, temperature, entropy):
-    "log pi, entropy (0 unless it is wanted), and what the backward pass needs: top and total. (..., 1) each."
+    "log pi, entropy (0 unless it is wanted), and what the backward pass needs: reference and total. (..., 1) each."
     dtype = at_least_float32(logits[..., :0]).dtype
-    scale, picked = _scale(temperature, dtype), _pick(logits, index).unsqueeze(-1).double()
-    top, total, product = (torch.zeros_like(picked, dtype=dtype) for _ in range(3))
+    scale, chosen = _scale(temperature, dtype), _pick(logits, index).unsqueeze(-1).to(dtype)
+    reference, total, product = chosen.clone(), torch.zeros_like(chosen), torch.zeros_like(chosen)
+    if not total.numel(): return chosen, product, reference, total
     size = _piece(logits, 1 + entropy)
-    def work(pieces):
-        x, e = _buffers(size, logits, dtype, entropy)
-        for z, top, total, product in pieces:
-            x_, e_ = x[:len(z)], e[:len(z)]
-            if z.dtype != dtype: z = x_.copy_(z)
-            torch.amax(z, -1, keepdim=True, out=top).clamp_(min=torch.finfo(dtype).min)
-            _exponents(z, top, *_shift(top, scale), scale, x_)
-            torch.sum(torch.exp2(x_, out=e_), -1, keepdim=True, out=total)
-            if entropy: torch.sum(x_.clamp_(min=-1e4).mul_(e_), -1, keepdim=True, out=product)      # 2^-1e4 is 0, and so is 2^-1e4 times -1e4
-    _shared(work, _pieces(size, logits, top, total, product))
-    if not total.numel(): return picked.to(dtype), product, top, total
-    shift, far = _shift(top, scale)
-    x = picked * scale + shift
-    if far is not None: x = torch.where(far, (picked - top) * scale, x)
-    logp = ((x - total.log2()) / _LOG2_E).clamp(max=0).to(dtype)                                    # rounding may lift a certain word above 0
-    return logp, torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy else product, top, total
+    x, e = _buffers(size, logits, dtype, entropy)
+    def weigh(z, total, shift, far=None): torch.sum(torch.exp2(_exponents(z, shift, far, scale, x[:len(z)]), out=e[:len(z)]), -1, keepdim=True, out=total)
+    if not entropy:
+        for z, *row in _pieces(size, logits, total, *_base(reference, scale)): weigh(_upcast(z, x), *row)
+    if entropy or not total.sum() < _HEAVY:                    # (NaN is not below anything)
+        for z, r, s, product_ in _pieces(size, logits, reference, total, product):
+            if not entropy and s.sum() < _HEAVY: continue
+            top = (z := _upcast(z, x)).amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+            r.copy_(top if entropy else torch.where(s < _HEAVY, r, top))
+            weigh(z, s, *_base(r, scale))
+            if entropy: torch.sum(x[:len(z)].clamp_(min=-1e4).mul_(e[:len(z)]), -1, keepdim=True, out=product_)      # 2^-1e4 is 0, and so is 2^-1e4 times -1e4
+    shift, *far = _base(reference, scale)
+    x = shift + scale * (chosen.double() - (far[0] if far else 0))
+    logp = ((x - total.double().log2()) / _LOG2_E).clamp(max=0)                                   # rounding may lift a certain word above 0
+    return logp.to(dtype), torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy else product, reference, total
 
-def _backward_rows(logits, index, temperature, g, h, H, top, total, out=None):
+def _backward_rows(logits, index, temperature, g, h, H, reference, total, out=None):
     "The gradient of g log pi + h entropy with respect to the logits, in their dtype; into `out`, which may be the logits. h may be None. All but logits and index (..., 1)."
     dtype, out = total.dtype, _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)) if out is None else out
     if not total.numel(): return out
@@ -141,39 +140,28 @@ def _backward_rows(logits, index, temperature, g, h, H, top, total, out=None):
     if h is not None:
         constant, slope = constant - h * (H - total.log()) / (temperature * total), -h / (temperature * total * _LOG2_E)
         constant, slope = (torch.where(total == 0, 0.0, t) for t in (constant, slope))
-    shift, far = _shift(top, scale)
     two = h is not None
     size = _piece(logits, 1 + two)
-    def work(pieces):
-        x, e = _buffers(size, logits, dtype, two)
-        for z, i, o, g_, top_, a, b, *k in pieces:
-            x_, e_ = x[:len(z)], o if o.dtype == dtype else e[:len(z)]
-            if z.dtype != dtype: z = x_.copy_(z)
-            k = k if len(k) == 2 else (*k, None)
-            if h is None: torch.exp2(_exponents(z, top_, *k, scale, e_), out=e_).mul_(a)
-            else: torch.exp2(_exponents(z, top_, *k, scale, x_).clamp_(min=-1e4), out=e_).mul_(x_.mul_(b).add_(a))
-            e_.scatter_add_(-1, i, g_)
-            if e_ is not o: o.copy_(e_)
-    _shared(work, _pieces(size, logits, index.unsqueeze(-1), out, g / temperature, top, constant, slope, shift, *[] if far is None else [far]))
+    x, e = _buffers(size, logits, dtype, two)
+    pieces = _pieces(size, logits, index.unsqueeze(-1), out, g / temperature, constant, slope, *_base(reference, scale))
+    for z, i, o, g_, a, b, shift, *far in reversed([*pieces]):               # the forward pass has left the last ones in the cache
+        x_, e_ = x[:len(z)], o if o.dtype == dtype else e[:len(z)]
+        z, far = _upcast(z, x), far[0] if far else None
+        if h is None: torch.exp2(_exponents(z, shift, far, scale, e_), out=e_).mul_(a)
+        else: torch.exp2(_exponents(z, shift, far, scale, x_).clamp_(min=-1e4), out=e_).mul_(x_.mul_(b).add_(a))
+        e_.scatter_add_(-1, i, g_)
+        if e_ is not o: o.copy_(e_)
     silent = g == 0 if h is None else (g == 0) & (h == 0)                                           # a row without a gradient has none, whatever its logits are
     return out.masked_fill_(silent, 0) if silent.any() else out
+
+def _upcast(z, x):
+    "z in the dtype of x, and in its memory if that takes a copy."
+    return z if z.dtype == x.dtype else x[:len(z)].copy_(z)
 
 def _buffers(size, logits, dtype, two):
     "A piece's worth of memory, once or twice."
     x = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
     return x, torch.empty_like(x) if two else x
-
-def _shared(work, pieces):
-    "Let as many threads as PyTorch would use take one piece after the other. (PyTorch itself would share out every operation on every piece, and wait for the slowest thread each time.)"
-    pieces, threads, inference = [p for p in pieces if len(p[0])], torch.get_num_threads(), torch.is_inference_mode_enabled()
-    left, workers = iter(pieces), min(threads, len(pieces)) if pieces and pieces[0][0].device.type == "cpu" else 1
-    def worker():
-        torch.set_num_threads(1)                              # of this thread; it also becomes the default of threads yet to come, which is put right below
-        with torch.inference_mode(inference), torch.no_grad(): work(left)
-    if workers < 2: return work(left)
-    with ThreadPoolExecutor(workers) as pool: done = [pool.submit(worker) for _ in range(workers)]
-    torch.set_num_threads(threads)
-    for future in done: future.result()
 
 def _by(logits, name):
     "A function of the kernels, or the one here that does the same."
@@ -183,8 +171,8 @@ class _LogProb(torch.autograd.Function):
     "(log pi, entropy), from one read of the logits; keeps two numbers of each row."
     @staticmethod
     def forward(ctx, logits, index, temperature, entropy):
-        logp, H, top, total = _by(logits, "forward_rows")(logits, index, temperature, entropy)
-        ctx.save_for_backward(logits, index, top, total, *[H] * entropy)
+        logp, H, reference, total = _by(logits, "forward_rows")(logits, index, temperature, entropy)
+        ctx.save_for_backward(logits, index, reference, total, *[H] * entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         if not entropy: ctx.mark_non_differentiable(H := H.new_zeros(()))
@@ -192,11 +180,11 @@ class _LogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, h):
-        logits, index, top, total, *H = ctx.saved_tensors
+        logits, index, reference, total, *H = ctx.saved_tensors
         if g is None and h is None: return None, None, None, None
         if torch.is_grad_enabled(): return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None
         g, h = torch.zeros_like(total) if g is None else g.unsqueeze(-1), None if h is None else h.unsqueeze(-1)
-        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, top, total), None, None, None
+        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total), None, None, None
 
 def _differentiable_gradient(logits, index, temperature, g, h):
     "The gradient of g log pi + h entropy, for those who want the gradient of that."
@@ -285,8 +273,8 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, index, temperature, chunk, entropy):
         out = [_by(hidden, "forward_rows")(z, i, temperature, entropy) for z, _, i in _heads(chunk, hidden, weight, bias, index)]
-        logp, H, top, total = (torch.cat(x) for x in zip(*out))
-        ctx.save_for_backward(hidden, weight, bias, index, H, top, total)
+        logp, H, reference, total = (torch.cat(x) for x in zip(*out))
+        ctx.save_for_backward(hidden, weight, bias, index, H, reference, total)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
         if not entropy: ctx.mark_non_differentiable(H := H.squeeze(-1)); return logp.squeeze(-1), H
@@ -301,8 +289,8 @@ class _LinearLogProb(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need[1] else None
         d_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need[2] else None
         first = 0
-        for z, x, i, H, top, total, g, *h in _heads(ctx.chunk, hidden, weight, bias, *rest, *by):
-            dz = _by(hidden, "backward_rows")(z, i, T, g, h[0] if h else None, H, top, total, out=z)
+        for z, x, i, H, reference, total, g, *h in _heads(ctx.chunk, hidden, weight, bias, *rest, *by):
+            dz = _by(hidden, "backward_rows")(z, i, T, g, h[0] if h else None, H, reference, total, out=z)
             if need[0]: torch.mm(dz, weight, out=d_hidden[first:first + len(x)])
             if need[1]: d_weight.addmm_(dz.t(), x) if d_weight.dtype == x.dtype else d_weight.add_(dz.t() @ x)
             if need[2]: d_bias += dz.sum(0, dtype=d_bias.dtype)
