@@ -74,7 +74,9 @@ def show(x, # A tensor, a number, or a list of those
     text = _nested([v.tolist() if isinstance(v, torch.Tensor) else v for v in x] if isinstance(x, list) else x.tolist() if isinstance(x, torch.Tensor) else x)
     return text if len(text) <= most else text[:most - 3] + "..."
 
-def alike(a: Outcome, b: Outcome) -> bool:
+def alike(a: Outcome, # Of one function
+          b: Outcome, # Of another, on the same input
+         ) -> bool: # True if values and gradients agree, or if both raise the same kind of error
     "Are these the outcomes of the same formula?"
     if a.error or b.error: return a.error.split(":")[0] == b.error.split(":")[0]
     return len(a.values) == len(b.values) and all(map(_close, a.values + a.grads, b.values + b.grads))
@@ -251,7 +253,10 @@ def steps(case: int, # Number of the input that is drawn; it has one sequence, o
 # %% ../nbs/check.ipynb #registry
 EXERCISES = {}
 
-def exercise(name, *args, **kwargs):
+def exercise(name: str, # What `check` calls it; must be new
+             *args, # The other fields of `Exercise`, in order
+             **kwargs, # The same by name
+            ):
     "Put an `Exercise` into the register."
     if name in EXERCISES: raise ValueError(f"name must be new, got {name!r}")
     EXERCISES[name] = Exercise(name, *args, **kwargs)

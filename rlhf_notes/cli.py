@@ -37,7 +37,11 @@ class UsageError(Exception):
 
 class Parser(argparse.ArgumentParser):
     "An argument parser whose errors can be caught."
-    def error(self, message): raise UsageError(f"{message} (see {self.prog} --help)")
+    def error(self,
+              message: str, # What is wrong with the arguments
+             ):
+        "Raise a `UsageError` where argparse would print and exit."
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 @contextmanager
 def usage_errors():

@@ -76,6 +76,21 @@ def test_public_names_are_documented_and_tested(m, name):
             if a.arg not in ("self", "cls"): assert "#" in lines[a.lineno - 1], f"{name}: parameter {a.arg} has no comment that says what it is"
 
 
+@pytest.mark.parametrize("path", sorted(p for p in (ROOT / "rlhf_notes").rglob("*.py") if p.name[0] != "_"), ids=lambda p: p.stem)
+def test_what_is_exported_says_what_it_is(path):
+    source = path.read_text(encoding="utf-8")
+    lines, tree = source.splitlines(), ast.parse(source)
+    exported = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    exported = {e.value for e in exported.elts if isinstance(e, ast.Constant)}
+    missing = []
+    for top in [n for n in tree.body if getattr(n, "name", None) in exported]:
+        for n in [top, *(m for m in ast.walk(top) if isinstance(top, ast.ClassDef) and isinstance(m, ast.FunctionDef) and m in top.body and (m.name == "__init__" or m.name[0] != "_"))]:
+            if n.name != "__init__" and not ast.get_docstring(n): missing.append(f"{top.name}: {n.name} has no docstring")
+            if isinstance(n, ast.ClassDef): continue
+            missing += [f"{top.name}: parameter {a.arg} has no comment that says what it is" for a in n.args.args + n.args.kwonlyargs if a.arg not in ("self", "cls") and "#" not in lines[a.lineno - 1]]
+    assert exported and not missing
+
+
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
     "The wheel and the sdist, built from a copy of the project."

@@ -56,9 +56,14 @@ class PPOConfig:
         if self.steps < self.batch: raise ValueError(f"steps must be at least num_envs * num_steps = {self.batch}, got {self.steps}")
 
     @property
-    def batch(self): return self.num_envs * self.num_steps
+    def batch(self) -> int: # In environment steps
+        "What an iteration samples, over all environments."
+        return self.num_envs * self.num_steps
+
     @property
-    def iterations(self): return self.steps // self.batch
+    def iterations(self) -> int: # >= 1
+        "How many whole iterations fit into `steps`."
+        return self.steps // self.batch
 
 @dataclass(frozen=True)
 class PendulumConfig(PPOConfig):

@@ -43,35 +43,35 @@ class Detail:
     tasks: tuple = ("cartpole", "pendulum") # Where it is a change at all
 
 # %% ../../nbs/control/24_details.ipynb #wrong
-def loud(mlp):
+def loud(mlp): # `policy.mlp`, called with gain 0.01 for the policy, 1 for the value function
     "Every last layer at gain 1, the policy's too."
     return lambda *args, gain, **kwargs: mlp(*args, gain=1.0, **kwargs)
 
-def unclipped(surrogate):
+def unclipped(surrogate): # `clipped_surrogate`
     "Ratio times advantage, however far the ratio has gone."
     return lambda ratio, advantage, *bounds: ratio * advantage
 
-def doubly_clipped(surrogate):
+def doubly_clipped(surrogate): # `clipped_surrogate`, whose `dual_clip` is None if not given
     "With dual clip: where the advantage is negative, a ratio above 3 costs nothing more."
     return lambda ratio, advantage, clip: surrogate(ratio, advantage, clip, dual_clip=3.0)
 
-def bounded_both_ways(surrogate):
+def bounded_both_ways(surrogate): # `clipped_surrogate`, without dual clip
     "Dual clip without a look at the sign: max(clipped objective, 3 A) is the constant 3 A wherever the advantage is positive."
     return lambda ratio, advantage, clip: torch.maximum(surrogate(ratio, advantage, clip), 3.0 * advantage)
 
-def across_ends(gae):
+def across_ends(gae): # `advantage.gae`, whose recursion stops at `done`
     "The recursion does not stop where an episode ends: what follows in the next one is credited to this one."
     return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(rewards, values, next_values, terminated, torch.zeros_like(done), gamma, lam)
 
-def no_end(gae):
+def no_end(gae): # `advantage.gae`, whose bootstrap is 0 at `terminated`
     "The value function is asked what comes after the end, as if there were something."
     return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(rewards, values, next_values, torch.zeros_like(terminated), done, gamma, lam)
 
-def seams_kept(make_batch):
+def seams_kept(make_batch): # `cartpole.make_batch`, which leaves such steps out
     "The step in which an environment is only reset, its action ignored, is learned from like any other."
     return lambda agent, rollout, config: make_batch(agent, replace(rollout, valid=torch.ones_like(rollout.valid)), config)
 
-def shared_trunk(Agent):
+def shared_trunk(Agent): # `policy.Agent`, with a network for each
     "Policy and value function with two hidden layers in common."
     class Shared(Agent):
         def __init__(self, *args):
@@ -79,7 +79,7 @@ def shared_trunk(Agent):
             self.critic = nn.Sequential(*self.policy[:-1], self.critic[-1])
     return Shared
 
-def thinned(Agent):
+def thinned(Agent): # `policy.Agent`, without dropout
     "Dropout of 0.1 in the update, and in the update only: the ratio compares two different networks."
     class Thinned(Agent):
         def __init__(self, *args):
@@ -93,7 +93,7 @@ def thinned(Agent):
             return out, self.value(obs)
     return Thinned
 
-def fixed_std(distribution):
+def fixed_std(distribution): # `policy.distribution`, whose Gaussian learns it
     "A Gaussian whose standard deviation is not learned."
     return lambda *args: distribution(*args).requires_grad_(False)
 

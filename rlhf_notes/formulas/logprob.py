@@ -73,7 +73,7 @@ def selective_log_softmax(logits: torch.Tensor, # (..., V), any float dtype; -in
     return apply_mask(_SelectiveLogSoftmax.apply(logits, index, temperature), mask)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #chunks
-_WHOLE, _CHUNK = 2**20, 2**19         # logits: so many are still taken in one piece; so many for each thread make a piece where there are more
+_WHOLE, _CHUNK = 2**20, 9 * 2**16     # logits: so many are still taken in one piece; so many for each thread make a piece where there are more
 _LOG2_E = 1 / math.log(2)
 _HEAVY = 2.0**64                      # a row that weighs more, measured by its chosen word, is measured by its largest logit instead
 

@@ -59,7 +59,12 @@ class Labels:
     counts: torch.Tensor  # (n, 4, T), False there
     best: torch.Tensor    # (n,), from 0 to 3
 
-    def to(self, device) -> "Labels": return Labels(*(getattr(self, f.name).to(device) for f in fields(self)))
+    def to(self,
+           device, # Where they are to live, a device or its name
+          ) -> "Labels": # The same labels there
+        "Move all tensors to a device."
+        return Labels(*(getattr(self, f.name).to(device) for f in fields(self)))
+
     def __getitem__(self, rows) -> "Labels": return Labels(*(getattr(self, f.name)[rows] for f in fields(self)))
     def __len__(self): return len(self.best)
 
@@ -111,7 +116,9 @@ class RewardTraining:
         self.norm = RewardNorm().fit(self.reference_rewards())                        # R3
 
     @property
-    def iterations(self): return len(self.order)
+    def iterations(self) -> int: # One for each batch of labels, over `rm_epochs` passes
+        "Gradient steps in all."
+        return len(self.order)
 
     @torch.no_grad()
     def reference_rewards(self) -> torch.Tensor: # Raw, (norm_samples,)

@@ -57,7 +57,10 @@ class Rollout:
     returns: torch.Tensor | None = None      # What the value should have been, (B, T); None without a value head
 
     @property
-    def answers(self): return self.tokens[:, -self.logp.shape[1]:]
+    def answers(self) -> torch.Tensor: # (B, T), as sampled: not cut at their ends
+        "The tokens behind the query."
+        return self.tokens[:, -self.logp.shape[1]:]
+
     def __getitem__(self, rows): return Rollout(*(None if (x := getattr(self, f.name)) is None else x[rows] for f in fields(self)))
     def __len__(self): return len(self.logp)
 
@@ -511,10 +514,14 @@ class Training:
             if following == "rl": self.show(0, evaluate(self.stage, self.lm))
 
     @property
-    def wall_seconds(self) -> float: return time.perf_counter() - self.started
+    def wall_seconds(self) -> float: # In seconds
+        "Time since the start, with what a resumed run had taken until its checkpoint."
+        return time.perf_counter() - self.started
 
     @property
-    def done(self) -> bool: return self.name == "rl" and self.stage.iteration >= self.stage.iterations
+    def done(self) -> bool:
+        "Is the last stage complete?"
+        return self.name == "rl" and self.stage.iteration >= self.stage.iterations
 
     def iterate(self) -> tuple: # (stage, row): its name, and what to log
         "One step."

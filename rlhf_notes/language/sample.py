@@ -52,21 +52,43 @@ def _generic(lm, queries, mask, u, temperature):
 # %% ../../nbs/language/32_sample.ipynb #caches
 class Elementwise:
     "Keys and values, time first and batch last; one new token attends by products of whole arrays. Fastest on a CPU while texts are short."
-    def __init__(self, layers, B, S, heads, width, dtype, device):
+    def __init__(self,
+                 layers: int, # Blocks of the model
+                 B: int, # Texts side by side
+                 S: int, # Places of each text that are kept, in tokens
+                 heads: int, # Of each block
+                 width: int, # Of one head, d / heads
+                 dtype: torch.dtype, # Of all that is kept; that of the matrix products
+                 device: torch.device, # Where it is kept
+                ):
         cache = torch.zeros(layers, S, 3, heads, width, B, dtype=dtype, device=device)                         # queries too: one product fills all three
         scratch = torch.empty(S, heads, width, B, dtype=dtype, device=device)
         self.bias = torch.empty(S, 1, B, dtype=dtype, device=device)
         self.cache = cache
         self.steps = [[(cache[l, p].view(-1, B), cache[l, p, 0], cache[l, :p + 1, 1], cache[l, :p + 1, 2], self.bias[:p + 1], scratch[:p + 1]) for p in range(S)] for l in range(layers)]
 
-    def start(self, bias): # (B, S)
+    def start(self,
+              bias: torch.Tensor, # What attention adds to its scores, (B, S): 0, or the lowest number of the dtype where there is padding
+             ):
+        "Begin new texts: take over which places are padding."
         self.bias.copy_(bias.t().unsqueeze(1))
 
-    def store(self, layer, k, v): # (B, heads, Q, width) each
+    def store(self,
+              layer: int, # Which block, from 0
+              k: torch.Tensor, # Keys of the query's tokens, (B, heads, Q, width)
+              v: torch.Tensor, # Their values, (B, heads, Q, width)
+             ):
+        "Keep keys and values of the first Q places."
         self.cache[layer, :k.shape[2], 1] = k.permute(2, 1, 3, 0)
         self.cache[layer, :k.shape[2], 2] = v.permute(2, 1, 3, 0)
 
-    def attend(self, layer, p, h, block): # h (B, d) of the token at p -> (B, d)
+    def attend(self,
+               layer: int, # Which block, from 0
+               p: int, # Place of the new token, from 0
+               h: torch.Tensor, # What the block's attention reads of it, after the norm, (B, d)
+               block, # The `Block` with the weights
+              ) -> torch.Tensor: # All heads side by side, before the output projection, (B, d)
+        "Keep key and value of one new token, and let it attend to all places up to its own, by elementwise products."
         new, q, keys, values, bias, scratch = self.steps[layer][p]
         b, W = block.qkv
         torch.addmm(b.unsqueeze(1), W.t(), h.t(), out=new)
@@ -76,18 +98,40 @@ class Elementwise:
 
 class Fused:
     "Keys and values as PyTorch's fused attention takes them. For a GPU."
-    def __init__(self, layers, B, S, heads, width, dtype, device):
+    def __init__(self,
+                 layers: int, # Blocks of the model
+                 B: int, # Texts side by side
+                 S: int, # Places of each text that are kept, in tokens
+                 heads: int, # Of each block
+                 width: int, # Of one head, d / heads
+                 dtype: torch.dtype, # Of all that is kept; that of the matrix products
+                 device: torch.device, # Where it is kept
+                ):
         self.cache = torch.zeros(layers, 2, B, heads, S, width, dtype=dtype, device=device)
         self.bias = torch.empty(B, 1, 1, S, dtype=dtype, device=device)
 
-    def start(self, bias): # (B, S)
+    def start(self,
+              bias: torch.Tensor, # What attention adds to its scores, (B, S): 0, or the lowest number of the dtype where there is padding
+             ):
+        "Begin new texts: take over which places are padding."
         self.bias.copy_(bias[:, None, None])
 
-    def store(self, layer, k, v): # (B, heads, Q, width) each
+    def store(self,
+              layer: int, # Which block, from 0
+              k: torch.Tensor, # Keys of the query's tokens, (B, heads, Q, width)
+              v: torch.Tensor, # Their values, (B, heads, Q, width)
+             ):
+        "Keep keys and values of the first Q places."
         self.cache[layer, 0, :, :, :k.shape[2]] = k
         self.cache[layer, 1, :, :, :k.shape[2]] = v
 
-    def attend(self, layer, p, h, block): # h (B, d) of the token at p -> (B, d)
+    def attend(self,
+               layer: int, # Which block, from 0
+               p: int, # Place of the new token, from 0
+               h: torch.Tensor, # What the block's attention reads of it, after the norm, (B, d)
+               block, # The `Block` with the weights
+              ) -> torch.Tensor: # All heads side by side, before the output projection, (B, d)
+        "Keep key and value of one new token, and let it attend to all places up to its own, by PyTorch's fused attention."
         keys, values = self.cache[layer]
         q, keys[:, :, p], values[:, :, p] = _apply(block.qkv, h).view(h.shape[0], 3, keys.shape[1], -1).unbind(1)
         y = scaled_dot_product_attention(q.unsqueeze(2), keys[:, :, :p + 1], values[:, :, :p + 1], attn_mask=self.bias[..., :p + 1], scale=block.scale)

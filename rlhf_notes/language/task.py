@@ -45,7 +45,10 @@ def grammatical(before: str, # A word, or the full stop
 MOOD = (-0.5, 2.0)         # mean and standard deviation of what the author of a review thinks of it all, on the scale of ADJECTIVES
 SLIP, STRAY = 0.03, 0.1    # how likely a word is put in the wrong place, and a noun comes from anywhere
 
-def write_clause(domain, mood, rng):
+def write_clause(domain: str, # What it is about, one of `DOMAINS`
+                 mood: float, # Mean of the opinions, on the scale of `ADJECTIVES`
+                 rng: random.Random, # Where chance comes from
+                ) -> list: # Words
     "Somebody's opinion of one thing, as words."
     subject = ["the", rng.choice(DOMAINS[domain])] if rng.random() < 0.8 else ["it"]
     negation = ["not"] if rng.random() < 0.15 else []
@@ -54,7 +57,10 @@ def write_clause(domain, mood, rng):
     adjective = min(rng.choices(tuple(ADJECTIVES), k=6), key=lambda a: abs(ADJECTIVES[a] - opinion))        # of the six that come to mind
     return [*subject, rng.choice(VERBS), *negation, *intensifier, adjective]
 
-def write_sentence(domain, mood, rng):
+def write_sentence(domain: str, # What it is about, one of `DOMAINS`
+                   mood: float, # Mean of the opinions, on the scale of `ADJECTIVES`
+                   rng: random.Random, # Where chance comes from
+                  ) -> list: # Words, of which the last is `STOP`
     "One clause, or two."
     more = [rng.choice(("and", "but")), *write_clause(domain, mood, rng)] if rng.random() < 0.3 else []
     return [*write_clause(domain, mood, rng), *more, STOP]

@@ -139,8 +139,20 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return None, grad * ctx.slope, None
 
-def trl_loss(lib, logp, logp_old, advantage, mask, logp_ref=None, beta=0.0, loss_type="grpo", eps_low=0.2, eps_high=None, level="token", delta=None):
-    "`GRPOTrainer._compute_loss` of TRL on log-probabilities that take the place of a model's: (loss, metrics)."
+def trl_loss(lib: SimpleNamespace, # `functions` of `load_peer("trl")`
+             logp: torch.Tensor, # log pi of the tokens, with gradient, (B, T)
+             logp_old: torch.Tensor, # log pi_old of the same tokens, (B, T)
+             advantage: torch.Tensor, # One for each answer, (B,), or for each token, (B, T)
+             mask: torch.Tensor, # (B, T) boolean, True = counts
+             logp_ref: torch.Tensor | None = None, # log pi_ref of the same tokens, (B, T); not looked at where beta is 0
+             beta: float = 0.0, # Weight of the KL in the loss, by k3
+             loss_type: str = "grpo", # As TRL calls it: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"
+             eps_low: float = 0.2, # How far below 1 the ratio may go
+             eps_high: float | None = None, # How far above 1; for "cispo" the bound itself; None = eps_low
+             level: str = "token", # A ratio for each "token", or for the "sequence"
+             delta: float | None = None, # c of the dual clip; None = none
+            ) -> tuple: # (loss, 0-dim; metrics: name -> number)
+    "`GRPOTrainer._compute_loss` of TRL on log-probabilities that take the place of a model's."
     metrics = defaultdict(list)
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logp, torch.zeros_like(logp), None), model=SimpleNamespace(training=True), loss_type=loss_type, beta=beta,
@@ -153,16 +165,29 @@ def trl_loss(lib, logp, logp_old, advantage, mask, logp_ref=None, beta=0.0, loss
                   ref_per_token_logps=logp_ref, num_items_in_batch=mask.sum())
     return lib.grpo.GRPOTrainer._compute_loss(trainer, None, inputs), {name: values[-1] for name, values in metrics.items()}
 
-def trl_lines(method, first, last, **names):
-    "Runs the lines of a method of TRL from the one that begins with `first` to the one that begins with `last`; what they set."
+def trl_lines(method, # Of a trainer of TRL
+              first: str, # How the first line begins, without its indentation
+              last: str, # How the last one begins, likewise; it may be the same line
+              **names, # What the lines need, `self` included
+             ) -> SimpleNamespace: # These names, and those that the lines set
+    "Runs the lines of a method of TRL from the one that begins with `first` to the one that begins with `last`."
     lines = textwrap.dedent(inspect.getsource(method)).splitlines()
     begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
     end = next(i for i, line in enumerate(lines) if i >= begin and line.strip().startswith(last))
     exec(textwrap.dedent("\n".join(lines[begin:end + 1])), {**vars(sys.modules[method.__module__]), **names}, found := dict(names))
     return SimpleNamespace(**found)
 
-def sb3_update(lib, logp, logp_old, advantage, value=None, value_old=None, returns=None, value_clip=None, normalize=False):
-    "One minibatch of `PPO.train` of stable-baselines3: (what it logged, the gradients that it left)."
+def sb3_update(lib: SimpleNamespace, # `functions` of `load_peer("sb3")`
+               logp: torch.Tensor, # log pi of the actions, (n,)
+               logp_old: torch.Tensor, # log pi_old of the same actions, (n,)
+               advantage: torch.Tensor, # (n,)
+               value: torch.Tensor | None = None, # V now, (n,); None = 0
+               value_old: torch.Tensor | None = None, # V when the actions were drawn, (n,); None = 0
+               returns: torch.Tensor | None = None, # What V should be, (n,); None = 0
+               value_clip: float | None = None, # How far V may go from `value_old`; None = any distance
+               normalize: bool = False, # Are the advantages normalised?
+              ) -> tuple: # (what it logged: name -> number; the gradients that it left: "logp" and "value" -> (n,))
+    "One minibatch of `PPO.train` of stable-baselines3, the ratio clipped at 0.2."
     value, value_old, returns = (torch.zeros_like(logp) if x is None else x for x in (value, value_old, returns))
     given = dict(logp=logp, value=value)
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
@@ -178,15 +203,29 @@ def sb3_update(lib, logp, logp_old, advantage, value=None, value_old=None, retur
     lib.ppo.PPO.train(agent)
     return logged, {name: leaf.grad for name, leaf in leaves.items()}
 
-def verl_loss(lib, kind, logp, logp_old, advantage, mask, eps_low=0.2, eps_high=None, aggregation="token-mean", dual_clip=1e9):
-    "A registered policy loss of verl: (loss, metrics)."
+def verl_loss(lib: SimpleNamespace, # `functions` of `load_peer("verl")`
+              kind: str, # As verl calls it: "vanilla", "gspo", "cispo", "sapo", "geo_mean"
+              logp: torch.Tensor, # log pi of the tokens, with gradient, (B, T)
+              logp_old: torch.Tensor, # log pi_old of the same tokens, (B, T)
+              advantage: torch.Tensor, # (B, T)
+              mask: torch.Tensor, # (B, T) boolean, True = counts
+              eps_low: float = 0.2, # How far below 1 the ratio may go; for "geo_mean" the log-ratio below 0
+              eps_high: float | None = None, # How far above; None = eps_low
+              aggregation: str = "token-mean", # As verl calls it: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"; "geo_mean" does not look
+              dual_clip: float = 1e9, # c of the dual clip, for "vanilla"; 1e9 is as good as none
+             ) -> tuple: # (loss, 0-dim; metrics: name -> number)
+    "A registered policy loss of verl."
     config = lib.core_algos.ActorConfig()
     vars(config).update(clip_ratio=eps_low, clip_ratio_low=eps_low, clip_ratio_high=eps_low if eps_high is None else eps_high, clip_ratio_c=dual_clip, tau_pos=1.0, tau_neg=1.05, global_batch_info={})
     config.get = lambda name, default: vars(config).get(name, default)
     return lib.core_algos.POLICY_LOSS_REGISTRY[kind](logp_old, logp, advantage, mask.to(logp), aggregation, config)
 
-def openrlhf_advantages(lib, estimator, scores, group):
-    "`compute_advantages_and_returns` of OpenRLHF on answers of one token: the advantage of each answer."
+def openrlhf_advantages(lib: SimpleNamespace, # `functions` of `load_peer("openrlhf")`
+                        estimator: str, # As OpenRLHF calls it: "group_norm", "rloo"
+                        scores: torch.Tensor, # Score of each answer, (B,), those to one prompt side by side
+                        group: int, # Answers to each prompt
+                       ) -> torch.Tensor: # The advantage of each answer, (B,)
+    "`compute_advantages_and_returns` of OpenRLHF on answers of one token."
     N = SimpleNamespace
     args = N(rollout=N(n_samples_per_prompt=group), algo=N(advantage=N(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=True)), reward=N(clip_range=None))
     one = N(rewards=scores.clone(), index=list(range(len(scores))), kl=torch.zeros(len(scores), 1), action_mask=torch.ones(len(scores), 1), info={})

@@ -52,51 +52,51 @@ BASES = {                    # the intact trainings: options of `RLHFConfig`
 }
 
 # %% ../../nbs/studies/41_failures.ipynb #wrong-general
-def judged_alone(score):
+def judged_alone(score): # `reward_model.score`, of both together
     "The reward model reads the answer without its query."
     return lambda model, queries, mask, answers, counts: model(answers, counts)
 
-def padding_read(hidden_states):
+def padding_read(hidden_states): # `model.hidden_states`, which goes by the mask
     "Padding is word 0, and nothing hides it."
     return lambda lm, tokens, mask, at=None: hidden_states(lm, tokens.masked_fill(~mask, 0), torch.ones_like(mask), at)
 
-def padding_sampled(Sampler):
+def padding_sampled(Sampler): # `sample.Sampler`, which goes by the mask
     "The same while answers are drawn."
     class Reading(Sampler):
         def __call__(self, queries, mask, u): return super().__call__(queries.masked_fill(~mask, 0), torch.ones_like(mask), u)
     return Reading
 
-def places(position_ids):
+def places(position_ids): # `model.position_ids`, which counts real tokens alone
     "Positions count the padding."
     return lambda mask: torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
 
-def places_in_update(Policy):
+def places_in_update(Policy): # `model.Policy`, called in the update alone
     "The same, but in the update alone: answers are drawn with the right positions."
     class Misplaced(Policy):
         def forward(self, *args):
             with swapped(model, "position_ids", places): return super().forward(*args)
     return Misplaced
 
-def likeliest(draw):
+def likeliest(draw): # `sample.draw`, among all V words
     "Words are drawn among the five likeliest, and their log-probabilities are those among all."
     return lambda logits, temperature, u: draw(logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf), temperature, u)
 
-def constant(learning_rate):
+def constant(learning_rate): # `rlhf.learning_rate`, in a straight line to 0
     "The learning rate does not fall."
     return lambda config, iteration: config.learning_rate
 
-def twice(draw):
+def twice(draw): # `RLHF.draw`, of queries (B, Q), mask (B, Q) and u (B, T)
     "Two processes with one seed: the second half of the batch is the first once more."
     return lambda self: [torch.cat([x[:len(x) // 2]] * 2) for x in draw(self)]
 
 # %% ../../nbs/studies/41_failures.ipynb #wrong-reward
-def read_at_the_edge(RewardModel):
+def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the last real token
     "The score is read off the last position, padding or not."
     class Edge(RewardModel):
         def forward(self, tokens, mask): return model._head(self.head, model._transformers_states(self.trunk, tokens, mask)[:, -1])
     return Edge
 
-def loud(RewardModel):
+def loud(RewardModel): # `model.RewardModel`, whose head begins with 1 / sqrt(d + 1)
     "The head begins with weights of standard deviation 1."
     class Loud(RewardModel):
         def __init__(self, *args):
@@ -104,27 +104,27 @@ def loud(RewardModel):
             with torch.no_grad(): self.head.weight.mul_((self.head.in_features + 1) ** 0.5)
     return Loud
 
-def one_pair(best_of_n_loss):
+def one_pair(best_of_n_loss): # `reward.best_of_n_loss`, of rewards (B, N) and best (B,)
     "Of the four answers, the best and one other are compared; two are not looked at."
     def loss(rewards, best):
         i = torch.arange(len(best), device=best.device)
         return bradley_terry_loss(rewards[i, best], rewards[i, (best + 1) % rewards.shape[1]])
     return loss
 
-def raw_scores(start):
+def raw_scores(start: Start): # With a norm that gives them mean 0 and standard deviation 1
     "Scores as the reward model gives them."
     return replace(start, norm=RewardNorm())
 
-def scaled_before_training(start):
+def scaled_before_training(start: Start): # With the norm of the trained one
     "Gain and bias are those of the reward model before it was trained."
     return replace(start, norm=RewardTraining(start.config, start.lm, start.task).norm)
 
 # %% ../../nbs/studies/41_failures.ipynb #wrong-policy
-def temperature_forgotten(selective_log_softmax):
+def temperature_forgotten(selective_log_softmax): # `logprob.selective_log_softmax`, at the sampler's temperature
     "Log-probabilities at temperature 1, whatever the answers were drawn with."
     return lambda logits, index, temperature: selective_log_softmax(logits, index)
 
-def opinionated(Policy):
+def opinionated(Policy): # `model.Policy`, whose value head begins with 0
     "The value head begins with weights of standard deviation 1."
     class Opinionated(Policy):
         def __init__(self, lm):
@@ -132,7 +132,7 @@ def opinionated(Policy):
             nn.init.normal_(self.value_head.weight)
     return Opinionated
 
-def thinned(Policy):
+def thinned(Policy): # `model.Policy`, of a language model without dropout
     "Dropout of 0.1 stays on in the update."
     class Thinned(Policy):
         def __init__(self, lm):
@@ -143,60 +143,63 @@ def thinned(Policy):
 
 class Unfinished:
     "The task, with queries that lack their full stop."
-    def __init__(self, task): self.task = task
+    def __init__(self, task): self.task = task # The right one, as `Reviews`
     def __getattr__(self, name): return getattr(self.task, name)
-    def draw(self, *args):
+    def draw(self, *args): # As of the task: n, generator
+        "Queries and mask, (n, Q), one place to the right: the full stop goes round to the front, and counts as padding there."
         queries, mask = (x.roll(1, 1) for x in self.task.draw(*args))
         mask[:, 0] = False
         return queries, mask
 
 class Untruncated:
     "The task, with answers that go on to their last token, and all have an end."
-    def __init__(self, task): self.task = task
+    def __init__(self, task): self.task = task # The right one, as `Reviews`
     def __getattr__(self, name): return getattr(self.task, name)
-    def truncate(self, answers): return answers, torch.ones_like(answers, dtype=torch.bool), torch.ones_like(answers[:, 0], dtype=torch.bool)
+    def truncate(self, answers): # (B, T) -> answers (B, T); counts (B, T) and found (B,), all True
+        "Nothing is cut."
+        return answers, torch.ones_like(answers, dtype=torch.bool), torch.ones_like(answers[:, 0], dtype=torch.bool)
 
-def on_task(kind):
+def on_task(kind): # A class around a task: `Unfinished`, `Untruncated`
     "A change of the start: another task for the policy."
     return lambda start: replace(start, task=kind(start.task))
 
-def unpunished(apply_penalty):
+def unpunished(apply_penalty): # `reward.apply_penalty`, which replaces that by the penalty
     "An answer without an end gets what the reward model says."
     return lambda scores, valid, penalty: scores
 
-def weighed_alike(share):
+def weighed_alike(share): # `rlhf.share`, by how many tokens each has
     "The mean of the microbatches' means."
     return lambda part, whole, aggregation: len(part) / len(whole)
 
 # %% ../../nbs/studies/41_failures.ipynb #wrong-kl
-def k3_in_reward(token_rewards):
+def k3_in_reward(token_rewards): # `reward.token_rewards`, which takes k1
     "The KL in the reward is estimated by k3."
     return lambda scores, logp, logp_ref, coef, mask: token_rewards(scores, kl_estimate(logp, logp_ref, "k3"), torch.zeros_like(logp), coef, mask)
 
-def reversed_reward(token_rewards):
+def reversed_reward(token_rewards): # `reward.token_rewards`, of log pi - log pi_ref
     "The log-ratio of the KL in the reward has the wrong sign."
     return lambda scores, logp, logp_ref, coef, mask: token_rewards(scores, logp_ref, logp, coef, mask)
 
-def paid_at_the_edge(token_rewards):
+def paid_at_the_edge(token_rewards): # `reward.token_rewards`, which goes by the mask
     "The score lands on the last position, not on the answer's last token; the KL is counted to there."
     return lambda scores, logp, logp_ref, coef, mask: token_rewards(scores, logp, logp_ref, coef)
 
-def paid_everywhere(token_rewards):
+def paid_everywhere(token_rewards): # `reward.token_rewards`, which pays the last one alone
     "Each token of an answer gets the whole score."
     def rewards(scores, logp, logp_ref, coef, mask):
         _, penalty = token_rewards(scores, logp, logp_ref, coef, mask)
         return penalty + scores[:, None] * mask, penalty
     return rewards
 
-def k1_in_loss(policy_loss):
+def k1_in_loss(policy_loss): # `grpo.policy_loss`, which takes k3
     "The KL in the loss is estimated by k1."
     return lambda *args, **kwargs: policy_loss(*args, **kwargs, kl_kind="k1")
 
-def reversed_estimate(kl_estimate):
+def reversed_estimate(kl_estimate): # `kl.kl_estimate`, of log pi - log pi_ref
     "The log-ratio of the KL in the loss has the wrong sign."
     return lambda logp, logp_ref, kind: kl_estimate(logp_ref, logp, kind)
 
-def moving_reference(RLHF):
+def moving_reference(RLHF): # `rlhf.RLHF`, whose reference stands still
     "The KL is measured from the policy itself: the reference moves along."
     class Moving(RLHF):
         def __init__(self, *args):
@@ -205,19 +208,19 @@ def moving_reference(RLHF):
     return Moving
 
 # %% ../../nbs/studies/41_failures.ipynb #wrong-update
-def behind_the_end(answer_states):
+def behind_the_end(answer_states): # `model.answer_states`, which leaves out what `counts` says nobody looks at
     "States behind the end of an answer are computed as well: someone looks at them."
     return lambda lm, tokens, mask, response, counts=None: answer_states(lm, tokens, mask, response)
 
-def over_padding(whiten):
+def over_padding(whiten): # `whitening.whiten`, over what counts alone
     "Mean and variance are taken over the padding too."
     return lambda x, mask, **kwargs: whiten(x, **kwargs)
 
-def centred(whiten):
+def centred(whiten): # `whitening.whiten`, which keeps it with shift_mean=False
     "The mean of the rewards goes too."
     return lambda x, mask, shift_mean=True: whiten(x, mask)
 
-def padded_mean(policy_loss):
+def padded_mean(policy_loss): # `grpo.policy_loss`, over what counts alone
     "The loss is the mean over all positions, those behind the end of an answer too."
     return lambda logp, logp_old, advantage, mask, *args, **kwargs: policy_loss(logp, logp_old, advantage, torch.ones_like(mask), *args, **kwargs)
 
