@@ -43,7 +43,7 @@ def main(argv=None):
     for case in speed.gae_cases(args.device): done(speed.measure(case, args.device, args.rounds, speed.copy_bandwidth(args.device)))
     for size in args.sizes:
         if time.time() - start > args.seconds: notes.append(f"{size} was left out: {args.seconds:.0f} seconds were over."); print(notes[-1]); continue
-        speed.bench((size,), args.device, args.rounds, done=done, left_out=lambda words: (notes.append(words + "."), print(words)), steps=False)
+        speed.bench((size,), args.device, args.rounds, done=done, left_out=lambda words: (notes.append(words + "."), print(words)), tasks=speed.TASKS[:-1])
         print(f"{size}: done after {time.time() - start:.0f} s", flush=True)
     if rows: done([])
     print((args.out / "speed_gpu.md").read_text(encoding="utf-8"))

@@ -366,7 +366,7 @@ def bench_command(args) -> int: # The exit code
         Run.check(args.out, args.overwrite)                                        # before PyTorch is loaded, which takes its time
         device = pick_device(args.device, auto="cuda")
         if device == "mps": raise ValueError("device must be auto, cpu or cuda, got 'mps'")
-        run = Run.create(args.out, {"task": "bench", "size": args.size, "rounds": args.rounds, "device": device, "versions": versions()}, args.overwrite)
+        run = Run.create(args.out, {"task": "bench", "size": args.size, "only": args.task, "rounds": args.rounds, "device": device, "versions": versions()}, args.overwrite)
     from rlhf_notes.studies import speed
     rows, path = [], run.path / "bench.csv"
     path.unlink(missing_ok=True)
@@ -376,7 +376,7 @@ def bench_command(args) -> int: # The exit code
         write_rows(path, speed.COLUMNS, rows)
         for r in new:
             if r["method"] == "ours": print(f"{r['task']}, {r['shape']}, {r['dtype']}, {r['passes']}: {r['milliseconds']:.2f} ms", flush=True)
-    speed.bench((args.size,), device, args.rounds, done=done, left_out=lambda words: print(words, flush=True))
+    speed.bench((args.size,), device, args.rounds, done=done, left_out=lambda words: print(words, flush=True), tasks=tuple(t for t in speed.TASKS if args.task in (None, t.replace(" ", "-"))))
     print("\n" + aligned(speed.table(rows)))
     print(f"\nx ours: time over that of ours in the same round, the median of the rounds. extra: memory beyond the inputs and what was asked for, at the worst moment. of the bandwidth: the bytes that must move, over the time, as a part of what a copy reaches.\n{path}")
     return 0
@@ -409,6 +409,7 @@ def make_parser() -> Parser: # Of the whole command
     p.set_defaults(run=compare_command, parser=p)
     p = commands.add_parser("bench", help="time the fast formulas", description="Time log-probability, entropy and GAE, ours and those of naive code, DI-engine, TRL and Liger-Kernel where they are installed, by turns on one device, with the memory that each needs.", allow_abbrev=False)
     p.add_argument("--size", choices=("small", "medium", "large"), default="small", help="logits: 8x128x32000, 16x256x50257 or 4x1024x128256, of which the naive methods need 1, 6 and 15 GB (default: small)")
+    p.add_argument("--task", choices=("log-probability", "entropy", "both", "from-hidden-states", "GAE"), help="time one thing alone (default: all)")
     p.add_argument("--rounds", type=int, metavar="N", default=7, help="how often each method is timed (default: 7)")
     p.add_argument("--device", default="auto", help="where to compute: auto, cpu or cuda; auto is a GPU if there is one (default: auto)")
     p.add_argument("--out", type=Path, metavar="DIR", default=Path("runs") / "bench", help="directory for bench.csv (default: runs/bench)")

@@ -67,7 +67,7 @@ BAD = [
     (["cartpole", "--seeds", "2", "--out", "many", "--overwrite"], "got many/seed1, which holds letter.txt"),
     (["compare", "--task", "acrobot"], "--task: invalid choice: 'acrobot'"), (["compare", "--seeds", "0"], "--seeds must be at least 1, got 0"), (["compare", "--out", "run"], "which holds a run"), (["compare", "--out", "full", "--overwrite"], "which holds letter.txt"),
     (["compare", "--seed", "3"], "unrecognized argument '--seed'; did you mean --seeds?"),
-    (["bench", "--size", "huge"], "--size: invalid choice: 'huge'"), (["bench", "--rounds", "0"], "--rounds must be at least 1, got 0"), (["bench", "--rounds", "x"], "--rounds: invalid int value"), (["bench", "--device", "cuda"], "device 'cuda' is not there"),
+    (["bench", "--size", "huge"], "--size: invalid choice: 'huge'"), (["bench", "--task", "gae"], "--task: invalid choice: 'gae'"), (["bench", "--rounds", "0"], "--rounds must be at least 1, got 0"), (["bench", "--rounds", "x"], "--rounds: invalid int value"), (["bench", "--device", "cuda"], "device 'cuda' is not there"),
     (["bench", "--device", "gpu"], "--device must be auto, cpu, cuda"), (["bench", "--out", "file"], "--out must be a directory, got the file file"), (["bench", "--out", "run"], "which holds a run"), (["bench", "--out", "full", "--overwrite"], "which holds letter.txt"), (["bench", "--seed", "1"], "unrecognized argument '--seed'"),
     (["demo", "--out", "shows"], "got shows/pendulum, which holds letter.txt"),
     (["demo", "--steps", "3"], "unrecognized argument '--steps'"), (["demo", "--device", "cuda"], "is not there"), (["demo", "--out", "file"], "cannot use file"), (["demo", "--seed", "x"], "--seed: invalid int value"),
@@ -181,7 +181,11 @@ def test_bench_leaves_a_table_and_a_csv(tmp_path, capsys, monkeypatch):
     with open("runs/bench/bench.csv", newline="") as f: rows = list(csv.DictReader(f))
     assert tuple(rows[0]) == speed.COLUMNS and {r["shape"] for r in rows} == {"2x3x50", "3x2"} and {r["dtype"] for r in rows} == {"float32", "bfloat16"}
     assert all(float(r["times_ours"]) == 1 for r in rows if r["method"] == "ours") and {"naive", "DI-engine efficient", "ours", "loop"} <= {r["method"] for r in rows}
-    assert cli.main(["bench"]) == 2 and cli.main(["bench", "--rounds", "1", "--device", "cpu", "--overwrite"]) == 0
+    assert {r["task"] for r in rows} == {"log-probability", "entropy", "both", "from hidden states", "parts", "GAE"}
+    assert cli.main(["bench"]) == 2
+    for task, of in (("log-probability", {"log-probability", "parts"}), ("from-hidden-states", {"from hidden states"}), ("GAE", {"GAE"})):
+        assert cli.main(["bench", "--rounds", "1", "--device", "cpu", "--overwrite", "--task", task]) == 0
+        with open("runs/bench/bench.csv", newline="") as f: assert {r["task"] for r in csv.DictReader(f)} == of
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGINT is sent to a process")
