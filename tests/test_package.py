@@ -60,6 +60,11 @@ def test_no_upward_or_development_imports(path):
             if floor in floors and name.startswith(".."): assert name.split(".")[2] in floors[:floors.index(floor) + 1] + ["viz", "runs"], f"{path.name} imports {name}"
 
 
+def uncommented(functions, lines):
+    "Parameters without a comment in their line that says what they are."
+    return [f"{f.name}: {a.arg}" for f in functions for a in f.args.args + f.args.kwonlyargs if a.arg not in ("self", "cls") and "#" not in lines[a.lineno - 1]]
+
+
 @pytest.mark.parametrize("m, name", PUBLIC, ids=lambda v: v)
 def test_public_names_are_documented_and_tested(m, name):
     thing = getattr(FORMULAS[m], name)
@@ -71,9 +76,7 @@ def test_public_names_are_documented_and_tested(m, name):
     lines, tree = source.splitlines(), ast.parse(source)
     top = next((n for n in tree.body if getattr(n, "name", None) == name), None)
     if top is None: assert issubclass(thing, tuple) and thing._fields; return              # a namedtuple: its fields stand where it is used
-    for function in [n for n in ast.walk(top) if isinstance(n, ast.FunctionDef) and (n is top or n.name == "__init__" or n.name[0] != "_")]:
-        for a in function.args.args + function.args.kwonlyargs:
-            if a.arg not in ("self", "cls"): assert "#" in lines[a.lineno - 1], f"{name}: parameter {a.arg} has no comment that says what it is"
+    assert not uncommented([n for n in ast.walk(top) if isinstance(n, ast.FunctionDef) and (n is top or n.name == "__init__" or n.name[0] != "_")], lines)
 
 
 @pytest.mark.parametrize("path", sorted(p for p in (ROOT / "rlhf_notes").rglob("*.py") if p.name[0] != "_"), ids=lambda p: p.stem)
@@ -82,13 +85,10 @@ def test_what_is_exported_says_what_it_is(path):
     lines, tree = source.splitlines(), ast.parse(source)
     exported = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
     exported = {e.value for e in exported.elts if isinstance(e, ast.Constant)}
-    missing = []
-    for top in [n for n in tree.body if getattr(n, "name", None) in exported]:
-        for n in [top, *(m for m in ast.walk(top) if isinstance(top, ast.ClassDef) and isinstance(m, ast.FunctionDef) and m in top.body and (m.name == "__init__" or m.name[0] != "_"))]:
-            if n.name != "__init__" and not ast.get_docstring(n): missing.append(f"{top.name}: {n.name} has no docstring")
-            if isinstance(n, ast.ClassDef): continue
-            missing += [f"{top.name}: parameter {a.arg} has no comment that says what it is" for a in n.args.args + n.args.kwonlyargs if a.arg not in ("self", "cls") and "#" not in lines[a.lineno - 1]]
-    assert exported and not missing
+    tops = [n for n in tree.body if getattr(n, "name", None) in exported]
+    methods = [m for n in tops if isinstance(n, ast.ClassDef) for m in n.body if isinstance(m, ast.FunctionDef) and (m.name == "__init__" or m.name[0] != "_")]
+    assert exported and not [n.name for n in tops + methods if n.name != "__init__" and not ast.get_docstring(n)]
+    assert not uncommented([n for n in tops + methods if isinstance(n, ast.FunctionDef)], lines)
 
 
 @pytest.fixture(scope="module")
