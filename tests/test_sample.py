@@ -167,12 +167,12 @@ def test_the_buffers_are_those_of_before_and_the_weights_those_of_now():
     sampler = Sampler(lm, 7)
     before = sampler(queries, mask, u)
     (rollout, _), = sampler.rollouts.values()
-    where = rollout.cache.cache.data_ptr()
+    where = rollout.cache.keys.data_ptr()
     with torch.no_grad():
         for p in lm.parameters(): p.mul_(1.5)                                       # in place, as an optimizer does
     after = sampler(queries, mask, u)
     (again, _), = sampler.rollouts.values()
-    assert again is rollout and rollout.cache.cache.data_ptr() == where
+    assert again is rollout and rollout.cache.keys.data_ptr() == where
     torch.testing.assert_close(after.logp, fresh(lm, queries, mask, after.tokens, 1.0)[0], atol=1e-4, rtol=1e-4)
     assert not torch.equal(before.hidden, after.hidden)
     lm.load_state_dict({k: v / 2 for k, v in lm.state_dict().items()}, assign=True)   # elsewhere in memory: a captured graph would not know
@@ -235,7 +235,7 @@ def test_bfloat16(attention):
     for name, x in dict(queries=queries, mask=mask, u=u).items(): getattr(rollout, name).copy_(x)
     with torch.no_grad(): tokens, logp, hidden = rollout.run()
     exact, _ = fresh(lm, queries, mask, tokens, 1.0)
-    assert rollout.cache.cache.dtype == torch.bfloat16 and logp.dtype == hidden.dtype == torch.float32 and not torch.equal(logp, exact)
+    assert rollout.cache.keys.dtype == torch.bfloat16 and logp.dtype == hidden.dtype == torch.float32 and not torch.equal(logp, exact)
     torch.testing.assert_close(logp, exact, atol=0.1, rtol=0.05)
 
 
