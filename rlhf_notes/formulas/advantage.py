@@ -35,6 +35,10 @@ def _step_by_step(x, decay, dim=0):
         out.append(y)
     return torch.stack(out[::-1], dim) if out else x
 
+def _unless(flag, weight, like):
+    "`weight`, but 0 where the flag is True, in the dtype of `like`. From the bytes of the flags: on a CPU several times as fast as `torch.where`."
+    return torch.rsub(flag.view(torch.uint8).to(like.dtype), weight, alpha=weight)
+
 def _check_steps(rewards, **flags):
     "Rewards are (T, N) or (T,); the flags are booleans of their shape."
     check_ndim(1, 2, rewards=rewards)
@@ -83,7 +87,7 @@ def discounted_returns(rewards: torch.Tensor, # Reward of each step, (T, N) or (
     "R_t = r_t + gamma (1 - done_t) R_{t+1}: what was earned from each step to the end of its episode, or of the data."
     check_float(rewards=rewards); _check_steps(rewards, done=done); check_number("gamma", gamma, low=0, high=1)
     rewards = at_least_float32(rewards)
-    return _accumulate(rewards, torch.full_like(rewards, gamma).masked_fill(done, 0))
+    return _accumulate(rewards, _unless(done, gamma, rewards))
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae
 def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
@@ -101,11 +105,11 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
     rewards, values, next_values = at_least_float32(rewards), at_least_float32(values), at_least_float32(next_values)
     if _many(rewards) and not any(t.requires_grad for t in (rewards, values, next_values)) and rewards.dtype == values.dtype == next_values.dtype:
         delta = torch.where(terminated, 0.0, next_values).mul_(gamma).add_(rewards).sub_(values)             # as below, in less memory
-        decay = torch.where(done, 0.0, delta.new_tensor(gamma * lam))
+        decay = _unless(done, gamma * lam, delta)
         advantages = _scan(delta, decay, in_place=True)
         return advantages, torch.add(advantages, values, out=decay)
     delta = rewards + gamma * torch.where(terminated, 0.0, next_values) - values
-    advantages = _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(done, 0))
+    advantages = _accumulate(delta, _unless(done, gamma * lam, delta))
     return advantages, advantages + values
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae-tokens
