@@ -41,6 +41,10 @@ def _pick(x, index):
         if "out of bounds" not in str(e): raise
         raise ValueError(f"index must be between 0 and {x.shape[-1] - 1}, the last word of the vocabulary: {e}") from e
 
+def _nothing_asked(logits, g):
+    "Rows without a softmax, of which no gradient is asked either: (..., 1) boolean."
+    return (g == 0) & ~logits.detach().amax(-1, keepdim=True).isfinite()
+
 class _SelectiveLogSoftmax(torch.autograd.Function):
     "log softmax(logits / temperature) at `index`; keeps the logits alone and computes the probabilities again for the gradient."
     generate_vmap_rule = True
@@ -58,8 +62,9 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     def backward(ctx, grad):
         logits, index = ctx.saved_tensors
         g = grad.unsqueeze(-1) / ctx.temperature
-        p = torch.softmax(_scaled(logits, ctx.temperature), -1)
-        return torch.where(g == 0, 0.0, -g * p).scatter_add(-1, index.unsqueeze(-1), g).to(logits.dtype), None, None
+        z = logits.masked_fill(_nothing_asked(logits, g), 0)
+        p = torch.softmax(_scaled(z, ctx.temperature), -1)
+        return (-g * p).scatter_add(-1, index.unsqueeze(-1), g).to(logits.dtype), None, None
 
 def selective_log_softmax(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
                           index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
@@ -188,7 +193,8 @@ class _LogProb(torch.autograd.Function):
 
 def _differentiable_gradient(logits, index, temperature, g, h):
     "The gradient of g log pi + h entropy, for those who want the gradient of that."
-    pairs = [(f, d) for f, d in ((lambda z: _SelectiveLogSoftmax.apply(z, index, temperature), g), (lambda z: _whole_entropy(z, temperature, None), h)) if d is not None]
+    def entropy(z): return _whole_entropy(z, temperature, ~_nothing_asked(z, h.unsqueeze(-1)).squeeze(-1))
+    pairs = [(f, d) for f, d in ((lambda z: _SelectiveLogSoftmax.apply(z, index, temperature), g), (entropy, h)) if d is not None]
     return torch.autograd.grad([f(logits) for f, _ in pairs], logits, [d for _, d in pairs], create_graph=True)[0]
 
 def _large_pages(x):
@@ -237,8 +243,8 @@ def efficient_method(logits: torch.Tensor, # (B, S, V) or (S, V), any float dtyp
 def _whole_entropy(logits, temperature, mask):
     "By the definition, impossible words left out; for logits that are taken in one piece."
     possible = logits != -torch.inf if mask is None else (logits != -torch.inf) & mask.unsqueeze(-1)
-    z = apply_mask(at_least_float32(logits), possible, torch.finfo(torch.float32).min)
-    logp = apply_mask(torch.log_softmax(_scaled(z, temperature), -1), possible)
+    z = torch.where(possible, at_least_float32(logits), torch.where(possible.any(-1, keepdim=True), -torch.inf, 0.0))
+    logp = torch.log_softmax(_scaled(z, temperature), -1).clamp(min=torch.finfo(torch.float32).min)         # 0 times minus infinity would be NaN
     return masked_sum(-logp.exp() * logp, possible, dim=-1)
 
 def entropy_from_logits(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
@@ -281,9 +287,12 @@ class _LinearLogProb(torch.autograd.Function):
         return logp.squeeze(-1), H.squeeze(-1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, g, h):
         (hidden, weight, bias, *rest), T = ctx.saved_tensors, ctx.temperature
+        if torch.is_grad_enabled():                           # for those who want the gradient of that: with all logits at once
+            inputs, logits = [t for t, need in zip((hidden, weight, bias), ctx.needs_input_grad) if need], torch.nn.functional.linear(hidden, weight, bias)
+            found = iter(torch.autograd.grad(logits, inputs, _differentiable_gradient(logits, rest[0], T, g, h), create_graph=True))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None, None
         need, by = ctx.needs_input_grad, [torch.zeros_like(rest[-1]) if g is None else g.unsqueeze(-1), *([] if h is None else [h.unsqueeze(-1)])]
         d_hidden = torch.empty_like(hidden) if need[0] else None
         d_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need[1] else None
@@ -306,20 +315,23 @@ def linear_log_probs(hidden: torch.Tensor, # What is under the language model's 
                      entropy: bool = False, # Return the entropy as well?
                      mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                     ) -> torch.Tensor | tuple: # log pi of the chosen words, in nats, float32 or better, (...); with `entropy`, (log pi, entropy)
-    "`selective_log_softmax` of hidden @ weight.T + bias (and `entropy_from_logits`), without ever holding these logits; gradients go to hidden, weight and bias, once."
+    "`selective_log_softmax` of hidden @ weight.T + bias (and `entropy_from_logits`), without ever holding these logits (a second derivative does); gradients go to hidden, weight and bias."
     check_float(optional=("bias",), hidden=hidden, weight=weight, bias=bias); check_integer(index=index); check_ndim(2, weight=weight); check_mask(mask, index=index)
     check_number("temperature", temperature, low=0, open_low=True)
     if chunk is not None: check_number("chunk", chunk, low=1)
     V, d = weight.shape
+    if V == 0: raise ValueError(f"weight must have a row for each word of a vocabulary of at least 1, got shape {tuple(weight.shape)}")
     if hidden.ndim == 0 or hidden.shape[-1] != d: raise ValueError(f"hidden must end in the width of weight, {d}, got shape {tuple(hidden.shape)}")
     if index.shape != hidden.shape[:-1]: raise ValueError(f"index must have the shape of hidden without its width, {tuple(hidden.shape[:-1])}, got {tuple(index.shape)}")
     if bias is not None and bias.shape != (V,): raise ValueError(f"bias must have one number for each word, shape {(V,)}, got {tuple(bias.shape)}")
-    index = apply_mask(index.long(), mask, 0)
-    if not kernels.eager(hidden) or hidden.device.type not in ("cpu", "cuda") or chunk is None and index.numel() * V <= _WHOLE:
+    index, kind = apply_mask(index.long(), mask, 0), hidden.device.type
+    if mask is not None: hidden = apply_mask(hidden, mask.unsqueeze(-1).expand_as(hidden))
+    if torch.is_autocast_enabled(kind): hidden, weight, bias = (t if t is None or t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in (hidden, weight, bias))
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != hidden.dtype: raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {t.dtype}")
+    if not kernels.eager(hidden) or kind not in ("cpu", "cuda") or chunk is None and index.numel() * V <= _WHOLE:
         logits = torch.nn.functional.linear(hidden, weight, bias)
         return log_probs_and_entropy(logits, index, temperature, mask) if entropy else selective_log_softmax(logits, index, temperature, mask)
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind): hidden, weight, bias = (None if t is None else t.to(torch.get_autocast_dtype(kind)) for t in (hidden, weight, bias))
     with torch.autocast(kind, enabled=False):
         both = _LinearLogProb.apply(hidden.reshape(-1, d), weight, bias, index.reshape(-1), temperature, int(chunk or max(1, _LINEAR_CHUNK // V)), entropy)
     logp, H = (apply_mask(y.view(index.shape), mask) for y in both)
@@ -332,7 +344,7 @@ def _dimensions(mask, **tensors):
     "The tensors in float32 or better, with 1 where the mask is False."
     check_float(**tensors); check_same_shape(**tensors)
     (name, x), *_ = tensors.items()
-    if x.ndim == 0: raise ValueError(f"{name} must have at least 1 dimension, the last of which is that of the action, got shape ()")
+    if x.ndim == 0 or x.shape[-1] == 0: raise ValueError(f"{name} must have at least 1 dimension, the last of which is that of the action, of at least 1 number; got shape {tuple(x.shape)}")
     check_mask(mask, **{f"{name}[..., 0]": x[..., 0]})
     each = None if mask is None else mask.unsqueeze(-1).expand_as(x)
     return [apply_mask(at_least_float32(t), each, 1.0) for t in tensors.values()]

@@ -135,6 +135,40 @@ def test_nothing_leaks_from_under_the_mask(shape, vocabulary, seed, junk, temper
     assert torch.equal(y, value) and torch.equal(g, grad)
 
 
+SECOND = {"log-probability": lambda z, i, m: selective_log_softmax(z, i, 0.7, m), "entropy": lambda z, i, m: entropy_from_logits(z, 0.7, m),
+          "joint, log-probability": lambda z, i, m: log_probs_and_entropy(z, i, 0.7, m)[0], "joint, entropy": lambda z, i, m: log_probs_and_entropy(z, i, 0.7, m)[1]}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_where_the_gradient_is_0_and_under_the_mask(name, whole):
+    "The square of a quantity less its own value has no gradient there, and the Hessian 2 J J^T."
+    z, i, m = normal(0, (3, 5)), words(1, (3,), 5), torch.tensor([True, True, False])
+    z[1, (i[1] + 1) % 5] = -math.inf
+    with in_pieces(whole=2**20 if whole else 0):
+        here = SECOND[name](z, i, m)
+        J = torch.autograd.functional.jacobian(lambda z: SECOND[name](z, i, m), z).flatten(1)
+        for junk in (0.0, math.nan, math.inf, -math.inf):
+            dirty = torch.where(m[:, None], z, junk)
+            hessian = torch.autograd.functional.hessian(lambda z: (SECOND[name](z, i, m) - here).square().sum(), dirty).reshape(15, 15)
+            assert J.norm() > 0.3 and hessian.isfinite().all()
+            torch.testing.assert_close(hessian, 2 * J.T @ J)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_words_masked_by_the_lowest_number_are_impossible(dtype, temperature):
+    lowest = torch.finfo(dtype).min
+    for row in ([2.0, 1.0, 0.0, lowest], [lowest, lowest, lowest], [lowest, lowest, -math.inf, -math.inf]):
+        z = torch.tensor([row], dtype=dtype)
+        possible = z[z > lowest] if row[0] > lowest else torch.zeros(row.count(lowest))
+        expected = torch.distributions.Categorical(logits=possible.double() / temperature).entropy()
+        for whole in (2**20, 0):
+            with in_pieces(whole=whole): H, (grad,) = value_and_grad(lambda z: entropy_from_logits(z, temperature), z)
+            close(H[0], expected)
+            assert (grad[z <= lowest].abs() < 1e-7).all() and (grad[z == -math.inf] == 0).all()
+
+
 def test_a_nan_that_counts_is_seen():
     z = torch.tensor([[math.nan, 1.0, 2.0], [0.0, 1.0, 2.0]])
     assert entropy_from_logits(z).isnan().tolist() == [True, False]
@@ -521,13 +555,14 @@ def test_pieces_keep_two_numbers_for_a_row():
 
 
 @settings(max_examples=25)
-@given(shape=shapes(1, 2), d=st.integers(1, 4), vocabulary=st.integers(1, 9), seed=SEEDS, temperature=TEMPERATURES, chunk=st.sampled_from([None, 1, 3, 100]), with_bias=st.booleans(), with_mask=st.booleans())
-def test_linear_equals_the_way_through_the_logits(shape, d, vocabulary, seed, temperature, chunk, with_bias, with_mask):
+@given(shape=shapes(1, 2), d=st.integers(1, 4), vocabulary=st.integers(1, 9), seed=SEEDS, temperature=TEMPERATURES, chunk=st.sampled_from([None, 1, 3, 100]), with_bias=st.booleans(), with_mask=st.booleans(), junk=JUNK)
+def test_linear_equals_the_way_through_the_logits(shape, d, vocabulary, seed, temperature, chunk, with_bias, with_mask, junk):
     h, W, i = normal(seed, (*shape, d)), normal(seed + 1, (vocabulary, d)), words(seed + 2, shape, vocabulary)
     b, m = normal(seed + 3, (vocabulary,)) if with_bias else None, random_mask(seed + 4, shape) if with_mask else None
     if m is not None: h = torch.where(m[..., None], h, 0.0)
+    def soil(h): return h if m is None else torch.where(m[..., None], h, junk)
     def naive(h, W, *b): return torch.stack(log_probs_and_entropy(torch.nn.functional.linear(h, W, *b), i, temperature, m)).sin()
-    def ours(h, W, *b): return torch.stack(linear_log_probs(h, W, i, *b or [None], temperature=temperature, chunk=chunk, entropy=True, mask=m)).sin()
+    def ours(h, W, *b): return torch.stack(linear_log_probs(soil(h), W, i, *b or [None], temperature=temperature, chunk=chunk, entropy=True, mask=m)).sin()
     leaves = [h, W] + [b] * with_bias
     expected = value_and_grad(naive, *leaves)
     with in_pieces(linear=20): got = value_and_grad(ours, *leaves)
@@ -539,6 +574,7 @@ def test_linear_by_finite_differences_and_where_only_some_gradients_are_wanted()
     h, W, b, i = normal(0, (2, 3, 4)), normal(1, (7, 4)), normal(2, (7,)), words(3, (2, 3), 7)
     with in_pieces():
         assert torch.autograd.gradcheck(lambda *x: linear_log_probs(x[0], x[1], i, x[2], 0.7, entropy=True), [t.clone().requires_grad_(True) for t in (h, W, b)])
+        assert torch.autograd.gradgradcheck(lambda *x: linear_log_probs(x[0], x[1], i, x[2], 0.7, chunk=4, entropy=True), [t.clone().requires_grad_(True) for t in (h, W, b)])
         for k in range(3):
             leaves = [t.clone().requires_grad_(j == k) for j, t in enumerate((h, W, b))]
             assert torch.autograd.gradcheck(lambda x: linear_log_probs(*[x if j == k else t for j, t in enumerate(leaves[:2])], i, x if k == 2 else leaves[2]), leaves[k])
@@ -554,6 +590,13 @@ def test_linear_in_half_precision(autocast):
     assert y.dtype == torch.float32 and [g.dtype for g in grads] == [h.dtype, W.dtype]
     torch.testing.assert_close(y, naive, atol=1e-5, rtol=1e-5)
     for g, e in zip(grads, expected): assert (g - e).norm() / e.norm() < 1e-2
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_autocast_leaves_float64_alone(chunk):
+    h, W, i = normal(0, (8, 4)), normal(1, (6, 4)), words(2, (8,), 6)
+    with torch.autocast("cpu", torch.bfloat16): y = linear_log_probs(h, W, i, chunk=chunk)
+    torch.testing.assert_close(y, linear_log_probs(h, W, i, chunk=chunk), rtol=0, atol=1e-12)
 
 
 def test_linear_never_holds_the_logits():
@@ -591,6 +634,9 @@ def test_linear_works_under_vmap_and_compile():
     (lambda h, W, i: linear_log_probs(h, W, i, chunk=0), ValueError, "chunk must be in"),
     (lambda h, W, i: linear_log_probs(h, W, i, mask=i), TypeError, "mask must be boolean"),
     (lambda h, W, i: linear_log_probs(h, W, i + 6, chunk=2), ValueError, "index must be between 0 and 5"),
+    *[(lambda h, W, i, c=c: linear_log_probs(h, W[:0], i, chunk=c), ValueError, r"weight must have a row for each word .*, got shape \(0, 5\)") for c in (None, 2)],
+    *[(lambda h, W, i, c=c: linear_log_probs(h, W.double(), i, chunk=c), TypeError, "weight must have the dtype of hidden, torch.float32, got torch.float64") for c in (None, 2)],
+    (lambda h, W, i: linear_log_probs(h, W, i, W[:, 0].double()), TypeError, "bias must have the dtype of hidden"),
     (lambda h, W, i: log_probs_and_entropy(W, i), ValueError, "index must have the shape of logits"),
     (lambda h, W, i: log_probs_and_entropy(W.long(), i), TypeError, "logits must have a floating-point dtype"),
 ])
