@@ -830,6 +830,57 @@ exercise("dpo_loss", "11_grpo", "f(chosen, rejected, ref_chosen, ref_rejected, b
         underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), "Right, but the sigmoid of -200 is 0 in float32, and its logarithm -inf: use logsigmoid.")),
     tip="Two log-ratios against the reference, their difference times beta, and the loss of a coin that should have shown heads.")
 
+# %% ../nbs/check.ipynb #lesson-12
+def _online(z, m=-INF, s=0.0, factor=lambda old, new: math.exp(old - new), term=lambda x, old, new: math.exp(x - new), out=lambda m, s: m + math.log(s) if s > 0 else -INF):
+    "What has come so far, logit by logit; a maximum of -inf adds nothing."
+    found = []
+    for x in z.tolist():
+        new = max(m, x)
+        if new > -INF: s = s * factor(m, new) + term(x, m, new)
+        m = new
+        found.append(out(m, s))
+    return torch.tensor(found, dtype=z.dtype)
+def _online_from_inf(z):
+    m, s, out = torch.tensor(-INF), torch.tensor(0.0), []
+    for x in z:
+        new = torch.maximum(m, x)
+        m, s = new, s * (m - new).exp() + (x - new).exp()
+        out.append(m + s.log())
+    return torch.stack(out)
+
+exercise("online_logsumexp", "12_kernels", "f(z (V,)) -> the log-sum-exp of what has come so far, after each logit, (V,); in one pass, without a second look", lambda z: z.logcumsumexp(0), "z",
+    inputs=[(_t([1., 3., 2.]),), (_t([0., -1., 2., 0.5, 4.]),), (_normal(7, seed=54, scale=2),)],
+    edges=[(_t([1000., 1001.]),), (_t([-1000., -1002.]),), (_t([-INF, 2., -INF, 3.]),), (_t([0., 2000.]),)],
+    mistakes=dict(
+        no_correction=(lambda z: _online(z, factor=lambda old, new: 1.0), "The sum is not corrected when the maximum moves: what was added before is measured from the old one. Multiply it by exp(m_old - m_new)."),
+        correction_inverted=(lambda z: _online(z, factor=lambda old, new: math.exp(min(new - old, 700)) if old > -INF else 0.0), "The correction is inverted: measured from a larger maximum, the old terms become smaller, by exp(m_old - m_new)."),
+        old_maximum=(lambda z: _online(z, term=lambda x, old, new: math.exp(min(x - old, 700)) if old > -INF else 1.0), "The new logit is measured from the old maximum: move the maximum first."),
+        new_maximum_only=(lambda z: _online(z, factor=lambda old, new: 0.0 if new > old else 1.0), "When the maximum moves you begin the sum anew: what came before still counts, by exp(m_old - m_new)."),
+        counts_zero=(lambda z: _online(z, 0.0, 1.0), "You start from m = 0 and s = 1: that is a logit of 0 which is not there."),
+        not_added=(lambda z: _online(z, out=lambda m, s: math.log(s) if s > 0 else -INF), "The maximum is missing: log s is measured from it, so add it again."),
+        no_log=(lambda z: _online(z, out=lambda m, s: m + s), "The logarithm of the sum is missing."),
+        maximum=(lambda z: z.cummax(0).values, "That is the largest logit so far: the others count too."),
+        only_last=(lambda z: z.logsumexp(0), "That is the last number alone: it is asked for after each logit."),
+        overflow=(lambda z: z.exp().cumsum(0).log(), "Right, but exp(1000) is inf and exp(-1000) is 0: measure the logits from the largest so far."),
+        starts_at_zero=(lambda z: _online(z, 0.0), "Right, but your maximum starts at 0: logits far below it vanish. Start it at -inf, or at the first logit."),
+        minus_inf_first=(_online_from_inf, "Right, but while nothing but -inf has come, m_old - m_new is -inf - (-inf), which is NaN, and stays. The sum is 0 then."),
+        second_look=(lambda z: z.max() + (z - z.max()).exp().cumsum(0).log(), "Right, but you take the maximum of the whole row first, which is a second look; and where it comes late, all that came before vanishes.")),
+    tip="Keep m, the largest so far, and s, the sum of exp(z - m). What happens to s when m moves? And while m is still -inf?")
+
+exercise("combine_steps", "12_kernels", "f(x, d, x_later, d_later) -> (x, d): two steps of y_t = x_t + d_t y_{t+1} as one, elementwise; nothing gets past d = 0", lambda x, d, X, D: (x + torch.where(d == 0, 0.0, d * X), d * D), "x d x_later d_later",
+    inputs=[(_t([1.]), _t([0.5]), _t([4.]), _t([0.25])), (_normal(5, seed=55), _t([0.9, 0.5, 0., 0.8, 1.]), _normal(5, seed=56), _t([0.7, 0., 0.6, 0.3, 0.9]))],
+    edges=[(_t([1., 2.]), _t([0., 0.5]), _t([NAN, 4.]), _t([0.5, 0.5]))],
+    mistakes=dict(
+        no_decay=(lambda x, d, X, D: (x + X, d * D), "What comes later is not multiplied by d, the decay of the step here."),
+        later_decay=(lambda x, d, X, D: (x + D * X, d * D), "You multiply the later x by its own decay: between the two steps stands the decay of the first."),
+        both_decays=(lambda x, d, X, D: (x + d * D * X, d * D), "The later x is multiplied by both decays: its own stands behind it, not before it."),
+        swapped=(lambda x, d, X, D: (X + D * x, d * D), "Here and later are swapped: y looks ahead, so the later step is the one that is multiplied."),
+        adds_decays=(lambda x, d, X, D: (x + d * X, d + D), "You add the decays: what comes after both is multiplied by one, then by the other."),
+        first_decay=(lambda x, d, X, D: (x + d * X, d), "The decay of the pair is that of the first step alone: what comes after both is reached through both."),
+        last_decay=(lambda x, d, X, D: (x + d * X, D), "The decay of the pair is that of the later step alone: what comes after both is reached through both."),
+        cut_leaks=(lambda x, d, X, D: (x + d * X, d * D), "Right, but 0 times NaN is NaN: where d is 0, leave the later x out instead of multiplying it.")),
+    tip="Put y' = x_later + d_later y'' into y = x + d y'. What stands alone, and what stands before y''?")
+
 # %% ../nbs/check.ipynb #lesson-20
 def _shifted(d, first): return torch.cat([first[None], d[:-1]])
 _DONE = [(_t([[False], [True], [False], [False]]), _t([False])), (_m("001", "100", "010", "000", "001"), _t([True, False, False]))]

@@ -1,5 +1,6 @@
 """The Triton kernels. Where there is no GPU they are interpreted on the CPU, in a process of their own, since Triton decides that when it is imported; and compiled for GPUs that are not there."""
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import notebooks
 from rlhf_notes.formulas import advantage, kernels, logprob
 from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
 from strategies import normal, random_mask, value_and_grad
@@ -52,6 +54,18 @@ def test_kernels_compile_for_gpus():
         signature = {n: "constexpr" if n in constants else pointers.get(n) or numbers.get(n, "*fp32") for n in names}
         made = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}), target=GPUTarget("cuda", 80, 32))
         assert ".entry" in made.asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it sets that itself")
+def test_the_notebook_says_so_where_its_proofs_cannot_run():
+    "Without Triton they print that they were not run; what is stored was run."
+    cells = {c["id"]: c for c in json.loads((notebooks.ROOT / "nbs" / "formulas" / "12_kernels.ipynb").read_text(encoding="utf-8"))["cells"]}
+    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "interpret", "imports", "usable", "rows", "proof-rows", "gae", "proof-gae"))
+    lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 4 and all(line.endswith(": not run here: Triton is not installed") for line in lines)
+    for i in ("proof-rows", "proof-gae"):
+        stored = "".join("".join(o["text"]) for o in cells[i]["outputs"])
+        assert "agree" in stored and "not run here" not in stored, f"store {i} where Triton is installed"
 
 
 @pytest.fixture(autouse=True)
