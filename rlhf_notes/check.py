@@ -9,7 +9,7 @@ __all__ = ['RTOL', 'ATOL', 'LEAK', 'CHANGED', 'EXERCISES', 'NAN', 'INF', 'Outcom
 # %% ../nbs/check.ipynb #export-imports
 import difflib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -92,6 +92,7 @@ def difference(got: Outcome, # Of the reader's function
         which = f" as result {i + 1}" if len(expected.values) > 1 else ""
         if g.shape != e.shape: return f"yours has the shape {tuple(g.shape)}{which}, expected {tuple(e.shape)}"
         if _kind(g) != _kind(e): return f"yours is {_kind(g)} ({g.dtype}){which}, expected {_kind(e)}"
+        if _kind(e) == "integer" and g.dtype != e.dtype: return f"yours is {g.dtype}{which}, expected {e.dtype}"
         if g.dtype in (torch.float16, torch.bfloat16): return f"yours is {g.dtype}{which}, expected float32 or better: half precision has three digits"
         if not _close(g, e): return f"expected {show(e)}{which}, yours is {show(g)}"
     for name, g, e in zip(wrt, got.grads, expected.grads):
@@ -130,6 +131,7 @@ class Exercise:
     edges: list = field(default_factory=list)   # Inputs on which a right formula may still fail
     wrt: tuple = ()              # Arguments with respect to which the gradient is compared too
     picture: object = None       # picture(exercise, f) -> figure or None
+    free: object = None          # free(*arguments) -> boolean tensor, True where a result may be anything; None = nowhere
 
     def __post_init__(self):
         self.inputs, self.edges = ([dict(zip(self.arguments.split(), x, strict=True)) for x in xs] for xs in (self.inputs, self.edges))
@@ -137,7 +139,13 @@ class Exercise:
 
     def outcomes(self, f) -> list: # One `Outcome` for each input, the edges last
         "What `f` makes of all the inputs."
-        return [attempt(f, case, self.wrt) for case in self.inputs + self.edges]
+        return [self._settled(attempt(f, case, self.wrt), case) for case in self.inputs + self.edges]
+
+    def _settled(self, outcome, case):
+        "0 where the result may be anything."
+        if self.free is None: return outcome
+        anything = self.free(*case.values())
+        return replace(outcome, values=tuple(v.masked_fill(anything, 0) if v.shape == anything.shape else v for v in outcome.values))
 
     def known(self) -> tuple: # (outcomes of the reference, {name: outcomes})
         "What the reference and the mistakes make of the inputs."
@@ -147,20 +155,29 @@ class Exercise:
     def _find(self, got):
         "The name of the mistake, or None; and the numbers of the inputs that are wrong."
         expected, known = self.known()
+        wrong = [i for i in range(len(got)) if difference(got[i], expected[i], self.wrt)]
+        wrong = [i for i in wrong if i < len(self.inputs)] or wrong                      # the edges come second
+        found = self._names(wrong, got, expected, known)
+        if not found:
+            got_values, expected_values = _values(got), _values(expected)
+            by_value = [i for i in wrong if difference(got_values[i], expected_values[i])]
+            found = by_value and self._names(by_value, got_values, expected_values, {name: _values(outcomes) for name, outcomes in known.items()})
+        if not found and any(self._leaks(i, got[i]) for i in wrong): found = ["leak"]
+        return found[0] if wrong and found else None, wrong
+
+    def _names(self, wrong, got, expected, known):
+        "The mistakes whose outcomes these are."
         plain, every = range(len(self.inputs)), range(len(got))
-        wrong = [i for i in every if difference(got[i], expected[i], self.wrt)]
         def same(name, where): return all(alike(got[i], known[name][i]) for i in where)
         def shows(name, where): return any(not alike(known[name][i], expected[i]) for i in where)
         if any(i in plain for i in wrong):
-            wrong = [i for i in wrong if i in plain]
             found = [name for name in known if shows(name, plain) and same(name, plain)]
         else:
             edges = [name for name in known if not shows(name, plain)]
             found = [name for name in edges if same(name, every)]
             for i in wrong:
                 if not found: found = [name for name in edges if shows(name, [i]) and same(name, [i])]
-            if not found and any(self._leaks(i, got[i]) for i in wrong): found = ["leak"]
-        return found[0] if wrong and found else None, wrong
+        return found
 
     def _leaks(self, i, got):
         case = (self.inputs + self.edges)[i]
@@ -197,6 +214,8 @@ class Exercise:
         print(f"{self.name}: {self.tip}")
 
     def __repr__(self): return f"check.{self.name}(your_function): {self.task}"
+
+def _values(outcomes): return [replace(o, grads=()) for o in outcomes]
 
 def _size(x): return x.numel() if isinstance(x, torch.Tensor) else sum(map(_size, x)) if isinstance(x, list) else 0
 
@@ -372,8 +391,8 @@ exercise("token_logprob", "02_logprob", "f(logits (..., V), index (...), tempera
 
 def _plogp(z): return z.softmax(-1) * z.log_softmax(-1)
 
-exercise("entropy", "02_logprob", "f(logits (..., V)) -> entropy in nats, (...); logits of -inf allowed", logprob.entropy_from_logits, "logits",
-    inputs=[(_t([[0., 0.]]),), (_t([0., 1., 3.], [2., 0., -1.]),), (_normal(2, 3, 5, seed=4, scale=2),)],
+exercise("entropy", "02_logprob", "f(logits (..., V)) -> entropy in nats with its gradient, (...); logits of -inf allowed", logprob.entropy_from_logits, "logits",
+    inputs=[(_t([[0., 0.]]),), (_t([0., 1., 3.], [2., 0., -1.]),), (_normal(2, 3, 5, seed=4, scale=2),)], wrt=("logits",),
     edges=[(_t([[0., 1., -INF]]),)],
     mistakes=dict(
         sign=(lambda z: _plogp(z).sum(-1), "The sign is flipped: entropy is positive."),
@@ -384,7 +403,9 @@ exercise("entropy", "02_logprob", "f(logits (..., V)) -> entropy in nats, (...);
         uniform=(lambda z: -z.log_softmax(-1).mean(-1), "You weight all words alike: each log-probability counts with its own probability."),
         largest=(lambda z: -z.log_softmax(-1).amax(-1), "That is the surprise of the most likely word alone."),
         all_rows=(lambda z: -_plogp(z).sum(), "You add up all positions: one entropy for each is asked for."),
-        nan=(lambda z: -_plogp(z).sum(-1), "Right, but a word with logit -inf gives 0 times -inf, which is NaN. What can never happen adds nothing.")),
+        no_gradient=(lambda z: -_plogp(z).sum(-1).detach(), "The value is right, but there is no gradient, and a bonus for entropy needs one: it is detached, or computed from plain numbers."),
+        nan=(lambda z: -_plogp(z).sum(-1), "Right, but a word with logit -inf gives 0 times -inf, which is NaN. What can never happen adds nothing."),
+        nan_gradient=(lambda z: -_plogp(z).nan_to_num().sum(-1), "The value is right, the gradient is NaN: mask before the logarithm. What is left out behind a product of 0 and -inf still has its derivative, 0 times -inf.")),
     tip="- sum p log p over the vocabulary. What should a word add whose probability is 0?")
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -430,19 +451,21 @@ exercise("effective_sample_size", "03_ratio", "f(ratio) -> (sum r)^2 / sum r^2, 
         squares_inside=(lambda r: (r ** 2).sum() ** 2 / (r ** 4).sum(), "You have squared the weights first: (sum r)^2 / sum r^2 of r itself.")),
     tip="Two sums, one of r and one of r squared. Check yourself: equal weights are worth their number, one weight among zeros is worth 1.")
 
-exercise("sequence_ratio", "03_ratio", "f(logp (B, T), logp_old, mask) -> GSPO's ratio of each answer, exp(mean over its tokens of the log-ratio), (B,)", lambda a, b, m: ratio.importance_ratio(a, b, m, "sequence")[:, 0], "logp logp_old mask",
-    inputs=[(_t([[-1., -1., -9.]]), _t([[-2., -1., -1.]]), _m("110")[None]), (_normal(2, 4, seed=11) - 2, _normal(2, 4, seed=12) - 2, _m("1100", "1111"))],
+exercise("sequence_ratio", "03_ratio", "f(logp (B, T), logp_old, mask) -> GSPO's ratio of each answer, exp(mean over its tokens of the log-ratio), (B,); logp_old is a constant, no gradient flows into it", lambda a, b, m: ratio.importance_ratio(a, b, m, "sequence")[:, 0], "logp logp_old mask",
+    inputs=[(_t([[-1., -1., -9.]]), _t([[-2., -1., -1.]]), _m("110")[None]), (_normal(2, 4, seed=11) - 2, _normal(2, 4, seed=12) - 2, _m("1100", "1111"))], wrt=("logp", "logp_old"),
     edges=[(_t([[0., 1.]]), _t([[1., 1.]]), _t([[False, False]])), (_t([[-1., NAN]]), _t([[-2., -1.]]), _t([[True, False]]))],
     mistakes=dict(
-        product=(lambda a, b, m: _keep(a - b, m).sum(1).exp(), "That is the product of the token ratios: it grows with the length. Take the mean of the log-ratios, not the sum."),
-        arithmetic=(lambda a, b, m: _row_means((a - b).exp(), m), "You average the ratios; GSPO averages their logarithms, a geometric mean."),
-        padded_length=(lambda a, b, m: _keep(a - b, m).mean(1).exp(), "The mean counts padding: divide by the number of tokens of the answer."),
-        no_mask=(lambda a, b, m: (a - b).mean(1).exp(), "The mask is not used."),
-        inverted=(lambda a, b, m: _row_means(b - a, m).exp(), "The ratio is inverted: the new policy is above."),
-        log=(lambda a, b, m: _row_means(a - b, m), "That is the mean log-ratio: exp is missing."),
-        batch=(lambda a, b, m: _mean(a - b, m).exp().expand(len(a)), "You average over the whole batch: each answer has a ratio of its own."),
-        zero_by_zero=(lambda a, b, m: (_keep(a - b, m).sum(1) / m.sum(1)).exp(), "Right, but an answer without tokens is 0 / 0. Its ratio is 1: the mean of nothing is 0 here."),
-        leak=(lambda a, b, m: (((a - b) * m).sum(1) / m.sum(1).clamp(min=1)).exp(), LEAK)),
+        product=(lambda a, b, m: _keep(a - b.detach(), m).sum(1).exp(), "That is the product of the token ratios: it grows with the length. Take the mean of the log-ratios, not the sum."),
+        arithmetic=(lambda a, b, m: _row_means((a - b.detach()).exp(), m), "You average the ratios; GSPO averages their logarithms, a geometric mean."),
+        padded_length=(lambda a, b, m: _keep(a - b.detach(), m).mean(1).exp(), "The mean counts padding: divide by the number of tokens of the answer."),
+        no_mask=(lambda a, b, m: (a - b.detach()).mean(1).exp(), "The mask is not used."),
+        inverted=(lambda a, b, m: _row_means(b.detach() - a, m).exp(), "The ratio is inverted: the new policy is above."),
+        log=(lambda a, b, m: _row_means(a - b.detach(), m), "That is the mean log-ratio: exp is missing."),
+        batch=(lambda a, b, m: _mean(a - b.detach(), m).exp().expand(len(a)), "You average over the whole batch: each answer has a ratio of its own."),
+        into_old=(lambda a, b, m: _row_means(a - b, m).exp(), "The value is right, but a gradient flows into logp_old: what the old policy did is data. Detach it."),
+        no_gradient=(lambda a, b, m: _row_means(a - b, m).exp().detach(), "The value is right, but there is no gradient: nothing will be learned. Detach logp_old only."),
+        zero_by_zero=(lambda a, b, m: (_keep(a - b.detach(), m).sum(1) / m.sum(1)).exp(), "Right, but an answer without tokens is 0 / 0. Its ratio is 1: the mean of nothing is 0 here."),
+        leak=(lambda a, b, m: (((a - b.detach()) * m).sum(1) / m.sum(1).clamp(min=1)).exp(), LEAK)),
     tip="The masked mean of the log-ratio along the tokens, then exp.")
 
 # %% ../nbs/check.ipynb #lesson-04
@@ -511,10 +534,12 @@ exercise("value_loss", "05_value", "f(value, value_old, returns, clip_range) -> 
     picture=curves("value", torch.linspace(-2, 4, 301), {"$V_{old} = 0$, $R = 2$": dict(value_old=torch.tensor(0.0), returns=torch.tensor(2.0), clip_range=0.5), "$V_{old} = 0$, $R = 0.2$": dict(value_old=torch.tensor(0.0), returns=torch.tensor(0.2), clip_range=0.5)}))
 
 def _v(x): return x.var(unbiased=False)
+def _v32(x): return ((x - sum(x) / len(x)) ** 2).mean()
+_THIRDS = torch.full((100,), 1 / 3)
 
 exercise("explained_variance", "05_value", "f(value, returns) -> 1 - Var(R - V) / Var(R), 0-dim; 0 where the return is constant", value.explained_variance, "value returns",
     inputs=[(_t([1., 2., 4.]), _t([2., 2., 8.])), (_t([3., 0., 1.]), _t([0., 1., 2.])), (_normal(20, seed=18) + 1, _normal(20, seed=19, scale=2) - 1)],
-    edges=[(_t([1., 2.]), _t([3., 3.]))],
+    edges=[(_t([1., 2.]), _t([3., 3.])), (_THIRDS, _THIRDS)],
     mistakes=dict(
         unexplained=(lambda V, R: _v(R - V) / _v(R), "That is the share which is NOT explained: subtract it from 1."),
         by_value=(lambda V, R: 1 - _v(R - V) / _v(V), "You divide by the variance of the values: it is the returns that are to be explained."),
@@ -523,7 +548,8 @@ exercise("explained_variance", "05_value", "f(value, returns) -> 1 - Var(R - V) 
         clamped=(lambda V, R: (1 - _v(R - V) / _v(R)).clamp(min=0), "You cut off at 0: a negative value says that the value function is worse than a constant, which is worth knowing."),
         of_value=(lambda V, R: _v(V) / _v(R), "That is the quotient of the variances: it is high for any value function that varies."),
         std=(lambda V, R: 1 - (_v(R - V) / _v(R)).sqrt(), "You divide standard deviations; variances are asked for."),
-        zero_division=(lambda V, R: 1 - _v(R - V) / _v(R), "Right, but where the return is constant you divide by 0.")),
+        zero_division=(lambda V, R: 1 - _v(R - V) / _v(R), "Right, but where the return is constant you divide by 0."),
+        exactly_0=(lambda V, R: torch.where(_v32(R.float()) == 0, 0.0, 1 - _v32((R - V).float()) / _v32(R.float())), "Right, but equal returns may have a variance above 0: their mean is rounded. Ask whether the variance is more than rounding, or whether all returns are equal.")),
     tip="Of the variance of the returns, how much is left when the values are subtracted?")
 
 # %% ../nbs/check.ipynb #lesson-06
@@ -580,7 +606,7 @@ def _whiten(x, m, shift, mean, var): return _keep((x - mean) / (var + 1e-8).sqrt
 
 exercise("whiten", "07_whitening", "f(x, mask, shift_mean) -> variance 1 (biased) over what counts, mean removed or kept, 0 under the mask; 1e-8 is added to the variance", lambda x, m, s: whitening.whiten(x, m, s), "x mask shift_mean",
     inputs=[(_t([1., 2., 6., 30.]), _t([True, True, True, False]), True), (_t([1., 2., 6., 30.]), _t([True, True, True, False]), False), (_normal(2, 4, seed=24, scale=2) + 3, _m("1100", "1111"), True), (_normal(2, 4, seed=25, scale=2) + 3, _m("1100", "1111"), False)],
-    edges=[(_t([2., 2.]), _t([True, True]), True), (_t([1., NAN, 4.]), _t([True, False, True]), False)],
+    edges=[(_t([2., 2.]), _t([True, True]), True), (_t([1., NAN, 4.]), _t([True, False, True]), False), (_t([0., 2e-5]), _t([True, True]), True)],
     mistakes=dict(
         unbiased=(lambda x, m, s: _whiten(x, m, s, _mean(x, m), x[m].var(unbiased=True)), "The variance is unbiased; here it is biased: divide by n, not by n - 1."),
         zeros_count=(lambda x, m, s: _whiten(x, m, s, _keep(x, m).mean(), _v(_keep(x, m))), "The moments count padding, as zeros."),
@@ -593,6 +619,7 @@ exercise("whiten", "07_whitening", "f(x, mask, shift_mean) -> variance 1 (biased
         rows=(lambda x, m, s: torch.stack([_whiten(a, b, s, _mean(a, b), _biased(a, b)) for a, b in zip(x.reshape(-1, x.shape[-1]), m.reshape(-1, x.shape[-1]))]).reshape(x.shape), "You whiten each row by itself: the moments are those of the whole batch."),
         padding_stays=(lambda x, m, s: (x - _mean(x, m)) / (_biased(x, m) + 1e-8).sqrt() + (0.0 if s else _mean(x, m)), "What does not count must be 0 in the result."),
         no_eps=(lambda x, m, s: _keep((x - _mean(x, m)) / _biased(x, m).sqrt() + (0.0 if s else _mean(x, m)), m), "Right, but equal elements have variance 0, and you divide 0 by 0: add 1e-8 to the variance."),
+        eps_outside=(lambda x, m, s: _keep((x - _mean(x, m)) / (_biased(x, m).sqrt() + 1e-8) + (0.0 if s else _mean(x, m)), m), "Right, but you add eps to the standard deviation; here it is added to the variance. Elements that differ by less than 1e-4 are scaled up less."),
         leak=(lambda x, m, s: ((x - _mean(x, m)) / (_biased(x, m) + 1e-8).sqrt() + (0.0 if s else _mean(x, m))) * m, LEAK)),
     tip="Masked mean, masked variance (biased), then one line. Where does the mean go when it is to be kept?")
 
@@ -692,7 +719,8 @@ _TOKENS = [(_t([5.]), _t([[-1., -2., -3.]]), _t([[-2., -1.5, -3.25]]), 0.5, _t([
 
 exercise("token_rewards", "09_reward", "f(scores (B,), logp (B, T), logp_ref, kl_coef, mask) -> -kl_coef times the log-ratio for each token, plus the score on the last one that counts; 0 under the mask",
     lambda *x: reward.token_rewards(*x)[0], "scores logp logp_ref kl_coef mask", inputs=_TOKENS,
-    edges=[(_t([5.]), _t([[-1., -2.]]), _t([[-2., -1.]]), 0.5, _t([[False, False]])), (_t([5.]), _t([[-1., NAN]]), _t([[-2., -1.]]), 0.5, _t([[True, False]]))],
+    edges=[(_t([5.]), _t([[-1., -2.]]), _t([[-2., -1.]]), 0.5, _t([[False, False]])), (_t([5.]), _t([[-1., NAN]]), _t([[-2., -1.]]), 0.5, _t([[True, False]])),
+           (_t([5.]), _t([[-1., -2., -3., -1.5]]), _t([[-2., -1.5, -3.25, -1.]]), 0.5, _m("0011")[None]), (_t([5.]), _t([[-1., -2., -3., -1.5]]), _t([[-2., -1.5, -3.25, -1.]]), 0.5, _m("1011")[None])],
     mistakes=dict(
         last_column=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]).expand_as(m) == m.shape[1] - 1), "The score lands in the last column, which is padding in a short answer. It belongs to the last token that counts."),
         every_token=(lambda s, a, b, c, m: _keep(-c * (a - b) + s[:, None], m), "Every token gets the score: the answer earns it once, with its last token."),
@@ -706,7 +734,8 @@ exercise("token_rewards", "09_reward", "f(scores (B,), logp (B, T), logp_ref, kl
         k3=(lambda s, a, b, c, m: _keep(-c * _k3(a - b), m) + _paid(s, _last(m)), "You use k3: in the reward it is the plain log-ratio, whose sum over the answer has the right expectation."),
         padding_pays=(lambda s, a, b, c, m: -c * (a - b) + _paid(s, _last(m)), "Padding pays KL too: under the mask the reward is 0."),
         kl_everywhere=(lambda s, a, b, c, m: _keep((-c * (a - b) * m).sum(1, keepdim=True) + 0 * a, _last(m)) + _paid(s, _last(m)), "You put the KL of the whole answer on its last token: each token pays for itself."),
-        empty=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]) == (m.sum(1, keepdim=True) - 1) % m.shape[1]), "Right, but an answer in which nothing counts has length 0, and position -1 is the last column."),
+        empty=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]) == m.shape[1] - 1 - m.flip(1).long().argmax(1, keepdim=True)), "Right, but an answer in which nothing counts has no last token: yours pays the score in the last column."),
+        counts=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, _end(m) & m.any(1, keepdim=True)), "Right where the padding stands on the right. Otherwise the last token does not stand at the number of tokens less 1: look for the last True."),
         leak=(lambda s, a, b, c, m: -c * (a - b) * m + _paid(s, _last(m)), LEAK)),
     tip="Two parts: a price for each token, and the score at one position of each row. Which one, if rows have different lengths?", picture=steps(1, along=1))
 
@@ -791,13 +820,15 @@ def _grpo(a, b, ref, A, m, eps, beta, mean=None, objective=_surrogate, penalty=N
     penalty = penalty or (lambda: _k3(a - ref.detach()))
     mean = mean or (lambda x, m: _over_rows(_row_means(x, m), m))
     return mean(sign * objective((a - b.detach()).exp(), A[:, None] if each is None else each, eps) + beta * penalty(), m)
+def _selected(a, b, ref, A, m, *x): return *(_keep(v, m) for v in (a, b, ref)), A, m, *x
 def _grpo_reference(a, b, ref, A, m, eps, beta): return grpo.policy_loss(a, b, A, m, "grpo", logp_ref=ref, beta=beta, kl_kind="k3", eps_low=eps)[0]
 
-exercise("grpo_loss", "11_grpo", "f(logp (B, T), logp_old, logp_ref, advantage (B,), mask, eps, beta) -> GRPO's loss, 0-dim: -clipped surrogate + beta k3 for each token, mean over the tokens of each answer, then over the answers",
+exercise("grpo_loss", "11_grpo", "f(logp (B, T), logp_old, logp_ref, advantage (B,), mask, eps, beta) -> GRPO's loss, 0-dim: -clipped surrogate + beta k3 for each token, mean over the tokens of each answer, then over the answers that have tokens",
     _grpo_reference, "logp logp_old logp_ref advantage mask eps beta",
     inputs=[(_t([-1., -2.], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]), _m("10", "11"), 0.2, 0.1),
             (_normal(3, 3, seed=42) - 2, _normal(3, 3, seed=43) - 2, _normal(3, 3, seed=44) - 2, _t([1.5, -0.5, 0.25]), _m("100", "111", "110"), 0.3, 0.2)], wrt=("logp",),
-    edges=[(_t([-1., NAN], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]), _m("10", "11"), 0.2, 0.1)],
+    edges=[(_t([-1., NAN], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]), _m("10", "11"), 0.2, 0.1),
+           (_t([-1., -2.], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]), _m("11", "00"), 0.2, 0.1)],
     mistakes=dict(
         token_mean=(lambda *x: _grpo(*x, mean=_mean), "That is the mean over all tokens, as in DAPO: GRPO averages each answer first."),
         padded_length=(lambda *x: _grpo(*x, mean=_padded), "The mean counts padding: each answer is divided by its own length."),
@@ -811,7 +842,9 @@ exercise("grpo_loss", "11_grpo", "f(logp (B, T), logp_old, logp_ref, advantage (
         kl_flipped=(lambda a, b, ref, *x: _grpo(a, b, ref, *x, penalty=lambda: _k3(ref - a)), "Your KL has the sign of the log-ratio flipped: exp(log pi_ref - log pi) - (log pi_ref - log pi) - 1."),
         kl_k1=(lambda a, b, ref, *x: _grpo(a, b, ref, *x, penalty=lambda: a - ref), "Your KL is k1; GRPO uses k3."),
         kl_to_old=(lambda a, b, ref, *x: _grpo(a, b, b, *x), "Your KL is to the old policy; it is measured against the reference."),
-        leak=(lambda *x: _grpo(*x, mean=lambda v, m: ((v * m).sum(1) / m.sum(1)).mean()), LEAK)),
+        empty_is_zero=(lambda *x: _grpo(*_selected(*x), mean=lambda v, m: _row_means(v, m).mean()), "Right, but an answer without tokens counts as 0 in the mean over answers: leave it out."),
+        zero_by_zero=(lambda *x: _grpo(*_selected(*x), mean=lambda v, m: (_keep(v, m).sum(1) / m.sum(1)).mean()), "Right, but an answer without tokens is 0 / 0, and makes everything NaN."),
+        leak=(lambda *x: _grpo(*x, mean=lambda v, m: _over_rows((v * m).sum(1) / m.sum(1).clamp(min=1), m)), LEAK)),
     tip="Token by token first: the loss of PPO and the price of KL. Then two means. The advantage has one number for each row.")
 
 exercise("dpo_loss", "11_grpo", "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of whole answers, mean over the pairs, 0-dim", grpo.dpo_loss, "chosen rejected ref_chosen ref_rejected beta",
@@ -949,8 +982,8 @@ exercise("annealed_rate", "21_cartpole", "f(iteration, iterations, start, power)
 # %% ../nbs/check.ipynb #lesson-34
 def _position_reference(m): return m.long().cumsum(-1) - m.long()
 
-exercise("position_ids", "34_rlhf", "f(mask (B, T)) -> the position of each token as if there were no padding, int64: how many real tokens stand before it", _position_reference, "mask",
-    inputs=[(_m("001", "111"),), (_m("00111", "11111", "01111"),), (_m("00110", "11100"),)],
+exercise("position_ids", "34_rlhf", "f(mask (B, T)) -> the position of each token as if there were no padding, int64: how many real tokens stand before it; 0 on left padding, anything on right padding", _position_reference, "mask",
+    inputs=[(_m("001", "111"),), (_m("00111", "11111", "01111"),), (_m("00110", "11100"),)], free=lambda m: ~m & (m.cumsum(1) > 0),
     mistakes=dict(
         columns=(lambda m: torch.arange(m.shape[1]).expand_as(m), "Those are the columns: under left padding the first word of a short query would stand at a position that a model has learned for later words."),
         from_1=(lambda m: m.long().cumsum(1), "Positions count from 0: the token itself does not stand before itself."),

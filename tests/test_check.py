@@ -73,7 +73,136 @@ def test_rounding_passes_and_a_thousandth_does_not(e):
     if floats: assert not e(off(1e-2), draw=False)
 
 
+def by_position(scores, logp, logp_ref, kl_coef, mask):
+    last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(1)
+    out = torch.where(mask, kl_coef * (logp_ref - logp), 0.0)
+    out[mask.any(1), last[mask.any(1)]] += scores[mask.any(1)]
+    return out
+
+
+def entropy_of_possible(z):
+    rows = [row[row > -math.inf].log_softmax(0) for row in z.reshape(-1, z.shape[-1])]
+    return torch.stack([-(p.exp() * p).sum() for p in rows]).reshape(z.shape[:-1])
+
+
+def entropy_by_logsumexp(z):
+    expected = (z.softmax(-1) * z.masked_fill(z == -math.inf, 0)).sum(-1)
+    return z.logsumexp(-1) - expected
+
+
+def answers_of(loss, mask):
+    return torch.stack([x[m].mean() for x, m in zip(loss, mask) if m.any()]).mean()
+
+
+def grpo_by_rows(a, b, ref, A, m, eps, beta):
+    a, b, ref = (torch.where(m, x, 0) for x in (a, b, ref))
+    r, d = (a - b.detach()).exp(), ref - a
+    worse = torch.where(A[:, None] >= 0, r.clamp(max=1 + eps), r.clamp(min=1 - eps))
+    return answers_of(beta * (d.exp() - d - 1) - worse * A[:, None], m)
+
+
+def grpo_in_one_row(a, b, ref, A, m, eps, beta):
+    "All tokens behind each other, each with the weight 1 over its answer's length and the number of answers with any."
+    weight = (1 / m.sum(1, keepdim=True) / m.any(1).sum()).expand_as(m)[m]
+    a, b, ref, A = a[m], b[m], ref[m], A[:, None].expand_as(m)[m]
+    r = (a - b).exp()
+    return (weight * (beta * ((ref - a).expm1() - (ref - a)) - torch.minimum(r * A, r.clamp(1 - eps, 1 + eps) * A))).sum()
+
+
+def whiten_by_std(x, m, shift):
+    kept = x[m]
+    out = torch.zeros_like(x)
+    out[m] = (kept - kept.mean()) / (kept.var(unbiased=False) + 1e-8) ** 0.5 + (0 if shift else kept.mean())
+    return out
+
+
+def whiten_by_squares(x, m, shift):
+    x = torch.where(m, x, 0)
+    n = m.sum()
+    mean = x.sum() / n
+    return torch.where(m, (x - mean) * ((x ** 2).sum() / n - mean ** 2 + 1e-8).rsqrt() + (not shift) * mean, 0)
+
+
+RIGHT = {
+    "entropy": [entropy_of_possible, entropy_by_logsumexp, lambda z: -(z.softmax(-1) * z.log_softmax(-1).masked_fill(z == -math.inf, 0)).sum(-1)],
+    "sequence_ratio": [lambda a, b, m: torch.where(m, a - b.detach(), 0).sum(1).div(m.sum(1).clamp(min=1)).exp(),
+                       lambda a, b, m: torch.stack([(x[k] - y.detach()[k]).sum().div(max(int(k.sum()), 1)).exp() for x, y, k in zip(a, b, m)]),
+                       lambda a, b, m: torch.where(m, a - b.detach(), 0).exp().prod(1) ** (1 / m.sum(1).clamp(min=1))],
+    "explained_variance": [lambda V, R: torch.zeros(()) if R.max() == R.min() else 1 - (R - V).var() / R.var(),
+                           lambda V, R: 0.0 if (R - R.mean()).abs().max() < 1e-6 else 1 - ((R - V - (R - V).mean()) ** 2).sum() / ((R - R.mean()) ** 2).sum(),
+                           lambda V, R: torch.where(R.std() > 1e-6 * R.abs().mean(), 1 - (R - V).var() / R.var(), 0.0)],
+    "whiten": [whiten_by_std, whiten_by_squares],
+    "token_rewards": [by_position, lambda s, a, b, c, m: torch.where(m, c * (b - a), 0) + s[:, None] * (m & (m.cumsum(1) == m.sum(1, keepdim=True)))],
+    "grpo_loss": [grpo_by_rows, grpo_in_one_row],
+    "position_ids": [lambda m: (m.long().cumsum(-1) - 1).clamp(min=0), lambda m: (m.cumsum(1) - 1).masked_fill(~m, 0), lambda m: m.cumsum(1) - m.long(),
+                     lambda m: (m.cumsum(1) - 1).clamp(min=0).masked_fill(~m & (m.cumsum(1) > 0), 1)],
+}
+
+
+@pytest.mark.parametrize("exercise, f", [(name, f) for name, fs in RIGHT.items() for f in fs], ids=[f"{name}-{i}" for name, fs in RIGHT.items() for i in range(len(fs))])
+def test_a_right_answer_passes_however_it_is_written(exercise, f):
+    assert EXERCISES[exercise](f, strict=True)
+    assert EXERCISES[exercise](in_float64(f), strict=True)
+
+
 # wrong answers
+
+def into_place(s, a, b, c, m):
+    out = torch.where(m, -c * (a - b), 0.0)
+    for row in range(len(out)): out[row, m[row].sum() - 1] += s[row] * m[row].any()
+    return out
+
+
+def into_place_and_masked(*x): return torch.where(x[-1], into_place(*x), 0.0)
+
+
+def by_patched_product(z): return -torch.nansum(z.softmax(-1) * z.log_softmax(-1), -1)
+
+
+def plain_entropy(z): return entropy_of_possible(z.detach())
+
+
+def every_answer(a, b, ref, A, m, eps, beta):
+    return grpo_by_rows(a, b, ref, A, m, eps, beta) * m.any(1).float().mean()
+
+
+@pytest.mark.parametrize("exercise, f, mistake", [
+    ("entropy", by_patched_product, "nan_gradient"),
+    ("entropy", lambda z: torch.special.entr(z.softmax(-1)).sum(-1), "nan_gradient"),
+    ("entropy", lambda z: torch.where(z > -math.inf, -z.softmax(-1) * z.log_softmax(-1), 0).sum(-1), "nan_gradient"),
+    ("entropy", plain_entropy, "no_gradient"),
+    ("entropy", lambda z: -plain_entropy(z), "sign"),
+    ("token_rewards", into_place, "counts"),
+    ("token_rewards", into_place_and_masked, "counts"),
+    ("sequence_ratio", lambda a, b, m: torch.where(m, a - b, 0).sum(1).div(m.sum(1).clamp(min=1)).exp(), "into_old"),
+    ("sequence_ratio", lambda a, b, m: torch.where(m, a - b, 0).sum(1).exp(), "product"),
+    ("sequence_ratio", lambda a, b, m: torch.tensor([math.exp(sum((x - y)[k].tolist()) / max(int(k.sum()), 1)) for x, y, k in zip(a, b, m)]), "no_gradient"),
+    ("sequence_ratio", lambda a, b, m: torch.where(m, (a - b.detach()).exp(), 1).prod(1) ** (1 / m.sum(1).clamp(min=1)), "leak"),       # of the gradient
+    ("grpo_loss", every_answer, "empty_is_zero"),
+    ("grpo_loss", lambda a, b, ref, A, m, eps, beta: torch.stack([grpo_by_rows(*(x[i:i + 1] for x in (a, b, ref, A, m)), eps, beta) if m[i].any() else torch.zeros(()) for i in range(len(a))]).mean(), "empty_is_zero"),
+    ("grpo_loss", lambda a, b, ref, A, m, eps, beta: answers_of(torch.where(m, beta * ((ref - a).expm1() - (ref - a)) - check._surrogate((a - b).exp(), A[:, None], eps), 0), m), "leak"),
+    ("whiten", lambda x, m, s: torch.where(m, (x - x[m].mean()) / (x[m].std(unbiased=False) + 1e-8) + (0 if s else x[m].mean()), 0), "eps_outside"),
+    ("explained_variance", lambda V, R: torch.zeros(()) if ((R - R.mean()) ** 2).mean() == 0 else 1 - (R - V).var(unbiased=False) / ((R - R.mean()) ** 2).mean(), "exactly_0"),
+])
+def test_a_known_mistake_is_named_however_it_is_written(exercise, f, mistake): assert EXERCISES[exercise](f, draw=False).mistake == mistake
+
+
+def test_a_wrong_value_is_named_by_its_value_whatever_its_gradient():
+    "As from someone who computes with plain numbers, or forgets to detach."
+    for name, mistake in (("importance_ratio", "inverted"), ("sequence_ratio", "batch"), ("control_loss", "entropy_sign"), ("entropy", "bits")):
+        e = EXERCISES[name]
+        verdict = e(lambda *x: e.mistakes[mistake][0](*x).detach(), draw=False)
+        assert verdict.mistake == mistake and verdict.text.startswith(f"{name}: not yet. {e.mistakes[mistake][1]}\n")
+
+
+def test_positions_are_judged_where_they_matter():
+    e = EXERCISES["position_ids"]
+    verdict = e(lambda m: e.reference(m).int())
+    assert verdict.mistake is None and "yours is torch.int32, expected torch.int64" in verdict.text
+    assert e(lambda m: m.cumsum(1) - 1).mistake == "minus_1"                                      # left padding is judged
+    assert not e(lambda m: (m.cumsum(1) - 1).clamp(min=0)[:, :-1]) and not e(lambda m: (m.cumsum(1) - 1).clamp(min=0).double())
+    assert [free.tolist() for free in e.free(torch.tensor([[False, True, True, False], [True, True, False, False]]))] == [[False, False, False, True], [False, False, True, True]]
+
 
 @each_mistake
 def test_a_wrong_answer_gets_its_own_name(exercise, mistake, capsys):
