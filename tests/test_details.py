@@ -12,7 +12,7 @@ import torch
 import notebooks
 from rlhf_notes.control import cartpole, details, policy
 from rlhf_notes.control.cartpole import PPO
-from rlhf_notes.control.details import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, compare, deviation, experiments, swapped, verdict
+from rlhf_notes.control.details import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, compare, deviation, experiments, in_standard_deviations, swapped, verdict
 from rlhf_notes.formulas.advantage import gae
 from test_cartpole import SHAPE, agent, collect, some_batch, some_rollout
 
@@ -177,6 +177,8 @@ def test_deviations():
     assert deviation([-20.0, 40, -20, 40, -20], intact)[1] is False                                # now here, now there
     assert deviation([9.0] * 4, intact[:4])[1] is False                                            # too few
     assert deviation([1.0] * 5, [2.0] * 5) == (math.inf, True) and deviation([-1.0] * 5, [2.0] * 5)[0] == -math.inf and deviation([0.0] * 5, [2.0] * 5) == (0.0, False)
+    assert in_standard_deviations(2.8e-17, [0.2] * 10) == 0 == in_standard_deviations(-3e-7, [2e3] * 3) and in_standard_deviations(0.1, [0.3, 0.1 + 0.2, 0.3]) == math.inf     # rounding is no difference, and no spread
+    assert in_standard_deviations(1e-8, [0.2] * 10) == math.inf and in_standard_deviations(-1e-5, [1e-4, 2e-4, 3e-4]) == pytest.approx(-0.1)
 
 
 def test_comparison():

@@ -224,7 +224,7 @@ def invented():
     "Three intact seeds, and failures that move the mean of one dial or two, though not at first: score and entropy up or down, kl_k1 a little; GRPO has no values."
     def run(base=0.0, **moved): return {d: None if base == "grpo" and "value" in d else [t + 1.5 * moved.get(d, 0.0) * (t > 0) for t in range(3)] for d in DIALS} | {d: [None] * 3 for d in DIALS if base == "grpo" and "value" in d}
     runs = {(b, s): run(b, **{d: s - 1.0 for d in DIALS}) for b in BASES for s in range(3)}
-    moves = {"no KL": dict(score=9), "KL reversed": dict(score=-7), "no clip": dict(entropy=5), "one epoch": dict(entropy=-4, score=3.5), "lambda 0": dict(kl_k1=2.5), "eight epochs": dict(score=8, entropy=1), "GRPO: no KL": dict(kl_k1=6), "temperature forgotten": dict(length=4)}
+    moves = {"no KL": dict(score=9), "KL reversed": dict(score=-7), "no clip": dict(entropy=5), "one epoch": dict(entropy=-4, score=3.5), "lambda 0": dict(kl_k1=2.5), "eight epochs": dict(score=8, entropy=1), "GRPO: no KL": dict(kl_k1=6), "GRPO: k3 reversed": dict(kl_k1=-5), "GRPO: k1 in the loss": dict(valid=-7), "GRPO: unscaled": dict(grad_norm=4), "temperature forgotten": dict(length=4)}
     return runs | {(n, 0): run(FAILURES[n].base, **m) for n, m in moves.items()}
 
 
@@ -242,13 +242,13 @@ def test_cases_and_their_choices():
     runs = invented()
     names = puzzles(runs)
     assert set(names) == {n for n, s in runs if n in FAILURES} - {"lambda 0"} and names == puzzles(runs) != [n for n in FAILURES if n in names]          # lambda 0 moves nothing by 3
-    loudest = lambda n: {"no KL": "score+", "eight epochs": "score+", "KL reversed": "score-", "no clip": "entropy+", "one epoch": "entropy-", "lambda 0": "kl+", "GRPO: no KL": "kl+", "temperature forgotten": "length+"}[n]
+    loudest = lambda n: {"no KL": "score+", "eight epochs": "score+", "KL reversed": "score-", "no clip": "entropy+", "one epoch": "entropy-", "lambda 0": "kl+", "GRPO: no KL": "kl+", "GRPO: k3 reversed": "kl-", "GRPO: k1 in the loss": "valid-", "GRPO: unscaled": "grad+", "temperature forgotten": "length+"}[n]
     places = set()
     for case, truth in enumerate(names, 1):
         four = choices(case, runs)
         assert len(set(four)) == 4 and truth in four and four == choices(case, runs)
         assert all(loudest(n) != loudest(truth) for n in four if n != truth)
-        if truth in ("no KL", "KL reversed", "no clip"): assert all(FAILURES[n].base == "ppo" for n in four)
+        assert {FAILURES[n].base for n in four if n != truth} == {"grpo" if truth.startswith("GRPO") else "ppo"}
         places.add(four.index(truth))
     assert len(places) > 1
 
@@ -259,7 +259,7 @@ def test_the_game(monkeypatch, capsys):
     case = puzzles(runs).index("no KL") + 1
     assert check.diagnose(case, draw=False) is None
     asked = capsys.readouterr().out
-    assert asked.startswith(f"Case {case} of 7: PPO, with one thing wrong. Which?") and all(f"  {letter}  {n}: {FAILURES[n].what}\n" in asked for letter, n in zip("abcd", choices(case, runs)))
+    assert asked.startswith(f"Case {case} of 10: PPO, with one thing wrong. Which?") and all(f"  {letter}  {n}: {FAILURES[n].what}\n" in asked for letter, n in zip("abcd", choices(case, runs)))
     letter = "abcd"[choices(case, runs).index("no KL")]
     for answer in ("no KL", letter):
         verdict = check.diagnose(case, answer)
@@ -268,12 +268,25 @@ def test_the_game(monkeypatch, capsys):
     verdict = diagnose(case, other)
     dial, z = next(iter(unusual(other, runs).items()))
     assert not verdict and verdict.mistake == other and f"No. With {other} the loudest dial would be {dial} {z:+.0f}; here {dial} is {unusual('no KL', runs)[dial]:+.0f} from usual. Look at score again." in verdict.text
-    for wrong in (0, 8, "1", 1.0):
-        with pytest.raises(ValueError, match="case must be a number from 1 to 7"): diagnose(wrong)
+    for wrong in (0, 11, "1", 1.0):
+        with pytest.raises(ValueError, match="case must be a number from 1 to 10"): diagnose(wrong)
     with pytest.raises(ValueError, match="answer must be a, b, c, d or one of .*; got 'e'"): diagnose(case, "e")
     random.seed(0)
     for _ in range(5): assert diagnose(draw=False) is None
     assert len({line for line in capsys.readouterr().out.splitlines() if line.startswith("Case")}) > 1
+
+
+def test_the_game_says_what_cannot_be_compared(monkeypatch):
+    "A dial that the training lacks, and dials of another temperature."
+    runs = invented()
+    for s in range(3): runs["ppo", s]["value_loss"] = [1.0 + s] * 3
+    runs["KL reversed", 0]["value_loss"] = [99.0] * 3
+    monkeypatch.setattr(failures, "recorded", lambda: runs)
+    monkeypatch.setattr(failures, "choices", lambda case, runs: ["GRPO: no KL", "temperature forgotten", "KL reversed", "no clip"])
+    said = lambda truth, answer: diagnose(puzzles(runs).index(truth) + 1, answer).text
+    assert said("GRPO: no KL", "KL reversed").endswith("the loudest dial would be value_loss +97; there is no value_loss here. Look at kl_k1 again.")
+    assert said("temperature forgotten", "no clip").startswith("No. With no clip, at temperature 1, the loudest dial would be entropy +5; here entropy is +0 from usual.")
+    assert said("KL reversed", "no clip").startswith("No. With no clip the loudest")
 
 
 def test_the_picture_of_the_dials():
@@ -284,7 +297,17 @@ def test_the_picture_of_the_dials():
     kl = shown[1]
     band = kl.collections[0].get_paths()[0].vertices[:, 1]
     assert list(kl.lines[0].get_ydata()) == [0, 10, 11] and (band.min(), band.max()) == (-0.5, 3.5)
-    plt.close(figure)
+    figure.draw_without_rendering()
+    assert [bool(ax.get_xticklabels()) for ax in shown] == [False] * 8 + [True] * 3, "a column ends without numbers"
+    for s in range(3): runs["grpo", s]["kl_coef"] = [0.2] * 3
+    runs["GRPO: no KL", 0]["kl_coef"], runs["GRPO: no KL", 0]["ratio"] = [0.2] * 3, [1 + 1e-4 * t for t in range(3)]
+    for s in range(3): runs["grpo", s]["ratio"] = [1.0] * 3
+    flat = draw_dials("GRPO: no KL", runs)
+    flat.draw_without_rendering()
+    assert not any(ax.yaxis.get_major_formatter().get_offset() for ax in flat.axes if ax.get_visible()), "numbers that have to be added up"
+    low, high = next(ax for ax in flat.axes if ax.get_title() == "kl_coef").get_ylim()
+    assert low < 0.19 and high > 0.21, "a line that never moves looks as if it did"
+    plt.close(figure); plt.close(flat)
 
 
 def test_what_is_recorded():
@@ -292,10 +315,12 @@ def test_what_is_recorded():
     runs = recorded()
     assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES} and {n for n, s in runs if s} == set(BASES)
     assert all(len(values) == RLHFConfig().iterations for (n, _), run in runs.items() for values in run.values()), "a training is shorter"
-    assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) >= 20
+    assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) == 40
+    assert {n: unusual(n, runs)["kl_coef"] for n in FAILURES if FAILURES[n].base == "grpo"} == {n: -math.inf if n == "GRPO: no KL" else 0 for n in FAILURES if FAILURES[n].base == "grpo"}
     for case, name in enumerate(puzzles(runs), 1):
         four = choices(case, runs)
         assert len(set(four) & set(FAILURES)) == 4 and name in four
+        assert {FAILURES[n].base for n in four if n != name} == {"grpo" if FAILURES[name].base == "grpo" else "ppo"}
     assert [sum(bool(diagnose(case, letter)) for letter in "abcd") for case in (1, 2, 3)] == [1, 1, 1]
 
 

@@ -183,10 +183,12 @@ def verdict(differences: list, # Final scores minus those of the intact training
 
 def in_standard_deviations(difference: float, # Of a dial from where it usually stands
                            intact: list, # The dial in the intact trainings
-                          ) -> float: # +-inf where it never moves otherwise; 0 where there is no difference
+                          ) -> float: # +-inf where it never moves otherwise; 0 where there is no difference but that of rounding
     "How far that is, for somebody who knows the intact trainings."
+    rounding = 1e-9 * max([1.0, *map(abs, intact)])
     usual = torch.tensor(intact, dtype=torch.float64).std().item() if len(intact) > 1 else float("nan")
-    return difference / usual if usual > 0 else (0.0 if difference == 0 else float("inf") if difference > 0 else float("-inf"))
+    if abs(difference) <= rounding: return 0.0
+    return difference / usual if usual > rounding else float("inf") if difference > 0 else float("-inf")
 
 def deviation(differences: list, # Of a dial from that of the intact training, seed by seed
               intact: list, # The dial in the intact trainings

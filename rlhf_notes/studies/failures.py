@@ -359,12 +359,13 @@ def draw_dials(name: str, # One of `FAILURES`
     dials.sort(key=DIALS.index)
     figure, axes = plt.subplots(-(-len(dials) // 3), 3, figsize=(7.2, 1.35 * -(-len(dials) // 3)), sharex=True)
     for ax, dial in zip(axes.flat, dials):
-        usual = torch.tensor([run[dial] for run in intact_runs(name, runs)])
+        usual = torch.tensor([run[dial] for run in intact_runs(name, runs)], dtype=torch.float64)
         x = range(1, usual.shape[1] + 1)
         ax.fill_between(x, usual.amin(0), usual.amax(0), color=viz.COLORS["grey"], alpha=0.45, linewidth=0)
         ax.plot(x[:len(runs[name, 0][dial])], runs[name, 0][dial], color=viz.COLORS["orange"], linestyle="-", linewidth=1.5)
-        ax.set_title(dial, fontsize=9)
+        ax.set_title(dial, fontsize=9); ax.ticklabel_format(useOffset=False)
     for ax in axes.flat[len(dials):]: ax.set_visible(False)
+    for ax in axes.flat[max(0, len(dials) - 3):len(dials)]: ax.tick_params(labelbottom=True)      # the lowest that is seen in each column
     figure.supxlabel("iteration (line: this training; band: the intact ones, all seeds)", fontsize=9)
     return figure
 
@@ -381,18 +382,19 @@ def puzzles(runs: dict, # From `recorded`
 def choices(case: int, # From 1 on
             runs: dict, # From `recorded`
            ) -> list: # Four names, that of the case among them
-    "The fault, and three others that another dial would show, or the same one on the other side."
+    "The fault, and three others of the same algorithm that another dial would show, or the same one on the other side."
     def loudest(name): return next((d, z > 0) for d, z in unusual(name, runs).items())
     names = puzzles(runs)
     truth = names[case - 1]
-    told = loudest(truth)
-    others = [n for n in names if loudest(n) != told]
-    near = [n for n in others if FAILURES[n].base == FAILURES[truth].base]
-    four = [truth, *random.Random(case).sample(near if len(near) >= 3 else others, 3)]
+    told, base = loudest(truth), {"cooler": "ppo"}.get(FAILURES[truth].base, FAILURES[truth].base)    # one fault alone is cooler
+    others = [n for n in names if FAILURES[n].base == base and loudest(n) != told]
+    four = [truth, *random.Random(case).sample(others, 3)]
     random.Random(-case).shuffle(four)
     return four
 
 def _how_far(dial, z): return f"{dial} {z:+.0f}" if abs(z) < float("inf") else f"{dial}, which never moves otherwise"
+
+def _here(dial, found): return f"here {dial} is {found[dial]:+.0f} from usual" if dial in found else f"there is no {dial} here"
 
 def diagnose(case: int | None = None, # From 1 on; None = any
              answer: str | None = None, # a, b, c or d, or the name of the failure; None = ask
@@ -417,6 +419,7 @@ def diagnose(case: int | None = None, # From 1 on; None = any
         verdict = Verdict(True, f"Right: {truth}: {FAILURES[truth].what}. Farthest from usual, in standard deviations of the intact trainings: {farthest}.")
     else:
         dial, z = next(iter(unusual(answer, runs).items()))
-        verdict = Verdict(False, f"No. With {answer} the loudest dial would be {_how_far(dial, z)}; here {dial} is {found.get(dial, 0.0):+.0f} from usual. Look at {next(iter(found))} again.", answer)
+        at = "" if FAILURES[answer].base == FAILURES[truth].base else ", at temperature 1,"
+        verdict = Verdict(False, f"No. With {answer}{at} the loudest dial would be {_how_far(dial, z)}; {_here(dial, found)}. Look at {next(iter(found))} again.", answer)
     print(verdict.text)
     return verdict
