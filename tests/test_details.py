@@ -161,11 +161,11 @@ def test_before_training(monkeypatch):
 def test_verdicts():
     gain = 100.0
     near = lambda x, n=5: [x - 0.1] * (n - 1) + [x + 0.4]          # the mean is x
-    words = {-50: "breaks it", -49: "hurts", -2: "hurts", -1.9: "no effect here", 0: "no effect here", 1.9: "no effect here", 2: "helps", 80: "helps"}
+    words = {-50: "breaks it", -49: "hurts", -2: "hurts", -1.9: "too small for the rule", 0: "too small for the rule", 1.9: "too small for the rule", 2: "helps", 80: "helps"}
     assert {x: verdict([x] * 5, gain)[0] for x in words} == words
     assert verdict(near(-30.0), gain) == ("hurts", pytest.approx(-30), -30.1, pytest.approx(-29.8, abs=0.11))
-    assert verdict([-400.0, -400, -400, 500, 400], gain)[0] == "no effect here"                                                   # so does this one, far as its mean is
-    assert verdict([-90.0, -90, -90, 30, 0], gain)[0] == verdict([90.0, 90, 90, -30, 0], gain)[0] == "no effect here"          # the interval holds 0
+    assert verdict([-400.0, -400, -400, 500, 400], gain)[0] == "too small for the rule"                                                   # so does this one, far as its mean is
+    assert verdict([-90.0, -90, -90, 30, 0], gain)[0] == verdict([90.0, 90, 90, -30, 0], gain)[0] == "too small for the rule"          # the interval holds 0
     assert verdict([-50.0] * 4, gain)[0] == "too few seeds"
 
 

@@ -167,14 +167,14 @@ def attempt(task: str, # "cartpole" or "pendulum"
 
 # %% ../../nbs/control/24_details.ipynb #verdict
 ENOUGH = 5           # seeds below which there is no verdict
-VERDICTS = ("breaks it", "hurts", "helps", "no effect here", "too few seeds")
+VERDICTS = ("breaks it", "hurts", "helps", "too small for the rule", "too few seeds")
 
 def verdict(differences: list, # Final scores minus those of the intact training, seed by seed
             gain: float, # What the intact training adds to the untrained policy, > 0
            ) -> tuple: # (one of `VERDICTS`; mean; low and high end of its 95% interval)
     "The rule."
     mean, (low, high) = sum(differences) / len(differences), bootstrap_interval(differences)
-    word = "no effect here"
+    word = "too small for the rule"
     if len(differences) < ENOUGH: word = "too few seeds"
     elif high < 0 and mean <= -gain / 2: word = "breaks it"
     elif high < 0 and mean <= -gain / 50: word = "hurts"
