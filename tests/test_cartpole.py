@@ -6,12 +6,14 @@ import sys
 from dataclasses import fields, replace
 
 import gymnasium as gym
+import matplotlib
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from matplotlib.figure import Figure
 
+from rlhf_notes import viz
 from rlhf_notes.control import cartpole
 from rlhf_notes.control.cartpole import PPO, Adam, Batch, Scaling, check_env, clip_gradient, evaluate, health, make_batch, one_vector, ppo_loss, score, scores, seeds, threshold, train
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
@@ -590,6 +592,13 @@ def test_drawings(tmp_path):
         cartpole.plot_run(figure, rows, summary)
         assert len(figure.axes) == 4 and ("interrupted" in figure.axes[3].get_xlabel()) == summary["interrupted"]
         figure.savefig(tmp_path / "f.svg")
+    with matplotlib.rc_context():
+        viz.style()
+        figure = Figure()
+        cartpole.plot_run(figure, rows, summary | dict(eval_return_mean=20.0, eval_sampled_return_mean=20.0))
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert len(figure.legends[0].texts) == 3 and not any(box.overlaps(ax.get_window_extent()) for ax in figure.axes), "a legend lies on a curve"
     ax = Figure().subplots()
     cartpole.draw_cartpole(ax, [1.0, 0.0, math.pi / 6, 0.0])
     pole = ax.lines[-1]

@@ -366,7 +366,7 @@ def plot_run(figure, # A matplotlib figure
     if summary["eval_return_mean"] is not None:
         top.plot(summary["steps"], summary["eval_return_mean"], "o", color=COLORS["green"], label="evaluated, greedy")
         top.plot(summary["steps"], summary["eval_sampled_return_mean"], "x", color=COLORS["orange"], label="evaluated, sampled")
-    top.legend(loc="lower right")
+    if named := top.get_legend_handles_labels()[0]: figure.legend(handles=named, loc="outside lower center", ncols=3)
     line(kl, "kl_k3", "KL(old, new), nats ($k_3$)"); line(clip, "clip_fraction", "clip fraction"); line(ev, "explained_variance", "explained variance (below -1 not shown)")
     ev.set_ylim(-1, 1.05)
     for ax in (clip, ev): ax.set_xlabel(f"environment steps{'; interrupted' * summary['interrupted']}")
