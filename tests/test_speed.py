@@ -68,3 +68,19 @@ def test_what_does_not_fit_is_left_out(monkeypatch):
     monkeypatch.setattr(speed, "gae_cases", lambda device: [])
     said = []
     assert speed.bench(("small",), rounds=1, left_out=said.append) == [] and len(said) == 2 and "8x128x32000 in float32 is left out" in said[0]
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError, StopIteration])
+def test_an_error_of_what_is_measured_is_not_swallowed(error):
+    def fails(): raise error("mine")
+    with pytest.raises(error, match="mine"): speed.peak_extra(fails, "cpu")
+
+
+@pytest.mark.parametrize("kwargs, error, words", [
+    (dict(sizes="small"), TypeError, r"sizes must be a tuple of names, got the string 'small': write \('small',\)"),
+    (dict(sizes=("tiny",)), ValueError, "sizes must be one of 'small', 'medium', 'large', got 'tiny'"),
+    (dict(tasks="GAE"), TypeError, "tasks must be a tuple of names, got the string 'GAE'"),
+    (dict(tasks=("gae",)), ValueError, "tasks must be one of 'log-probability', .* got 'gae'"),
+])
+def test_bad_input_of_the_benchmark_is_named(kwargs, error, words):
+    with pytest.raises(error, match=words): speed.bench(**kwargs)

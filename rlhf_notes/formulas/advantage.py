@@ -11,8 +11,8 @@ import torch
 
 from . import kernels
 from .arguments import at_least_float32, check_boolean, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape
-from .masking import apply_mask, masked_var
-from .whitening import _deviation, whiten
+from .masking import _deviation, _variance, apply_mask
+from .whitening import whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
 _SCAN = 2**13                        # numbers: fewer are added up step by step
@@ -141,7 +141,7 @@ def _std(deviation, dim):
     "Unbiased standard deviation of what has mean 0; 0 for one element. Where it is 0, so is its gradient."
     size = deviation.detach().abs().amax(dim, keepdim=True)
     size = torch.where(size > 0, size, 1.0)
-    var = masked_var(deviation / size, dim=dim, unbiased=True).reshape(size.shape)
+    var = _variance(deviation / size, dim=dim, unbiased=True).reshape(size.shape)
     return torch.where(var > 0, size * torch.where(var > 0, var, 1.0).sqrt(), 0.0)
 
 def group_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G answers)
@@ -152,7 +152,7 @@ def group_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G
     check_float(rewards=rewards); check_ndim(2, rewards=rewards); check_choice("scale", scale, GROUP_SCALES); check_number("eps", eps, low=0)
     rewards = at_least_float32(rewards)
     advantages = _deviation(rewards, dim=1)
-    if scale is None: return advantages
+    if scale is None or not rewards.numel(): return advantages
     std = _std(advantages, 1) if scale == "std" else _std(_deviation(rewards), (0, 1))
     return advantages / torch.where(std + eps > 0, std + eps, 1.0)
 

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['check_tensor', 'check_float', 'check_integer', 'check_boolean', 'check_same_shape', 'check_ndim', 'check_mask',
-           'check_number', 'check_choice', 'at_least_float32']
+           'check_number', 'check_choice', 'under_its_name', 'at_least_float32', 'float64_if_possible']
 
 # %% ../../nbs/formulas/00_arguments.ipynb #export-imports
 import math
+import re
 
 import torch
 
@@ -87,10 +88,24 @@ def check_choice(name, # Name of the argument, for the message
                  choices, # The known names
                 ):
     "`value` must be one of `choices`."
-    if value not in choices: raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if value not in tuple(choices): raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+def under_its_name(name, # What the caller calls the argument
+                   f, # A function whose errors call it `index`
+                   *args, # What `f` gets
+                   **kwargs, # What `f` gets
+                  ): # What `f` returns
+    "f(*args, **kwargs); an error about `index` gets the name by which the caller knows it."
+    try: return f(*args, **kwargs)
+    except ValueError as e: raise ValueError(re.sub(r"^index\b", name, str(e))) from e
 
 # %% ../../nbs/formulas/00_arguments.ipynb #at-least-float32
 def at_least_float32(x: torch.Tensor, # Any dtype, (...)
                     ) -> torch.Tensor: # Same values, (...): float64 stays, all else becomes float32
     "`x` in the precision in which formulas are computed."
     return x if x.dtype == torch.float64 else x.float()
+
+def float64_if_possible(x: torch.Tensor, # Any dtype, (...)
+                       ) -> torch.Tensor: # Same values, (...), float64; float32 on a device that has no float64 (Apple's)
+    "`x` in the precision that sums of large terms with a small result need."
+    return x.float() if x.device.type == "mps" else x.double()

@@ -13,11 +13,11 @@ from collections import namedtuple
 import torch
 
 from .advantage import rloo_advantage
-from .arguments import at_least_float32, check_choice, check_float, check_integer, check_mask, check_ndim, check_number, check_same_shape
+from .arguments import at_least_float32, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape, under_its_name
 from .kl import KL_KINDS, kl_estimate
 from .logprob import efficient_method
 from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean, masked_sum
-from .ppo import _as, _check_weight, _counts, _named
+from .ppo import _as, _check_action, _check_weight, _counts, _named
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
 
@@ -27,14 +27,14 @@ grpo_info = namedtuple("grpo_info", "approx_kl clipfrac")
 
 def _token_logps(log_prob_fn, action, weight, **logits):
     "Log-probabilities of `action` under each of `logits`; what does not count is 0 and has no gradient."
-    logits = _named(**logits)
-    check_float(**logits); check_ndim(3, **logits); check_same_shape(**logits); check_integer(**_named(action=action))
-    (name, z), *_ = logits.items()
-    if action.shape != z.shape[:-1]: raise ValueError(f"data.action must have the shape of {name} without the vocabulary, {tuple(z.shape[:-1])}, got {tuple(action.shape)}")
+    named = _named(**logits)
+    check_float(**named); check_ndim(3, **named); check_same_shape(**named); _check_action(action, "vocabulary", logit_new=logits["logit_new"])
     _check_weight(weight, "mean", action=action)
     counts = _counts(weight)
-    if counts is None: return [log_prob_fn(z, action) for z in logits.values()]
-    return [apply_mask(log_prob_fn(torch.where(counts.unsqueeze(-1), z, 0.0), apply_mask(action, counts, 0)), counts) for z in logits.values()]
+    def logp(z): return under_its_name("data.action", log_prob_fn, z, action)
+    if counts is None: return [logp(z) for z in logits.values()]
+    action = apply_mask(action, counts, 0)
+    return [apply_mask(logp(torch.where(counts.unsqueeze(-1), z, 0.0)), counts) for z in logits.values()]
 
 def _sequence_mean(loss, weight):
     "Weighted mean over the tokens of each answer, then the mean over the answers that have any."
@@ -48,7 +48,7 @@ def _group_error(logp, logp_old, adv, weight, clip_ratio, info):
     "Loss of each token and what to watch."
     counts = _counts(weight)
     ratio = importance_ratio(logp, logp_old, counts)
-    loss = -clipped_surrogate(ratio, at_least_float32(adv).unsqueeze(1).expand_as(ratio), clip_ratio)
+    loss = -clipped_surrogate(ratio, apply_mask(at_least_float32(adv).unsqueeze(1).expand_as(ratio), counts), clip_ratio)
     return loss, info(masked_mean(logp_old - logp, counts).item(), clip_fraction(ratio, eps_low=clip_ratio, kind="outside", mask=counts).item())
 
 def grpo_policy_error(data: grpo_policy_data, # logit_new, logit_old, logit_ref: (B, S, V); action: (B, S), integers; adv: (B,), one for each answer; weight: (B, S) or None
@@ -63,7 +63,8 @@ def grpo_policy_error(data: grpo_policy_data, # logit_new, logit_old, logit_ref:
     check_float(**_named(adv=adv))
     if adv.shape != action.shape[:1]: raise ValueError(f"data.adv must have one number for each answer, shape {tuple(action.shape[:1])}, got {tuple(adv.shape)}")
     loss, info = _group_error(logp, logp_old, adv, weight, clip_ratio, grpo_info)
-    return _sequence_mean(loss + beta * kl_estimate(logp, logp_ref.detach(), "k3"), weight), info
+    if beta: loss = loss + beta * kl_estimate(logp, logp_ref.detach(), "k3")
+    return _sequence_mean(loss, weight), info
 
 # %% ../../nbs/formulas/11_grpo.ipynb #rloo
 rloo_policy_data = namedtuple("rloo_policy_data", "logit_new logit_old action reward weight")
@@ -96,9 +97,8 @@ POLICY_VARIANTS = { #  aggregation            eps_low eps_high
     "gmpo":    ("seq-mean-token-mean", 0.4,   0.4),
 }
 
-def _objective(variant, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, tau):
+def _objective(variant, r, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, tau):
     "Objective of each token, to be maximised, (B, T), and the share of the tokens whose ratio a bound holds."
-    r = importance_ratio(logp, logp_old, mask)
     if variant in ("ppo", "grpo", "dr_grpo", "dapo"):       # their rows of POLICY_VARIANTS are all that sets them apart
         return clipped_surrogate(r, A, eps_low, eps_high, dual_clip), clip_fraction(r, A, eps_low, eps_high, mask=mask)
     if variant == "gspo":
@@ -106,7 +106,7 @@ def _objective(variant, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, t
         return clipped_surrogate(s, A, eps_low, eps_high, dual_clip), clip_fraction(s, A, eps_low, eps_high, mask=mask)
     if variant == "cispo":
         weight = r.detach().clamp(1 - eps_low, 1 + eps_high)
-        return weight * A * logp, clip_fraction(r, None, eps_low, eps_high, "outside", mask)
+        return weight * A * apply_mask(logp, A != 0), clip_fraction(r, None, eps_low, eps_high, "outside", mask)
     if variant == "sapo":
         gate = lambda t: 4 / t * torch.sigmoid(t * (r - 1))
         return torch.where(A > 0, gate(tau[0]), gate(tau[1])) * A, A.new_zeros(())
@@ -164,13 +164,14 @@ def policy_loss(logp: torch.Tensor, # log pi of the tokens, with gradient, (B, T
     aggregate = lambda x: aggregate_loss(x, mask, aggregation, length)
     A = apply_mask(_each_token(advantage, logp).detach(), mask)
     logp, logp_old = (apply_mask(at_least_float32(x), mask) for x in (logp, logp_old.detach()))
-    objective, clipped = _objective(variant, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, tau)
+    r = importance_ratio(logp, logp_old, mask)
+    objective, clipped = _objective(variant, r, logp, logp_old, A, mask, eps_low, eps_high, dual_clip, tau)
     loss = policy = -aggregate(objective)
     kl = loss.new_zeros(())
     if logp_ref is not None:
         kl = aggregate(kl_estimate(logp, apply_mask(logp_ref.detach(), mask), kl_kind))
-        loss = policy + beta * kl
-    stats = dict(policy_loss=policy, kl=kl, ratio=masked_mean(importance_ratio(logp, logp_old, mask), mask), clip_fraction=clipped,
+        if beta: loss = policy + beta * kl
+    stats = dict(policy_loss=policy, kl=kl, ratio=masked_mean(r, mask), clip_fraction=clipped,
                  approx_kl=masked_mean(kl_estimate(logp, logp_old, "k2"), mask))
     return loss, {name: x.detach() for name, x in stats.items()}
 
@@ -188,4 +189,6 @@ def dpo_loss(chosen_logp: torch.Tensor, # log pi of the chosen answers, summed o
     chosen, rejected, ref_chosen, ref_rejected = map(at_least_float32, logps.values())
     margin = beta * ((chosen - ref_chosen.detach()) - (rejected - ref_rejected.detach()))
     log_sigmoid = torch.nn.functional.logsigmoid
-    return -masked_mean((1 - label_smoothing) * log_sigmoid(margin) + label_smoothing * log_sigmoid(-margin))
+    objective = (1 - label_smoothing) * log_sigmoid(margin)
+    if label_smoothing: objective = objective + label_smoothing * log_sigmoid(-margin)
+    return -masked_mean(objective)

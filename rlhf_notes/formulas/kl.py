@@ -8,7 +8,7 @@ __all__ = ['KL_KINDS', 'kl_estimate', 'calculate_kl_div', 'exact_kl', 'kl_loss',
 # %% ../../nbs/formulas/06_kl.ipynb #export-imports
 import torch
 
-from .arguments import at_least_float32, check_choice, check_float, check_mask, check_number, check_same_shape
+from .arguments import at_least_float32, check_choice, check_float, check_mask, check_number, check_same_shape, float64_if_possible
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio
 
@@ -47,10 +47,10 @@ def exact_kl(logits: torch.Tensor, # Logits of pi, (..., V); -inf = impossible
             ) -> torch.Tensor: # (...), float32 or better, in nats; +inf where pi can do what pi_ref cannot
     "KL(pi || pi_ref) = sum_v p_v (log p_v - log p_ref_v), the expectation over all V actions (Kullback and Leibler 1951)."
     check_float(logits=logits, logits_ref=logits_ref); check_same_shape(logits=logits, logits_ref=logits_ref)
-    logp, logp_ref = at_least_float32(logits).log_softmax(-1), at_least_float32(logits_ref).log_softmax(-1)
-    p = logp.exp()
-    possible = p > 0
-    return (p * (apply_mask(logp, possible) - apply_mask(logp_ref, possible))).sum(-1)
+    logp, logp_ref = (float64_if_possible(z).log_softmax(-1) for z in (logits, logits_ref))
+    p, dtype = logp.exp(), at_least_float32(logits[..., :0]).dtype
+    possible = p.to(dtype) > 0
+    return (p * (apply_mask(logp, possible) - apply_mask(logp_ref, possible))).sum(-1).to(dtype)
 
 # %% ../../nbs/formulas/06_kl.ipynb #loss
 def kl_loss(logp: torch.Tensor, # log pi of the sampled actions, with gradient, (...)
@@ -65,7 +65,8 @@ def kl_loss(logp: torch.Tensor, # log pi of the sampled actions, with gradient, 
     logp, logp_ref = apply_mask(logp, mask), apply_mask(logp_ref.detach(), mask)
     k = kl_estimate(logp, logp_ref, kind)
     if straight_through:
-        d = kl_estimate(logp, logp_ref, "k1")
+        d = kl_estimate(logp, logp_ref, "k1"); largest = torch.finfo(d.dtype).max
+        d = d.clamp(-largest, largest)                     # infinity - infinity would be NaN
         k = k.detach() + d.detach() * (d - d.detach())     # k2 - sg[k2]: value 0, slope d, and no overflow of the square
     if ratio is not None:
         r = at_least_float32(apply_mask(ratio, mask))
@@ -83,6 +84,7 @@ def _number(kl):
 
 class FixedKLController:
     "A price of KL that stays what it is."
+    _above_zero = False                                    # may beta be 0?
     def __init__(self,
                  coef: float, # beta, in units of reward per nat, >= 0
                 ):
@@ -106,11 +108,12 @@ class FixedKLController:
                        ):
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"coef"}: raise ValueError(f"state must be a dict with the one key 'coef', got {state!r}")
-        check_number("coef", state["coef"], low=0)
+        check_number("coef", state["coef"], low=0, open_low=self._above_zero)
         self.coef = float(state["coef"])
 
 class AdaptiveKLController(FixedKLController):
     "A price of KL that rises while the KL is above its target and falls while it is below (Ziegler et al. 2019, section 2.2)."
+    _above_zero = True                                     # it multiplies: 0 would stay 0
     def __init__(self,
                  init: float = 0.15, # beta to begin with, in units of reward per nat, > 0
                  target: float = 6.0, # KL of whole answers to hold, in nats, > 0

@@ -11,21 +11,36 @@ import torch
 from .arguments import at_least_float32, check_choice, check_mask, check_ndim, check_number, check_tensor
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
+def _as_dtype(fill, x):
+    "The number `fill` as one that `x` can hold, so that it does not change the dtype."
+    if x.is_floating_point() or x.is_complex(): return fill
+    if fill != int(fill): raise ValueError(f"fill must be a whole number where x has dtype {x.dtype}, got {fill}")
+    return bool(fill) if x.dtype == torch.bool else int(fill)
+
 def apply_mask(x: torch.Tensor, # (...)
                mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                fill: float = 0.0, # What takes the place of the elements that do not count
-              ) -> torch.Tensor: # (...): `x` where the mask is True, `fill` elsewhere
+              ) -> torch.Tensor: # (...), dtype of `x`: `x` where the mask is True, `fill` elsewhere
     "`x` with everything under a False mask replaced by `fill`: its values, NaN and gradient are gone."
     check_tensor(x=x); check_mask(mask, x=x)
-    return x if mask is None else torch.where(mask, x, fill)
+    return x if mask is None else torch.where(mask, x, _as_dtype(fill, x))
 
 # %% ../../nbs/formulas/01_masking.ipynb #reductions
+def _check_dim(dim, x):
+    "None, a dimension of x, or a tuple of different ones."
+    if dim is None: return
+    n, dims = max(x.ndim, 1), dim if isinstance(dim, (tuple, list)) else (dim,)            # a 0-dim tensor lets itself be summed over dimension 0
+    for d in dims:
+        if isinstance(d, bool) or not isinstance(d, int): raise TypeError(f"dim must be an integer, a tuple of them or None, got {dim!r}")
+        if not -n <= d < n: raise ValueError(f"dim must be from {-n} to {n - 1} for x of shape {tuple(x.shape)}, got {dim}")
+    if len({d % n for d in dims}) < len(dims): raise ValueError(f"dim must name each dimension once, got {dim}")
+
 def masked_sum(x: torch.Tensor, # (...)
                mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                dim: int | tuple | None = None, # Dimension(s) to sum over; None = all
               ) -> torch.Tensor: # float32 or better; 0-dim if `dim` is None, else without `dim`
     "Sum of the elements of `x` that count; 0 where none does."
-    check_tensor(x=x)
+    check_tensor(x=x); _check_dim(dim, x)
     return apply_mask(at_least_float32(x), mask).sum(dim)
 
 def _count(x, mask, dim, keepdim=False):
@@ -39,17 +54,30 @@ def masked_mean(x: torch.Tensor, # (...)
     total = masked_sum(x, mask, dim)
     return total / (max(x.numel(), 1) if mask is None and dim is None else _count(x, mask, dim).clamp(min=1))
 
+def _mean(x, mask, dim):
+    "The mean; its dimensions stay, with size 1."
+    dim = tuple(range(x.ndim)) if dim is None else dim
+    return apply_mask(x, mask).sum(dim, keepdim=True) / _count(x, mask, dim, keepdim=True).clamp(min=1)
+
+def _deviation(x, mask=None, dim=None):
+    "Deviation from the mean over `dim`, 0 where the mask is False. Centred twice: the second mean is the rounding error of the first."
+    x = x - _mean(x, mask, dim)
+    return apply_mask(x - _mean(x, mask, dim).detach(), mask)
+
+def _variance(x, mask=None, dim=None, unbiased=False):
+    "The formula as it stands, for an x whose mean is not large beside its deviations."
+    x = apply_mask(x, mask)
+    return masked_sum((x - _mean(x, mask, dim)).square(), mask, dim) / (_count(x, mask, dim) - int(unbiased)).clamp(min=1)
+
 def masked_var(x: torch.Tensor, # (...)
                mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                dim: int | tuple | None = None, # Dimension(s) to take the variance over; None = all
                unbiased: bool = False, # Divide by n - 1 (Bessel) instead of n
               ) -> torch.Tensor: # float32 or better, in units of `x` squared; 0-dim if `dim` is None, else without `dim`
     "Variance of the elements of `x` that count; 0 where fewer than one (biased) or two (unbiased) do."
-    check_tensor(x=x)
-    x = apply_mask(at_least_float32(x), mask)
-    dim = tuple(range(x.ndim)) if dim is None else dim
-    mean = x.sum(dim, keepdim=True) / _count(x, mask, dim, keepdim=True).clamp(min=1)
-    return masked_sum((x - mean).square(), mask, dim) / (_count(x, mask, dim) - int(unbiased)).clamp(min=1)
+    check_tensor(x=x); _check_dim(dim, x)
+    x = at_least_float32(x)
+    return _variance(x - _mean(x, mask, dim), mask, dim, unbiased)          # centred here, and once more there
 
 # %% ../../nbs/formulas/01_masking.ipynb #aggregate
 AGGREGATION_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
@@ -66,4 +94,4 @@ def aggregate_loss(loss: torch.Tensor, # Loss of each token, (B, T)
     if mode == "token-mean": return masked_mean(loss, mask)
     if mode == "seq-mean-token-mean": return masked_mean(masked_mean(loss, mask, dim=1), has_tokens)
     if mode == "seq-mean-token-sum": return masked_mean(masked_sum(loss, mask, dim=1), has_tokens)
-    return masked_sum(loss, mask) / (loss.shape[0] * (length or loss.shape[1]))
+    return masked_sum(loss, mask) / (loss.shape[0] * (length or loss.shape[1]) or 1)

@@ -12,7 +12,7 @@ from collections import namedtuple
 
 import torch
 
-from .arguments import at_least_float32, check_boolean, check_choice, check_float, check_integer, check_number, check_same_shape
+from .arguments import at_least_float32, check_boolean, check_choice, check_float, check_integer, check_number, check_same_shape, under_its_name
 from .kl import KL_KINDS, kl_loss
 from .logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax
 from .masking import apply_mask, masked_mean, masked_sum
@@ -73,6 +73,7 @@ def _policy_error(logp, logp_old, logp_ref, entropy, adv, weight, clip_ratio, du
     ratio = importance_ratio(logp, logp_old, every)
     kl = logp.new_zeros(()) if logp_ref is None else kl_loss(logp, logp_ref, kl_type, mask=every)
     approx_kl = masked_mean(logp_old - logp, every)
+    adv = apply_mask(adv, counts)
     if joint: ratio, entropy = ratio.mean(-1), entropy.mean(-1)
     policy = -_reduce(clipped_surrogate(ratio, adv, clip_ratio, dual_clip=dual_clip), weight, reduction)
     clipfrac = clip_fraction(ratio, eps_low=clip_ratio, kind="outside", mask=counts)
@@ -88,6 +89,13 @@ def _check_adv(adv, weight, reduction, **like):
         rows = f", or of its rows, {tuple(x.shape[:-1])}" if x.ndim > 1 else ""
         raise ValueError(f"data.adv must have the shape of data.{name}, {tuple(x.shape)}{rows}, got {tuple(adv.shape)}")
     _check_weight(weight, reduction, adv=adv)
+
+def _check_action(action, choices, **logits):
+    "An integer for each row of the logits; `choices` is what their last dimension holds."
+    (name, z), = logits.items()
+    if z.ndim == 0 or z.shape[-1] == 0: raise ValueError(f"data.{name} must have at least 1 dimension, the last of which, the {choices}, has at least 1 element; got shape {tuple(z.shape)}")
+    check_integer(**_named(action=action))
+    if action.shape != z.shape[:-1]: raise ValueError(f"data.action must have the shape of data.{name} without the {choices}, {tuple(z.shape[:-1])}, got {tuple(action.shape)}")
 
 def _check_clips(clip_ratio, dual_clip, kl_type):
     check_number("clip_ratio", clip_ratio, low=0, high=1, open_low=True)
@@ -105,13 +113,11 @@ def ppo_policy_error(data: ppo_policy_data, # logit_new, logit_old: (..., N); ac
     logit_new, logit_old, action, adv, weight, logit_pretrained = _as(ppo_policy_data, data)
     _check_clips(clip_ratio, dual_clip, kl_type)
     logits = _named(logit_new=logit_new, logit_old=logit_old, logit_pretrained=logit_pretrained)
-    check_float(["data.logit_pretrained"], **logits); check_same_shape(**logits); check_integer(**_named(action=action))
-    if action.shape != logit_new.shape[:-1]:
-        raise ValueError(f"data.action must have the shape of data.logit_new without the actions, {tuple(logit_new.shape[:-1])}, got {tuple(action.shape)}")
+    check_float(["data.logit_pretrained"], **logits); check_same_shape(**logits); _check_action(action, "actions", logit_new=logit_new)
     _check_adv(adv, weight, reduction, action=action)
     counts = _counts(weight)
     if counts is not None and counts.shape != action.shape: counts = counts.unsqueeze(-1).expand_as(action)
-    logp, logp_old = (selective_log_softmax(z, action, mask=counts) for z in (logit_new, logit_old))
+    logp, logp_old = (under_its_name("data.action", selective_log_softmax, z, action, mask=counts) for z in (logit_new, logit_old))
     logp_ref = None if logit_pretrained is None else selective_log_softmax(logit_pretrained, action, mask=counts)
     entropy = entropy_from_logits(logit_new, mask=counts) if entropy_bonus else torch.zeros_like(logp)
     return _policy_error(logp, logp_old, logp_ref, entropy, adv, weight, clip_ratio, dual_clip, kl_type, reduction)
@@ -122,6 +128,7 @@ def _mu_sigma(name, x, counts=None):
     try: mu, sigma = (x["mu"], x["sigma"]) if isinstance(x, dict) else x
     except (KeyError, TypeError, ValueError): raise TypeError(f"data.{name} must be a dict with mu and sigma, or the pair of them, got {type(x).__name__}") from None
     check_float(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma}); check_same_shape(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma})
+    if mu.ndim == 0: raise ValueError(f"data.{name} mu must have at least 1 dimension, got 0: shape ()")
     return (mu.unsqueeze(-1), sigma.unsqueeze(-1)) if mu.ndim == 1 else (mu, sigma)
 
 def ppo_policy_error_continuous(data: ppo_policy_data_continuous, # mu_sigma_new, mu_sigma_old: dict(mu=(..., N), sigma=(..., N) > 0); action: (..., N); adv: (...); weight: (...) or None; logit_pretrained: a dict like the others, or None
@@ -223,6 +230,7 @@ class PPOLoss(torch.nn.Module):
             for name, mask in masks.items():
                 if mask is not None: check_boolean("counts", **{name: mask})
         ratio = importance_ratio(pi_logprobs, pi_old_logprobs, padding_masks)
+        advantages = apply_mask(advantages, padding_masks)
         policy_loss = -masked_mean(clipped_surrogate(ratio, advantages, self.epsilon), padding_masks)
         v_loss = masked_mean(value_loss(phi_values, phi_old_values, returns, self.value_clip_range, value_padding_masks), value_padding_masks)
         clipfrac = clip_fraction(ratio, advantages, self.epsilon, mask=padding_masks)

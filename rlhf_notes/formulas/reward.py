@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_integer, check_mask, check_ndim, check_number,
-                                           check_same_shape)
+                                           check_same_shape, float64_if_possible, under_its_name)
 from .kl import kl_estimate
 from .logprob import selective_log_softmax
 from .masking import apply_mask, masked_mean
@@ -25,7 +25,8 @@ def best_of_n_loss(rewards: torch.Tensor, # Rewards of N answers to each prompt,
     check_float(rewards=rewards); check_ndim(2, rewards=rewards); check_integer(best=best)
     if best.shape != rewards.shape[:1]:
         raise ValueError(f"best must have one index for each row of rewards, shape {tuple(rewards.shape[:1])}, got {tuple(best.shape)}")
-    return -masked_mean(selective_log_softmax(rewards, best))
+    if rewards.shape[1] == 0: raise ValueError(f"rewards must have at least 1 answer to each prompt, got shape {tuple(rewards.shape)}")
+    return -masked_mean(under_its_name("best", selective_log_softmax, rewards, best))
 
 def bradley_terry_loss(chosen: torch.Tensor, # Rewards of the preferred answers, (...)
                        rejected: torch.Tensor, # Rewards of the others, (...)
@@ -71,7 +72,7 @@ class RewardNorm:
                 ) -> torch.Tensor: # (...), float32 or better
         "Normalised rewards, gain * r + bias."
         check_float(r=r)
-        return self.gain * at_least_float32(r) + self.bias
+        return (self.gain * float64_if_possible(r) + self.bias).to(at_least_float32(r).dtype)         # two large numbers may cancel
 
     def state_dict(self) -> dict: # What a checkpoint must hold
         "The state, for a checkpoint."
@@ -96,7 +97,8 @@ def token_rewards(scores: torch.Tensor, # Score of each answer, (B,)
     if scores.shape != logp.shape[:1]: raise ValueError(f"scores must have one score for each row of logp, shape {tuple(logp.shape[:1])}, got {tuple(scores.shape)}")
     if mask is None: mask = torch.ones_like(logp, dtype=torch.bool)
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)                            # of those that count, none is left behind it
-    kl_penalty = apply_mask(-kl_coef * kl_estimate(logp, logp_ref, "k1"), mask)
+    kl = kl_estimate(logp, logp_ref, "k1")
+    kl_penalty = apply_mask(-kl_coef * kl, mask) if kl_coef else torch.zeros_like(kl)             # 0 times infinity would be NaN
     rewards = kl_penalty + apply_mask(at_least_float32(scores)[:, None].expand_as(last), last)
     return rewards.detach(), kl_penalty.detach()
 

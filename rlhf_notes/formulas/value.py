@@ -8,6 +8,7 @@ __all__ = ['value_loss', 'value_clip_fraction', 'explained_variance', 'value_tra
 
 # %% ../../nbs/formulas/05_value.ipynb #export-imports
 import torch
+from torch.nn.functional import pad
 
 from .arguments import at_least_float32, check_float, check_mask, check_number, check_same_shape
 from .masking import apply_mask, masked_mean, masked_var
@@ -53,9 +54,11 @@ def explained_variance(value: torch.Tensor, # V, (...)
     "Share of the variance of the returns that the value function explains, 1 - Var(R - V) / Var(R)."
     check_float(value=value, returns=returns); check_same_shape(value=value, returns=returns); check_mask(mask, value=value)
     V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns))
-    variance, rounding = masked_var(R, mask), 8 * torch.finfo(R.dtype).eps
-    varies = variance > rounding ** 2 * masked_mean(R.square(), mask)
-    return torch.where(varies, 1 - masked_var(R - V, mask) / torch.where(varies, variance, 1.0), 0.0)
+    size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=torch.finfo(R.dtype).tiny)         # so that no square overflows or vanishes
+    variance, rounding = masked_var(R / size, mask), 8 * torch.finfo(R.dtype).eps
+    varies = variance > rounding ** 2 * masked_mean((R / size).square(), mask)
+    left = masked_var(torch.where(varies, R - V, 0.0) / size, mask)
+    return torch.where(varies, 1 - left / torch.where(varies, variance, 1.0), 0.0)
 
 # %% ../../nbs/formulas/05_value.ipynb #transforms
 def value_transform(x: torch.Tensor, # (...), finite

@@ -12,14 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from .arguments import at_least_float32, check_float, check_mask, check_number
-from .masking import apply_mask, masked_mean, masked_sum, masked_var
-
-# %% ../../nbs/formulas/07_whitening.ipynb #centre
-def _deviation(x, mask=None, dim=None):
-    "Deviation from the mean over `dim`, 0 where the mask is False. Centred twice: the second mean is the rounding error of the first."
-    def mean(x): return masked_mean(x, mask, dim) if dim is None else masked_mean(x, mask, dim).unsqueeze(dim)
-    x = x - mean(x)
-    return apply_mask(x - mean(x).detach(), mask)
+from .masking import _deviation, _variance, apply_mask, masked_mean, masked_sum
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
 def whiten(x: torch.Tensor, # (...)
@@ -35,7 +28,7 @@ def whiten(x: torch.Tensor, # (...)
     deviation = _deviation(x, mask)
     size = pad(deviation.detach().abs().flatten(), (0, 1)).amax().clamp(min=max(math.sqrt(eps), 1e-20))
     deviation, eps = deviation / size, eps / size / size
-    whitened = deviation * (masked_var(deviation, mask, unbiased=unbiased) + eps).clamp(min=1e-20).rsqrt()
+    whitened = deviation * (_variance(deviation, mask, unbiased=unbiased) + eps).clamp(min=1e-20).rsqrt()
     return apply_mask(whitened if shift_mean else whitened + mean, mask)
 
 # %% ../../nbs/formulas/07_whitening.ipynb #moments
@@ -69,7 +62,7 @@ class RunningMoments:
         shape, batch_dims = self.mean.shape, x.ndim - self.mean.ndim
         if batch_dims < 0 or x.shape[batch_dims:] != shape: raise ValueError(f"x must have a shape that ends in {tuple(shape)}, got {tuple(x.shape)}")
         if mask is None: mask = torch.ones(x.shape[:batch_dims], dtype=torch.bool, device=x.device)
-        check_mask(mask, observations=x[(...,) + (0,) * len(shape)])
+        check_mask(mask, observations=x.new_empty(x.shape[:batch_dims]))
         return mask.reshape(mask.shape + (1,) * len(shape))
 
     @torch.no_grad()
@@ -79,10 +72,11 @@ class RunningMoments:
               ) -> "RunningMoments": # Itself
         "Take in a batch of observations."
         mask, shape = self._check(x, mask), self.mean.shape
-        count, mask = int(mask.sum()), mask.expand(x.shape).reshape(-1, *shape).cpu()
-        x = apply_mask(x.to("cpu", torch.float64).reshape(-1, *shape), mask)
+        count, n, mask = int(mask.sum()), mask.numel(), mask.expand(x.shape).cpu()
+        x, mask = apply_mask(x.to("cpu", torch.float64), mask).reshape(n, *shape), mask.reshape(n, *shape)
+        if not x.isfinite().all(): raise ValueError("x must be finite where it counts, got NaN or infinity")
         mean, m2 = masked_mean(x, mask, dim=0), masked_sum(_deviation(x, mask, dim=0).square(), dim=0)
-        if not (mean.isfinite().all() and m2.isfinite().all()): raise ValueError("x must be finite where it counts, got NaN or infinity")
+        if not m2.isfinite().all(): raise ValueError(f"x must be so small that its squares have a sum in float64, got numbers up to {x.abs().max():.0e}")
         return self._merge(count, mean, m2)
 
     def merge(self,
@@ -120,7 +114,10 @@ class RunningMoments:
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"count", "mean", "m2"}:
             raise ValueError(f"state must be a dict with the keys 'count', 'mean', 'm2', got {state!r}")
-        for name in ("mean", "m2"):
-            shape, got = tuple(self.mean.shape), tuple(state[name].shape)
-            if got != shape: raise ValueError(f"{name} must have the shape {shape}, got {got}")
-        self.count, self.mean, self.m2 = int(state["count"]), *(state[name].detach().to("cpu", torch.float64).clone() for name in ("mean", "m2"))
+        count, sums = state["count"], {name: state[name] for name in ("mean", "m2")}
+        check_number("count", count, low=0); check_float(**sums)
+        if count != int(count): raise ValueError(f"count must be a whole number, got {count}")
+        for name, x in sums.items():
+            if x.shape != self.mean.shape: raise ValueError(f"{name} must have the shape {tuple(self.mean.shape)}, got {tuple(x.shape)}")
+            if not x.isfinite().all() or name == "m2" and (x < 0).any(): raise ValueError(f"{name} must be finite{' and not negative' * (name == 'm2')}, got {x.tolist()}")
+        self.count, self.mean, self.m2 = int(count), *(x.detach().to("cpu", torch.float64).clone() for x in sums.values())

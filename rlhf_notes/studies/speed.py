@@ -19,6 +19,7 @@ import torch
 
 from ..formulas import logprob
 from ..formulas.advantage import gae, gae_tokens
+from ..formulas.arguments import check_choice
 from ..formulas.logprob import (efficient_method, entropy_from_logits, less_efficient_method, linear_log_probs, log_probs_and_entropy, naive_method,
                                          selective_log_softmax)
 
@@ -75,9 +76,10 @@ def peak_extra(f, # Without arguments
         ctypes.CDLL(None).malloc_trim(0)                     # hand back what was freed, so that it counts when it is taken again
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")        # sets the mark to where the memory stands now
-        f()
-        return max(0, _resident("VmHWM") - before)
+        _resident("VmHWM")                                   # is there such a mark?
     except (OSError, AttributeError, StopIteration): return None
+    f()
+    return max(0, _resident("VmHWM") - before)
 
 def _resident(field): return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)) * 1024
 
@@ -233,6 +235,10 @@ def bench(sizes: tuple = ("small",), # Of `SIZES`
           tasks: tuple = TASKS, # Which of `TASKS`
          ) -> list: # Rows
     "All cases on one device."
+    for name, given, known in (("sizes", sizes, SIZES), ("tasks", tasks, TASKS)):
+        if isinstance(given, str): raise TypeError(f"{name} must be a tuple of names, got the string {given!r}: write ({given!r},)")
+        for x in given:
+            if name == "tasks" or isinstance(x, str): check_choice(name, x, known)
     rows, bandwidth = [], copy_bandwidth(device)
     def take(case):
         rows.extend(new := measure(case, device, rounds, bandwidth))

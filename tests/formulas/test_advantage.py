@@ -501,3 +501,9 @@ def test_the_gradient_of_the_scan_by_finite_differences(data, gamma, lam):
 def test_large_rewards_do_not_overflow_in_the_scan():
     r, no = torch.full((4, 3), 1e38), torch.zeros(4, 3, dtype=torch.bool)
     with scanned(): torch.testing.assert_close(gae(r, r * 0, r * 0, no, no | True)[0], r)
+
+
+@pytest.mark.parametrize("scale", GROUP_SCALES)
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0)])
+def test_no_prompts_and_no_answers(shape, scale):
+    assert group_advantage(torch.empty(shape), scale).shape == shape

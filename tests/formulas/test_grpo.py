@@ -435,6 +435,7 @@ Z, ACTION, ADV = torch.zeros(4, 3, 2), torch.zeros(4, 3, dtype=torch.long), torc
     ("logit_new", Z.long(), TypeError, "data.logit_new must have a floating-point dtype"), ("action", ACTION[:2], ValueError, r"data.action must have the shape of data.logit_new without the vocabulary, \(4, 3\), got \(2, 3\)"),
     ("action", ACTION.float(), TypeError, "data.action must have an integer dtype"), ("weight", torch.ones(4), ValueError, r"data.weight must have the shape of data.action, \(4, 3\), got \(4,\)"),
     ("weight", 1.0, TypeError, "data.weight must be a torch.Tensor or None, got float"),
+    ("action", ACTION + 2, ValueError, "^data.action must be between 0 and 1"), ("action", ACTION - 1, ValueError, "^data.action must be between 0 and 1"),
 ])
 def test_bad_fields_are_named(field, value, error, words):
     with pytest.raises(error, match=words): grpo_policy_error(grpo_policy_data(Z, Z, Z, ACTION, ADV, None)._replace(**{field: value}))
@@ -522,3 +523,52 @@ def test_dpo_vmap_and_compile():
 ])
 def test_bad_input_of_dpo_is_named(args, kwargs, error, words):
     with pytest.raises(error, match=words): dpo_loss(*args, **kwargs)
+
+
+def test_no_words_are_named():
+    none = Z[..., :0]
+    for call in (lambda: grpo_policy_error(grpo_policy_data(none, none, none, ACTION, ADV, None)), lambda: rloo_policy_error(rloo_policy_data(none, none, ACTION, ADV, None))):
+        with pytest.raises(ValueError, match=r"data.logit_new must have at least 1 dimension, the last of which, the vocabulary, has at least 1 element; got shape \(4, 3, 0\)"): call()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_an_empty_batch_gives_zero(variant, shape):
+    logp, A = torch.empty(shape), torch.empty(shape[:1])
+    for mask in (None, torch.empty(shape, dtype=torch.bool)):
+        loss, stats = policy_loss(logp, logp, A, mask, variant, logp_ref=logp)
+        assert loss == 0 and all(s == 0 for s in stats.values())
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_a_kl_that_weighs_nothing_adds_nothing(variant, kind):
+    logp, old, A, m = batch(6)
+    loss, stats = policy_loss(logp, old, A, m, variant, torch.full_like(old, -math.inf), 0.0, kl_kind=kind)
+    assert torch.equal(loss, policy_loss(logp, old, A, m, variant)[0]) and stats["kl"] == math.inf            # it is still measured
+    (z, z_old, z_ref), action, adv, weight = logits_batch(6)
+    impossible = z_ref.scatter(-1, action.unsqueeze(-1), -math.inf)
+    f = lambda x, ref: grpo_policy_error(grpo_policy_data(x, z_old, ref, action, adv, weight), beta=0.0)[0]
+    (loss, (grad,)), (same, (g,)) = (value_and_grad(lambda x: f(x, ref), z) for ref in (impossible, z_ref))
+    assert torch.equal(loss, same) and torch.equal(grad, g) and loss.isfinite()
+
+
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_without_advantage_an_impossible_word_costs_nothing(variant):
+    logp = torch.tensor([[-math.inf, -1.0]])
+    loss, (grad,) = value_and_grad(lambda x: policy_loss(x, torch.full_like(x, -1.0), torch.zeros(1), None, variant)[0], logp)
+    assert loss == 0 and (grad == 0).all()
+
+
+def test_no_nan_on_the_way_back_from_the_advantage_of_an_answer_without_weight():
+    (z, z_old, z_ref), action, adv, weight = logits_batch(2)
+    adv[1], weight[1] = math.nan, 0
+    with torch.autograd.set_detect_anomaly(True): _, (grad,) = value_and_grad(lambda x: grpo_policy_error(grpo_policy_data(x, z_old, z_ref, action, adv, weight))[0], z)
+    assert grad.isfinite().all()
+
+
+def test_dpo_without_smoothing_has_no_second_term():
+    inf, zero = torch.tensor([math.inf]), torch.zeros(1)
+    loss, (_, grad) = value_and_grad(lambda c, r: dpo_loss(c, r, zero, zero), zero, -inf)
+    assert loss == 0 and grad == 0                                                                   # the rejected answer is impossible: nothing is left to learn
+    assert dpo_loss(zero, -inf, zero, zero, label_smoothing=0.1) == dpo_loss(-inf, zero, zero, zero) == math.inf

@@ -302,3 +302,40 @@ def test_a_refused_kl_leaves_the_coefficient_alone(bad):
     controller = AdaptiveKLController()
     with pytest.raises(ValueError, match="kl"): controller.update(bad, 64)
     assert controller.coef == 0.15
+
+
+@pytest.mark.parametrize("V, scale", [(1000, 1.0), (50257, 1.0), (50257, 5.0)])
+@pytest.mark.parametrize("step", [5e-5, 1e-3, 1e-2, 0.1])
+def test_exact_kl_of_policies_close_together(V, scale, step):
+    "From a KL of about 1e-9 to one of 1e-2, as a number and as a gradient; the reference adds terms that are never negative."
+    for seed in range(3):
+        logits = normal(seed, (V,), torch.float32, scale)
+        logits_ref = logits + normal(seed + 100, (V,), torch.float32, step)
+        logp, logp_ref = (z.double().log_softmax(-1) for z in (logits, logits_ref))
+        p, d = logp.exp(), logp - logp_ref
+        exact = (p * (torch.expm1(-d) + d)).sum() if step > 1e-2 else (p * d.square() / 2 * (1 - d / 3 * (1 - d / 4 * (1 - d / 5)))).sum()
+        got, (g, g_ref) = value_and_grad(exact_kl, logits, logits_ref)
+        assert got.dtype == torch.float32 and abs(got.double() / exact - 1) < 1e-4
+        assert (g.double() - p * (d - exact)).norm() < 1e-4 * (p * (d - exact)).norm() and (g_ref.double() - (logp_ref.exp() - p)).norm() < 1e-4 * (logp_ref.exp() - p).norm()
+
+
+@pytest.mark.parametrize("with_ratio", [False, True])
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_straight_through_at_an_infinite_log_ratio(kind, with_ratio):
+    inf = math.inf
+    for d in (inf, -inf):
+        for logp, logp_ref in (([d, 0.5], [0.0, 0.0]), ([0.0, 0.5], [-d, 0.0])):
+            args = torch.tensor(logp), torch.tensor(logp_ref)
+            r = torch.ones(2) if with_ratio else None
+            value, (g, _) = value_and_grad(lambda a, b: kl_loss(a, b, kind, r, None, True), *args)
+            assert torch.equal(value, kl_loss(*args, kind)) and not value.isnan()
+            assert g.tolist() == [0, 0.25]
+
+
+def test_a_coefficient_that_multiplies_is_not_loaded_as_zero():
+    controller = AdaptiveKLController()
+    with pytest.raises(ValueError, match=r"coef must be in \(0, inf\), got 0.0"): controller.load_state_dict({"coef": 0.0})
+    assert controller.coef == 0.15
+    fixed = FixedKLController(1)
+    fixed.load_state_dict({"coef": 0.0})
+    assert fixed.coef == 0

@@ -1,8 +1,10 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean, masked_sum, masked_var
+from rlhf_notes.formulas.masking import AGGREGATION_MODES, _deviation, aggregate_loss, apply_mask, masked_mean, masked_sum, masked_var
 from strategies import JUNK, SEEDS, masked, normal, random_mask, value_and_grad
 
 REDUCTIONS = {
@@ -100,6 +102,12 @@ def test_works_under_vmap_and_compile():
     (lambda x, m: masked_mean(x, m.long()), TypeError, "mask must be boolean"),
     (lambda x, m: masked_sum(x, m[:1]), ValueError, "mask must have the shape of x"),
     (lambda x, m: masked_var(x, m.tolist()), TypeError, "mask must be a boolean torch.Tensor, got list"),
+    (lambda x, m: masked_sum(x, m, 5), ValueError, r"dim must be from -2 to 1 for x of shape \(2, 3\), got 5"),
+    (lambda x, m: masked_mean(x, m, -3), ValueError, "dim must be from -2 to 1"),
+    (lambda x, m: masked_var(x, m, (0, 2)), ValueError, r"dim must be from -2 to 1 .*, got \(0, 2\)"),
+    (lambda x, m: masked_sum(x, m, (0, -2)), ValueError, r"dim must name each dimension once, got \(0, -2\)"),
+    (lambda x, m: masked_sum(x, m, "rows"), TypeError, "dim must be an integer, a tuple of them or None, got 'rows'"),
+    (lambda x, m: apply_mask(x.long(), m, 0.5), ValueError, "fill must be a whole number where x has dtype torch.int64, got 0.5"),
     (lambda x, m: aggregate_loss(x[0], m[0]), ValueError, "loss must have 2 dimensions"),
     (lambda x, m: aggregate_loss(x, m, "sum"), ValueError, "mode must be one of .* got 'sum'"),
     (lambda x, m: aggregate_loss(x, m, "constant", -3), ValueError, "length must be in"),
@@ -108,3 +116,41 @@ def test_works_under_vmap_and_compile():
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64, torch.bfloat16])
+def test_filling_keeps_the_dtype(dtype):
+    x, m = torch.tensor([1, 1, 0]).to(dtype), torch.tensor([True, False, True])
+    for fill in (0.0, 0, 1.0):
+        y = apply_mask(x, m, fill)
+        assert y.dtype == dtype and y.tolist() == [x.tolist()[0], fill, x.tolist()[2]]
+    large = torch.tensor([2**24 + 1, 2**62 + 1])
+    assert torch.equal(apply_mask(large, torch.tensor([True, True])), large)
+    torch.testing.assert_close(torch.func.vmap(apply_mask)(x, m), apply_mask(x, m))
+    torch.testing.assert_close(torch.compile(apply_mask, backend="eager", fullgraph=True)(x, m), apply_mask(x, m))
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, (0, 1), (-1,)])
+@given(seed=SEEDS, offset=st.sampled_from([0.0, 1e5, -1e7]), masks=st.booleans())
+def test_far_from_zero_deviations_and_variance_are_right(dim, seed, offset, masks):
+    x = normal(seed, (40, 30), torch.float32) + offset
+    m = random_mask(seed + 1, x.shape) if masks else None
+    exact, deviation = masked_var(x.double(), m, dim), _deviation(apply_mask(x, m), m, dim)
+    torch.testing.assert_close(masked_var(x, m, dim).double(), exact, rtol=1e-5, atol=0)
+    assert masked_mean(deviation.double(), m, dim).abs().max() < 1e-5
+    if dim is None and m is None: torch.testing.assert_close(exact, x.double().var(correction=0), rtol=1e-9, atol=0)
+
+
+@given(seed=SEEDS, unbiased=st.booleans())
+def test_the_gradient_of_the_variance(seed, unbiased):
+    x, m = normal(seed, (4, 5), scale=3.0) + 7, random_mask(seed + 1, (4, 5))
+    _, (grad,) = value_and_grad(lambda t: masked_var(t, m, unbiased=unbiased), x)
+    n = int(m.sum())
+    torch.testing.assert_close(grad, 2 * (x - masked_mean(x, m)) * m / max(n - unbiased, 1), atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("shape, length", [((0, 5), None), ((3, 0), None), ((0, 0), None), ((0, 5), 7), ((3, 0), 7)])
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_no_answers_and_no_tokens_give_zero(mode, shape, length):
+    for m in (None, torch.zeros(shape, dtype=torch.bool)): assert aggregate_loss(torch.empty(shape), m, mode, length) == 0
+    assert math.isclose(aggregate_loss(torch.ones(1, 1), None, "constant", 0.5), 2)           # a divisor below one is not nothing

@@ -431,6 +431,10 @@ P = [torch.ones(4)] * 6
     (lambda: ppo_policy_error(D._replace(logit_pretrained=D.logit_old[:2])), ValueError, "data.logit_pretrained must have the shape of data.logit_new"),
     (lambda: ppo_policy_error(D._replace(action=D.action[:, None])), ValueError, r"data.action must have the shape of data.logit_new without the actions, \(4,\), got \(4, 1\)"),
     (lambda: ppo_policy_error(D._replace(action=D.adv)), TypeError, "data.action must have an integer dtype"),
+    *[(lambda a=a: ppo_policy_error(D._replace(action=torch.tensor([0, 1, 2, a]))), ValueError, "^data.action must be between 0 and 2") for a in (3, -1)],
+    (lambda: ppo_policy_error(D._replace(logit_new=D.logit_new[:, :0], logit_old=D.logit_old[:, :0])), ValueError,
+     r"data.logit_new must have at least 1 dimension, the last of which, the actions, has at least 1 element; got shape \(4, 0\)"),
+    (lambda: ppo_policy_error(D._replace(logit_new=D.adv[0], logit_old=D.adv[0], action=D.action[0])), ValueError, r"data.logit_new must have at least 1 dimension, .* got shape \(\)"),
     (lambda: ppo_policy_error(D._replace(adv=D.adv[:, None])), ValueError, r"data.adv must have the shape of data.action, \(4,\), got \(4, 1\)"),
     (lambda: ppo_policy_error(D._replace(adv=D.adv[0])), ValueError, r"data.adv must have the shape of data.action, \(4,\), got \(\)"),
     (lambda: ppo_policy_error(D._replace(adv=1.0)), TypeError, "data.adv must be a torch.Tensor, got float"),
@@ -452,6 +456,7 @@ P = [torch.ones(4)] * 6
     *[(lambda f=f, d=d: f(d, reduction="sum"), ValueError, "reduction must be one of 'mean', 'weight', got 'sum'") for f, d in ((ppo_policy_error, D), (ppo_policy_error_continuous, G), (ppo_value_error, V))],
     (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=torch.ones(4, 2, 2))), TypeError, "data.mu_sigma_new must be a dict with mu and sigma, or the pair of them, got Tensor"),
     (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=dict(mu=G.action))), TypeError, "data.mu_sigma_new must be a dict with mu and sigma"),
+    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=(torch.ones(()), torch.ones(())))), ValueError, r"data.mu_sigma_new mu must have at least 1 dimension, got 0: shape \(\)"),
     (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_old=None)), TypeError, "data.mu_sigma_old must be a dict with mu and sigma, or the pair of them, got NoneType"),
     (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_old=(G.action, G.action[:1]))), ValueError, r"data.mu_sigma_old sigma must have the shape of data.mu_sigma_old mu, \(4, 2\), got \(1, 2\)"),
     (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_old=(G.action[:2], G.action[:2]))), ValueError, "data.mu_sigma_old mu must have the shape of data.mu_sigma_new mu"),
@@ -476,3 +481,16 @@ P = [torch.ones(4)] * 6
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words): call()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_no_nan_arises_on_the_way_back_from_an_advantage_without_weight():
+    z, z_old, _, action, _ = discrete_case(0, (2,), 3)
+    adv, w = torch.tensor([1.0, math.nan], dtype=torch.float64), torch.tensor([1.0, 0.0])
+    sigma, keep = torch.ones(2, 3, dtype=torch.float64), w != 0
+    def discrete_loss(z): return ppo_policy_error(ppo_policy_data(z, z_old, action, adv, w))[0].policy_loss
+    def continuous_loss(z): return ppo_policy_error_continuous(ppo_policy_data_continuous((z, sigma), (z_old, sigma), z_old, adv, w))[0].policy_loss
+    def parts_loss(z): return ppo_policy_error(ppo_policy_data(z[:, None], z_old[:, None], action[:, None], adv, w))[0].policy_loss
+    def torchtunes(z): return PPOLoss()(z_old[:, 0], z[:, 0], adv, adv, z[:, 0], adv, keep, keep)[0]
+    with torch.autograd.detect_anomaly():                                           # raises where a backward function returns NaN
+        for f in (discrete_loss, continuous_loss, parts_loss, torchtunes): assert value_and_grad(f, z)[1][0].isfinite().all()

@@ -252,6 +252,10 @@ S, YES = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     (lambda: best_of_n_loss(R, B.float()), TypeError, "best must have an integer dtype"),
     (lambda: best_of_n_loss(R, B[:1]), ValueError, r"best must have one index for each row of rewards, shape \(2,\), got \(1,\)"),
     (lambda: best_of_n_loss(R, L), ValueError, "best must have one index"),
+    (lambda: best_of_n_loss(R, torch.tensor([0, 3])), ValueError, "^best must be between 0 and 2"),
+    (lambda: best_of_n_loss(R, torch.tensor([0, -1])), ValueError, "^best must be between 0 and 2"),
+    (lambda: best_of_n_loss(R[:, :0], B), ValueError, r"rewards must have at least 1 answer to each prompt, got shape \(2, 0\)"),
+    (lambda: best_of_n_loss(R[:0, :0], B[:0]), ValueError, "rewards must have at least 1 answer"),
     (lambda: bradley_terry_loss(R, R[:1]), ValueError, "rejected must have the shape of chosen"),
     (lambda: bradley_terry_loss(1.0, 0.0), TypeError, "chosen must be a torch.Tensor"),
     (lambda: bradley_terry_loss(R, R, S), ValueError, "margin must have the shape of chosen"),
@@ -295,3 +299,23 @@ S, YES = torch.zeros(2), torch.ones(2, dtype=torch.bool)
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_price_of_zero_asks_for_nothing(sign):
+    logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-math.inf, -3.0]])
+    if sign < 0: logp, ref = ref, logp
+    for mask in (None, torch.tensor([[True, True]])):
+        rewards, penalty = token_rewards(torch.tensor([5.0]), logp, ref, 0.0, mask)
+        assert rewards.tolist() == [[0, 5]] and penalty.tolist() == [[0, 0]]
+    assert token_rewards(torch.tensor([5.0]), logp, ref, 0.1)[0][0, 0] == -sign * math.inf
+
+
+@given(seed=SEEDS, n=st.integers(3, 50), offset=st.sampled_from([0.0, 1e4, -1e6]), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_the_norm_of_rewards_far_from_zero(seed, n, offset, dtype):
+    r = (torch.cat([normal(seed, (n,)), torch.tensor([2., -2.], dtype=torch.float64)]) * 0.5 + offset).to(dtype)
+    norm = RewardNorm().fit(r)
+    value, (grad,) = value_and_grad(norm, r)
+    assert value.dtype == dtype
+    torch.testing.assert_close(value.double(), norm.gain * r.double() + norm.bias, atol=1e-6, rtol=1e-6)
+    assert (grad == torch.tensor(norm.gain, dtype=dtype)).all()

@@ -210,3 +210,13 @@ def test_works_under_vmap_and_compile():
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+
+
+@given(seed=SEEDS, n=st.integers(2, 20), size=st.sampled_from([1e-36, 1e-25, 1e-12, 1e12, 1e19, 1e36]), masks=st.booleans())
+def test_explained_variance_at_any_size(seed, n, size, masks):
+    V, R = normal(seed, (n,), torch.float32), normal(seed + 1, (n,), torch.float32)
+    m = random_mask(seed + 2, (n,), 0.8) if masks else None
+    value, (g, _) = value_and_grad(lambda V, R: explained_variance(V, R, m), V * size, R * size)
+    torch.testing.assert_close(value, explained_variance(V, R, m), rtol=1e-4, atol=1e-4)
+    assert g.isfinite().all() or size < 1e-30                              # 1 / size, times a number that may be large
+    if n > 2 and m is None: assert value != 0

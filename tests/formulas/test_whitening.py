@@ -220,6 +220,14 @@ X = torch.ones(2, 3)
     (lambda: RunningMoments().whiten(X), ValueError, "moments of no observations"),
     (lambda: RunningMoments().update(X).whiten(X, eps=0), ValueError, "eps must be in"),
     (lambda: RunningMoments().load_state_dict({"count": 1}), ValueError, "state must be a dict with the keys"),
+    (lambda: RunningMoments().update(torch.tensor([1e200, -1e200], dtype=torch.float64)), ValueError, r"x must be so small that its squares have a sum in float64, got numbers up to 1e\+200"),
+    (lambda: RunningMoments().load_state_dict({"count": 3, "mean": 0.0, "m2": 0.0}), TypeError, "mean must be a torch.Tensor, got float"),
+    (lambda: RunningMoments().load_state_dict({"count": 3, "mean": torch.tensor(0.0), "m2": torch.tensor(0)}), TypeError, "m2 must have a floating-point dtype"),
+    (lambda: RunningMoments().load_state_dict({"count": -3, "mean": torch.tensor(0.0), "m2": torch.tensor(0.0)}), ValueError, r"count must be in \[0, inf\), got -3"),
+    (lambda: RunningMoments().load_state_dict({"count": 0.5, "mean": torch.tensor(0.0), "m2": torch.tensor(0.0)}), ValueError, "count must be a whole number, got 0.5"),
+    (lambda: RunningMoments().load_state_dict({"count": "3", "mean": torch.tensor(0.0), "m2": torch.tensor(0.0)}), TypeError, "count must be a number, got str"),
+    (lambda: RunningMoments().load_state_dict({"count": 3, "mean": torch.tensor(0.0), "m2": torch.tensor(-1.0)}), ValueError, "m2 must be finite and not negative, got -1.0"),
+    (lambda: RunningMoments().load_state_dict({"count": 3, "mean": torch.tensor(math.nan), "m2": torch.tensor(1.0)}), ValueError, "mean must be finite, got nan"),
     (lambda: RunningMoments().load_state_dict(RunningMoments((3,)).state_dict()), ValueError, r"mean must have the shape \(\), got \(3,\)"),
 ])
 def test_bad_input_is_named(call, error, words):
@@ -230,4 +238,11 @@ def test_bad_input_is_named(call, error, words):
 def test_a_refused_batch_changes_nothing():
     moments = RunningMoments().update(X)
     with pytest.raises(ValueError): moments.update(X * math.inf)
+    with pytest.raises(ValueError): moments.load_state_dict({"count": -1, "mean": torch.tensor(2.0), "m2": torch.tensor(0.0)})
     assert moments.count == 6 and moments.mean == 1
+
+
+def test_observations_without_elements():
+    moments = RunningMoments((0,)).update(torch.zeros(3, 0)).update(torch.zeros(2, 4, 0), torch.ones(2, 4, dtype=torch.bool))
+    assert moments.count == 11 and moments.var.shape == (0,) and moments.whiten(torch.zeros(3, 0)).shape == (3, 0)
+    with pytest.raises(ValueError, match=r"mask must have the shape of observations, \(3,\), got \(2,\)"): moments.update(torch.zeros(3, 0), torch.ones(2, dtype=torch.bool))
