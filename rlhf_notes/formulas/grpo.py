@@ -187,8 +187,8 @@ def dpo_loss(chosen_logp: torch.Tensor, # log pi of the chosen answers, summed o
     logps = dict(chosen_logp=chosen_logp, rejected_logp=rejected_logp, ref_chosen_logp=ref_chosen_logp, ref_rejected_logp=ref_rejected_logp)
     check_float(**logps); check_same_shape(**logps); check_number("beta", beta, low=0, open_low=True); check_number("label_smoothing", label_smoothing, low=0, high=0.5)
     chosen, rejected, ref_chosen, ref_rejected = map(at_least_float32, logps.values())
-    margin = beta * ((chosen - ref_chosen.detach()) - (rejected - ref_rejected.detach()))
+    lead = beta * ((chosen - ref_chosen.detach()) - (rejected - ref_rejected.detach()))
     log_sigmoid = torch.nn.functional.logsigmoid
-    objective = (1 - label_smoothing) * log_sigmoid(margin)
-    if label_smoothing: objective = objective + label_smoothing * log_sigmoid(-margin)
+    objective = (1 - label_smoothing) * log_sigmoid(lead)
+    if label_smoothing: objective = objective + label_smoothing * log_sigmoid(-lead)
     return -masked_mean(objective)
