@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_integer, check_mask, check_ndim, check_number,
-                                           check_same_shape, float64_if_possible, under_its_name)
+                                           check_same_shape, under_its_name)
 from .kl import kl_estimate
 from .logprob import selective_log_softmax
 from .masking import apply_mask, masked_mean
@@ -72,7 +72,7 @@ class RewardNorm:
                 ) -> torch.Tensor: # (...), float32 or better
         "Normalised rewards, gain * r + bias."
         check_float(r=r)
-        return (self.gain * float64_if_possible(r) + self.bias).to(at_least_float32(r).dtype)         # two large numbers may cancel
+        return self.gain * at_least_float32(r) + self.bias
 
     def state_dict(self) -> dict: # What a checkpoint must hold
         "The state, for a checkpoint."
