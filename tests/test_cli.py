@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 from rlhf_notes import __version__, cli
 from rlhf_notes.control import cartpole, compare
@@ -50,14 +51,24 @@ BAD = [
     (["cartpole", "--sed", "3"], "unrecognized argument '--sed'; did you mean --seed?"), (["cartpole", "--zzz"], "unrecognized argument '--zzz' (see rlhf-notes cartpole --help)"), (["demo", "--zzz"], "unrecognized argument '--zzz'; expected --help, --seed, --device, --out"), (["cartpole", "word"], "unrecognized argument 'word'"),
     (["cartpole", "--learning", "0.1"], "unrecognized argument '--learning'; did you mean --learning-rate?"),
     (["cartpole", "--out", "file"], "--out must be a directory, got the file file"), (["cartpole", "--out", "file/below"], "cannot use file/below"), (["cartpole", "--out", "full"], "which holds letter.txt"),
-    (["cartpole", "--out", "full", "--overwrite"], "which holds letter.txt"), (["cartpole", "--out", "run"], "which holds a run: continue it with --resume run, or replace it with --overwrite"),
+    (["cartpole", "--out", "full", "--overwrite"], "which holds letter.txt"), (["cartpole", "--out", "cut"], "which holds a run: continue it with --resume cut, or replace it with --overwrite"), (["cartpole", "--out", "run"], "which holds a run: replace it with --overwrite"),
     (["cartpole", "--out", "run", "--overwrite", "--seed", "-1"], "--seed must be in"), (["cartpole", "--out", "run", "--overwrite", "--device", "cuda"], "is not there"),
     (["cartpole", "--resume", "nowhere"], "got nowhere, which has no config.json"), (["cartpole", "--resume", "full"], "got full, which has no config.json"), (["cartpole", "--resume", "run"], "got run, which has no checkpoint.pt"),
     (["cartpole", "--resume", "done"], "got done, which is finished"), (["cartpole", "--resume", "other"], "got other, a run of pendulum"), (["cartpole", "--resume", "half"], "got half, which lacks gamma, lam"),
+    (["cartpole", "--resume", "cut"], "--resume must be a run whose checkpoint belongs to its config.json, got one that does not: KeyError: 'ppo'"),
+    (["cartpole", "--log-std", "-1e2"], "--log-std must be in [-10, 10], got -100"), (["cartpole", "--steps", "-1E+3"], "--steps: invalid int value: '-1E+3'"),
     (["cartpole", "--resume", "done", "--seed", "3"], "--resume must stand alone"), (["cartpole", "--resume", "done", "--out", "x"], "got --out as well"), (["cartpole", "--resume", "done", "--overwrite"], "got --overwrite as well"),
     (["cartpole", "--env", "CartPole-v1"], "unrecognized argument '--env'; to choose it: rlhf-notes train --env"), (["train", "--env", "Nowhere-v0"], "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"),
     (["train", "--env", "FrozenLake-v1"], "--env must have Box observations, got 'FrozenLake-v1'"), (["train", "--env", "Blackjack-v1"], "--env must have Box observations"),
     (["train", "--env", "rlhf_notes/Unbounded-v0"], "--env must have Discrete actions, or a bounded one-dimensional Box"), (["train", "--env", "rlhf_notes/Grid-v0"], "--env must have Discrete actions"),
+    *[(["train", "--overwrite", "--out", "cut", *rest], words) for rest, words in (
+        (["--env", "rlhf_notes/Unset-v0"], "--env must be an environment that can be reset, got 'rlhf_notes/Unset-v0': division by zero"),
+        (["--env", "rlhf_notes/Idle-v0"], "envs must reset themselves, autoreset_mode NextStep or SameStep, got Disabled"),
+        (["--env", "rlhf_notes/Vector-v0", "--vectorization", "sync"], "--env must be an environment that Gymnasium can make, got 'rlhf_notes/Vector-v0'"),
+        (["--env", "rlhf_notes/Wide-v0", "--squash"], "--squash must have bounds whose distance is a number"),
+        (["--env", "CartPole-v1", "--hidden", "1000000000000"], "num_envs, num_steps and hidden must fit into memory, got 32, 32 and 1000000000000"),
+        (["--env", "CartPole-v1", "--num-envs", "1000000000000000", "--steps", "100000000000000000"], "num_envs, num_steps and hidden must fit into memory"),
+        (["--env", "CartPole-v1", "--num-steps", "1000000000000000", "--steps", "100000000000000000"], "num_envs, num_steps and hidden must fit into memory"))],
     (["cartpole", "--activation", "gelu"], "--activation: invalid choice: 'gelu'"), (["cartpole", "--normalize-obs", "yes"], "unrecognized argument 'yes'"), (["cartpole", "--normalize-ob"], "did you mean --normalize-obs?"),
     (["cartpole", "--seeds", "0"], "--seeds must be at least 1, got 0"), (["cartpole", "--seeds", "-2"], "--seeds must be at least 1, got -2"), (["cartpole", "--seeds", "x"], "--seeds: invalid int value"),
     (["cartpole", "--seeds", "2", "--jobs", "0"], "--jobs must be at least 1, got 0"), (["cartpole", "--jobs", "2"], "--jobs must come with --seeds"),
@@ -82,21 +93,37 @@ class Grid(gym.Env):
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3])
 
 
+class Unset(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None): 1 / 0
+
+
+class Wide(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-3e38, 3e38, (1,))
+    def reset(self, *, seed=None, options=None): return np.zeros(2, np.float32), {}
+
+
+class Idle(CartPoleVectorEnv):
+    metadata = {**CartPoleVectorEnv.metadata, "autoreset_mode": gym.vector.AutoresetMode.DISABLED}
+
+
 @pytest.fixture
 def furnished(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir(); (tmp_path / "full" / "letter.txt").write_text("x")
     config = {"task": "cartpole", **{f: getattr(PPOConfig(), f) for f in PPOConfig.__dataclass_fields__}}
     without = {k: v for k, v in config.items() if k not in ("gamma", "lam")}
-    for name, c, checkpoint, summary in (("run", config, False, None), ("done", config, True, {"interrupted": False}), ("other", config | {"task": "pendulum"}, True, None), ("half", without, True, None)):
+    for name, c, checkpoint, summary in (("run", config, False, None), ("cut", config, True, {"interrupted": True}), ("done", config, True, {"interrupted": False}), ("other", config | {"task": "pendulum"}, True, None), ("half", without, True, None)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(c))
         if checkpoint: torch.save({"rows": 0, "state": {}}, tmp_path / name / "checkpoint.pt")
         if summary: (tmp_path / name / "summary.json").write_text(json.dumps(summary))
     for name in ("many/seed1", "shows/pendulum"): (tmp_path / name).mkdir(parents=True); (tmp_path / name / "letter.txt").write_text("x")
     (tmp_path / "many" / "config.json").write_text(json.dumps(config))
-    for name, env in (("Unbounded", Unbounded), ("Grid", Grid)):
+    for name, env in (("Unbounded", Unbounded), ("Grid", Grid), ("Unset", Unset), ("Wide", Wide)):
         if f"rlhf_notes/{name}-v0" not in gym.registry: gym.register(f"rlhf_notes/{name}-v0", env)
+    for name, env in (("Idle", Idle), ("Vector", CartPoleVectorEnv)):
+        if f"rlhf_notes/{name}-v0" not in gym.registry: gym.register(f"rlhf_notes/{name}-v0", vector_entry_point=env)
     return tmp_path
 
 

@@ -1,4 +1,6 @@
+import enum
 import io
+import sys
 
 import gymnasium as gym
 import numpy as np
@@ -7,7 +9,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.control.rollout import ENV_ARRAYS, Collector, Rollout, autoreset_mode, env_state, make_envs, minibatches, set_env_state
+from rlhf_notes.control.rollout import ENV_ARRAYS, Collector, Rollout, autoreset_mode, env_state, find_spec, make_envs, minibatches, savable, set_env_state
 from strategies import SEEDS
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "valid")
@@ -60,6 +62,10 @@ class Engine(gym.Env):
     def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
 
 
+class Colour(enum.IntEnum):
+    RED = 1
+
+
 class Bare(gym.vector.VectorEnv):
     "A vector environment of which nothing is known."
     def __init__(self, n): self.num_envs = n
@@ -71,11 +77,12 @@ class Table(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.t, self.name, self.pair, self.scalar = 0, "a", (np.float64(self.np_random.random()), [1, np.arange(2.0)]), np.float32(0.1)
+        self.clock = self.screen = self.t = 0
+        self.name, self.pair, self.scalar = "a", (np.float64(self.np_random.random()), [1, np.arange(2.0)]), np.float32(0.1)
         return self.look(0), {}
 
     def step(self, action):
-        self.t += 1; self.name += "b"
+        self.t += 1; self.name += "b"; self.clock += 1; self.screen -= 1
         noise, (count, array) = self.pair
         array += noise                                                                  # in place
         self.pair = (noise * 0.9 + np.float64(self.np_random.random()), [count + action, array])
@@ -212,6 +219,38 @@ def test_the_policy_sees_rows_before_and_after_loading():
     assert all(seen) and len(seen) == 6 and one.obs.strides == other.obs.strides
 
 
+class Window: "Stands for what pygame gives."
+Window.__module__ = "pygame.surface"
+
+
+def test_a_window_is_no_memory():
+    envs = SyncVectorEnv([lambda: Engine(Window())])
+    envs.reset(seed=0)
+    assert savable(envs) and "world" not in env_state(envs)["envs"][0]["layers"][-1]
+
+
+def test_a_module_makes_its_environments_known(tmp_path, monkeypatch):
+    (tmp_path / "makes_itself_known.py").write_text("import gymnasium as gym\ngym.register('rlhf_notes/Known-v0', 'gymnasium.envs.classic_control:PendulumEnv', reward_threshold=7, max_episode_steps=9)")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert find_spec("makes_itself_known:rlhf_notes/Known-v0").reward_threshold == 7
+        sys.modules.pop("makes_itself_known"); gym.registry.pop("rlhf_notes/Known-v0")
+        assert make_envs("makes_itself_known:rlhf_notes/Known-v0", 2).num_envs == 2
+    finally: gym.registry.pop("rlhf_notes/Known-v0", None)
+    assert find_spec("CartPole-v1") is gym.spec("CartPole-v1")
+
+
+@pytest.mark.parametrize("error, words", [(RuntimeError("no licence"), "no licence"), (ImportError("libfoo.so"), "libfoo.so"), (AssertionError(), "AssertionError"), (None, "size")])
+def test_an_environment_that_cannot_be_made_is_named(monkeypatch, error, words):
+    class Fails(gym.Env):
+        def __init__(self, *size):
+            if error is not None: raise error
+    class Needs(gym.Env):
+        def __init__(self, size): pass
+    monkeypatch.setitem(gym.registry, "Fails-v0", gym.envs.registration.EnvSpec("Fails-v0", Needs if error is None else Fails))
+    with pytest.raises(ValueError, match=f"env must be an environment that Gymnasium can make, got 'Fails-v0': .*{words}"): make_envs("Fails-v0", 1)
+
+
 def test_make_envs():
     assert type(make_envs("CartPole-v1", 3).unwrapped).__name__ == "CartPoleVectorEnv" and make_envs("CartPole-v1", 3).num_envs == 3
     assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv) and isinstance(make_envs("CartPole-v1", 2, "sync"), SyncVectorEnv)
@@ -251,6 +290,10 @@ def test_minibatches_are_shuffled_anew_each_time():
     (lambda: Collector(SyncVectorEnv([lambda: Engine({"a": 1})]), 0).state_dict(), ValueError, "got Engine.world, a dict"),
     (lambda: Collector(SyncVectorEnv([lambda: Engine([1, [object()]])]), 0).state_dict(), ValueError, "got Engine.world, a list"),
     (lambda: Collector(SyncVectorEnv([lambda: Engine(np.array([None]))]), 0).state_dict(), ValueError, "got Engine.world, a ndarray"),
+    (lambda: Collector(SyncVectorEnv([lambda: Engine(Colour.RED)]), 0).state_dict(), ValueError, "got Engine.world, a Colour"),
+    (lambda: Collector(SyncVectorEnv([lambda: Engine([1, Colour.RED])]), 0).state_dict(), ValueError, "got Engine.world, a list"),
+    (lambda: Collector(SyncVectorEnv([lambda: Engine(np.ma.array([1]))]), 0).state_dict(), ValueError, "got Engine.world, a MaskedArray"),
+    (lambda: make_envs("rlhf_notes/Engine-v0:CartPole-v1", 2), ValueError, "env must be an environment that Gymnasium can make"),
     (lambda: Collector(SyncVectorEnv([lambda: Engine(np.random.default_rng())]), 0).state_dict(), ValueError, "got Engine.world, a Generator"),
     (lambda: set_env_state(SyncVectorEnv([Engine]), {}), ValueError, "envs must keep their state"),
     (lambda: env_state(gym.wrappers.vector.NormalizeReward(make_envs("CartPole-v1", 2))), ValueError, "envs must not be wrapped to be saved, got NormalizeReward"),
@@ -303,7 +346,7 @@ def test_every_kind_of_memory_is_restored(stop, seed):
     state = one.state_dict()
     kept = one.envs.envs[0].pair[1][1].copy()
     other.load_state_dict(state)
-    for a, b in zip(one.envs.envs, other.envs.envs): assert kinds([a.t, a.name, a.pair, a.scalar]) == kinds([b.t, b.name, b.pair, b.scalar])
+    for a, b in zip(one.envs.envs, other.envs.envs): assert kinds([a.t, a.name, a.pair, a.scalar]) == kinds([b.t, b.name, b.pair, b.scalar]) and (a.clock, a.screen) == (b.clock, b.screen) == (a.t, -a.t)
     assert not np.shares_memory(one.envs.envs[0].pair[1][1], other.envs.envs[0].pair[1][1])
     (a, episodes_a), (b, episodes_b) = (c.collect(act, 13, lambda a: a + 1) for c in (one, other))
     assert_same(a, b)

@@ -67,7 +67,7 @@ def test_options_in_range_pass():
     ("auto", 0, "cpu", "cpu"), ("auto", 2, "cpu", "cpu"), ("auto", 0, "cuda", "cpu"), ("auto", 2, "cuda", "cuda"),
     ("cpu", 0, "cuda", "cpu"), ("cuda", 1, "cpu", "cuda"), ("cuda:1", 2, "cpu", "cuda:1"),
     ("cuda", 0, "cpu", "device 'cuda' is not there"), ("cuda:2", 2, "cpu", "device 'cuda:2' is not there"),
-    ("gpu", 2, "cpu", "device must be auto, cpu, cuda or mps, got 'gpu'"), ("cuda:x", 2, "cpu", "device must be"), ("", 2, "cpu", "device must be"),
+    ("gpu", 2, "cpu", "device must be auto, cpu, cuda or mps, got 'gpu'"), ("cuda:x", 2, "cpu", "device must be"), ("cuda:\N{SUPERSCRIPT TWO}", 3, "cpu", "device must be"), ("", 2, "cpu", "device must be"),
 ])
 def test_pick_device(monkeypatch, name, gpus, auto, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -110,13 +110,16 @@ def test_what_is_there_is_refused_and_untouched(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "foreign").mkdir(); (tmp_path / "foreign" / "config.json").write_text('{"name": "another program"}')
     (tmp_path / "full").mkdir(); (tmp_path / "full" / "letter").write_text("x")
-    Run.create(tmp_path / "run", CONFIG)
+    for name, text in (("five", "5"), ("list", '["task"]')): (tmp_path / name).mkdir(); (tmp_path / name / "config.json").write_text(text)
+    Run.create(tmp_path / "run", CONFIG).save_checkpoint({}); Run.create(tmp_path / "new", CONFIG)
+    Run.create(tmp_path / "done", CONFIG).save_checkpoint({}); (tmp_path / "done" / "summary.json").write_text('{"interrupted": false}')
     before = snapshot(tmp_path)
     for name, overwrite, words in (("file", False, "must be a directory, got the file"), ("file", True, "must be a directory, got the file"), ("full", True, "which holds letter"),
-                                   ("foreign", True, "which holds config.json"), ("run", False, "which holds a run: continue it with --resume")):
+                                   ("foreign", True, "which holds config.json"), ("five", True, "which holds config.json"), ("list", True, "which holds config.json"), ("run", False, "which holds a run: continue it with --resume"),
+                                   ("new", False, "which holds a run: replace it with --overwrite"), ("done", False, "which holds a run: replace it with --overwrite")):
         with pytest.raises(ValueError, match=words): Run.create(tmp_path / name, CONFIG, overwrite)
         with pytest.raises(ValueError, match=words): Run.check(tmp_path / name, overwrite)
-    assert Run.check(tmp_path / "run", overwrite=True) == [tmp_path / "run" / "config.json"] and Run.check(tmp_path / "new") == [] and not (tmp_path / "new").exists()
+    assert Run.check(tmp_path / "new", overwrite=True) == [tmp_path / "new" / "config.json"] and Run.check(tmp_path / "newer") == [] and not (tmp_path / "newer").exists()
     assert snapshot(tmp_path) == before
 
 
@@ -124,9 +127,33 @@ def test_overwriting_deletes_the_run_and_nothing_else(tmp_path):
     run = Run.create(tmp_path / "run", CONFIG)
     run.log(row(1), 1); run.save_checkpoint({"a": 1}); run.save_figure(lambda f: f.subplots()); run.finish({})
     (run.path / "policy").mkdir(); (run.path / "policy" / "config.json").write_text("of the last time")
-    (run.path / "notes.txt").write_text("mine"); (run.path / "seeds.csv").write_text("of the last time"); (run.path / "compare.csv").write_text("of the last time")
+    (run.path / "notes.txt").write_text("mine"); (run.path / "seeds.csv").write_text("of the last time"); (run.path / "compare.csv").write_text("of the last time"); (run.path / "bench.csv").write_text("of the last time")
     Run.create(tmp_path / "run", CONFIG | {"seed": 1}, overwrite=True)
     assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "notes.txt"] and json.loads((run.path / "config.json").read_text())["seed"] == 1
+
+
+def test_overwriting_deletes_the_runs_of_the_seeds_and_no_others(tmp_path):
+    "Those that the old run has written: not a seed beyond its own, not a directory that only has such a name, not a letter beside a run."
+    many = Run.create(tmp_path / "many", CONFIG | {"seeds": 3}).path
+    for k in (0, 1, 3): Run.create(many / f"seed{k}", CONFIG).save_checkpoint({})
+    (many / "seed1" / "notes.txt").write_text("mine"); (many / "seed2").mkdir(); (many / "seed2" / "config.json").write_text("[]")
+    Run.create(many, CONFIG | {"seeds": 1}, overwrite=True)
+    assert sorted(str(p) for p in snapshot(many)) == ["config.json", "seed1/notes.txt", "seed2/config.json", "seed3/checkpoint.pt", "seed3/config.json"] and not (many / "seed0").exists()
+    one = Run.create(tmp_path / "one", CONFIG).path
+    Run.create(one / "seed0", CONFIG); Run.create(one, CONFIG, overwrite=True)
+    assert (one / "seed0" / "config.json").exists()
+
+
+@pytest.mark.parametrize("closed", ["many", "many/seed1", "."])
+def test_what_may_not_be_written_to_is_refused_before_anything_is_deleted(tmp_path, monkeypatch, closed):
+    many = Run.create(tmp_path / "many", CONFIG | {"seeds": 2}).path
+    for k in (0, 1): Run.create(many / f"seed{k}", CONFIG).save_checkpoint({})
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path.resolve() != (tmp_path / closed).resolve())            # to root everything is open
+    with pytest.raises(ValueError, match="out must be a directory that may be written to"): Run.create(tmp_path / "other" if closed == "." else many, CONFIG, overwrite=True)
+    if closed == "many/seed1":
+        with pytest.raises(ValueError, match="resume must be a run directory that may be written to, got .*seed1"): Run.resume(many / "seed1")
+    assert snapshot(tmp_path) == before
 
 
 def test_metrics_are_written_as_they_come(tmp_path):
@@ -185,6 +212,10 @@ def test_a_run_interrupted_before_its_first_row_can_be_resumed(tmp_path):
     (lambda p: (p / "config.json").unlink(), "has no config.json"),
     (lambda p: (p / "checkpoint.pt").write_bytes(b"junk"), "whose files can be read"),
     (lambda p: (p / "config.json").write_text("{"), "whose files can be read"),
+    (lambda p: (p / "config.json").write_text("5"), "whose files can be read, .*config.json holds no object but a int"),
+    (lambda p: (p / "config.json").write_text('["task"]'), "config.json holds no object but a list"),
+    (lambda p: (p / "summary.json").write_text("{"), "whose files can be read"),
+    (lambda p: (p / "summary.json").write_text("[]"), "summary.json holds no object but a list"),
     (lambda p: (p / "metrics.csv").write_text("iteration,loss,return\n"), "with 2 rows in metrics.csv, as its checkpoint says, got .* with 0"),
     (lambda p: (p / "metrics.csv").unlink(), "with 2 rows in metrics.csv"),
     (lambda p: torch.save({"rows": 2, "state": os.system}, p / "checkpoint.pt"), "whose files can be read"),
@@ -313,3 +344,15 @@ def test_an_interrupt_inside_is_known_outside():
             assert inner.is_set() and not outer.is_set()
         assert outer.is_set()
     with stop_on_interrupt() as again: assert not again.is_set()
+
+
+def test_another_flag_is_heeded_inside():
+    "What stops the many stops the one in training, and the first Ctrl-C after that is still the first."
+    flag = threading.Event()
+    with stop_on_interrupt(flag) as outer:
+        with stop_on_interrupt() as inner:
+            assert not inner.is_set()
+            flag.set()
+            assert inner.is_set() and outer.is_set()
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)

@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SCORES', 'THRESHOLDS', 'CHECKPOINT_EVERY', 'draw_cartpole', 'Batch', 'make_batch', 'ppo_loss', 'seeds',
-           'check_env', 'health', 'Scaling', 'one_vector', 'clip_gradient', 'Adam', 'PPO', 'evaluate', 'threshold',
-           'score', 'scores', 'train', 'plot_run']
+           'check_env', 'health', 'Scaling', 'one_vector', 'clip_gradient', 'Adam', 'PPO', 'check_start', 'evaluate',
+           'threshold', 'score', 'scores', 'check_numbers', 'train', 'plot_run']
 
 # %% ../../nbs/control/21_cartpole.ipynb #export-imports
 import json
+import math
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass, fields, replace
+from itertools import count
 
 import gymnasium as gym
 import numpy as np
@@ -21,7 +24,7 @@ from torch.optim.adam import adam
 
 from .config import PPOConfig
 from .policy import Agent, distribution
-from .rollout import Collector, Rollout, float32, make_envs, minibatches, savable
+from .rollout import Collector, Rollout, autoreset_mode, find_spec, float32, make_envs, minibatches, savable
 from ..formulas.advantage import gae
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean
@@ -29,7 +32,7 @@ from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
 from ..formulas.value import explained_variance, value_loss
 from ..formulas.whitening import RunningMoments, whiten
-from ..runs import Run, pick_device, progress_bar, stop_on_interrupt
+from ..runs import Run, launched, pick_device, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/control/21_cartpole.ipynb #draw
 def draw_cartpole(ax, # Matplotlib axes
@@ -96,10 +99,14 @@ def seeds(seed: int, # The one seed of a run
 
 # %% ../../nbs/control/21_cartpole.ipynb #check-env
 def check_env(env_id: str, # A name
+              vectorization: str = "auto", # As for `make_envs`
              ):
     "ValueError unless it is an environment on which `PPO` can train."
-    envs = make_envs(env_id, 1)
-    try: distribution(envs.single_action_space)
+    envs = make_envs(env_id, 1, vectorization)
+    try:
+        autoreset_mode(envs); distribution(envs.single_action_space)
+        try: envs.reset(seed=0)
+        except Exception as e: raise ValueError(f"env must be an environment that can be reset, got {env_id!r}: {str(e) or type(e).__name__}") from e
     finally: envs.close()
 
 # %% ../../nbs/control/21_cartpole.ipynb #health
@@ -222,6 +229,7 @@ class PPO:
         self.optimizer = Adam(self.weights, config.adam_eps)
         self.scaling = Scaling(config, obs_size)
         self.iteration, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
+        self.stop = None                                                # has `.is_set()`: an evaluation ends there
 
     def policy(self,
                rng=None, # A NumPy generator to draw the actions with; None = the most probable ones
@@ -271,21 +279,41 @@ class PPO:
         self.iteration, self.episodes = state["iteration"], state["episodes"]
         self.recent.extend(tuple(e) for e in state["recent"])
 
+# %% ../../nbs/control/21_cartpole.ipynb #check-start
+def check_start(config: PPOConfig, # What to do
+                state: dict | None = None, # A checkpoint to continue from, if there is one
+               ):
+    "ValueError unless a training can begin here: all that it needs is made once, and given back."
+    if (together := launched("SIZE", 1)) > 1: raise ValueError(f"{config.env} must be trained by one process, got {together} that were launched together")
+    check_env(config.env, config.vectorization)
+    try:
+        ppo = PPO(config)
+        np.empty((2, config.num_steps, *ppo.collector.obs.shape), np.float32)
+    except (MemoryError, RuntimeError) as e: raise ValueError(f"num_envs, num_steps and hidden must fit into memory, got {config.num_envs}, {config.num_steps} and {config.hidden}: {str(e) or type(e).__name__}") from e
+    try:
+        if state is not None: ppo.load_state_dict(state["ppo"]); state["clock"]
+    except Exception as e: raise ValueError(f"resume must be a run whose checkpoint belongs to its config.json, got one that does not: {type(e).__name__}: {e}") from e
+    finally: ppo.envs.close()
+
 # %% ../../nbs/control/21_cartpole.ipynb #evaluate
 def evaluate(choose, # choose(obs (N, obs_size) array) -> actions for the environment
              seed: int, # Of the environments
              episodes: int = 100, # How many, all of them whole
              env_id: str = "CartPole-v1", # Where
+             longest: int = 10_000, # Steps after which an episode is cut off, where the environment names no limit of its own
             ) -> torch.Tensor: # The return of each episode, (episodes,)
     "As many environments as episodes, fresh ones, each played once from its start to its end."
-    envs = make_envs(env_id, episodes)
-    obs, _ = envs.reset(seed=seed)
-    returns, running = np.zeros(episodes), np.ones(episodes, bool)
-    while running.any():
-        obs, reward, terminated, truncated, _ = envs.step(choose(float32(obs)))
-        returns += np.where(running, reward, 0)
-        running &= ~(terminated | truncated)
-    envs.close()
+    envs, steps = make_envs(env_id, episodes), count() if find_spec(env_id).max_episode_steps else range(longest)
+    try:
+        obs, _ = envs.reset(seed=seed)
+        returns, running = np.zeros(episodes), np.ones(episodes, bool)
+        for _ in steps:
+            obs, reward, terminated, truncated, _ = envs.step(choose(float32(obs)))
+            returns += np.where(running, reward, 0)
+            running &= ~(terminated | truncated)
+            if not running.any(): break
+        else: warnings.warn(f"{env_id} names no max_episode_steps: {running.sum()} of {episodes} episodes were cut off after {longest:,} steps")
+    finally: envs.close()
     return torch.from_numpy(returns)
 
 # %% ../../nbs/control/21_cartpole.ipynb #scores
@@ -295,15 +323,19 @@ THRESHOLDS = {"Pendulum-v1": -200.0}       # where Gymnasium names none
 def threshold(env_id: str, # A name that Gymnasium knows
              ) -> float | None: # The mean return from which it counts as solved; None if nobody says
     "Gymnasium's reward_threshold, or ours where it has none."
-    return THRESHOLDS.get(env_id, gym.spec(env_id).reward_threshold)
+    spec = find_spec(env_id)
+    return THRESHOLDS.get(spec.id, spec.reward_threshold)
 
 def score(ppo: PPO, # In training or after it
           seed: int, # Of the environments, and of the actions
           greedy: bool, # The most probable action, or drawn as in training
          ) -> torch.Tensor: # The return of each of 100 fresh episodes
-    "The policy as it is now on fresh environments."
+    "The policy as it is now on fresh environments; KeyboardInterrupt when `ppo.stop` is set."
     policy = ppo.policy(None if greedy else np.random.default_rng(seed))
-    return evaluate(lambda obs: ppo.agent.head.for_env(policy(obs)), seed, env_id=ppo.config.env)
+    def choose(obs):
+        if ppo.stop is not None and ppo.stop.is_set(): raise KeyboardInterrupt
+        return ppo.agent.head.for_env(policy(obs))
+    return evaluate(choose, seed, env_id=ppo.config.env)
 
 def scores(ppo: PPO, # Trained
           ) -> dict: # For the summary: mean and standard deviation of the return, greedy and sampled, and the number of episodes of each
@@ -317,6 +349,12 @@ def scores(ppo: PPO, # Trained
 # %% ../../nbs/control/21_cartpole.ipynb #train
 CHECKPOINT_EVERY = 10.0      # seconds between two checkpoints of a run that goes on
 
+def check_numbers(row: dict, # Of metrics
+                 ):
+    "FloatingPointError if a number is NaN; the explained variance of returns that are all alike is none."
+    if bad := [name for name, value in row.items() if value is not None and math.isnan(value) and name != "explained_variance"]:
+        raise FloatingPointError(f"iteration {row['iteration']}: {', '.join(f'{name} is nan' for name in bad)}; the last checkpoint, if there is one, is from before")
+
 def train(config: PPOConfig, # What to do
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
          ) -> tuple[PPO, list, dict]: # The trainer with the trained agent; a row of metrics for each iteration; the summary
@@ -328,6 +366,7 @@ def train(config: PPOConfig, # What to do
         if run is not None and run.checkpoint is not None:
             ppo.load_state_dict(run.checkpoint["ppo"])
             rows, clock = run.read_metrics(), dict(run.checkpoint["clock"])
+        ppo.stop = stop
         def save(): run.save_checkpoint({"ppo": ppo.state_dict(), "clock": clock})
         saved = time.perf_counter()
         with progress_bar(config.iterations * config.batch, ppo.iteration * config.batch, task) as bar:
@@ -335,6 +374,7 @@ def train(config: PPOConfig, # What to do
                 before = time.perf_counter()
                 row = ppo.iterate()
                 clock["wall_seconds"] += time.perf_counter() - before
+                check_numbers(row)
                 rows.append(row)
                 if run is not None: run.log(row, row["steps"])
                 if enough is not None and clock["steps_to_solve"] is None and len(ppo.recent) == RECENT and row["return_mean"] >= enough:
@@ -342,9 +382,11 @@ def train(config: PPOConfig, # What to do
                 if run is not None and before - saved > CHECKPOINT_EVERY: save(); saved = before
                 bar.set_postfix({"return": row["return_mean"], "kl": row["kl_k3"], "clipped": row["clip_fraction"]}, refresh=False); bar.update(config.batch)
         if run is not None: save()
-        interrupted = ppo.iteration < config.iterations
-        summary = dict(task=task, env=config.env, algo="ppo", seed=config.seed, device=ppo.device, steps=ppo.iteration * config.batch, interrupted=interrupted, **clock)
-        summary |= dict.fromkeys(SCORES) | dict(solved=False) if interrupted else scores(ppo)
+        final, interrupted = dict.fromkeys(SCORES) | dict(solved=None if enough is None else False), ppo.iteration < config.iterations
+        try:
+            if not interrupted: final = scores(ppo)
+        except KeyboardInterrupt: interrupted = True
+        summary = dict(task=task, env=config.env, algo="ppo", seed=config.seed, device=ppo.device, steps=ppo.iteration * config.batch, interrupted=interrupted, **clock, **final)
         if run is not None:
             run.save_figure(lambda figure: plot_run(figure, rows, summary))
             run.finish(summary)

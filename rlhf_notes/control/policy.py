@@ -127,6 +127,8 @@ def distribution(space: gym.Space, # Of the actions of one environment
     "The distribution that fits the actions of an environment."
     if isinstance(space, gym.spaces.Discrete): return Categorical(space)
     floats = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
+    with np.errstate(over="ignore", invalid="ignore"): wide = floats and squash and not np.isfinite(space.high - space.low).all()
+    if wide and np.isfinite([space.low, space.high]).all(): raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
     if floats and np.isfinite([space.low, space.high]).all(): return Gaussian(space, log_std, squash)
     raise ValueError(f"env must have Discrete actions, or a bounded one-dimensional Box of floats, got {space}")
 
