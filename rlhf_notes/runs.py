@@ -102,6 +102,10 @@ def _object(path):
     if not isinstance(value, dict): raise ValueError(f"{path.name} holds no object but a {type(value).__name__}")
     return value
 
+def _readable(name, path):
+    "TensorBoard knows no file names but those in UTF-8."
+    if "\N{REPLACEMENT CHARACTER}" in os.fsencode(path).decode(errors="replace"): raise ValueError(f"{name} must be a path in UTF-8, got {os.fsencode(path)!r}")
+
 class Run:
     "A run directory: `Run.create` a new one or `Run.resume` one that was interrupted."
     FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json", "seeds.csv", "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv")
@@ -140,6 +144,7 @@ class Run:
              ) -> list: # What stands there
         "ValueError if `create` would refuse; nothing is written."
         path = Path(path)
+        _readable("out", path)
         if path.exists() and not path.is_dir(): raise ValueError(f"out must be a directory, got the file {path}")
         there = sorted(path.iterdir()) if path.exists() else []
         nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -180,6 +185,7 @@ class Run:
         "An interrupted run, as its last checkpoint left it; ValueError if there is nothing to continue."
         import torch
         path = Path(path)
+        _readable("resume", path)
         for name in ("config.json", "checkpoint.pt"):
             if not (path / name).is_file(): raise ValueError(f"resume must be a run directory with a checkpoint, got {path}, which has no {name}")
         if not os.access(path, os.W_OK | os.X_OK): raise ValueError(f"resume must be a run directory that may be written to, got {path}")

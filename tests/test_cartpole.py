@@ -10,12 +10,13 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from hypothesis import given, settings, strategies as st
 from matplotlib.figure import Figure
 
 from rlhf_notes import viz
 from rlhf_notes.control import cartpole
-from rlhf_notes.control.cartpole import PPO, Adam, Batch, Scaling, check_env, clip_gradient, evaluate, health, make_batch, one_vector, ppo_loss, score, scores, seeds, threshold, train
+from rlhf_notes.control.cartpole import PPO, Adam, Batch, Scaling, check_env, clip_gradient, evaluate, health, make_batch, one_vector, ppo_loss, check_start, score, scores, seeds, threshold, train
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.policy import Agent
 from rlhf_notes.control.rollout import Collector, Rollout, make_envs
@@ -348,7 +349,7 @@ def test_solved_needs_both_means(monkeypatch, greedy, sampled, solved):
 def test_thresholds():
     assert (threshold("CartPole-v1"), threshold("Pendulum-v1"), threshold("Acrobot-v1")) == (475, -200, -100)
     gym.register("rlhf_notes/NoThreshold-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv")
-    try: assert threshold("rlhf_notes/NoThreshold-v0") is None
+    try: assert threshold("rlhf_notes/NoThreshold-v0") is None and threshold("gymnasium:Pendulum-v1") == -200
     finally: del gym.registry["rlhf_notes/NoThreshold-v0"]
 
 
@@ -366,6 +367,33 @@ def test_check_env():
         for name, message in (("CartPool-v1", "env must be an environment"), ("FrozenLake-v1", "env must have Box observations"), ("rlhf_notes/Switches-v0", "env must have Discrete actions")):
             with pytest.raises(ValueError, match=message): check_env(name)
     finally: del gym.registry["rlhf_notes/Switches-v0"]
+
+
+def test_check_start(monkeypatch):
+    "What is not there, does not fit, or belongs to something else, is said before a run is begun; nothing is left open."
+    opened, original = [], cartpole.make_envs
+    monkeypatch.setattr(cartpole, "make_envs", lambda *args: (opened.append(original(*args)), opened[-1])[1])
+    check_start(SMALL); check_start(HARD)
+    state = {"ppo": PPO(SMALL).state_dict(), "clock": {}}
+    opened.pop().close()
+    check_start(SMALL, state)
+    for config, wrong in ((replace(SMALL, hidden=16), state), (SMALL, {}), (SMALL, {"ppo": state["ppo"]}), (SMALL, {"ppo": 5, "clock": {}})):
+        with pytest.raises(ValueError, match="resume must be a run whose checkpoint belongs to its config.json"): check_start(config, wrong)
+    assert sum(hasattr(envs, "envs") for envs in opened) == 2 and all(envs.closed for envs in opened if hasattr(envs, "envs"))           # Gymnasium's CartPole does not say
+    for size in (dict(hidden=10 ** 12), dict(num_steps=10 ** 15, steps=10 ** 17), dict(num_envs=10 ** 15, steps=10 ** 17)):
+        with pytest.raises(ValueError, match="num_envs, num_steps and hidden must fit into memory"): check_start(replace(SMALL, **size))
+    monkeypatch.setenv("RANK", "1"); monkeypatch.setenv("WORLD_SIZE", "1")
+    check_start(SMALL)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="CartPole-v1 must be trained by one process, got 2"): check_start(SMALL)
+
+
+def test_an_environment_is_checked_as_it_will_be_made():
+    gym.register("rlhf_notes/OnlyVector-v0", vector_entry_point=CartPoleVectorEnv)
+    try:
+        check_env("rlhf_notes/OnlyVector-v0")
+        with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make"): check_env("rlhf_notes/OnlyVector-v0", "sync")
+    finally: del gym.registry["rlhf_notes/OnlyVector-v0"]
 
 
 # the loop
@@ -521,6 +549,66 @@ def test_metrics_are_the_same_bytes_straight_or_interrupted_anywhere(tmp_path, m
         ppo, rows, summary = train(config, Run.resume(run.path))
         assert (run.path / "metrics.csv").read_bytes() == expected and len(rows) == 8 and summary["steps"] == 1024 and not summary["interrupted"]
         assert {k: summary[k] for k in cartpole.SCORES} == {k: expected_summary[k] for k in cartpole.SCORES}
+
+
+class Broken(gym.Env):
+    "Rewards or observations that are no numbers, from the 100th step."
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(2)
+    def __init__(self, what): self.what, self.t = what, 0
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def step(self, action):
+        self.t += 1
+        nan = math.nan if self.t > 100 else 0.5
+        return np.full(2, nan if self.what == "obs" else 0, np.float32), nan if self.what == "reward" else 0.5, self.t % 10 == 0, False, {}
+
+
+@pytest.mark.parametrize("what, words", [("reward", "iteration 4: return_mean is nan, policy_loss is nan"), ("obs", "iteration 4: policy_loss is nan"), ("rate", "iteration 1: policy_loss is nan")])
+def test_a_training_that_comes_to_nan_ends_there(tmp_path, monkeypatch, what, words):
+    monkeypatch.setattr(cartpole, "CHECKPOINT_EVERY", -1.0)
+    monkeypatch.setitem(gym.registry, "Broken-v0", gym.envs.registration.EnvSpec("Broken-v0", Broken, max_episode_steps=500, kwargs={"what": what}, disable_env_checker=True))
+    run, config = Run.create(tmp_path / "run", {"task": "some"}), replace(SMALL, env="Broken-v0") if what != "rate" else replace(SMALL, learning_rate=1e30)
+    with pytest.raises(FloatingPointError, match=words + ".*the last checkpoint, if there is one, is from before"): train(config, run)
+    assert not (run.path / "summary.json").exists()
+    if what != "rate": assert Run.resume(run.path).checkpoint["ppo"]["iteration"] == 3 and len((run.path / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_returns_that_are_all_alike_are_no_divergence():
+    cartpole.check_numbers(dict(iteration=1, explained_variance=math.nan, return_mean=None, kl_k3=0.0, steps=3))
+
+
+class Endless(gym.Env):
+    "No episode ends."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def step(self, action): return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+def test_an_evaluation_without_a_time_limit_ends(tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "Endless-v0", gym.envs.registration.EnvSpec("Endless-v0", Endless))
+    with pytest.warns(UserWarning, match="Endless-v0 names no max_episode_steps: 3 of 3 episodes were cut off after 50 steps"):
+        assert evaluate(lambda obs: np.zeros(len(obs), int), 0, 3, "Endless-v0", longest=50).tolist() == [50.0] * 3
+    assert (evaluate(lambda obs: np.zeros((len(obs), 1)), 0, 2, "Pendulum-v1", longest=5) < -100).all()               # one that has its own ends there
+
+
+def test_ctrl_c_in_the_evaluation_leaves_a_run_that_can_be_evaluated_later(tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "Endless-v0", gym.envs.registration.EnvSpec("Endless-v0", Endless))
+    config, calls, original = replace(SMALL, env="Endless-v0", steps=128), [], evaluate
+    def asked(choose, seed, env_id):
+        def later(obs):
+            calls.append(0)
+            if len(calls) == 7: signal.raise_signal(signal.SIGINT)
+            return choose(obs)
+        return original(later, seed, 2, env_id)
+    run = Run.create(tmp_path / "run", {"task": "some"})
+    with monkeypatch.context() as m:
+        m.setattr(cartpole, "evaluate", asked)
+        ppo, rows, summary = train(config, run)
+    assert len(calls) == 7 and len(rows) == 1 and summary["interrupted"] and summary["steps"] == 128
+    assert summary["solved"] is None and summary["eval_return_mean"] is None                # nobody says from where on it is solved
+    with monkeypatch.context() as m:
+        m.setattr(cartpole, "evaluate", lambda choose, seed, env_id: original(choose, seed, 2, env_id, longest=9))
+        with pytest.warns(UserWarning, match="cut off"): _, _, summary = train(config, Run.resume(run.path))
+    assert not summary["interrupted"] and summary["eval_return_mean"] == 9
 
 
 def test_killed_between_two_checkpoints_it_continues_from_the_last(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 import csv
+import io
 import json
 import os
 import re
@@ -237,6 +238,72 @@ def test_ctrl_c_leaves_a_run_that_goes_on_to_the_same_bytes(tmp_path):
     assert {k: v for k, v in done.items() if k not in clock} == {k: v for k, v in straight.items() if k not in clock}
 
 
+@pytest.mark.parametrize("said, threads", [("4,2", 4), ("3", 3), (" 5 ", 5), ("abc", 7), ("0", 7), ("-1", 7), ("", 7), (None, 7)])
+def test_threads_are_what_openmp_understands(monkeypatch, said, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    if said is None: monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else: monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert cli.allowed_threads() == threads
+
+
+def test_control_is_trained_by_one_process(tmp_path, monkeypatch, capsys):
+    "A rank alone makes nobody a follower: what is there stays."
+    assert cli.main(["cartpole", *QUICK, "--out", "run"]) == 0
+    before = contents(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["cartpole", *QUICK, "--out", "run"]) == 2 and contents(tmp_path) == before
+    monkeypatch.setenv("WORLD_SIZE", "2"); capsys.readouterr()
+    assert cli.main(["cartpole", *QUICK, "--out", "run", "--overwrite"]) == 2 and contents(tmp_path) == before
+    assert capsys.readouterr().err == "rlhf-notes: CartPole-v1 must be trained by one process, got 2 that were launched together\n"
+
+
+def test_a_training_that_diverges_says_so(tmp_path, capsys):
+    wild = ["cartpole", *QUICK, "--learning-rate", "1e30"]
+    assert cli.main([*wild, "--out", "one"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("rlhf-notes: iteration 1: policy_loss is nan")
+    assert cli.main([*wild, "--seeds", "2", "--out", "many"]) == 1 and capsys.readouterr().err.startswith("rlhf-notes: seed 0: iteration 1: policy_loss is nan")
+    p = command(*wild, "--seeds", "2", "--jobs", "2", "--out", "side")
+    out, err = p.communicate(timeout=120)
+    assert p.returncode == 1 and err.count("\n") == 3 and err.count("policy_loss is nan") == 2 and err.endswith("rlhf-notes: a seed has diverged, as said above\n"), err
+
+
+def test_how_to_continue_is_said_only_where_it_can_be_done(tmp_path, capsys, monkeypatch):
+    iterate = cartpole.PPO.iterate
+    def interrupted(self): signal.raise_signal(signal.SIGINT); return iterate(self)
+    monkeypatch.setattr(cartpole.PPO, "iterate", interrupted)
+    for how, words in (("sync", "continue with: rlhf-notes train --resume run"), ("async", "it cannot be continued: resume must be a run whose environments can be saved")):
+        assert cli.main(["train", *QUICK, "--env", "Pendulum-v1", "--vectorization", how, "--out", "run", "--overwrite"]) == 130
+        out, _ = capsys.readouterr()
+        assert words in out and ("--resume" in out) == (how == "sync")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pipe is closed")
+def test_nobody_need_listen(tmp_path):
+    p = command("cartpole", *QUICK, "--seeds", "2", "--out", "many")
+    p.stdout.close()
+    err = p.stderr.read(); p.stderr.close()
+    assert (p.wait(120), err) == (0, "") and (tmp_path / "many" / "seeds.csv").exists() and (tmp_path / "many" / "seed1" / "summary.json").exists()
+
+
+def test_letters_that_the_terminal_does_not_know(monkeypatch, tmp_path):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert cli.main(["cartpole", *QUICK, "--out", "ü y"]) == 0 and raw.getvalue().endswith(b"curve: \\xfc y/curve.svg\n")
+
+
+def test_small_numbers_may_be_negative():
+    for number in ("-1e-1", "-1E-1", "-.1", "-0.1", "-1.e-1"): assert cli.parse(["train", "--log-std", number]).log_std == -0.1
+    with pytest.raises(cli.UsageError, match="expected one argument"): cli.parse(["train", "--log-std", "--squash"])
+
+
+def test_a_rank_alone_is_no_company(monkeypatch):
+    monkeypatch.setenv("RANK", "1"); monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not cli.in_company()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.in_company()
+
+
 def test_interrupted_before_it_began(capsys, monkeypatch):
     def interrupted(*args): raise KeyboardInterrupt
     monkeypatch.setattr(cli, "new_run", interrupted)
@@ -315,6 +382,42 @@ def test_ctrl_c_leaves_the_seeds_that_are_finished(tmp_path, jobs):
     assert summary["interrupted"] and summary["finished"] == sorted(finished)
     assert cli.main(["cartpole", *args, "--seed", "0", "--out", "alone"]) == 0
     assert (tmp_path / "many" / "seed0" / "metrics.csv").read_bytes() == (tmp_path / "alone" / "metrics.csv").read_bytes()
+
+
+def running(session):
+    "The processes of a session that have not ended."
+    states = [line.rsplit(")", 1)[1].split() for path in cli.Path("/proc").glob("[0-9]*/stat") if (line := silent(path))]
+    return sum(state[3] == str(session) and state[0] != "Z" for state in states)
+
+
+def silent(path):
+    try: return path.read_text()
+    except OSError: return ""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="/proc says which processes there are")
+@pytest.mark.parametrize("sign, when", [(signal.SIGTERM, "training"), (signal.SIGKILL, "training"), (signal.SIGTERM, "booting")])
+def test_seeds_end_with_the_process_that_began_them(tmp_path, sign, when):
+    p = command("cartpole", "--steps", "4000000", "--seeds", "2", "--jobs", "2", "--out", "many", start_new_session=True)
+    def begun(): return len(list(tmp_path.glob("many/*/metrics.csv"))) == 2 if when == "training" else running(p.pid) >= 3
+    deadline = time.time() + 120
+    while p.poll() is None and time.time() < deadline and not begun(): time.sleep(0.02)
+    p.send_signal(sign)
+    out, err = p.communicate(timeout=60)
+    if sign == signal.SIGTERM: assert (p.returncode, err) == (130, "") and "interrupted: 0 of 2 seeds are finished" in out
+    deadline = time.time() + 60
+    while running(p.pid) and time.time() < deadline: time.sleep(0.1)
+    assert not running(p.pid)
+    if when == "training": assert all(json.loads((tmp_path / "many" / f"seed{k}" / "summary.json").read_text())["interrupted"] for k in (0, 1))
+
+
+def test_nothing_is_solved_where_nobody_says_what_solved_is(tmp_path, capsys):
+    few = ["--env", "MountainCarContinuous-v0", "--seeds", "1", "--steps", "64", "--num-envs", "2", "--num-steps", "32", "--epochs", "1"]
+    for threshold in (90.0, None):
+        gym.spec("MountainCarContinuous-v0").reward_threshold, before = threshold, gym.spec("MountainCarContinuous-v0").reward_threshold
+        try: assert cli.main(["train", *few, "--out", f"many{threshold}"]) == 0
+        finally: gym.spec("MountainCarContinuous-v0").reward_threshold = before
+        assert ("solved: 0 of 1" in capsys.readouterr().out) == ("solved" in json.loads((tmp_path / f"many{threshold}" / "summary.json").read_text())) == (threshold is not None)
 
 
 def test_a_seed_that_fails_is_not_hidden(tmp_path, monkeypatch):

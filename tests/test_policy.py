@@ -179,6 +179,13 @@ def test_other_spaces_are_refused_by_name(space, words):
     with pytest.raises(ValueError, match=f"env must have Discrete actions, or a bounded one-dimensional Box of floats, got {words}"): distribution(space)
 
 
+def test_bounds_too_far_apart_to_be_squashed():
+    "The distance of these bounds is no float32; clipping needs none."
+    wide = gym.spaces.Box(-3e38, 3e38, (1,), np.float32)
+    with pytest.raises(ValueError, match="squash must have bounds whose distance is a number"): distribution(wide, squash=True)
+    assert distribution(wide).for_env(np.array([[1.0]], np.float32)) == 1
+
+
 def test_distribution_passes_its_options_on():
     head = distribution(BOX, -0.7, True)
     assert isinstance(head, Gaussian) and head.squash and head.outputs == 3 and torch.equal(head.log_std, torch.full((3,), -0.7)) and head.log_std.requires_grad

@@ -156,6 +156,14 @@ def test_what_may_not_be_written_to_is_refused_before_anything_is_deleted(tmp_pa
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.skipif(os.name != "posix", reason="names there are bytes")
+def test_a_name_that_is_no_text_is_refused(tmp_path):
+    bad = os.fsdecode(os.fsencode(tmp_path) + b"/b\xff")
+    with pytest.raises(ValueError, match=r"out must be a path in UTF-8, got b'.*/b\\xff'"): Run.create(bad, CONFIG)
+    with pytest.raises(ValueError, match="resume must be a path in UTF-8"): Run.resume(bad)
+    assert Run.create(tmp_path / "ü y", CONFIG).path.exists() and len(list(tmp_path.iterdir())) == 1
+
+
 def test_metrics_are_written_as_they_come(tmp_path):
     run = Run.create(tmp_path, CONFIG)
     for i in (1, 2, 3):
