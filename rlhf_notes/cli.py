@@ -7,8 +7,7 @@ __all__ = ['CONTROL_COLUMNS', 'RLHF_COLUMNS', 'CONTROL', 'TASKS', 'DEMO', 'DIVER
            'usage_errors', 'Listener', 'listened', 'add_options', 'given', 'Task', 'versions', 'check_task',
            'in_company', 'new_run', 'old_run', 'allowed_threads', 'train', 'seeds_table', 'aligned', 'outcome',
            'before_and_after', 'report', 'train_command', 'train_seeds', 'seeds_command', 'demo', 'compare_command',
-           'comparison', 'write_rows', 'compare_language', 'compare_control', 'bench_command', 'make_parser', 'parse',
-           'main']
+           'comparison', 'compare_language', 'compare_control', 'bench_command', 'make_parser', 'parse', 'main']
 
 # %% ../nbs/cli.ipynb #export-imports
 import argparse
@@ -30,7 +29,7 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .runs import Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_atomically
+from .runs import Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_table
 
 # %% ../nbs/cli.ipynb #parser
 class UsageError(Exception):
@@ -139,17 +138,23 @@ def versions() -> dict: # Name -> version
     return {"rlhf_notes": __version__, "python": sys.version.split()[0], **{name: version(name) for name in ("torch", "numpy", "gymnasium", "transformers")}}
 
 def check_task(config, # What to do
-              ):
-    "ValueError unless it can be done here: is the device there, can the environment be learned, the language model be loaded?"
+               out: Path | None = None, # The run directory to be written; None if nothing in it will be replaced
+              ) -> dict: # What was made for that, for `train`
+    "ValueError unless it can be done here: is the device there, can the environment be learned, the language model be loaded, and will it not be overwritten?"
     from rlhf_notes.runs import pick_device
-    pick_device(config.device, auto="cuda" if isinstance(config, RLHFConfig) else "cpu")
+    device = pick_device(config.device, auto="cuda" if isinstance(config, RLHFConfig) else "cpu")
     if hasattr(config, "env"):
         from rlhf_notes.control.cartpole import check_start
         check_start(config)
-    if isinstance(config, RLHFConfig):
-        from rlhf_notes.language.rlhf import check_processes, make_world
-        check_processes(config, launched("SIZE", 1))
-        make_world(config, "cpu")
+    if not isinstance(config, RLHFConfig): return {}
+    from rlhf_notes.language.rlhf import check_processes, make_world
+    count = launched("SIZE", 1)
+    check_processes(config, count)
+    if out is not None and config.model and Path(config.model).is_dir() and Path(config.model).resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"model must lie outside of the run directory {out}, whose files are replaced, got {config.model}")
+    if count == 1: return {"world": make_world(config, device)}
+    make_world(config, "cpu")                                                      # each of several processes is told its own device when training begins
+    return {}
 
 def in_company() -> bool: # Of the first, that is, which does the writing
     "Is this one of several processes that train together, and not the first?"
@@ -162,7 +167,8 @@ def new_run(task: str, # A name in TASKS
             **more, # What else goes to config.json
            ) -> Run: # Ready to be trained
     "A run directory for a task."
-    about = {"task": task, "algo": TASKS[task].algo, **asdict(config), **more, "versions": versions()}
+    together = {"processes": launched("SIZE", 1)} if task == "rlhf" else {}
+    about = {"task": task, "algo": TASKS[task].algo, **asdict(config), **together, **more, "versions": versions()}
     return Run(out, about) if in_company() else Run.create(out, about, overwrite)
 
 def old_run(task: str, # A name in TASKS
@@ -172,6 +178,8 @@ def old_run(task: str, # A name in TASKS
     run, names = Run.resume(path), [f.name for f in fields(TASKS[task].config)]
     if run.config.get("task") != task: raise ValueError(f"resume must be a run of {task}, got {path}, a run of {run.config.get('task')}")
     if missing := [n for n in names if n not in run.config]: raise ValueError(f"resume must be a run whose config.json is whole, got {path}, which lacks {', '.join(missing)}")
+    begun, now = run.config.get("processes"), launched("SIZE", 1)
+    if begun not in (None, now): raise ValueError(f"resume must be a run of as many processes as there are now, {now}, got {path}, begun with {begun}")
     summary = run.path / "summary.json"
     if summary.exists() and not json.loads(summary.read_text(encoding="utf-8")).get("interrupted"): raise ValueError(f"resume must be a run that was interrupted, got {path}, which is finished")
     if "ppo" in run.checkpoint and run.checkpoint["ppo"]["collector"] is None: raise ValueError(f"resume must be a run whose environments can be saved, got {path}: those of {run.config['env']} ({run.config['vectorization']}) cannot, its checkpoint holds the agent alone")
@@ -190,11 +198,12 @@ def train(task: str, # A name in TASKS
           config, # What to do
           run: Run, # Where to write
           threads: int | None = None, # Of PyTorch at most; None = those of the task
+          **made, # From `check_task`
          ) -> dict: # The summary
     "Train a task, on as many threads as it can use and OMP_NUM_THREADS, or else the machine, allows."
     import torch
     torch.set_num_threads(min(threads or TASKS[task].threads, allowed_threads()))
-    return import_module(TASKS[task].module).train(config, run)[2]
+    return import_module(TASKS[task].module).train(config, run, **made)[2]
 
 def seeds_table(summaries: list, # Of one task, a seed each
                 columns: tuple, # Of the summaries
@@ -259,14 +268,17 @@ def train_command(args) -> int: # The exit code
         if args.jobs is not None: raise ValueError("jobs must come with --seeds, got it alone")
         if args.resume is None:
             config = TASKS[task].config(**options)
-            check_task(config)
-            run = new_run(task, config, args.out or Path("runs") / f"{task}-seed{config.seed}", args.overwrite)
+            out = args.out or Path("runs") / f"{task}-seed{config.seed}"
+            made = check_task(config, out)
+            run = new_run(task, config, out, args.overwrite)
         else:
             also = [*options, *["out"] * (args.out is not None), *["overwrite"] * args.overwrite]
             if also: raise ValueError(f"resume must stand alone, since every option comes from the run's config.json, got --{also[0].replace('_', '-')} as well")
             config, run = old_run(task, args.resume)
-    summary = train(task, config, run)
-    if not in_company(): print(report(summary, run))
+            made = check_task(config)
+        follows = in_company()
+    summary = train(task, config, run, **made)
+    if not follows: print(report(summary, run))
     return 130 if summary["interrupted"] else 0
 
 def _some_seeds(task, runs, stop, threads):
@@ -327,7 +339,7 @@ def seeds_command(args, options) -> int: # The exit code
             if value < 1: raise ValueError(f"{name} must be at least 1, got {value}")
         if launched("SIZE", 1) > 1: raise ValueError("seeds must be trained by one command each where several processes train together")
         configs, out = [TASKS[task].config(**options, seed=seed) for seed in range(args.seeds)], args.out or Path("runs") / f"{task}-seeds"
-        check_task(configs[0])
+        check_task(configs[0], out)
         paths = [out / f"seed{config.seed}" for config in configs]
         Run.check(out, args.overwrite)
         for path in paths: Run.check(path, overwrite=True)
@@ -338,7 +350,7 @@ def seeds_command(args, options) -> int: # The exit code
     run.finish({"task": task, "algo": run.config["algo"], "seeds": args.seeds, "finished": [s["seed"] for s in summaries], **solved, "interrupted": interrupted, "wall_seconds": time.perf_counter() - start})
     if interrupted: print(f"interrupted: {len(summaries)} of {args.seeds} seeds are finished, each in a directory of its own in {out}"); return 130
     rows = seeds_table(summaries, TASKS[task].columns)
-    write_atomically(out / "seeds.csv", "".join(",".join(row) + "\n" for row in rows))
+    write_table(out / "seeds.csv", [dict(zip(rows[0], row)) for row in rows[1:]])
     print("\n".join(f"{name}: {mean} (95% interval {low} to {high})" for name, low, mean, high in zip(rows[0][1:], *(r[1:] for r in rows[-3:])) if mean))
     if solved: print(f"solved: {solved['solved']} of {args.seeds}")
     print(out / "seeds.csv")
@@ -351,11 +363,12 @@ def demo(args) -> int: # The exit code
     start, summaries = time.perf_counter(), []
     with usage_errors():
         configs = {task: TASKS[task].config(**given(args, TASKS[task].config)) for task in DEMO}
-        for task, config in configs.items(): check_task(config); Run.check(args.out / task, overwrite=True)
+        made = {}
+        for task, config in configs.items(): made[task] = check_task(config, args.out / task); Run.check(args.out / task, overwrite=True)
         runs = {task: new_run(task, config, args.out / task, overwrite=True) for task, config in configs.items()}
     for task, run in runs.items():
         print(f"{task}: {TASKS[task].about}\nTraining from scratch with {TASKS[task].algo.upper()}{f' for {configs[task].steps:,} steps' if task != 'rlhf' else ''} ...", flush=True)
-        summaries.append(train(task, configs[task], run))
+        summaries.append(train(task, configs[task], run, **made[task]))
         if summaries[-1]["interrupted"]: print(report(summaries[-1], run)); return 130
     *control, s = summaries
     rows = [("task", "return", "with sampled actions", "solved", "training")]
@@ -383,13 +396,6 @@ def comparison(args: argparse.Namespace, # task, seeds, out, overwrite
     there = versions() | ({peer: version(peer)} if peer else {})
     with usage_errors(): return Run.create(args.out or Path("runs") / f"compare-{args.task}", {"task": "compare", "of": args.task, "seeds": args.seeds, "contenders": about, "versions": there}, args.overwrite)
 
-def write_rows(path: Path, # A CSV file
-               columns: tuple, # Its header
-               rows: list, # Dicts with these keys, in this order
-              ):
-    "What there is so far, as a CSV."
-    write_atomically(path, "".join(",".join("" if v is None else str(v) for v in line) + "\n" for line in [columns, *(r.values() for r in rows)]))
-
 def compare_language(args) -> int: # The exit code
     "Our loop and TRL's, by turns."
     from rlhf_notes.language import compare
@@ -401,7 +407,7 @@ def compare_language(args) -> int: # The exit code
     rows, path = [], run.path / "compare.csv"
     def done(row):
         rows.append(row)
-        write_rows(path, compare.COLUMNS, rows)
+        write_table(path, rows)
         print(f"seed {row['seed']}, {row['contender']}: {1000 * row['seconds_per_iteration']:.0f} ms for an iteration, {row['tokens_per_second']:,.0f} tokens in a second, true score {row['true_score']:.2f}", flush=True)
     compare.compare(args.seeds, args.iterations, done)
     print(f"\n{aligned(compare.table(rows))}\n\nMedians over the seeds; times ours with 95% intervals, against the same algorithm.\n{path}")
@@ -417,7 +423,7 @@ def compare_control(args) -> int: # The exit code
     rows, path = [], run.path / "compare.csv"
     def done(row):
         rows.append(row)
-        write_rows(path, compare.COLUMNS, rows)
+        write_table(path, rows)
         crossed = f"crossed after {row['sampled_steps']:,} steps, {row['sampled_seconds']:.2f} s" if row["sampled_steps"] else f"not crossed within {row['steps']:,} steps, {row['seconds']:.2f} s"
         print(f"seed {row['seed']}, {row['contender']}: {crossed}", flush=True)
     compare.compare(args.task, args.seeds, done)
@@ -438,7 +444,7 @@ def bench_command(args) -> int: # The exit code
     print(f"{speed.device_name(device)}: every method by turns, {args.rounds} rounds; what is not installed is left out", flush=True)
     def done(new):
         rows.extend(new)
-        write_rows(path, speed.COLUMNS, rows)
+        write_table(path, rows)
         for r in new:
             if r["method"] == "ours": print(f"{r['task']}, {r['shape']}, {r['dtype']}, {r['passes']}: {r['milliseconds']:.2f} ms", flush=True)
     speed.bench((args.size,), device, args.rounds, done=done, left_out=lambda words: print(words, flush=True), tasks=tuple(t for t in speed.TASKS if args.task in (None, t.replace(" ", "-"))))

@@ -1,16 +1,18 @@
 import copy
 import io
+import logging
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, strategies as st
 
 from language_models import KINDS, WORDS, make, texts, tokenizer
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
-from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, _by_hand, answer_states, autocast, best_attention, check_context, check_model, context_length, hidden_states,
+from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, _by_hand, answer_states, autocast, best_attention, check_context, check_model, check_weights, context_length, hidden_states,
                                        lean_head, load_model, make_gpt2, next_token_loss, no_dropout, pad_outside, position_ids, positions_for, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
 
@@ -194,10 +196,68 @@ def test_check_model_refuses_what_is_not_as_it_should_be():
     with pytest.raises(ValueError, match="must compute the same logits"): check_model(lm)
 
 
+SEES_AHEAD = dict(vocab_size=37, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32, sliding_window=32, use_bidirectional_attention=True)
+
+
+def test_a_model_that_looks_ahead_or_forgets_is_refused(tmp_path):
+    "Padding changes nothing for it, and yet it cannot be sampled from word by word."
+    words = "model must say the same of a text token by token as of all of it at once, got '.*', of which log-probabilities differ by"
+    lm = no_dropout(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SEES_AHEAD)))
+    with pytest.raises(ValueError, match=words): load_model(saved(rough(lm), tmp_path, tokenizer()))
+    with torch.random.fork_rng(): lm = no_dropout(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SEES_AHEAD | dict(use_bidirectional_attention=False))))
+    check_model(rough(lm))
+    class Forgetful(type(lm.base_model)):
+        def forward(self, input_ids, attention_mask=None, **k):
+            if k.get("past_key_values") is not None: input_ids = (input_ids + 1) % 37          # with a cache it reads something else
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, **k)
+    lm.base_model.__class__ = Forgetful
+    with pytest.raises(ValueError, match=words): check_model(lm)
+
+
+def test_looking_at_a_model_draws_nothing_from_a_common_source(tmp_path):
+    path = saved(rough(tiny()), tmp_path, tokenizer())
+    load_model(path)
+    state = torch.get_rng_state()
+    check_model(rough(tiny())); load_model(path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_transformers_is_silent_while_a_model_is_loaded(tmp_path):
+    "Its report of what does not fit takes many lines, and what is wrong is said in one."
+    records = []
+    class Keep(logging.Handler):
+        def emit(self, record): records.append(record.getMessage())
+    logger, keep, level = logging.getLogger("transformers"), Keep(), transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_warning(); logger.addHandler(keep)
+    try:
+        for change, words in ((dict(vocab_size=50), "with others for 1 of them, transformer.wte.weight for one"), (dict(n_layer=3), "without 12 of them")):
+            config = saved(tiny(), tmp_path, tokenizer()) and tiny().config
+            for name, value in change.items(): setattr(config, name, value)
+            config.save_pretrained(tmp_path)
+            with pytest.raises(ValueError, match=words): load_model(str(tmp_path))
+        assert not records and logger.level == logging.WARNING
+    finally: logger.removeHandler(keep); transformers.utils.logging.set_verbosity(level)
+
+
+def test_weights_that_are_no_numbers_or_nearly_none_are_noticed():
+    for bad in (math.nan, math.inf, -math.inf, 1e38):
+        weights = [torch.ones(3), torch.tensor([[1.0, bad]])]
+        with pytest.raises(FloatingPointError, match="^here: the squares of the weights add up to (nan|inf); the last checkpoint is from before$"): check_weights("here", weights)
+    check_weights("here", [torch.full((2, 3), 1e9), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16).float()])
+
+
+def test_the_last_step_of_pretraining_is_looked_at_too():
+    p = Pretraining(config(sft_steps=1, sft_learning_rate=1e38), tiny(), Texts())
+    with pytest.raises(FloatingPointError, match="pretraining, step 1: the squares of the weights add up to"): p.iterate()
+
+
 def test_context():
     lm = tiny(n_positions=12)
     assert context_length(lm) == 12 and context_length(make("Bloom")) is None
     check_context(lm, 12); check_context(make("Bloom"), 10**6)
+    lm.config.n_positions = lm.config.max_position_embeddings = -1                 # XLNet's way to say that there is no limit
+    assert context_length(lm) is None; check_context(lm, 10**6)
+    lm = tiny(n_positions=12)
     tokens, mask = texts(0, 2, 13)
     with pytest.raises(ValueError, match="must fit into the model's context of 12 tokens, got 13"): hidden_states(lm, tokens, mask)
     with pytest.raises(ValueError, match="context of 12"): RewardModel(lm)(tokens, mask)
@@ -269,6 +329,8 @@ class Stubborn:
     (lambda d: (tiny().config.save_pretrained(d), tokenizer().save_pretrained(d), load_model(str(d))), "no file named"),
     (lambda d: (saved(tiny(), d, tokenizer()), tiny(n_layer=3).config.save_pretrained(d), load_model(str(d))), r"must come with all its weights, got '.*' without 12 of them, transformer.h.2"),
     (lambda d: load_model(saved(make("Gemma2", num_key_value_heads=4), d, tokenizer())), "must be one that can be run on tokens and a mask, got '.*': "),
+    (lambda d: load_model(saved(tiny(), d, tokenizer()) + "/config.json"), "^model must be a directory or a name on the hub, got the file '.*config.json'$"),
+    (lambda d: load_model(saved(tiny(n_positions=6), d, tokenizer())), "^model must be one that can be run on tokens and a mask, got '.*': "),             # a ValueError of someone else
     (lambda d: pad_outside(Stubborn(), 2), "must have a tokenizer that can be given a padding token, got Stubborn"),
     (lambda d: make_gpt2("huge", 37), "preset must be one of 'tiny', 'gpt2-small', got 'huge'"),
     (lambda d: make_gpt2("tiny", 0), "vocab_size must be in"),

@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
+from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
 from rlhf_notes.language import config as module
@@ -31,6 +32,15 @@ def test_what_cannot_be_is_refused_by_name(bad, name):
 @pytest.mark.parametrize("good", [dict(algo="ppo", group=3), dict(sft_steps=0), dict(kl_coef=0.0, kl_horizon=1), dict(kl_target=0.0, kl_horizon=1), dict(kl_horizon=26), dict(microbatches=32), dict(stop_after=15)])
 def test_what_can_be_is_taken(good):
     RLHFConfig(**good)
+
+
+@pytest.mark.parametrize("config", [RLHFConfig, PPOConfig, PendulumConfig])
+def test_a_seed_is_one_that_every_source_of_chance_takes(config):
+    import numpy, torch
+    assert config(seed=2**63 - 1).seed == 2**63 - 1
+    torch.Generator().manual_seed(2**63 - 1); numpy.random.default_rng(2**63 - 1)
+    for seed in (2**63, 2**64, -1):
+        with pytest.raises(ValueError, match=rf"^seed must be in \[0, 9223372036854775807\], got {seed}$"): config(seed=seed)
 
 
 def test_groups_are_for_those_without_a_value_head():

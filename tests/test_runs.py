@@ -1,3 +1,4 @@
+import csv
 import json
 import math
 import os
@@ -340,6 +341,18 @@ def test_launched_knows_each_launcher(monkeypatch, environment, size, rank):
         if name.endswith(("_SIZE", "RANK")): monkeypatch.delenv(name)
     for name, value in environment.items(): monkeypatch.setenv(name, value)
     assert (runs.launched("SIZE", 1), runs.launched("RANK", 0)) == (size, rank)
+
+
+@pytest.mark.parametrize("name, value", [("WORLD_SIZE", "abc"), ("PMI_SIZE", ""), ("OMPI_COMM_WORLD_SIZE", "1.5")])
+def test_a_number_of_processes_that_is_none_is_named(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{name}, from the environment, must be an integer, got '{value}'$"): runs.launched("SIZE", 1)
+
+
+def test_a_table_is_quoted_where_it_must_be(tmp_path):
+    rows = [{"a, b": "x, y", "c": None, "d": 1 / 3, "e": 7}, {"a, b": 'say "z"', "c": "", "d": math.nan, "e": -1}]
+    runs.write_table(tmp_path / "t.csv", rows)
+    with open(tmp_path / "t.csv", newline="") as f: assert list(csv.DictReader(f)) == [{"a, b": "x, y", "c": "", "d": "0.333333333", "e": "7"}, {"a, b": 'say "z"', "c": "", "d": "", "e": "-1"}]
 
 
 def test_an_interrupt_inside_is_known_outside():

@@ -279,6 +279,30 @@ def test_only_plain_gpt2_is_computed_by_hand():
     with pytest.raises(ValueError, match="fast must be False or None for a model that is not GPT-2, got True with GPT2LMHeadModel"): Sampler(lm, 7, fast=True)
 
 
+@pytest.mark.parametrize("where", ["", "lm_head"])
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_on_head_or_model_is_not_passed_over(where, kind):
+    lm = gpt2()
+    hook = getattr(lm.get_submodule(where), kind)(lambda *args: None)
+    assert not is_plain_gpt2(lm) and not Sampler(lm, 7).fast
+    hook.remove()
+    assert is_plain_gpt2(lm)
+
+
+def test_what_a_head_adds_is_not_passed_over():
+    (queries, mask), u = texts(11, 3, 4), uniform(11, 3, 7)
+    lm = gpt2()
+    lm.lm_head.register_forward_hook(lambda module, args, out: 3 * out)
+    got = sample(lm, queries, mask, 7, 1.0, u)
+    torch.testing.assert_close(got.logp, fresh(lm, queries, mask, got.tokens, 1.0)[0], atol=1e-4, rtol=1e-4)
+    lm = gpt2()
+    lm.lm_head = torch.nn.Linear(16, 37)
+    with torch.no_grad(): lm.lm_head.bias.copy_(torch.arange(37.0) / 10)
+    assert not is_plain_gpt2(lm)
+    got = sample(lm, queries, mask, 7, 1.0, u)
+    torch.testing.assert_close(got.logp, fresh(lm, queries, mask, got.tokens, 1.0)[0], atol=1e-4, rtol=1e-4)
+
+
 def test_the_context_may_be_used_to_its_end():
     lm, (queries, mask) = gpt2(n_positions=12), texts(12, 3, 5)
     for fast in (True, False):

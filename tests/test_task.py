@@ -310,6 +310,36 @@ def test_a_tokenizer_whose_padding_means_something(pieces, special, got):
     assert str(e.value) == f"tokenizer must have a padding token that stands for nothing else, got {got}"
 
 
+def fast(model):
+    "A tokenizer of words between spaces, without an end of a text."
+    from tokenizers import Tokenizer, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    t = Tokenizer(model)
+    t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=t, pad_token=PAD)
+
+
+def words_alone(words):
+    "One token for each of these words, and an error for any other."
+    from tokenizers import models
+    return fast(models.WordLevel({word: i for i, word in enumerate(words)}))
+
+
+@pytest.mark.parametrize("length", [9, 16, 40])
+def test_words_without_an_end_of_text_fill_an_answer(length):
+    reviews = Reviews(words_alone([w for w in WORDS if w != EOS]), length, AFTER)
+    tokens, mask = reviews.train_texts(300, seed=0)
+    assert tokens.shape == mask.shape == (300, reviews.query_length + length) and mask[:, -length:].all() and (tokens[:, -length:] != reviews.pad_token).all()
+    for query, answer in reviews.texts(tokens[:, :-length], mask[:, :-length], tokens[:, -length:]): assert query in queries() and len(answer.split()) == length and EOS not in answer
+
+
+def test_a_tokenizer_that_loses_words_is_refused():
+    from tokenizers import models
+    letters = sorted(set("".join(WORDS)) - set("bed"))                               # and of other letters nothing is left
+    with pytest.raises(ValueError, match="^tokenizer must have a token at least for each word, got none for 1 of them, 'bed' for one$"): Reviews(fast(models.BPE({c: i for i, c in enumerate(letters)}, [])), 30, AFTER)
+    with pytest.raises(ValueError, match="^tokenizer must be one that can read every word, got Exception: WordLevel error"): Reviews(words_alone([w for w in WORDS if w != "superb"]), T, AFTER)
+
+
 def test_a_tokenizer_without_a_full_stop():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.rlhf import answer_stats, evaluate
-from rlhf_notes.language.variants import best_of_n, best_of_n_kl, measure, measure_best_of_n, prepare
+from rlhf_notes.language.variants import best_of_n, best_of_n_kl, best_of_n_win, measure, measure_best_of_n, prepare
 
 SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=12)
 
@@ -23,6 +23,29 @@ def test_best_of_n_is_the_mean_over_all_subsets(N, seed, data):
     for row in range(3):
         by_hand = [true[row, max(subset, key=lambda i: proxy[row, i])].item() for subset in itertools.combinations(range(N), n)]
         assert best_of_n(proxy, true, n)[row].item() == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-6)
+
+
+@given(N=st.integers(2, 6), seed=st.integers(0, 10**6), data=st.data())
+def test_its_wins_are_over_all_that_could_not_be_chosen(N, seed, data):
+    n, g = data.draw(st.integers(1, N - 1)), torch.Generator().manual_seed(seed)
+    proxy, true = torch.randn(3, N, generator=g), torch.randint(3, (3, N), generator=g).float()                     # with ties
+    for row in range(3):
+        by_hand = []
+        for subset in itertools.combinations(range(N), n):
+            best = true[row, max(subset, key=lambda i: proxy[row, i])].item()
+            by_hand += [(best > x) + 0.5 * (best == x) for i, x in enumerate(true[row].tolist()) if i not in subset]
+        assert best_of_n_win(proxy, true, n)[row].item() == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-9)
+    for m in (0, N):
+        with pytest.raises(ValueError, match="n must be in"): best_of_n_win(proxy, true, m)
+    with pytest.raises(ValueError, match="true"): best_of_n_win(proxy, true[:, 1:], n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 15])
+def test_the_best_of_n_alike_wins_n_times_of_n_and_one(n):
+    x = torch.rand(50, 16, generator=torch.Generator().manual_seed(n))
+    torch.testing.assert_close(best_of_n_win(x, x, n), torch.full((50,), n / (n + 1), dtype=torch.float64))        # whatever the scores are: of n + 1 answers each is as likely the best
+    assert best_of_n_win(x, -x, n).mean() == pytest.approx(1 / (n + 1))
+    assert best_of_n_win(torch.arange(256.0), torch.arange(256.0), 128).item() == pytest.approx(128 / 129)           # large binomials
 
 
 def test_best_of_n_at_its_ends():
@@ -82,4 +105,7 @@ def test_measure_best_of_n(start):
     assert rows[1]["proxy"] < rows[2]["proxy"] < rows[6]["proxy"]
     alone = [evaluate(start.trainer(), start.lm, seed=seed) for seed in range(6)]
     assert rows[1]["true"] == pytest.approx(torch.stack([e.true for e in alone]).mean().item(), abs=1e-5)
+    whole = [*alone, evaluate(start.trainer(), start.lm, seed=6)]
+    proxy, true = (torch.stack([f(e) for e in whole], 1) for f in (lambda e: e.rollout.scores, lambda e: e.true))
+    assert rows[6]["win"] == pytest.approx(best_of_n_win(proxy, true, 6).mean().item())
     assert rows[6]["proxy"] == pytest.approx(torch.stack([e.rollout.scores for e in alone]).amax(0).mean().item(), abs=1e-5)

@@ -8,7 +8,7 @@ __all__ = ['VECTORIZATIONS', 'TRUNCATIONS', 'WHITENINGS', 'PPOConfig', 'Pendulum
 # %% ../../nbs/control/19_config.ipynb #export-imports
 from dataclasses import dataclass
 
-from ..runs import check_options, option
+from ..runs import MAX_SEED, check_options, option
 
 # %% ../../nbs/control/19_config.ipynb #config
 VECTORIZATIONS = ("auto", "sync", "async")
@@ -19,7 +19,7 @@ WHITENINGS = ("minibatch", "rollout", "none")
 class PPOConfig:
     "Hyperparameters of PPO for control; the defaults are for CartPole."
     env: str = option("CartPole-v1", "a name that Gymnasium knows: Box observations, Discrete or bounded Box actions")
-    seed: int = option(0, "of the environments, the first weights, the actions and the minibatches", low=0)
+    seed: int = option(0, "of the environments, the first weights, the actions and the minibatches", low=0, high=MAX_SEED)
     device: str = option("auto", "where to compute: auto, cpu, cuda or mps; auto is the cpu, which is faster for networks this small")
     vectorization: str = option("auto", "how environments run side by side: auto (the environment's own way, else sync), sync (in turn), async (a process each)", choices=VECTORIZATIONS)
     steps: int = option(40_000, "environment steps in all; what does not fill a last iteration is left out", low=1)

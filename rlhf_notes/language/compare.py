@@ -23,8 +23,9 @@ from torch import nn
 
 from ..formulas.reward import apply_penalty
 from .config import RLHFConfig
+from .model import quiet_transformers
 from .reward_model import score
-from .rlhf import evaluate, no_bars
+from .rlhf import evaluate
 from .task import queries
 from .variants import Start, prepare
 from ..runs import bootstrap_interval
@@ -33,14 +34,12 @@ from ..runs import bootstrap_interval
 @contextmanager
 def quiet(): # A context manager
     "Inside, neither TRL nor transformers says anything."
-    from transformers.utils import logging as theirs
-    level = theirs.get_verbosity()
-    theirs.set_verbosity_error(); logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)
     try:
-        with no_bars(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        with quiet_transformers(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
-    finally: theirs.set_verbosity(level); logging.disable(logging.NOTSET)
+    finally: logging.disable(logging.NOTSET)
 
 def clock(ends, every): # A list to be filled; how many of TRL's steps an iteration has
     "A callback that notes when iterations end."

@@ -8,7 +8,7 @@ __all__ = ['ALGOS', 'PRESETS', 'PRECISIONS', 'ADAMS', 'VARIANTS', 'GROUP_SCALES'
 # %% ../../nbs/language/29_config.ipynb #export-imports
 from dataclasses import dataclass
 
-from ..runs import check_options, option
+from ..runs import MAX_SEED, check_options, option
 
 # %% ../../nbs/language/29_config.ipynb #config
 ALGOS = ("ppo", "grpo", "rloo")
@@ -24,7 +24,7 @@ class RLHFConfig:
     algo: str = option("ppo", "how the policy learns from scores: ppo (a value head says what was to be expected), grpo or rloo (the other answers to the same query do)", choices=ALGOS)
     model: str = option("", "a causal language model that transformers can load, a directory or a name on the hub; empty = a new GPT-2, made here")
     preset: str = option("tiny", "size of the new GPT-2: tiny (2 layers of 64), gpt2-small (12 of 768, the 124M architecture)", choices=PRESETS)
-    seed: int = option(0, "of the weights, the texts, the labels, the samples and the minibatches", low=0)
+    seed: int = option(0, "of the weights, the texts, the labels, the samples and the minibatches", low=0, high=MAX_SEED)
     device: str = option("auto", "where to compute: auto, cpu, cuda or mps; auto is a GPU if there is one")
     precision: str = option("float32", "of matrix products: float32, or bfloat16 by autocast", choices=PRECISIONS)
     query_length: int = option(0, "tokens to which each query is padded on the left (G2); 0 = as many as the longest has", low=0)

@@ -6,12 +6,13 @@
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'Block', 'is_plain_gpt2', 'gpt2_blocks', 'context_length', 'check_context',
            'positions_for', 'hidden_states', 'answer_states', 'to_logits', 'lean_head', 'head_log_probs', 'make_gpt2',
            'best_attention', 'no_dropout', 'Policy', 'RewardModel', 'autocast', 'next_token_loss', 'warm_cosine',
-           'Pretraining', 'load_model', 'pad_outside', 'check_model']
+           'check_weights', 'Pretraining', 'quiet_transformers', 'load_model', 'pad_outside', 'check_model']
 
 # %% ../../nbs/language/31_model.ipynb #export-imports
 import inspect
 import math
 import os
+from contextlib import contextmanager
 from functools import cache
 from textwrap import shorten
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_, skip_init
 from ..formulas.arguments import check_boolean, check_choice, check_integer, check_number, check_same_shape
 from ..formulas.logprob import linear_log_probs, selective_log_softmax
 from ..formulas.masking import masked_mean
+from .config import PRECISIONS
 
 # %% ../../nbs/language/31_model.ipynb #positions
 def position_ids(mask: torch.Tensor, # True = a real token, False = padding, (..., T) boolean
@@ -47,9 +49,10 @@ def _plain_trunk(trunk):
 
 def is_plain_gpt2(lm: nn.Module, # A model of transformers
                  ) -> bool:
-    "Is this GPT-2 and nothing else: no adapters, no hooks, no quantised weights, no cross-attention?"
+    "Is this GPT-2 and nothing else: no adapters, no hooks, no quantised weights, no cross-attention, no bias in the head?"
     from transformers import GPT2LMHeadModel
-    return type(lm) is GPT2LMHeadModel and type(lm.lm_head) is nn.Linear and _plain_trunk(lm.transformer)
+    if type(lm) is not GPT2LMHeadModel or type(lm.lm_head) is not nn.Linear or lm.lm_head.bias is not None: return False
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in (lm, lm.lm_head)) and _plain_trunk(lm.transformer)
 
 def _norm(m): return m.normalized_shape, m.weight, m.bias, m.eps
 
@@ -98,7 +101,7 @@ def context_length(lm: nn.Module, # A model of transformers
                   ) -> int | None: # None = not limited
     "Tokens that the model can read at once."
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    return next((n for name in names if isinstance(n := getattr(lm.config, name, None), int)), None)
+    return next((n for name in names if isinstance(n := getattr(lm.config, name, None), int) and n > 0), None)           # XLNet says -1
 
 def check_context(lm: nn.Module, # A model of transformers
                   tokens: int, # Tokens of query and response together, padding included
@@ -280,7 +283,7 @@ def autocast(device, # Where it is computed, a device or its name
              precision: str, # "float32" or "bfloat16"
             ): # A context manager
     "Matrix products in `precision`."
-    check_choice("precision", precision, ("float32", "bfloat16"))
+    check_choice("precision", precision, PRECISIONS)
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 def next_token_loss(lm: nn.Module, # A causal language model of transformers
@@ -298,6 +301,14 @@ def warm_cosine(step: int, # From 0
                ) -> float: # From 0 to 1
     "Part of the peak learning rate: up in a straight line, down along a cosine."
     return min(1.0, (step + 1) / max(1.0, warm_up * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+@torch.no_grad()
+def check_weights(where: str, # Stage and step, for the message
+                  weights, # Tensors, as `parameters()` gives them
+                 ):
+    "FloatingPointError if a weight is NaN or infinite, or so large that its square is."
+    total = torch.stack([w.float().flatten().dot(w.float().flatten()) for w in weights]).sum().item()
+    if not math.isfinite(total): raise FloatingPointError(f"{where}: the squares of the weights add up to {total}; the last checkpoint is from before")
 
 class Pretraining:
     "A language model learns to continue a task's texts, step by step."
@@ -329,6 +340,7 @@ class Pretraining:
         if not math.isfinite(norm): raise FloatingPointError(f"pretraining, step {self.iteration + 1}: the loss is {loss.item()} and the norm of its gradient {norm.item()}")
         self.optimizer.step()
         self.iteration += 1
+        if self.iteration == self.iterations: check_weights(f"pretraining, step {self.iteration}", self.lm.parameters())              # before, the next loss would tell
         return dict(step=self.iteration, loss=loss.item(), grad_norm=norm.item(), learning_rate=group["lr"])
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
@@ -343,6 +355,21 @@ class Pretraining:
         self.generator.set_state(state["generator"].cpu()); self.iteration = state["iteration"]
 
 # %% ../../nbs/language/31_model.ipynb #load
+class _Unfit(ValueError):
+    "What `check_model` has found."
+
+@contextmanager
+def quiet_transformers():
+    "Inside, transformers draws no progress bars, and says nothing that is not an error."
+    from transformers.utils import logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error(); logging.disable_progress_bar()
+    try: yield
+    finally:
+        logging.set_verbosity(level)
+        if bars: logging.enable_progress_bar()
+
+@quiet_transformers()
 def load_model(name: str, # A directory, or a name on the hub
                device: str = "cpu", # Where it is to live
                attention: str | None = None, # transformers' name for how attention is computed; None = the fastest that the model has
@@ -353,22 +380,24 @@ def load_model(name: str, # A directory, or a name on the hub
     def load(what, loader, **options):
         try: return loader(name, **options)
         except Exception as e: raise ValueError(f"model must be a directory or a name on the hub with a {what} that transformers can load, got {name!r}: {_in_one_line(e)}") from e
+    if os.path.isfile(name): raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
     if not os.path.isdir(name):
         try: AutoConfig.from_pretrained(name, local_files_only=True)                                           # loaded before
         except Exception:
             from huggingface_hub import model_info
             load("causal language model", model_info, timeout=10)                     # says at once what transformers says after many attempts
-    options = dict(dtype=dtype, output_loading_info=True)
+    options = dict(dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True)
     try: lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, attn_implementation=attention or best_attention(device), **options)
     except ValueError:
         if attention: raise
         lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, **options)              # some models have one way of their own
     if info["missing_keys"]: raise ValueError(f"model must come with all its weights, got {name!r} without {len(info['missing_keys'])} of them, {sorted(info['missing_keys'])[0]} for one")
+    if other := sorted(key for key, *_ in info["mismatched_keys"]): raise ValueError(f"model must come with weights of the shapes that its config.json says, got {name!r} with others for {len(other)} of them, {other[0]} for one")
     tokenizer = load("tokenizer", AutoTokenizer.from_pretrained)
     pad_outside(tokenizer, lm.get_output_embeddings().weight.shape[0])
     no_dropout(lm).to(device)
     try: check_model(lm, name)
-    except ValueError: raise
+    except _Unfit: raise
     except Exception as e: raise ValueError(f"model must be one that can be run on tokens and a mask, got {name!r}: {_in_one_line(e)}") from e
     return lm, tokenizer
 
@@ -395,9 +424,10 @@ def pad_outside(tokenizer, # Of transformers; changed in place
 @torch.no_grad()
 def check_model(lm: nn.Module, # A causal language model of transformers, without dropout
                 name: str = "this one", # For the message
-                rtol: float = 1e-2, # Largest difference, as a part of the largest logit
+                rtol: float = 1e-2, # Largest difference, as a part of the largest logit; for a log-probability, which is made of two numbers like that, twice as much
                ):
-    "What `hidden_states` and `to_logits` compute under left padding must be what the model computes by itself without padding; ValueError otherwise."
+    "What `hidden_states` and `to_logits` compute under left padding must be what the model computes by itself without padding, and so must what a sampler says of its answers, token by token; ValueError otherwise."
+    from rlhf_notes.language.sample import sample                                     # which is made of this module
     V, device = lm.get_output_embeddings().weight.shape[0], next(lm.parameters()).device
     tokens = torch.randint(V, (3, 6), generator=torch.Generator().manual_seed(0)).to(device)
     padding = torch.tensor([[2], [0], [1]], device=device)
@@ -410,5 +440,11 @@ def check_model(lm: nn.Module, # A causal language model of transformers, withou
         for i, row in enumerate(padded):
             theirs = lm(input_ids=row[mask[i]][None]).logits[0].float()
             error = (ours[i, mask[i]] - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)
-            if not error <= rtol: raise ValueError(f"model must compute the same logits with and without padding on the left, got {name!r}, of which they differ by {error:.1%}")
+            if not error <= rtol: raise _Unfit(f"model must compute the same logits with and without padding on the left, got {name!r}, of which they differ by {error:.1%}")
+        queries, real = padded[:, :-3], mask[:, :-3]
+        answers = sample(lm, queries, real, 3, 1.0, torch.tensor([[0.2, 0.5, 0.8]] * 3, device=device))
+        for query, m, answer, said in zip(queries, real, answers.tokens, answers.logp):
+            theirs = lm(input_ids=torch.cat([query[m], answer])[None]).logits[0, -4:-1].float()
+            error = (said - selective_log_softmax(theirs, answer)).abs().max() / theirs.abs().max().clamp(min=1e-3)
+            if not error <= 2 * rtol: raise _Unfit(f"model must say the same of a text token by token as of all of it at once, got {name!r}, of which log-probabilities differ by {error:.1%} of the largest logit")
     finally: lm.train(mode)

@@ -16,7 +16,7 @@ import torch
 from ..formulas.arguments import check_float, check_ndim, check_same_shape
 from ..formulas.masking import masked_mean
 from ..formulas.reward import RewardNorm, best_of_n_loss
-from .model import RewardModel, autocast
+from .model import RewardModel, autocast, check_weights
 from .sample import sample
 from .task import human_choice
 
@@ -138,6 +138,7 @@ class RewardTraining:
         if not math.isfinite(norm): raise FloatingPointError(f"reward model, step {self.iteration + 1}: the loss is {loss.item()} and the norm of its gradient {norm.item()}")
         self.optimizer.step()
         self.iteration += 1
+        if self.iteration == self.iterations: check_weights(f"reward model, step {self.iteration}", self.model.parameters())
         if self.iteration == self.iterations: self.norm.fit(self.reference_rewards())                  # R3
         return dict(step=self.iteration, loss=loss.item(), accuracy=(rewards.argmax(1) == labels.best).float().mean().item(), grad_norm=norm.item(), learning_rate=group["lr"])
 

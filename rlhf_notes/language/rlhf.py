@@ -6,19 +6,17 @@
 __all__ = ['ADVANTAGES', 'COLUMNS', 'GPT2_WORDS', 'STAGES', 'SHOWN', 'CHECKPOINT_EVERY', 'CHECKPOINT_SHARE', 'Rollout',
            'ppo_advantages', 'group_advantages', 'with_advantages', 'losses', 'share', 'tensorflow_eps',
            'learning_rate', 'answer_stats', 'stream', 'process_seed', 'Processes', 'check_processes', 'check_finite',
-           'Laps', 'RLHF', 'Evaluation', 'evaluate', 'no_bars', 'make_world', 'Training', 'write_table', 'save_policy',
-           'Keeper', 'conclude', 'train', 'plot_run']
+           'Laps', 'RLHF', 'Evaluation', 'evaluate', 'make_world', 'Training', 'save_policy', 'Keeper', 'conclude',
+           'train', 'plot_run']
 
 # %% ../../nbs/language/34_rlhf.ipynb #export-imports
 import copy
-import csv
-import io
 import math
 import os
 import random
 import shutil
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -34,11 +32,11 @@ from ..formulas.reward import RewardNorm, apply_penalty, token_rewards
 from ..formulas.value import explained_variance, value_clip_fraction, value_loss
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .model import Policy, Pretraining, RewardModel, answer_states, autocast, check_context, head_log_probs, lean_head, load_model, make_gpt2, no_dropout, pad_outside, to_logits
+from .model import Policy, Pretraining, RewardModel, answer_states, autocast, check_weights, context_length, head_log_probs, lean_head, load_model, make_gpt2, no_dropout, pad_outside, quiet_transformers, to_logits
 from .reward_model import RewardTraining, score
 from .sample import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
-from ..runs import Run, _cell, launched, pick_device, progress_bar, stop_on_interrupt, write_atomically
+from ..runs import Run, launched, pick_device, progress_bar, stop_on_interrupt, write_table
 
 # %% ../../nbs/language/34_rlhf.ipynb #rollout
 @dataclass
@@ -394,7 +392,7 @@ class RLHF:
         numbers = answer_stats(rollout) | {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
         numbers = dict(zip(numbers, torch.stack([x.float() for x in numbers.values()]).tolist()))
         row = dict.fromkeys(COLUMNS) | dict(iteration=self.iteration + 1, kl_coef=self.kl.coef, learning_rate=learning_rate(c, self.iteration)) | numbers
-        check_finite("rl", self.iteration + 1, row)
+        check_finite("rl", self.iteration + 1, row); check_weights(f"stage rl, iteration {self.iteration + 1}", self.weights)
         self.kl.update(row["kl_k1"], c.batch)                                                                                  # P11
         self.iteration += 1
         speed = c.batch * c.response_length / sum(seconds.values())
@@ -452,28 +450,24 @@ def evaluate(trainer: RLHF, # In training or after it
 # %% ../../nbs/language/34_rlhf.ipynb #world
 GPT2_WORDS = 50257     # in the vocabulary of GPT-2
 
-@contextmanager
-def no_bars():
-    "Inside, transformers draws no progress bars."
-    from transformers.utils import logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try: yield
-    finally:
-        if shown: logging.enable_progress_bar()
-
 def make_world(config: RLHFConfig, # model, preset, seed, lengths
                device: torch.device, # Where the model is to live
               ) -> tuple: # (language model, task)
     "A language model, and the task in its tokens; ValueError if the one cannot be loaded, or if the other does not fit into it."
     if config.model:
-        with no_bars(): lm, tokenizer = load_model(config.model, device)
+        lm, tokenizer = load_model(config.model, device)
     else:
         words = len(WORDS) if config.preset == "tiny" else GPT2_WORDS
         tokenizer = pad_outside(make_tokenizer(), words)
         lm = make_gpt2(config.preset, words, eos_token_id=tokenizer.eos_token_id, seed=config.seed, device=device)
-    task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
-    check_context(lm, task.query_length + config.response_length)
+    try: task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
+    except ValueError as e:
+        if not str(e).startswith("tokenizer"): raise
+        raise ValueError(f"model must have a tokenizer that fits the task, got {config.model!r}: {e}") from e
+    Q, T, limit = task.query_length, task.response_length, context_length(lm)
+    if limit is not None and Q + T > limit:
+        name, other = ("query_length", f"a response of {T}") if Q > T else ("response_length", f"a query of {Q}")
+        raise ValueError(f"{name} must fit into the model's context of {limit} tokens, beside {other}, got {max(Q, T)}")
     return lm, task
 
 # %% ../../nbs/language/34_rlhf.ipynb #training
@@ -485,10 +479,11 @@ class Training:
     def __init__(self,
                  config: RLHFConfig, # What to do
                  processes: Processes | None = None, # None = this one alone
+                 world: tuple | None = None, # From `make_world`, on the device of `processes`; None = made here
                 ):
         self.config, self.processes = config, processes or Processes(config.device)
         check_processes(config, self.processes.count)
-        self.lm, self.task = make_world(config, self.processes.device)
+        self.lm, self.task = world or make_world(config, self.processes.device)
         self.reward_model = self.norm = None
         self.rows, self.samples, self.seconds = {name: [] for name in STAGES}, [], dict.fromkeys(STAGES, 0.0)
         self.started = time.perf_counter()
@@ -562,15 +557,6 @@ class Training:
         self.started = time.perf_counter() - state["wall_seconds"]
 
 # %% ../../nbs/language/34_rlhf.ipynb #files
-def write_table(path: Path, # Where to
-                rows: list, # Dicts with the same keys
-               ):
-    "A CSV file, there whole or not at all."
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([rows[0], *([_cell(v) for v in row.values()] for row in rows)] if rows else [])
-    write_atomically(path, text.getvalue())
-
 def save_policy(path: Path, # A directory; one that is there is replaced
                 lm: nn.Module, # A model of transformers
                 tokenizer, # Its own
@@ -578,7 +564,7 @@ def save_policy(path: Path, # A directory; one that is there is replaced
     "Write a model that AutoModelForCausalLM and AutoTokenizer load from there, in safetensors."
     tmp = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
-    with no_bars(): lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)
+    with quiet_transformers(): lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(tmp, path)
 
@@ -613,8 +599,9 @@ class Keeper:
 
     def save(self):
         "Checkpoint and tables as they are now."
-        start = time.perf_counter()
+        start, stage = time.perf_counter(), self.training.stage
         if self.run is not None:
+            check_weights(f"stage {self.training.name}, iteration {stage.iteration}", stage.optimizer.param_groups[0]["params"])
             self.run.save_checkpoint(self.training.state_dict())
             for name in ("sft", "reward_model"): write_table(self.run.path / f"{name}.csv", self.training.rows[name])
             write_table(self.run.path / "samples.csv", self.training.samples)
@@ -649,11 +636,12 @@ def conclude(training: Training, # At its end, or interrupted
 # %% ../../nbs/language/34_rlhf.ipynb #train
 def train(config: RLHFConfig, # What to do
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
+          world: tuple | None = None, # From `make_world`, on the device of the training; None = made here
          ) -> tuple: # (trainer: the RLHF with the trained policy, or the stage that was interrupted; a row of metrics for each of its iterations; the summary)
     "Train to the end or to Ctrl-C, and leave a whole run directory behind in either case."
     processes = Processes(config.device)
     with stop_on_interrupt() as stop:
-        training = Training(config, processes)
+        training = Training(config, processes, world)
         if run is not None and run.checkpoint is not None: training.load_state_dict(run.checkpoint)
         keeper = Keeper(training, run if processes.is_main else None)
         while not (training.done or processes.any(stop.is_set())): keeper.log(*training.iterate())

@@ -177,12 +177,15 @@ class Reviews:
                 ):
         check_number("stop_after", stop_after, low=0); check_number("response_length", response_length, low=stop_after + 1)
         self.tokenizer, self.response_length, self.stop_after, self.pad_token = tokenizer, response_length, stop_after, tokenizer.pad_token_id
-        known = self._ids([*QUERIES, "it", f"it {STOP}"])
+        try: known, words = self._ids([*QUERIES, "it", f"it {STOP}"]), self._ids(f"it {word}" for word in WORDS[1:])
+        except Exception as e: raise ValueError(f"tokenizer must be one that can read every word, got {type(e).__name__}: {e}") from e
         stop = known[-1][len(known[-2]):]
         if len(stop) != 1: raise ValueError(f"tokenizer must have one token for a full stop after a space, got {len(stop)}: {stop}")
         self.stop_token = stop[0]
         if self.pad_token is None or self.pad_token in (self.stop_token, tokenizer.eos_token_id):
             raise ValueError(f"tokenizer must have a padding token that stands for nothing else, got {tokenizer.pad_token!r}")
+        if lost := [word for word, ids in zip(WORDS[1:], words) if len(ids) <= len(known[-2])]:
+            raise ValueError(f"tokenizer must have a token at least for each word, got none for {len(lost)} of them, {lost[0]!r} for one")
         longest = max(map(len, known[:-2]))
         check_number("query_length", query_length, low=0)
         if 0 < query_length < longest: raise ValueError(f"query_length must be 0 or at least {longest}, the tokens of the longest query, got {query_length}")
@@ -204,7 +207,8 @@ class Reviews:
                     seed: int, # Of the corpus
                    ) -> tuple: # tokens (n, Q + T), integer; mask (n, Q + T), False = padding
         "Queries with answers from the corpus, for pretraining."
-        texts = corpus(n, self.response_length, seed)                                # a word has a token at least
+        words = self.response_length if self.tokenizer.eos_token else 2 * self.response_length           # without such a token every other word may be gone
+        texts = corpus(n, words, seed)                                               # a word has a token at least
         asked = self._ids(query for query, _ in texts)
         whole = self._ids(f"{query} {answer}".replace(f" {EOS}", self.tokenizer.eos_token or "") for query, answer in texts)
         (tokens, mask), answers = self._pad(asked), torch.tensor([ids[len(q):][:self.response_length] for q, ids in zip(asked, whole)])
