@@ -3,10 +3,12 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -19,6 +21,8 @@ from rlhf_notes import __version__, cli
 from rlhf_notes.control import cartpole, compare
 from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.language import rlhf
+from rlhf_notes.language.model import make_gpt2
+from rlhf_notes.language.task import WORDS, make_tokenizer
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
 
@@ -41,12 +45,13 @@ def command(*args, **kwargs):
 
 BAD = [
     ([], "required: COMMAND"), (["pendulums"], "invalid choice: 'pendulums'"), (["--seed", "3"], "COMMAND"),
-    (["cartpole", "--seed", "abc"], "--seed: invalid int value: 'abc'"), (["cartpole", "--seed", "-1"], "--seed must be in [0, inf), got -1"), (["cartpole", "--seed", "1.5"], "--seed: invalid int value: '1.5'"),
+    (["cartpole", "--seed", "abc"], "--seed: invalid int value: 'abc'"), (["cartpole", "--seed", "-1"], "--seed must be in [0, 9223372036854775807], got -1"), (["cartpole", "--seed", "1.5"], "--seed: invalid int value: '1.5'"),
     (["cartpole", "--seed"], "--seed: expected one argument"), (["cartpole", "--steps", "-5"], "--steps must be in [1, inf), got -5"), (["cartpole", "--steps=-5"], "--steps must be in"),
     (["cartpole", "--steps", "100"], "--steps must be at least num_envs * num_steps = 1024, got 100"), (["cartpole", "--minibatches", "7"], "--minibatches must divide num_envs * num_steps = 1024, got 7"),
     (["cartpole", "--gamma", "1.5"], "--gamma must be in [0, 1], got 1.5"), (["cartpole", "--learning-rate", "nan"], "--learning-rate must be in"), (["cartpole", "--clip", "a\nb"], "--clip: invalid float value"),
     (["rlhf", "--algo", "reinforce"], "argument --algo: invalid choice: 'reinforce'"), (["rlhf", "--minibatches", "3"], "--minibatches must divide the batch of 128 answers, got 3"), (["rlhf", "--microbatches", "5"], "--microbatches must divide"),
-    (["rlhf", "--algo", "grpo", "--group", "7"], "--group must divide the batch of 128 answers, got 7"), (["rlhf", "--query-length", "3"], "--query-length must be 0 or at least"), (["rlhf", "--response-length", "80"], "must fit into the model's context of 64 tokens"),
+    (["rlhf", "--algo", "grpo", "--group", "7"], "--group must divide the batch of 128 answers, got 7"), (["rlhf", "--query-length", "3"], "--query-length must be 0 or at least"), (["rlhf", "--response-length", "80"], "--response-length must fit into the model's context of 64 tokens, beside a query of 9, got 80"), (["rlhf", "--query-length", "60"], "--query-length must fit into the model's context of 64 tokens, beside a response of 16, got 60"),
+    (["rlhf", "--seed", "18446744073709551616"], "--seed must be in [0, 9223372036854775807], got 18446744073709551616"), (["cartpole", "--seed", "9223372036854775808"], "--seed must be in [0, 9223372036854775807], got"), (["rlhf", "--model", "file"], "--model must be a directory or a name on the hub, got the file 'file'"),
     (["rlhf", "--model", "shows"], "--model must be a directory or a name on the hub with a causal language model that transformers can load, got 'shows'"), (["rlhf", "--device", "cuda"], "device 'cuda' is not there"), (["compare", "--task", "rlhf", "--iterations", "0"], "--iterations must be at least 1, got 0"),
     (["cartpole", "--device", "gpu"], "--device must be auto, cpu, cuda or mps, got 'gpu'"), (["cartpole", "--device", "cuda"], "device 'cuda' is not there"),
     (["cartpole", "--sed", "3"], "unrecognized argument '--sed'; did you mean --seed?"), (["cartpole", "--zzz"], "unrecognized argument '--zzz' (see rlhf-notes cartpole --help)"), (["demo", "--zzz"], "unrecognized argument '--zzz'; expected --help, --seed, --device, --out"), (["cartpole", "word"], "unrecognized argument 'word'"),
@@ -458,7 +463,7 @@ SAMPLES = """iteration,query,answer,score,true_score
 
 def written(change):
     "A training of rlhf that takes no time."
-    def train(config, run):
+    def train(config, run, world=None):
         (run.path / "samples.csv").write_text(SAMPLES)
         return None, [], LANGUAGE | change
     return train
@@ -521,7 +526,7 @@ def test_several_seeds_of_rlhf(tmp_path, capsys):
 
 
 def test_a_loss_that_is_not_a_number_is_said(monkeypatch, capsys):
-    def broken(config, run): raise FloatingPointError("stage rl, iteration 7: value_loss is nan; the last checkpoint is from before")
+    def broken(config, run, world=None): raise FloatingPointError("stage rl, iteration 7: value_loss is nan; the last checkpoint is from before")
     monkeypatch.setattr(rlhf, "train", broken)
     assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: stage rl, iteration 7: value_loss is nan; the last checkpoint is from before\n"
 
@@ -535,3 +540,91 @@ def test_a_run_whose_environments_cannot_be_saved_is_not_resumed(tmp_path, monke
     assert cli.main(["train", "--resume", "run"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "--resume must be a run whose environments can be saved, got run: those of Pendulum-v1 (async) cannot" in err
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("language") / "lm"
+    rlhf.save_policy(path, make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2), make_tokenizer())
+    return path
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch, language_model):
+    "run: stopped by Ctrl-C after some steps; it began from the model in lm."
+    shutil.copytree(language_model, tmp_path / "lm")
+    left = [6]
+    def is_set(): left[0] -= 1; return left[0] < 0
+    with monkeypatch.context() as m:
+        m.setattr(rlhf, "stop_on_interrupt", lambda: nullcontext(SimpleNamespace(is_set=is_set)))
+        assert cli.main(["rlhf", *TINY, "--model", "lm", "--out", "run"]) == 130
+    return tmp_path / "run"
+
+
+def refused(argv, words, capsys, path):
+    before = contents(path)
+    capsys.readouterr()
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err and contents(path) == before, err
+
+
+@pytest.mark.parametrize("model, more", [("run/policy", []), ("run", []), ("link/policy", []), ("run/seed0/policy", ["--seeds", "2"]), ("run/policy", ["--seeds", "2"])])
+def test_the_model_to_start_from_is_not_overwritten(tmp_path, capsys, language_model, model, more):
+    shutil.copytree(language_model, tmp_path / "run" / "policy"); shutil.copytree(language_model, tmp_path / "run" / "seed0" / "policy")
+    (tmp_path / "run" / "config.json").write_text('{"task": "rlhf"}'); (tmp_path / "link").symlink_to(tmp_path / "run")
+    refused(["rlhf", *TINY, "--model", model, "--out", "run", "--overwrite", *more], f"--model must lie outside of the run directory run, whose files are replaced, got {model}", capsys, tmp_path)
+
+
+def test_a_model_is_loaded_once(tmp_path, monkeypatch, language_model):
+    made, original = [], rlhf.load_model
+    monkeypatch.setattr(rlhf, "load_model", lambda *args: made.append(args[0]) or original(*args))
+    assert cli.main(["rlhf", *TINY, "--model", str(language_model), "--out", "run"]) == 0 and made == [str(language_model)]
+
+
+def test_a_tokenizer_that_loses_words_costs_no_run(tmp_path, capsys, language_model):
+    shutil.copytree(language_model, tmp_path / "lm"); (tmp_path / "run").mkdir(); (tmp_path / "run" / "config.json").write_text('{"task": "rlhf"}'); (tmp_path / "run" / "metrics.csv").write_text("of the last time")
+    known = json.loads((tmp_path / "lm" / "tokenizer.json").read_text())
+    known["model"]["vocab"] = {"hyperb" if w == "superb" else w: i for w, i in known["model"]["vocab"].items()}
+    (tmp_path / "lm" / "tokenizer.json").write_text(json.dumps(known))
+    refused(["rlhf", *TINY, "--model", "lm", "--out", "run", "--overwrite"], "--model must have a tokenizer that fits the task, got 'lm'", capsys, tmp_path)
+
+
+def test_a_run_that_cannot_go_on_here_is_refused(interrupted, tmp_path, capsys, monkeypatch):
+    resume = ["rlhf", "--resume", "run"]
+    config = json.loads((interrupted / "config.json").read_text())
+    assert config["processes"] == 1
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, "is_available", lambda: False)
+        (interrupted / "config.json").write_text(json.dumps(config | {"device": "cuda"}))
+        refused(resume, "device 'cuda' is not there", capsys, tmp_path)
+    (interrupted / "config.json").write_text(json.dumps(config | {"processes": 2}))
+    refused(resume, "--resume must be a run of as many processes as there are now, 1, got run, begun with 2", capsys, tmp_path)
+    with monkeypatch.context() as m:
+        m.setenv("WORLD_SIZE", "3"); m.setenv("RANK", "0")
+        refused(resume, "as there are now, 3, got run, begun with 2", capsys, tmp_path)
+        (interrupted / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "processes"}))          # of an older version, which did not say
+        refused(resume, "--batch must be a multiple of 3 processes times 1 answers to a query, got 16", capsys, tmp_path)
+    (tmp_path / "lm").rename(tmp_path / "gone")
+    refused(resume, "--model must be a directory or a name on the hub", capsys, tmp_path)
+    (tmp_path / "gone").rename(tmp_path / "lm")
+    assert cli.main(resume) == 0 and not json.loads((interrupted / "summary.json").read_text())["interrupted"]
+
+
+def test_alone_whatever_rank_the_environment_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert not cli.in_company() and cli.main(["cartpole", *QUICK, "--out", "run"]) == 0
+    assert (tmp_path / "run" / "summary.json").exists() and "curve: run/curve.svg" in capsys.readouterr().out
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.in_company()
+    for task in ("cartpole", "rlhf"):
+        monkeypatch.setenv("WORLD_SIZE", "abc")
+        refused([task, "--out", "new"], "WORLD_SIZE, from the environment, must be an integer, got 'abc'", capsys, tmp_path)
+
+
+def test_weights_that_are_no_numbers_are_said(tmp_path, capsys):
+    for options, words in ((["--sft-steps", "1", "--sft-learning-rate", "1e38"], "pretraining, step 1"), (["--labels", "8", "--rm-learning-rate", "1e38"], "reward model, step 1"),
+                           (["--epochs", "1", "--minibatches", "1", "--iterations", "1", "--learning-rate", "1e38"], "stage rl, iteration 1")):
+        assert cli.main(["rlhf", *TINY, *options, "--out", words]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"rlhf-notes: {words}: the squares of the weights add up to ") and err.count("\n") == 1 and not (tmp_path / words / "policy").exists()

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from language_models import KINDS, WORDS, make, texts, tokenizer
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
-from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, _by_hand, answer_states, autocast, best_attention, check_context, check_model, check_weights, context_length, hidden_states,
+from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, _by_hand, answer_states, autocast, best_attention, check_context, check_model, check_weights, context_length, hidden_states, is_plain_gpt2,
                                        lean_head, load_model, make_gpt2, next_token_loss, no_dropout, pad_outside, position_ids, positions_for, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
 
@@ -141,6 +141,24 @@ def test_what_is_not_plain_is_left_to_transformers():
     lm.transformer.h[0].ln_1 = torch.nn.Identity(); assert not _by_hand(lm.transformer)
     assert not _by_hand(make("GPT2", add_cross_attention=True).eval().transformer)
     if torch.cuda.is_available(): assert not _by_hand(tiny().cuda().transformer)
+
+
+@pytest.mark.parametrize("where", ["", "lm_head", "transformer", "transformer.h.1.mlp"])
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_makes_a_gpt2_no_plain_one(where, kind):
+    lm = tiny()
+    hook = getattr(lm.get_submodule(where), kind)(lambda *args: None)
+    assert not is_plain_gpt2(lm)
+    hook.remove()
+    assert is_plain_gpt2(lm)
+
+
+def test_a_bias_makes_a_head_no_plain_one():
+    lm = tiny()
+    lm.lm_head = torch.nn.Linear(16, 37)
+    assert not is_plain_gpt2(lm)
+    lm.lm_head = torch.nn.Linear(16, 37, bias=False)
+    assert is_plain_gpt2(lm)
 
 
 @pytest.mark.parametrize("kind", ATTENTIVE)

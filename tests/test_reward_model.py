@@ -308,3 +308,9 @@ def test_agreement_refuses():
     with pytest.raises(ValueError, match=r"true must have the shape of rewards, \(2, 4\), got \(2, 3\)"): agreement(torch.zeros(2, 4), torch.zeros(2, 3))
     with pytest.raises(TypeError, match="true must have a floating-point dtype"): agreement(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="rewards must have 2 dimensions"): agreement(torch.zeros(4), torch.zeros(4))
+
+
+def test_the_last_step_is_looked_at_too(lm, task):
+    training = RewardTraining(replace(CONFIG, labels=8, rm_learning_rate=1e38), lm, task)
+    assert training.iterations == 1
+    with pytest.raises(FloatingPointError, match="^reward model, step 1: the squares of the weights add up to (nan|inf); the last checkpoint is from before$"): training.iterate()

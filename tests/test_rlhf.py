@@ -626,6 +626,32 @@ def test_a_number_that_is_none_stops_the_run_and_says_where(tmp_path, model_dir,
     assert left["name"] == "rl" and left["stage"]["iteration"] == 2 and all(x.isfinite().all() for x in left["stage"]["policy"].values())
 
 
+def test_weights_that_are_no_numbers_stop_the_run_after_the_last_step(tmp_path, model_dir):
+    with pytest.raises(FloatingPointError, match="^stage rl, iteration 1: the squares of the weights"): trainer(replace(TINY, epochs=1, minibatches=1, learning_rate=1e38)).iterate()
+    run = Run.create(tmp_path / "run", {"task": "rlhf"})
+    with pytest.raises(FloatingPointError, match="^stage rl, iteration 1: the squares of the weights add up to (nan|inf); the last checkpoint is from before$"):
+        R.train(replace(TINY, model=model_dir, epochs=1, minibatches=1, iterations=1, learning_rate=1e38), run)
+    left = Run.resume(tmp_path / "run").checkpoint
+    assert left["name"] == "rl" and left["stage"]["iteration"] == 0 and all(x.isfinite().all() for x in left["stage"]["policy"].values())
+    assert not {"policy", "summary.json"} & {p.name for p in run.path.iterdir()}
+
+
+@pytest.mark.parametrize("stage, before", [("sft", 0), ("reward_model", 3)])
+def test_no_checkpoint_holds_weights_that_are_no_numbers(tmp_path, model_dir, monkeypatch, stage, before):
+    "In the middle of a stage too, where the next loss has not been looked at."
+    monkeypatch.setattr(R, "stop_on_interrupt", lambda: After(before + 1))
+    original = R.Training.iterate
+    def poisoned(self):
+        out = original(self)
+        if self.name == stage and self.stage.iteration == 1: self.stage.optimizer.param_groups[0]["params"][0].data.fill_(math.inf)
+        return out
+    monkeypatch.setattr(R.Training, "iterate", poisoned)
+    run = Run.create(tmp_path / "run", {"task": "rlhf"})
+    with pytest.raises(FloatingPointError, match=f"^stage {stage}, iteration 1: the squares of the weights add up to"): R.train(replace(TINY, model=model_dir), run)
+    left = Run.resume(tmp_path / "run").checkpoint
+    assert left["name"] == stage and left["stage"]["iteration"] == 0 and not (run.path / "summary.json").exists()
+
+
 @pytest.mark.parametrize("row", [dict(loss=math.nan), dict(a=1.0, loss=math.inf, none=None)])
 def test_finite(row):
     with pytest.raises(FloatingPointError, match="stage sft, iteration 5: loss is"): R.check_finite("sft", 5, row)
@@ -641,6 +667,23 @@ def test_a_query_longer_than_the_context_is_refused(tmp_path):
     tokenizer = make_tokenizer()
     R.save_policy(tmp_path / "short", tiny_lm(positions=20), tokenizer)
     with pytest.raises(ValueError, match="20 tokens"): R.make_world(replace(TINY, model=str(tmp_path / "short")), torch.device("cpu"))
+    for options, words in ((dict(response_length=60), "response_length must fit into the model's context of 64 tokens, beside a query of 9, got 60"), (dict(query_length=60), "query_length must fit into the model's context of 64 tokens, beside a response of 16, got 60")):
+        with pytest.raises(ValueError, match=f"^{words}$"): R.make_world(replace(TINY, **options), torch.device("cpu"))
+    R.make_world(replace(TINY, response_length=55), torch.device("cpu"))
+
+
+def test_a_tokenizer_that_does_not_fit_is_the_models(tmp_path):
+    from test_task import words_alone
+    words = [w for w in WORDS if w != "superb"]
+    R.save_policy(tmp_path / "lm", make_gpt2("tiny", len(words), n_layer=1, n_embd=16, n_head=2), words_alone(words))
+    with pytest.raises(ValueError, match="^model must have a tokenizer that fits the task, got '.*lm': tokenizer must be one that can read every word"): R.make_world(replace(TINY, model=str(tmp_path / "lm")), "cpu")
+
+
+def test_a_world_that_is_there_is_not_made_again(model_dir, monkeypatch, no_figure, tmp_path, whole):
+    world = R.make_world(whole[1], "cpu")
+    monkeypatch.setattr(R, "make_world", None)
+    t, rows, summary = R.train(whole[1], Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3}), world)
+    same_as_whole(whole, tmp_path / "run", t, rows)
 
 
 # --- a whole run

@@ -279,16 +279,6 @@ def test_only_plain_gpt2_is_computed_by_hand():
     with pytest.raises(ValueError, match="fast must be False or None for a model that is not GPT-2, got True with GPT2LMHeadModel"): Sampler(lm, 7, fast=True)
 
 
-@pytest.mark.parametrize("where", ["", "lm_head"])
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_on_head_or_model_is_not_passed_over(where, kind):
-    lm = gpt2()
-    hook = getattr(lm.get_submodule(where), kind)(lambda *args: None)
-    assert not is_plain_gpt2(lm) and not Sampler(lm, 7).fast
-    hook.remove()
-    assert is_plain_gpt2(lm)
-
-
 def test_what_a_head_adds_is_not_passed_over():
     (queries, mask), u = texts(11, 3, 4), uniform(11, 3, 7)
     lm = gpt2()
