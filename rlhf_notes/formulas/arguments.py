@@ -8,7 +8,6 @@ __all__ = ['check_tensor', 'check_float', 'check_integer', 'check_boolean', 'che
 
 # %% ../../nbs/formulas/00_arguments.ipynb #export-imports
 import math
-import re
 
 import torch
 
@@ -97,7 +96,9 @@ def under_its_name(name, # What the caller calls the argument
                   ): # What `f` returns
     "f(*args, **kwargs); an error about `index` gets the name by which the caller knows it."
     try: return f(*args, **kwargs)
-    except ValueError as e: raise ValueError(re.sub(r"^index\b", name, str(e))) from e
+    except ValueError as e:
+        if not str(e).startswith("index "): raise
+        raise ValueError(name + str(e).removeprefix("index")) from e
 
 # %% ../../nbs/formulas/00_arguments.ipynb #at-least-float32
 def at_least_float32(x: torch.Tensor, # Any dtype, (...)
