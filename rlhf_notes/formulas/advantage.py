@@ -37,7 +37,7 @@ def _step_by_step(x, decay, dim=0):
 
 def _unless(flag, weight, like):
     "`weight`, but 0 where the flag is True, in the dtype of `like`. From the bytes of the flags: on a CPU several times as fast as `torch.where`."
-    return torch.rsub(flag.view(torch.uint8).to(like.dtype), weight, alpha=weight)
+    return flag.view(torch.uint8).to(like.dtype).mul_(-weight).add_(weight)
 
 def _check_steps(rewards, **flags):
     "Rewards are (T, N) or (T,); the flags are booleans of their shape."
