@@ -2,7 +2,8 @@
 
     python benchmarks/control_seeds.py cartpole
     python benchmarks/control_seeds.py pendulum
-    python benchmarks/control_seeds.py cartpole --lr-anneal 1 --learning-rate 2e-3 --name cartpole_linear
+    python benchmarks/control_seeds.py cartpole --lr-anneal 2 --learning-rate 4.5e-3 --name cartpole_squared
+    python benchmarks/control_seeds.py cartpole --seeds 120 --final --jobs 2 --name cartpole_many
 
 Any option of `rlhf-notes TASK` may follow. Writes NAME_seeds.csv, a row for each seed:
 
@@ -10,7 +11,7 @@ Any option of `rlhf-notes TASK` may follow. Writes NAME_seeds.csv, a row for eac
     train_seconds, steps_per_second of training alone: the clock stands still while the policy is evaluated
     first_greedy_*, first_sampled_* when the mean over 100 fresh episodes first reached the threshold, in steps and in seconds of training; blank if never
 
-and NAME_curves.csv, a row for each iteration, with those evaluations in every second of them (`--every`). Each evaluation has a seed of its own, so
+and NAME_curves.csv, a row for each iteration, with those evaluations in every second of them (`--every`). With `--final` only the final policy is evaluated, and there are no curves. Each evaluation has a seed of its own, so
 none is on what was trained on, and none decides anything in the training. The first seed of a process also pays for PyTorch's warming up.
 All but the seconds comes out the same again on the same machine; another one may round float32 differently, and single curves differ.
 """
@@ -44,7 +45,7 @@ def run(job):
         row = ppo.iterate()
         seconds += time.perf_counter() - start
         evaluated = {"greedy": None, "sampled": None}
-        for mode in evaluated if ppo.iteration % every == 0 or ppo.iteration == config.iterations else ():
+        for mode in evaluated if every and (ppo.iteration % every == 0 or ppo.iteration == config.iterations) else ():
             evaluated[mode] = score(ppo, evaluation_seeds.pop(), mode == "greedy").mean().item()
             if enough is not None and evaluated[mode] >= enough and mode not in first: first[mode] = row["steps"], seconds
         curve.append([config.seed, *(row[c] for c in CURVE), seconds, *evaluated.values()])
@@ -65,11 +66,12 @@ def main():
         p.add_argument("--seeds", type=int, default=20, help="how many, from 0 on (default: 20)")
         p.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side (default: 1)")
         p.add_argument("--every", type=int, default=2, help="iterations between two evaluations (default: 2)")
+        p.add_argument("--final", action="store_true", help="evaluate the final policy alone, and write no curves")
         p.add_argument("--name", default=name, help=f"how the files begin (default: {name})")
         p.add_argument("--out", type=Path, default=OUT, help="where they go (default: nbs/control/results)")
     args = parser.parse_args()
     config = TASKS[args.task].config
-    try: jobs = [(config(seed=seed, **given(args, config)), args.every) for seed in range(args.seeds)]
+    try: jobs = [(config(seed=seed, **given(args, config)), 0 if args.final else args.every) for seed in range(args.seeds)]
     except (ValueError, TypeError) as e: sys.exit(f"control_seeds.py: {e}")
     args.out.mkdir(parents=True, exist_ok=True)
     finals, curves = [], []
@@ -79,7 +81,8 @@ def main():
             s = dict(zip(("seed", *FINAL, *SPEED), final))
             print(f"seed {s['seed']}: greedy {s['eval_return_mean']:.1f}, sampled {s['eval_sampled_return_mean']:.1f}, {'solved' if s['solved'] else 'NOT solved'}, {s['train_seconds']:.2f} s; "
                   f"first sampled crossing after {s['first_sampled_steps']} steps", flush=True)
-    for kind, header, rows in (("seeds", ("seed", *FINAL, *SPEED), finals), ("curves", ("seed", *CURVE, "train_seconds", "greedy", "sampled"), curves)):
+    files = [("seeds", ("seed", *FINAL, *SPEED), finals)] + [("curves", ("seed", *CURVE, "train_seconds", "greedy", "sampled"), curves)] * (not args.final)
+    for kind, header, rows in files:
         with open(args.out / f"{args.name}_{kind}.csv", "w", newline="", encoding="utf-8") as f:
             csv.writer(f, lineterminator="\n").writerows([header, *([tidy(x) for x in row] for row in rows)])
         print(args.out / f"{args.name}_{kind}.csv")

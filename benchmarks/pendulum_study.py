@@ -93,7 +93,7 @@ def old_program(seed, steps=50_000, bootstrap=False):
             adam.zero_grad(); loss.backward(); adam.step()
         curve.append((2000 * (update + 1), rewards.sum(0).mean().item(), 1.0))
     envs.close()
-    greedy, noise = evaluate(act, greedy_seed, env_id="Pendulum-v1"), np.random.default_rng(sampled_seed)
+    greedy, noise = evaluate(act, greedy_seed, env_id="Pendulum-v1"), np.random.default_rng((sampled_seed, 1))          # not the environments' own stream
     sampled = evaluate(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env_id="Pendulum-v1")
     return greedy.mean().item(), sampled.mean().item(), curve
 
@@ -106,7 +106,7 @@ def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
     from rlhf_notes.control.rollout import Collector
     c, seed = ppo.config, seeds(ppo.config.seed)[3]
     envs = gym.vector.SyncVectorEnv([lambda: gym.make(c.env, max_episode_steps=10 ** 6)] * num_envs)
-    rollout, _ = Collector(envs, seed).collect(ppo.policy(np.random.default_rng(seed)), steps + more, ppo.agent.head.for_env)
+    rollout, _ = Collector(envs, seed).collect(ppo.policy(np.random.default_rng((seed, 1))), steps + more, ppo.agent.head.for_env)
     with torch.no_grad(): expected = (ppo.agent.value(rollout.obs) / c.reward_scale).double()
     earned, after = torch.zeros_like(expected), 0.0
     for t in reversed(range(steps + more)): after = earned[t] = rollout.rewards[t].double() + shift + c.gamma * after

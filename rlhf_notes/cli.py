@@ -127,7 +127,7 @@ TASKS = {
     "pendulum": Task(PendulumConfig, CONTROL, "ppo", "Swing a pendulum up and hold it there, with a torque too weak to lift it. A random policy earns about -1200; -200 on average is solved.", ("env",)),
     "rlhf": Task(RLHFConfig, "rlhf_notes.language.rlhf", "ppo", "Teach a tiny GPT-2, from a human's choices between its texts, to write reviews that the human likes. It is pretrained, a reward model learns from the choices, and the language model from the reward model.",
                  columns=RLHF_COLUMNS, threads=2),
-    "train": Task(PPOConfig, CONTROL, "ppo", "Train on any environment of Gymnasium with Box observations and Discrete or bounded Box actions."),
+    "train": Task(PPOConfig, CONTROL, "ppo", "Train on any environment of Gymnasium with Box observations and Discrete or Box actions."),
 }
 DEMO = ("cartpole", "pendulum", "rlhf")
 

@@ -332,6 +332,18 @@ def test_greedy_takes_the_most_probable_action_and_sampled_draws():
     drawn = p.policy(np.random.default_rng(0))(np.zeros((5000, 4), np.float32))
     assert (greedy == logits.argmax().item()).all() and abs(drawn.mean() - logits.softmax(-1)[0, 1].item()) < 0.03
     assert torch.equal(score(p, 7, False), score(p, 7, False)) and not torch.equal(score(p, 7, False), score(p, 8, False))
+
+def test_what_draws_the_start_states_does_not_draw_the_actions(monkeypatch):
+    "Gymnasium begins with the stream of the seed: actions from the same numbers would know where their episode began."
+    p, handed = PPO(SMALL), []
+    monkeypatch.setattr(p, "policy", lambda rng: handed.append(rng) or (lambda obs: np.zeros(len(obs), np.int64)))
+    for seed in range(20): score(p, seed, False)
+    streams = [rng.random(8) for rng in handed] + [np.random.default_rng(seed + i).random(8) for seed in range(20) for i in range(3)]
+    assert len(np.unique(np.concatenate(streams[:20]))) == 160 and not np.isin(np.concatenate(streams[:20]), np.concatenate(streams[20:])).any()
+
+
+def test_a_greedy_score_is_that_of_the_most_probable_actions():
+    p = PPO(SMALL)
     assert torch.equal(score(p, 7, True), evaluate(lambda obs: p.agent.policy(torch.from_numpy(obs)).argmax(-1).numpy(), 7))
 
 
@@ -412,7 +424,8 @@ def test_an_iteration_sees_each_row_once_in_each_pass(monkeypatch):
     assert len(seen) == SMALL.epochs * SMALL.minibatches
     key = lambda b: sorted(map(tuple, torch.cat([b.obs, b.logp[:, None], b.returns[:, None]], 1).tolist()))
     join = lambda bs: Batch(*(torch.cat([getattr(b, f.name) for b in bs]) for f in fields(Batch)))
-    for epoch in range(SMALL.epochs): assert key(join(seen[epoch * 4:epoch * 4 + 4])) == key(batches[0])
+    n = SMALL.minibatches
+    for epoch in range(SMALL.epochs): assert key(join(seen[epoch * n:epoch * n + n])) == key(batches[0])
     assert not torch.equal(seen[0].obs, seen[4].obs)
 
 
@@ -429,9 +442,9 @@ def test_gradients_are_shortened_and_learning_rate_and_clip_fall(monkeypatch, po
     monkeypatch.setattr(p.optimizer, "step", spy)
     rows = [p.iterate() for _ in range(8)]
     assert max(norms) <= 0.2501 and rows[0]["grad_norm"] > 0.25
-    left = [1 - i / 8 for i in range(8)]
-    assert [r["learning_rate"] for r in rows] == pytest.approx([2e-3 * x ** power for x in left]) and rates[::8] == pytest.approx([r["learning_rate"] for r in rows])
-    assert clips[::8] == pytest.approx([0.3 * x ** (2 - power) for x in left]) and clips[7::8] == clips[::8] and measured == clips[::8]
+    left, n = [1 - i / 8 for i in range(8)], SMALL.epochs * SMALL.minibatches
+    assert [r["learning_rate"] for r in rows] == pytest.approx([2e-3 * x ** power for x in left]) and rates[::n] == pytest.approx([r["learning_rate"] for r in rows])
+    assert clips[::n] == pytest.approx([0.3 * x ** (2 - power) for x in left]) and clips[n - 1::n] == clips[::n] and measured == clips[::n]
     assert p.optimizer.eps == 1e-5 and PPO(replace(SMALL, adam_eps=1e-3)).optimizer.eps == 1e-3
 
 

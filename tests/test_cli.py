@@ -66,12 +66,13 @@ BAD = [
     (["cartpole", "--resume", "done", "--seed", "3"], "--resume must stand alone"), (["cartpole", "--resume", "done", "--out", "x"], "got --out as well"), (["cartpole", "--resume", "done", "--overwrite"], "got --overwrite as well"),
     (["cartpole", "--env", "CartPole-v1"], "unrecognized argument '--env'; to choose it: rlhf-notes train --env"), (["train", "--env", "Nowhere-v0"], "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"),
     (["train", "--env", "FrozenLake-v1"], "--env must have Box observations, got 'FrozenLake-v1'"), (["train", "--env", "Blackjack-v1"], "--env must have Box observations"),
-    (["train", "--env", "rlhf_notes/Unbounded-v0"], "--env must have Discrete actions, or a bounded one-dimensional Box"), (["train", "--env", "rlhf_notes/Grid-v0"], "--env must have Discrete actions"),
+    (["train", "--env", "rlhf_notes/Grid-v0"], "--env must have Discrete actions, or a Box of floats, got MultiDiscrete"),
     *[(["train", "--overwrite", "--out", "cut", *rest], words) for rest, words in (
         (["--env", "rlhf_notes/Unset-v0"], "--env must be an environment that can be reset, got 'rlhf_notes/Unset-v0': division by zero"),
         (["--env", "rlhf_notes/Idle-v0"], "envs must reset themselves, autoreset_mode NextStep or SameStep, got Disabled"),
         (["--env", "rlhf_notes/Vector-v0", "--vectorization", "sync"], "--env must be an environment that Gymnasium can make, got 'rlhf_notes/Vector-v0'"),
         (["--env", "rlhf_notes/Wide-v0", "--squash"], "--squash must have bounds whose distance is a number"),
+        (["--env", "rlhf_notes/Unbounded-v0", "--squash"], "--squash must have bounds whose distance is a number, got Box(-inf, inf, (2, 2), float32)"),
         (["--env", "CartPole-v1", "--hidden", "1000000000000"], "num_envs, num_steps and hidden must fit into memory, got 32, 32 and 1000000000000"),
         (["--env", "CartPole-v1", "--num-envs", "1000000000000000", "--steps", "100000000000000000"], "num_envs, num_steps and hidden must fit into memory"),
         (["--env", "CartPole-v1", "--num-steps", "1000000000000000", "--steps", "100000000000000000"], "num_envs, num_steps and hidden must fit into memory"))],
@@ -92,7 +93,14 @@ BAD = [
 
 
 class Unbounded(gym.Env):
-    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-np.inf, np.inf, (1,))
+    "Each action is a matrix, paid for by its distance from one whose entries are 1."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-np.inf, np.inf, (2, 2))
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        assert action.shape == (2, 2)
+        return np.zeros(2, np.float32), -float(np.square(action - 1).mean()), True, False, {}
 
 
 class Grid(gym.Env):
@@ -414,6 +422,14 @@ def test_seeds_end_with_the_process_that_began_them(tmp_path, sign, when):
     while running(p.pid) and time.time() < deadline: time.sleep(0.1)
     assert not running(p.pid)
     if when == "training": assert all(json.loads((tmp_path / "many" / f"seed{k}" / "summary.json").read_text())["interrupted"] for k in (0, 1))
+
+
+def test_actions_without_bounds_in_a_matrix_are_learned(furnished):
+    "A fresh policy earns -2: 1 for the distance, 1 for the noise."
+    options = ["--learning-rate", "1e-2", "--reward-scale", "1", "--num-envs", "8", "--num-steps", "64", "--steps", "8192", "--gamma", "0"]
+    assert cli.main(["train", "--env", "rlhf_notes/Unbounded-v0", "--out", "matrix", *options]) == 0
+    summary = json.loads((furnished / "matrix" / "summary.json").read_text())
+    assert summary["eval_return_mean"] > -0.1 and summary["eval_sampled_return_mean"] > -0.5
 
 
 def test_nothing_is_solved_where_nobody_says_what_solved_is(tmp_path, capsys):

@@ -1,6 +1,7 @@
 import importlib.util
 import math
 import time
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -187,6 +188,16 @@ def test_all_are_evaluated_on_the_same_episodes(scripted):
     for name in "ab": race(Contender(name, "", lambda seed: Scripted([(0, 0)]), 3000, True), "cartpole", 7)
     half = len(scripted) // 2
     assert scripted[:half] == scripted[half:] and len(set(scripted)) == half
+
+
+def test_start_states_and_actions_come_from_different_streams(monkeypatch):
+    "Those of NumPy, for ours, and those of PyTorch, for the others."
+    begun, drawn, ours = [], [], SimpleNamespace(policy=lambda rng=None: drawn.append((rng, torch.initial_seed())))
+    monkeypatch.setattr(compare, "evaluate", lambda choose, seed, env_id: begun.append(seed) or torch.zeros(1))
+    look(ours, "CartPole-v1", 3, 1024)
+    (_, sampled), ((greedy, _), (rng, torch_seed)) = begun, drawn
+    assert greedy is None and torch_seed not in begun and len(set(begun)) == 2
+    assert rng.random() == np.random.default_rng(torch_seed).random() != np.random.default_rng(sampled).random()
 
 
 def test_looking_changes_nothing():

@@ -331,7 +331,7 @@ def score(ppo: PPO, # In training or after it
           greedy: bool, # The most probable action, or drawn as in training
          ) -> torch.Tensor: # The return of each of 100 fresh episodes
     "The policy as it is now on fresh environments; KeyboardInterrupt when `ppo.stop` is set."
-    policy = ppo.policy(None if greedy else np.random.default_rng(seed))
+    policy = ppo.policy(None if greedy else np.random.default_rng((seed, 1)))           # `seed` alone would be the environments' own stream
     def choose(obs):
         if ppo.stop is not None and ppo.stop.is_set(): raise KeyboardInterrupt
         return ppo.agent.head.for_env(policy(obs))

@@ -226,11 +226,11 @@ def look(trainer, # With `policy`
          steps: int, # Done so far
         ) -> dict: # "greedy" and "sampled": the mean return over 100 fresh episodes
     "Evaluate, and leave PyTorch's random numbers as they were."
-    greedy_seed, sampled_seed = (int(s) for s in np.random.SeedSequence((seed, steps)).generate_state(2))
+    greedy_seed, sampled_seed, action_seed = (int(s) for s in np.random.SeedSequence((seed, steps)).generate_state(3))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sampled_seed)
+        torch.manual_seed(action_seed)
         return dict(greedy=evaluate(trainer.policy(), greedy_seed, env_id=env_id).mean().item(),
-                    sampled=evaluate(trainer.policy(np.random.default_rng(sampled_seed)), sampled_seed, env_id=env_id).mean().item())
+                    sampled=evaluate(trainer.policy(np.random.default_rng(action_seed)), sampled_seed, env_id=env_id).mean().item())
 
 def race(contender: Contender, # Who
          task: str, # "cartpole" or "pendulum"

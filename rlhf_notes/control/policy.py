@@ -83,13 +83,14 @@ class Categorical(nn.Module):
 class Gaussian(nn.Module):
     "N independent Gaussians; the network's output are their means, the standard deviations are parameters of their own."
     def __init__(self,
-                 space: gym.spaces.Box, # Of the actions, one-dimensional, bounded
+                 space: gym.spaces.Box, # Of the actions: N numbers in all, in any shape; where there is no bound, nothing is clipped
                  log_std: float = 0.0, # To begin with
                  squash: bool = False, # True: tanh brings the action between its bounds; False: it is clipped to them
                 ):
         super().__init__()
-        self.outputs, self.squash = space.shape[0], squash
-        self.low, self.high = space.low, space.high
+        self.shape, self.squash = space.shape, squash
+        self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
+        self.outputs = len(self.low)
         self.log_std = nn.Parameter(torch.full((self.outputs,), float(log_std)))
 
     def sigma(self, out): # (..., N) -> (..., N)
@@ -114,10 +115,10 @@ class Gaussian(nn.Module):
         "The means."
         return out
 
-    def for_env(self, actions): # (B, N) -> (B, N)
+    def for_env(self, actions): # (B, N) -> (B, *shape of the space)
         "What the environment is told."
-        if not self.squash: return np.clip(actions, self.low, self.high)
-        return np.clip(self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low), self.low, self.high)            # the last digit may be rounded over the bound
+        told = self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low) if self.squash else actions
+        return np.clip(told, self.low, self.high).reshape(*actions.shape[:-1], *self.shape)            # a squashed one too: its last digit may be rounded over the bound
 
 # %% ../../nbs/control/18_policy.ipynb #distribution
 def distribution(space: gym.Space, # Of the actions of one environment
@@ -126,11 +127,10 @@ def distribution(space: gym.Space, # Of the actions of one environment
                 ) -> nn.Module: # `Categorical` or `Gaussian`
     "The distribution that fits the actions of an environment."
     if isinstance(space, gym.spaces.Discrete): return Categorical(space)
-    floats = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
-    with np.errstate(over="ignore", invalid="ignore"): wide = floats and squash and not np.isfinite(space.high - space.low).all()
-    if wide and np.isfinite([space.low, space.high]).all(): raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
-    if floats and np.isfinite([space.low, space.high]).all(): return Gaussian(space, log_std, squash)
-    raise ValueError(f"env must have Discrete actions, or a bounded one-dimensional Box of floats, got {space}")
+    if not isinstance(space, gym.spaces.Box) or not np.issubdtype(space.dtype, np.floating): raise ValueError(f"env must have Discrete actions, or a Box of floats, got {space}")
+    with np.errstate(over="ignore", invalid="ignore"): wide = not np.isfinite(space.high - space.low).all()
+    if squash and wide: raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
+    return Gaussian(space, log_std, squash)
 
 # %% ../../nbs/control/18_policy.ipynb #agent
 class Agent(nn.Module):
@@ -158,7 +158,7 @@ class Agent(nn.Module):
 
     def logp_entropy(self, obs, actions): # (..., obs_size), (...) or (..., N) -> (...), (...)
         "log pi(actions | obs) and the policy's entropy there, in nats, with gradient."
-        out, _ = self(obs)
+        out = self.policy(obs)
         return self.head.logp(out, actions), self.head.entropy(out)
 
     def actor(self,

@@ -59,11 +59,18 @@ class _Scan(torch.autograd.Function):
         earlier = torch.cat([torch.ones_like(decay[:1]), decay[:-1]])
         return _Scan.apply(g.flip(0), earlier.flip(0)).flip(0), None
 
-def _scan(x, decay, in_place=False):
-    "The recursion, time first; `in_place`: x and decay may be written over, and x be returned."
+def _scan(x, decay):
+    "The recursion, time first."
     if kernels.usable(x): return kernels.scan(x, decay)
+    return _blocks(x, decay) if _finite_sums(x) else _step_by_step(x, decay)
+
+def _finite_sums(x):
+    "Is each sum over time finite, whatever the decay? Not with NaN or inf among the numbers."
     largest = torch.stack(torch.aminmax(x)).abs().amax()
-    if not largest * len(x) < torch.finfo(x.dtype).max: return _step_by_step(x, decay)         # NaN and inf come here too
+    return bool(largest * len(x) < torch.finfo(x.dtype).max)
+
+def _blocks(x, decay, in_place=False):
+    "The recursion, time first, for finite sums; `in_place`: x and decay may be written over, and x be returned."
     T = len(x); L = max(1, round((T / 2)**0.5)); K = -(-T // L)
     if not in_place or K * L > T: x, decay = (torch.cat([t, t.new_zeros(K * L - len(t), *t.shape[1:])]) for t in (x, decay))
     _in_blocks(x.view(K, L, -1), decay.view(K, L, -1))
@@ -103,11 +110,12 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
     check_same_shape(rewards=rewards, values=values, next_values=next_values)
     check_number("gamma", gamma, low=0, high=1); check_number("lam", lam, low=0, high=1)
     rewards, values, next_values = at_least_float32(rewards), at_least_float32(values), at_least_float32(next_values)
-    if _many(rewards) and not any(t.requires_grad for t in (rewards, values, next_values)) and rewards.dtype == values.dtype == next_values.dtype:
-        delta = torch.where(terminated, 0.0, next_values).mul_(gamma).add_(rewards).sub_(values)             # as below, in less memory
-        decay = _unless(done, gamma * lam, delta)
-        advantages = _scan(delta, decay, in_place=True)
-        return advantages, torch.add(advantages, values, out=decay)
+    if _many(rewards) and not kernels.usable(rewards) and not any(t.requires_grad for t in (rewards, values, next_values)) and rewards.dtype == values.dtype == next_values.dtype:
+        delta = _unless(terminated, gamma, rewards).mul_(next_values).add_(rewards).sub_(values)             # as below, in less memory; NaN where 0 meets an infinite value
+        if _finite_sums(delta):
+            decay = _unless(done, gamma * lam, delta)
+            advantages = _blocks(delta, decay, in_place=True)
+            return advantages, torch.add(advantages, values, out=decay)
     delta = rewards + gamma * torch.where(terminated, 0.0, next_values) - values
     advantages = _accumulate(delta, _unless(done, gamma * lam, delta))
     return advantages, advantages + values
