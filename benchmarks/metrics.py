@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "results"
-CONTROL = (dict(), dict(learning_rate=0.05, lr_anneal=0.0), dict(learning_rate=0.1, lr_anneal=0.0), dict(learning_rate=3e-5), dict(value_coef=0.0), dict(reward_scale=100.0), dict(whitening="none"))
+CONTROL = (dict(), dict(learning_rate=0.05, lr_anneal=0.0), dict(learning_rate=0.2, lr_anneal=0.0), dict(learning_rate=3e-5), dict(value_coef=0.0), dict(reward_scale=100.0), dict(whitening="none"))
 SFT = (dict(), dict(sft_learning_rate=0.2), dict(sft_learning_rate=5e-5))
 REWARD_MODEL = (dict(), dict(rm_learning_rate=0.05), dict(human_temperature=100.0))
 RL = (dict(), dict(learning_rate=0.02), dict(learning_rate=2e-5), dict(kl_coef=0.0), dict(kl_coef=2.0), dict(kl_horizon=100), dict(penalty=5.0), dict(epochs=8), dict(value_clip=0.005), dict(sampled_at=0.7))
