@@ -14,6 +14,7 @@ from importlib import import_module
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 from ..formulas.arguments import check_choice, check_number
 
@@ -76,7 +77,9 @@ def autoreset_mode(envs: gym.vector.VectorEnv, # Whose metadata say
 
 # %% ../../nbs/control/20_rollout.ipynb #env-state
 ENV_ARRAYS = ("state", "steps", "prev_done")      # all that Gymnasium's vectorised CartPole remembers, besides its random generator
-_FIXED = ("env", "spec", "action_space", "observation_space", "metadata", "render_mode", "_np_random", "_previous_data", "_cached_spec", "_saved_kwargs")
+_FIXED = ("spec", "action_space", "observation_space", "metadata", "render_mode", "_np_random", "_cached_spec", "_saved_kwargs")
+_OF_WRAPPERS = ("env", "_previous_data")
+_BIT_GENERATORS = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 
 def _layers(env):
     "A single environment and the wrappers around it, from the outside in."
@@ -86,44 +89,90 @@ def _layers(env):
         env = env.env
 
 def _plain(x):
-    if type(x) is np.ndarray or isinstance(x, np.generic): return x.dtype.kind in "biuf"
+    if type(x) is np.ndarray and x.ndim or isinstance(x, np.generic): return x.dtype.kind in "biuf" and x.dtype.itemsize <= 8 and x.dtype.isnative
     return x is None or type(x) in (bool, int, float, str) or type(x) in (list, tuple) and all(map(_plain, x))          # an enum would come back as a number
 
 def _pygame(x): return type(x).__module__.partition(".")[0] == "pygame"                                          # a window, which is no memory
 
-def _save(x): return torch.from_numpy(np.array(x)) if isinstance(x, (np.ndarray, np.generic)) else type(x)(map(_save, x)) if isinstance(x, (list, tuple)) else x
-def _load(x): return x.numpy().copy()[()] if isinstance(x, torch.Tensor) else type(x)(map(_load, x)) if isinstance(x, (list, tuple)) else x       # [()]: a scalar is one again
+def _tensor(x): return torch.from_numpy(np.array(x)) if isinstance(x, (np.ndarray, np.generic)) else x
+def _array(x): return np.array(x.numpy())[()] if isinstance(x, torch.Tensor) else x                                # [()]: a scalar is one again
+def _each(one, x, memo):
+    "x with `one` of each number and array in it; what was the same object twice is so again."
+    if id(x) not in memo: memo[id(x)] = type(x)(_each(one, y, memo) for y in x) if isinstance(x, (list, tuple)) else one(x)
+    return memo[id(x)]
+
+def _attributes(env):
+    "For each layer, all of its attributes that may change."
+    for layer in _layers(env):
+        fixed = _FIXED if layer is env.unwrapped else _FIXED + _OF_WRAPPERS
+        yield type(layer).__name__, {k: v for k, v in vars(layer).items() if k not in fixed and not _pygame(v)}
+
+def _arrays(name, x):
+    if isinstance(x, np.ndarray): yield name, x
+    elif isinstance(x, (list, tuple)):
+        for y in x: yield from _arrays(name, y)
+
+def _check_attributes(env):
+    "ValueError if something else than numbers and arrays is among the attributes, or an array that shows part of another."
+    found = {f"{layer}.{k}": v for layer, attributes in _attributes(env) for k, v in attributes.items()}
+    for name, v in found.items():
+        if not _plain(v): raise ValueError(f"envs must keep their state in numbers and arrays to be saved, got {name}, a {type(v).__name__}")
+    arrays = [pair for name, v in found.items() for pair in _arrays(name, v)]
+    for view, x in arrays:
+        for name, y in arrays if x.base is not None else ():
+            if x is not y and np.shares_memory(x, y): raise ValueError(f"envs must keep their state in arrays that share no memory to be saved, got {name} and {view}")
+
+def _spaces(x):
+    "The spaces in x, each of which has a random generator of its own."
+    if isinstance(x, gym.Space): yield x; x = vars(x)
+    for y in x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (): yield from _spaces(y)
+
+def _drawing(env):
+    "Who has a random generator from which a single environment may draw: itself, and the spaces of all layers. Names and objects."
+    spaces = {id(s): (f"{type(layer).__name__}.{name}", s) for layer in _layers(env) for name in ("action_space", "observation_space") for s in _spaces(getattr(layer, name, None))}
+    return [(type(env.unwrapped).__name__, env.unwrapped), *spaces.values()]
+
+def _save_random(name, owner):
+    "The state of a random generator in JSON; None for that of a space which has none yet."
+    if isinstance(owner, gym.Space) and owner._np_random is None: return None
+    r = owner.np_random
+    bits = r.bit_generator if type(r) is np.random.Generator else r._bit_generator if type(r) is np.random.RandomState else r
+    if type(bits) not in _BIT_GENERATORS: raise ValueError(f"envs must draw from a random generator of NumPy's to be saved, got {name}.np_random, a {type(bits).__name__}")
+    return json.dumps(bits.state if type(r) is np.random.Generator else r.get_state(legacy=False), default=lambda array: array.tolist())
+
+def _load_random(owner, state):
+    if state is None: return
+    r, state = owner.np_random, json.loads(state)
+    if isinstance(r, np.random.RandomState): r.set_state(state)
+    else: r.bit_generator.state = state
 
 def _single_state(env):
     "What a single environment and its wrappers remember."
-    layers = []
-    for layer in _layers(env):
-        attributes = {k: v for k, v in vars(layer).items() if k not in _FIXED and not _pygame(v)}
-        for k, v in attributes.items():
-            if not _plain(v): raise ValueError(f"envs must keep their state in numbers and arrays to be saved, got {type(layer).__name__}.{k}, a {type(v).__name__}")
-        layers.append({k: _save(v) for k, v in attributes.items()})
-    return {"rng": json.dumps(env.unwrapped.np_random.bit_generator.state), "layers": layers}
+    _check_attributes(env)
+    memo = {}
+    return {"random": [_save_random(name, owner) for name, owner in _drawing(env)],
+            "layers": [{k: _each(_tensor, v, memo) for k, v in attributes.items()} for _, attributes in _attributes(env)]}
 
 def _set_single_state(env, state):
+    memo = {}
     for layer, attributes in zip(_layers(env), state["layers"], strict=True):
-        for k, v in attributes.items(): setattr(layer, k, _load(v))
-    env.unwrapped.np_random.bit_generator.state = json.loads(state["rng"])
+        for k, v in attributes.items(): setattr(layer, k, _each(_array, v, memo))
+    for (_, owner), random in zip(_drawing(env), state["random"], strict=True): _load_random(owner, random)
 
 def env_state(envs: gym.vector.VectorEnv, # Gymnasium's vectorised CartPole, or single environments stepped in turn that keep their state in numbers and arrays
              ) -> dict: # What a checkpoint must hold
     "Everything on which the future of the environments depends; ValueError if it is not known where that stands."
     if isinstance(envs, gym.vector.VectorWrapper): raise ValueError(f"envs must not be wrapped to be saved, got {type(envs).__name__}, whose memory would be lost")
-    if isinstance(envs, gym.vector.SyncVectorEnv):
+    if type(envs) is gym.vector.SyncVectorEnv:
         return {"envs": [_single_state(e) for e in envs.envs], "autoreset": torch.from_numpy(envs._autoreset_envs.copy())}
-    missing = [name for name in ENV_ARRAYS if not isinstance(getattr(envs, name, None), np.ndarray)]
-    if missing: raise ValueError(f"envs must keep their state in the arrays {', '.join(ENV_ARRAYS)}, or be stepped in turn (sync), to be saved, got {type(envs).__name__}")
-    return {"rng": json.dumps(envs.np_random.bit_generator.state), **{name: torch.from_numpy(getattr(envs, name).copy()) for name in ENV_ARRAYS}}
+    if type(envs) is not CartPoleVectorEnv or envs.state is None: raise ValueError(f"envs must keep their state in the arrays {', '.join(ENV_ARRAYS)}, or be stepped in turn (sync), to be saved, got {type(envs).__name__}, of which neither is known")
+    return {"random": _save_random(type(envs).__name__, envs), **{name: torch.from_numpy(getattr(envs, name).copy()) for name in ENV_ARRAYS}}
 
 def savable(envs: gym.vector.VectorEnv, # Any
            ) -> bool: # Does `env_state` know where their state stands?
     "Can a run in these environments be resumed?"
     try: env_state(envs)
-    except ValueError: return False
+    except Exception: return False                             # an environment may fail in any way, and the agent is to be saved all the same
     return True
 
 def set_env_state(envs: gym.vector.VectorEnv, # Of the kind that the state came from, reset at least once
@@ -131,11 +180,11 @@ def set_env_state(envs: gym.vector.VectorEnv, # Of the kind that the state came 
                  ):
     "Put the environments back to where they were."
     env_state(envs)
-    if isinstance(envs, gym.vector.SyncVectorEnv):
+    if type(envs) is gym.vector.SyncVectorEnv:
         for env, single in zip(envs.envs, state["envs"], strict=True): _set_single_state(env, single)
         envs._autoreset_envs = state["autoreset"].numpy().copy()
         return
-    envs.np_random.bit_generator.state = json.loads(state["rng"])
+    _load_random(envs, state["random"])
     for name in ENV_ARRAYS: setattr(envs, name, state[name].numpy().copy())
 
 # %% ../../nbs/control/20_rollout.ipynb #collector
