@@ -1,5 +1,6 @@
 import json
 import math
+import random
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from rlhf_notes.control.cartpole import PPO, Adam, Batch, Scaling, check_env, cl
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.policy import Agent
 from rlhf_notes.control.rollout import Collector, Rollout, make_envs
+from rlhf_notes.formulas.whitening import RunningMoments
 from rlhf_notes.runs import Run
 from strategies import SEEDS
 
@@ -583,6 +585,66 @@ def test_a_training_that_comes_to_nan_ends_there(tmp_path, monkeypatch, what, wo
     with pytest.raises(FloatingPointError, match=words + ".*the last checkpoint, if there is one, is from before"): train(config, run)
     assert not (run.path / "summary.json").exists()
     if what != "rate": assert Run.resume(run.path).checkpoint["ppo"]["iteration"] == 3 and len((run.path / "metrics.csv").read_text().splitlines()) == 4
+
+
+class Bad(Broken):
+    "A number that is not finite from the 100th step."
+    def __init__(self, what, number): super().__init__(None); self.bad, self.number = what, number
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        obs += 0.01 * self.t % 7
+        if self.t > 100 and self.bad == "observations": obs[1] = self.number
+        return obs, self.number if self.t > 100 and self.bad == "rewards" else reward, *rest
+
+
+@pytest.mark.parametrize("what", ["observations", "rewards"])
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_numbers_that_cannot_be_normalized_end_a_training(tmp_path, monkeypatch, what, number):
+    monkeypatch.setattr(cartpole, "CHECKPOINT_EVERY", -1.0)
+    monkeypatch.setitem(gym.registry, "Bad-v0", gym.envs.registration.EnvSpec("Bad-v0", Bad, max_episode_steps=500, kwargs={"what": what, "number": float(number)}, disable_env_checker=True))
+    run, config = Run.create(tmp_path / "run", {"task": "some"}), replace(SMALL, env="Bad-v0", normalize_obs=what == "observations", normalize_rewards=what == "rewards")
+    with pytest.raises(FloatingPointError, match=f"^iteration 4: {what} must be finite to be normalized, got {number}; the last checkpoint, if there is one, is from before$"): train(config, run)
+    assert Run.resume(run.path).checkpoint["ppo"]["iteration"] == 3 and len((run.path / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_rewards_whose_sum_is_no_number_are_not_normalized_either():
+    r = Rollout(torch.zeros(4, 2, 1), torch.zeros(4, 2), torch.full((4, 2), 2e38), torch.zeros(4, 2, 1), *torch.zeros(2, 4, 2, dtype=torch.bool), torch.ones(4, 2, dtype=torch.bool))
+    with pytest.raises(FloatingPointError, match="^rewards must be finite to be normalized, got inf$"): Scaling(replace(SMALL, num_envs=2, gamma=1.0, normalize_rewards=True), 1)(r)
+
+
+def test_numbers_of_a_seam_may_be_anything():
+    "They are no data."
+    seam = torch.tensor([[False, True], [True, False]])
+    r = Rollout(torch.where(seam[..., None], math.nan, torch.rand(2, 2, 1)), torch.zeros(2, 2), torch.where(seam, math.inf, 1.0), torch.zeros(2, 2, 1), *torch.zeros(2, 2, 2, dtype=torch.bool), ~seam)
+    scaling = Scaling(replace(SMALL, num_envs=2, normalize_obs=True, normalize_rewards=True), 1)
+    scaling(r)
+    assert scaling.seen.count == scaling.earned.count == 2
+
+
+def test_another_mistake_is_not_taken_for_such_numbers():
+    with pytest.raises(ValueError, match="x must have a shape"): cartpole.take_in(RunningMoments((2,)), "observations", torch.zeros(3, 1), torch.ones(3, dtype=torch.bool))
+
+
+class Dice(random.Random):
+    "No generator of NumPy's."
+
+
+class Gambling(Broken):
+    def __init__(self): super().__init__(None)
+    def reset(self, *, seed=None, options=None):
+        if seed is not None: self.np_random = Dice(seed)
+        return np.full(2, self.np_random.random(), np.float32), {}
+
+
+def test_a_generator_that_cannot_be_saved_does_not_end_a_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "Gambling-v0", gym.envs.registration.EnvSpec("Gambling-v0", Gambling, max_episode_steps=500, disable_env_checker=True))
+    run, config = Run.create(tmp_path / "run", {"task": "some"}), replace(SMALL, env="Gambling-v0", steps=256)
+    ppo, _, summary = train(config, run)
+    assert summary["steps"] == 256 and (run.path / "summary.json").exists()
+    with pytest.raises(ValueError, match="got Gambling.np_random, a Dice"): ppo.collector.state_dict()
+    checkpoint = Run.resume(run.path).checkpoint["ppo"]
+    assert checkpoint["collector"] is None and checkpoint["agent"].keys() == ppo.agent.state_dict().keys()
+    with pytest.raises(ValueError, match="resume must be a run whose environments can be saved, got one of Gambling-v0"): PPO(config).load_state_dict(checkpoint)
 
 
 def test_returns_that_are_all_alike_are_no_divergence():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -23,6 +24,7 @@ from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.language import rlhf
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.task import WORDS, make_tokenizer
+from rlhf_notes.runs import Run
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
 
@@ -279,6 +281,38 @@ def test_a_training_that_diverges_says_so(tmp_path, capsys):
     p = command(*wild, "--seeds", "2", "--jobs", "2", "--out", "side")
     out, err = p.communicate(timeout=120)
     assert p.returncode == 1 and err.count("\n") == 3 and err.count("policy_loss is nan") == 2 and err.endswith("rlhf-notes: a seed has diverged, as said above\n"), err
+
+
+HOMEMADE = """
+import random
+import gymnasium as gym, numpy as np
+
+class Homemade(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(2)
+    def __init__(self, which): self.which = which
+    def reset(self, *, seed=None, options=None):
+        if seed is not None: self.np_random = dict(old=np.random.RandomState, mt=lambda s: np.random.Generator(np.random.MT19937(s)), python=random.Random, nan=np.random.default_rng)[self.which](seed)
+        self.t = 0
+        return self.look(), {}
+    def look(self): return np.array([self.np_random.random(), np.nan if self.which == "nan" and self.t > 9 else 0], np.float32)
+    def step(self, action): self.t += 1; return self.look(), 1.0, self.t == 12, False, {}
+
+for which in ("old", "mt", "python", "nan"): gym.register(f"rlhf_notes/homemade-{which}-v0", Homemade, kwargs={"which": which}, max_episode_steps=500)
+"""
+
+
+@pytest.mark.parametrize("which, kept", [("old", True), ("mt", True), ("python", False)])
+def test_no_training_is_lost_by_the_random_generator_of_its_environment(tmp_path, capsys, monkeypatch, which, kept):
+    (tmp_path / "homemade.py").write_text(HOMEMADE); monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["train", "--env", f"homemade:rlhf_notes/homemade-{which}-v0", *QUICK, "--out", "run"]) == 0
+    assert json.loads(Path("run/summary.json").read_text())["steps"] == 1024
+    assert (Run.resume("run").checkpoint["ppo"]["collector"] is not None) == kept
+
+
+def test_observations_that_cannot_be_normalized_are_one_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "homemade.py").write_text(HOMEMADE); monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["train", "--env", "homemade:rlhf_notes/homemade-nan-v0", *QUICK, "--normalize-obs", "--out", "run"]) == 1
+    assert capsys.readouterr().err == "rlhf-notes: iteration 1: observations must be finite to be normalized, got nan; the last checkpoint, if there is one, is from before\n"
 
 
 def test_how_to_continue_is_said_only_where_it_can_be_done(tmp_path, capsys, monkeypatch):

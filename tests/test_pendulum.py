@@ -227,6 +227,40 @@ def test_film_of_one_whole_episode(ppo, tmp_path, monkeypatch):
     assert np.abs(np.concatenate(steps[sampled:]) - np.concatenate(steps[:sampled])).max() > 0.1
 
 
+class Unseen(gym.Env):
+    "Takes no render_mode."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-2, 2, (1,))
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(3, np.float32), {}
+    def step(self, action): return np.zeros(3, np.float32), 0.0, True, False, {}
+
+
+class Deaf(Unseen):
+    "Takes any option, and minds none."
+    def __init__(self, **options): pass
+
+
+class Undrawn(Unseen):
+    "Takes render_mode, and has no render."
+    metadata = {"render_modes": ["rgb_array"]}
+    def __init__(self, render_mode=None): self.render_mode = render_mode
+
+
+class Blank(Undrawn):
+    "Renders nothing."
+    def render(self): return None
+
+
+@pytest.mark.parametrize("kind, why", [(Unseen, "it takes no render_mode"), (Deaf, "it ignores render_mode"), (Undrawn, r"it has no render\(\)"), (Blank, r"its render\(\) gives no pixels")])
+def test_no_film_of_what_cannot_be_rendered(tmp_path, monkeypatch, kind, why):
+    class Recorder(gym.Wrapper):
+        def __init__(self, env, video_folder, episode_trigger, name_prefix): super().__init__(env)
+    monkeypatch.setitem(gym.registry, "Film-v0", gym.envs.registration.EnvSpec("Film-v0", kind, max_episode_steps=5, disable_env_checker=True))
+    monkeypatch.setattr(pendulum, "find_spec", lambda name: True)
+    monkeypatch.setattr(gym.wrappers, "RecordVideo", Recorder)
+    with pytest.raises(ValueError, match=r"^env must be an environment that can be rendered \(render_mode 'rgb_array'\), got 'Film-v0': .*" + why) as e: record_video(PPO(replace(SMALL, env="Film-v0")), tmp_path / "film.mp4")
+    assert "\n" not in str(e.value) and not list(tmp_path.iterdir())
+
+
 def test_film_for_real(ppo, tmp_path):
     pytest.importorskip("moviepy"); pytest.importorskip("pygame")
     path = record_video(ppo, tmp_path / "films" / "swing.mp4")

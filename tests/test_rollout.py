@@ -1,11 +1,13 @@
 import enum
 import io
+import random
 import sys
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
@@ -71,6 +73,59 @@ class Bare(gym.vector.VectorEnv):
     def __init__(self, n): self.num_envs = n
 
 
+class Draws(gym.Env):
+    "Sees what its own kind of random generator draws; the seed of the first reset seeds it."
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (1,)), gym.spaces.Discrete(2)
+    def __init__(self, kind): type(self).make = staticmethod(kind)              # of the class, so that it is no memory
+    def reset(self, *, seed=None, options=None):
+        if seed is not None: self.np_random = self.make(seed)
+        self.t = 0
+        return self.look(), {}
+    def look(self): return np.array([self.np_random.normal()], np.float32)
+    def step(self, action): self.t += 1; return self.look(), 1.0, self.t == 5, False, {}
+
+
+class Slip(gym.Env):
+    "Lets its action space draw, and a space within its observation space; both are seeded with the first reset."
+    def __init__(self): self.action_space, self.observation_space = gym.spaces.Discrete(50), gym.spaces.Dict(a=gym.spaces.Discrete(50), b=gym.spaces.Box(0, 1, (2,)))
+    def reset(self, *, seed=None, options=None):
+        if seed is not None: self.action_space.seed(seed); self.observation_space["a"].seed(seed + 1)
+        self.t = 0
+        return self.look(), {}
+    def look(self): return [self.action_space.sample(), self.observation_space["a"].sample()]
+    def step(self, action): self.t += 1; return self.look(), 1.0, self.t == 5, False, {}
+
+
+def whimsical(env):
+    "In a wrapper that adds what spaces of its own draw. Spaces of a class are one for all its objects, so the class is a new one."
+    class Whim(gym.Wrapper):
+        observation_space, action_space = gym.spaces.Box(0, 50, (3,)), gym.spaces.Discrete(2)
+        def reset(self, *, seed=None, options=None):
+            if seed is not None: self.observation_space.seed(seed)
+            obs, info = self.env.reset(seed=seed)
+            return self.look(obs), info
+        def look(self, obs): return np.array([*obs, self.observation_space.sample()[0]], np.float32)
+        def step(self, action): obs, *rest = self.env.step(action); return self.look(obs), *rest
+    return Whim(env)
+
+
+class Arrays(Engine):
+    "Keeps what it is told to keep."
+    def __init__(self, **kept): vars(self).update(kept)
+
+
+def went_on(make, stop=7, more=20):
+    "A collector after a stop, and another that has loaded what was saved; both have collected the same if all is well."
+    act = lambda obs: np.zeros(len(obs), np.int64)
+    one, other, file = Collector(make(), 0), Collector(make(), 50), io.BytesIO()
+    one.collect(act, stop); other.collect(act, 3)
+    torch.save(one.state_dict(), file); file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    (a, _), (b, _) = one.collect(act, more), other.collect(act, more)
+    assert_same(a, b)
+    return one, other
+
+
 class Table(gym.Env):
     "A table of whole numbers, actions called 1, 2, 3, and a memory of every kind that can be saved."
     observation_space, action_space = gym.spaces.Box(0, 255, (2, 3), np.uint8), gym.spaces.Discrete(3, start=1)
@@ -90,6 +145,27 @@ class Table(gym.Env):
         return self.look(action), float(array.sum() + self.scalar + len(self.name)), self.t == 5, False, {}
 
     def look(self, action): return np.array([[action, 0, 0], [0, 0, self.t]], np.uint8)
+
+
+NUMBERS = np.arange(6.0)
+def arrays_saved(**kept): return Collector(SyncVectorEnv([lambda: Arrays(**kept)]), 0).state_dict()
+
+
+class Dice(random.Random):
+    def normal(self): return self.gauss(0, 1)
+
+
+class OwnBits(np.random.PCG64): "A derived one, which may remember anything."
+class OwnGenerator(np.random.Generator):
+    def __init__(self, seed): super().__init__(np.random.PCG64(seed))
+
+
+class Windy(CartPoleVectorEnv):
+    "CartPole, and a wind that it remembers."
+    def __init__(self, num_envs): super().__init__(num_envs); self.reset(); self.wind = np.zeros(num_envs)
+
+
+class Counted(SyncVectorEnv): "Single environments, and perhaps a memory besides."
 
 
 def expected_rows(rows, seams):
@@ -296,6 +372,20 @@ def test_minibatches_are_shuffled_anew_each_time():
     (lambda: make_envs("rlhf_notes/Engine-v0:CartPole-v1", 2), ValueError, "env must be an environment that Gymnasium can make"),
     (lambda: Collector(SyncVectorEnv([lambda: Engine(np.random.default_rng())]), 0).state_dict(), ValueError, "got Engine.world, a Generator"),
     (lambda: set_env_state(SyncVectorEnv([Engine]), {}), ValueError, "envs must keep their state"),
+    (lambda: Collector(SyncVectorEnv([lambda: Draws(Dice)]), 0).state_dict(), ValueError, "envs must draw from a random generator of NumPy's to be saved, got Draws.np_random, a Dice"),
+    (lambda: Collector(SyncVectorEnv([lambda: Draws(lambda seed: np.random.Generator(OwnBits(seed)))]), 0).state_dict(), ValueError, "got Draws.np_random, a OwnBits"),
+    (lambda: Collector(SyncVectorEnv([lambda: Draws(lambda seed: np.random.RandomState(OwnBits(seed)))]), 0).state_dict(), ValueError, "got Draws.np_random, a OwnBits"),
+    (lambda: Collector(SyncVectorEnv([lambda: Draws(OwnGenerator)]), 0).state_dict(), ValueError, "got Draws.np_random, a OwnGenerator"),
+    (lambda: arrays_saved(buffer=NUMBERS, view=NUMBERS[:1]), ValueError, "envs must keep their state in arrays that share no memory to be saved, got Arrays.buffer and Arrays.view"),
+    (lambda: arrays_saved(view=(1, [NUMBERS[::-2]]), buffer=[NUMBERS]), ValueError, "share no memory to be saved, got Arrays.buffer and Arrays.view"),
+    (lambda: arrays_saved(a=NUMBERS[1:], b=NUMBERS[:2]), ValueError, "share no memory to be saved, got Arrays.b and Arrays.a"),
+    (lambda: arrays_saved(world=np.zeros(2, np.longdouble)), ValueError, "got Arrays.world, a ndarray"),
+    (lambda: arrays_saved(world=np.zeros(2, ">f8")), ValueError, "got Arrays.world, a ndarray"),
+    (lambda: arrays_saved(world=np.zeros(())), ValueError, "got Arrays.world, a ndarray"),
+    (lambda: arrays_saved(env=object()), ValueError, "got Arrays.env, a object"),
+    (lambda: env_state(Windy(2)), ValueError, r"or be stepped in turn \(sync\), to be saved, got Windy, of which neither is known"),
+    (lambda: env_state(Counted([Count])), ValueError, r"or be stepped in turn \(sync\), to be saved, got Counted, of which neither is known"),
+    (lambda: env_state(CartPoleVectorEnv(2)), ValueError, "envs must keep their state in the arrays state, steps, prev_done"),
     (lambda: env_state(gym.wrappers.vector.NormalizeReward(make_envs("CartPole-v1", 2))), ValueError, "envs must not be wrapped to be saved, got NormalizeReward"),
     (lambda: env_state(Bare(2)), ValueError, r"envs must keep their state in the arrays state, steps, prev_done, or be stepped in turn \(sync\), to be saved, got Bare"),
     (lambda: make_envs("CartPool-v1", 2), ValueError, "env must be an environment that Gymnasium can make, got 'CartPool-v1'"),
@@ -388,3 +478,50 @@ def test_minibatches_of_any_size(size, parts, seed):
     got = minibatches(size, parts, torch.Generator().manual_seed(seed))
     lengths = [len(p) for p in got]
     assert len(got) == parts and max(lengths) - min(lengths) <= 1 and torch.cat(got).sort().values.tolist() == list(range(size))
+
+
+BIT_GENERATORS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
+
+
+@pytest.mark.parametrize("bits", BIT_GENERATORS)
+@pytest.mark.parametrize("kind", [np.random.Generator, np.random.RandomState])
+def test_any_generator_of_numpy_goes_on(kind, bits):
+    "Stopped after an odd number of draws: a RandomState draws normal numbers in pairs and keeps the second."
+    one, _ = went_on(lambda: SyncVectorEnv([lambda: Draws(lambda seed: kind(bits(seed)))] * 3))
+    r = one.envs.envs[0].np_random
+    assert type(r) is kind and type(r.bit_generator if kind is np.random.Generator else r._bit_generator) is bits
+
+
+def test_spaces_go_on_drawing():
+    one, other = went_on(lambda: SyncVectorEnv([lambda: whimsical(Slip())] * 2))
+    assert one.obs.shape == (2, 3) and len(np.unique(one.obs)) > 3
+
+
+def test_a_space_that_has_drawn_nothing_is_left_alone():
+    "To ask the generator of a Dict for its state would seed it, and all within anew."
+    envs = SyncVectorEnv([lambda: whimsical(Slip())] * 2)
+    envs.reset(seed=0)
+    env_state(envs)
+    assert envs.envs[1].env.observation_space._np_random is None and envs.envs[1].env.observation_space["b"]._np_random is None
+
+
+def test_what_is_one_object_stays_one_and_what_is_two_stays_two():
+    def make():
+        one, table = np.zeros(3), np.arange(12.0).reshape(4, 3)
+        return SyncVectorEnv([lambda: Arrays(a=one, b=one, many=[one, (one,)], more=[], left=table[:, 0], right=table[:, 1], turned=np.asfortranarray(table))])
+    one, other = make(), make()
+    for envs in (one, other): envs.reset(seed=0)
+    env = one.envs[0]; env.a += 1; env.rest = env.more; env.more.append(2.0); env.left += 7
+    file = io.BytesIO(); torch.save(env_state(one), file); file.seek(0)
+    set_env_state(other, torch.load(file, weights_only=True))
+    e = other.envs[0]
+    assert e.a is e.b is e.many[0] is e.many[1][0] is not env.a and e.rest is e.more and e.more == [2.0] and (e.a == 1).all()
+    assert np.array_equal(e.left, env.left) and np.array_equal(e.right, env.right) and not np.shares_memory(e.left, e.right)
+    assert np.array_equal(e.turned, env.turned) and e.turned.flags.f_contiguous and not e.turned.flags.c_contiguous
+
+
+def test_whatever_an_environment_does_the_question_whether_it_can_be_saved_is_answered():
+    itself = []; itself.append(itself)
+    envs = SyncVectorEnv([lambda: Arrays(world=itself)])
+    envs.reset(seed=0)
+    assert savable(envs) is False

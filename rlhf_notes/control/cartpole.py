@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SCORES', 'THRESHOLDS', 'CHECKPOINT_EVERY', 'draw_cartpole', 'Batch', 'make_batch', 'ppo_loss', 'seeds',
-           'check_env', 'health', 'Scaling', 'one_vector', 'clip_gradient', 'Adam', 'PPO', 'check_start', 'evaluate',
-           'threshold', 'score', 'scores', 'check_numbers', 'train', 'plot_run']
+           'check_env', 'health', 'take_in', 'Scaling', 'one_vector', 'clip_gradient', 'Adam', 'PPO', 'check_start',
+           'evaluate', 'threshold', 'score', 'scores', 'check_numbers', 'train', 'plot_run']
 
 # %% ../../nbs/control/21_cartpole.ipynb #export-imports
 import json
@@ -123,6 +123,17 @@ def health(agent: Agent, # After the update
                 explained_variance=explained_variance(batch.values, batch.returns).item())
 
 # %% ../../nbs/control/21_cartpole.ipynb #scaling
+def take_in(moments: RunningMoments, # Changed in place
+            name: str, # Of what is taken in, for the error
+            x: torch.Tensor, # As for `update`
+            valid: torch.Tensor, # As for `update`
+           ):
+    "Update the moments; FloatingPointError if what counts is NaN or infinite."
+    try: moments.update(x, valid)
+    except ValueError as e:
+        if x[valid].isfinite().all(): raise
+        raise FloatingPointError(f"{name} must be finite to be normalized, got {x[valid][~x[valid].isfinite()][0].item()}") from e
+
 class Scaling:
     "Observations and rewards as the networks see them: with running moments if the options say so, and rewards times `reward_scale`."
     LIMIT = 10.0            # in standard deviations
@@ -141,12 +152,12 @@ class Scaling:
     def __call__(self, rollout): # A rollout -> one with the observations that the policy saw, and scaled rewards
         "Scale a rollout, then learn from it for the next."
         obs, next_obs = (torch.from_numpy(self.obs(x.flatten(0, 1).numpy())).reshape(x.shape) for x in (rollout.obs, rollout.next_obs))
-        if self.config.normalize_obs: self.seen.update(rollout.obs, rollout.valid)
+        if self.config.normalize_obs: take_in(self.seen, "observations", rollout.obs, rollout.valid)
         rewards = rollout.rewards * self.config.reward_scale
         if self.config.normalize_rewards:
             for reward, done, valid in zip(rewards, rollout.done, rollout.valid):
                 self.running = torch.where(valid, self.config.gamma * self.running + reward, self.running)
-                self.earned.update(self.running, valid)
+                take_in(self.earned, "rewards", self.running, valid)
                 self.running = torch.where(done, 0.0, self.running)
             rewards = (rewards * (self.earned.var + 1e-8).rsqrt().to(rewards)).clamp(-self.LIMIT, self.LIMIT)
         return replace(rollout, obs=obs, next_obs=next_obs, rewards=rewards)
@@ -245,7 +256,9 @@ class PPO:
         learning_rate, clip = c.learning_rate * left ** c.lr_anneal, c.clip * left ** c.clip_anneal
 
         rollout, episodes = self.collector.collect(self.policy(self.rng), c.num_steps, self.agent.head.for_env)
-        batch = make_batch(self.agent, self.scaling(rollout).to(self.device), c)
+        try: scaled = self.scaling(rollout)
+        except FloatingPointError as e: raise FloatingPointError(f"iteration {self.iteration + 1}: {e}; the last checkpoint, if there is one, is from before") from e
+        batch = make_batch(self.agent, scaled.to(self.device), c)
         logs = []
         for epoch in range(c.epochs):
             for rows in minibatches(len(batch), min(c.minibatches, len(batch)), self.generator):
