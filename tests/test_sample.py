@@ -183,6 +183,17 @@ def test_the_buffers_are_those_of_before_and_the_weights_those_of_now():
     assert [rollout.B for rollout, _ in sampler.rollouts.values()] == [2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_temperature_and_length_are_those_of_now(fast):
+    lm, (queries, mask), u = gpt2(), texts(13, 5, 6), uniform(13, 5, 7)
+    sampler = Sampler(lm, 7, 0.3, fast=fast)
+    sampler(queries, mask, u)
+    for length, temperature in ((7, 1.7), (1, 1.7), (7, 0.3)):
+        sampler.length, sampler.temperature = length, temperature
+        got, fresh_one = sampler(queries, mask, u[:, :length]), Sampler(lm, length, temperature, fast=fast)(queries, mask, u[:, :length])
+        for name in ("tokens", "logp", "hidden"): assert torch.equal(getattr(got, name), getattr(fresh_one, name))
+
+
 def test_what_comes_out_can_be_learnt_from():
     lm, (queries, mask), u = gpt2(), texts(7, 5, 6), uniform(7, 5, 7)
     got = Sampler(lm, 7)(queries, mask, u)

@@ -194,7 +194,7 @@ class GPT2Rollout:
 # %% ../../nbs/language/32_sample.ipynb #sampler
 class Sampler:
     "Draws answers of a fixed length from a causal language model, whose weights are those of the moment. GPT-2 has a path of its own; on CUDA that is captured as a graph."
-    KEEP = 4 # Shapes for which buffers are kept
+    KEEP = 4 # Shapes and temperatures for which buffers are kept
 
     def __init__(self,
                  lm: nn.Module, # A causal language model of transformers, without dropout
@@ -228,7 +228,7 @@ class Sampler:
         weight = self.lm.transformer.wte.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        key = *queries.shape, dtype, *(p.data_ptr() for p in self.lm.parameters())    # a graph knows weights by where they lie
+        key = *queries.shape, self.length, self.temperature, dtype, *(p.data_ptr() for p in self.lm.parameters())    # a graph knows weights by where they lie
         with torch.autocast(kind, enabled=False), torch.inference_mode():
             if key not in self.rollouts:
                 while len(self.rollouts) >= self.KEEP: del self.rollouts[next(iter(self.rollouts))]
