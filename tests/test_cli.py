@@ -640,6 +640,13 @@ def test_a_tokenizer_that_loses_words_costs_no_run(tmp_path, capsys, language_mo
     refused(["rlhf", *TINY, "--model", "lm", "--out", "run", "--overwrite"], "--model must have a tokenizer that fits the task, got 'lm'", capsys, tmp_path)
 
 
+def test_a_tokenizer_from_which_words_come_back_otherwise_costs_no_run(tmp_path, capsys, language_model):
+    shutil.copytree(language_model, tmp_path / "lm")
+    known = json.loads((tmp_path / "lm" / "tokenizer.json").read_text()) | dict(decoder=dict(type="WordPiece", prefix="##", cleanup=True))
+    (tmp_path / "lm" / "tokenizer.json").write_text(json.dumps(known))
+    refused(["rlhf", *TINY, "--model", "lm", "--out", "run"], "tokenizer must give words back as they were, got 'about the hotel.' for 'about the hotel .'", capsys, tmp_path)
+
+
 def test_a_run_that_cannot_go_on_here_is_refused(interrupted, tmp_path, capsys, monkeypatch):
     resume = ["rlhf", "--resume", "run"]
     config = json.loads((interrupted / "config.json").read_text())

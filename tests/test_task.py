@@ -340,6 +340,56 @@ def test_a_tokenizer_that_loses_words_is_refused():
     with pytest.raises(ValueError, match="^tokenizer must be one that can read every word, got Exception: WordLevel error"): Reviews(words_alone([w for w in WORDS if w != "superb"]), T, AFTER)
 
 
+def between_spaces(known, **special):
+    "A token for each of these words, <unk> for any other."
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    t = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*known, "<unk>"])}, unk_token="<unk>"))
+    t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", **dict(eos_token=EOS, pad_token=PAD) | special)
+
+
+def word_pieces(cleanup):
+    "A tokenizer like BERT's; `cleanup` puts a full stop at the word before it."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    t = Tokenizer(models.WordPiece({word: i for i, word in enumerate(["[UNK]", "[SEP]", "[PAD]", *WORDS[1:-1], WORDS[-1][0], f"##{WORDS[-1][1:]}"])}, unk_token="[UNK]"))
+    t.pre_tokenizer, t.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=cleanup)
+    return PreTrainedTokenizerFast(tokenizer_object=t, eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]")
+
+
+@pytest.mark.parametrize("make, got, said", [
+    (lambda: word_pieces(cleanup=True), "about the hotel.", "about the hotel ."),
+    (lambda: between_spaces(["."]), "<unk> <unk> <unk> .", "about the hotel ."),
+    (lambda: between_spaces([w for w in WORDS if w != "superb"]), f"it <unk> . {EOS} it", f"it superb . {EOS} it"),
+    (lambda: between_spaces([w for w in WORDS if w != "superb"], eos_token=None), "it <unk> . it", "it superb . it"),
+    (lambda: between_spaces([w for w in WORDS if w != "old"]), "about the <unk> hotel .", "about the old hotel ."),
+    (lambda: between_spaces(WORDS, eos_token="."), f"about the hotel {EOS}", "about the hotel ."),
+    (lambda: between_spaces(WORDS, pad_token="the"), "about hotel .", "about the hotel ."),
+])
+def test_a_tokenizer_from_which_words_come_back_otherwise_is_refused(make, got, said):
+    with pytest.raises(ValueError) as e: Reviews(make(), 30, AFTER)
+    assert str(e.value) == f"tokenizer must give words back as they were, got {got!r} for {said!r}"
+
+
+def test_an_end_of_text_that_comes_back_otherwise_is_refused():
+    eos = between_spaces([*WORDS, "<end>"], eos_token="<end>")
+    Reviews(eos, 30, AFTER)
+    decode = eos.batch_decode
+    eos.batch_decode = lambda rows, **kwargs: decode(rows, **kwargs, skip_special_tokens=True)
+    with pytest.raises(ValueError, match=f"^tokenizer must give words back as they were, got 'it the . it' for 'it the . {EOS} it'$"): Reviews(eos, 30, AFTER)
+
+
+def test_what_comes_back_is_what_the_human_hears():
+    "Each way to cut words gives an answer the score that its words have."
+    query, answer = "about the old hotel .", "the room was nice . the pool felt not very superb ."
+    for t in (make_tokenizer(), word_pieces(cleanup=False), between_spaces(WORDS), between_spaces(WORDS, eos_token=None), between_spaces([*WORDS, "<end>"], eos_token="<end>")):
+        task = Reviews(t, 30, AFTER)
+        q, a = (torch.tensor([t(text, add_special_tokens=False)["input_ids"]]) for text in (query, answer))
+        assert task.texts(q, torch.ones_like(q, dtype=torch.bool), a) == [(query, answer)]
+        assert task.true_scores(q, torch.ones_like(q, dtype=torch.bool), a).item() == pytest.approx(human_score(query, answer))
+
+
 def test_a_tokenizer_without_a_full_stop():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

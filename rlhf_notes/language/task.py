@@ -186,6 +186,8 @@ class Reviews:
             raise ValueError(f"tokenizer must have a padding token that stands for nothing else, got {tokenizer.pad_token!r}")
         if lost := [word for word, ids in zip(WORDS[1:], words) if len(ids) <= len(known[-2])]:
             raise ValueError(f"tokenizer must have a token at least for each word, got none for {len(lost)} of them, {lost[0]!r} for one")
+        if altered := next(((got, said) for got, said in self._read_back() if got != said), None):
+            raise ValueError(f"tokenizer must give words back as they were, got {altered[0]!r} for {altered[1]!r}")
         longest = max(map(len, known[:-2]))
         check_number("query_length", query_length, low=0)
         if 0 < query_length < longest: raise ValueError(f"query_length must be 0 or at least {longest}, the tokens of the longest query, got {query_length}")
@@ -196,6 +198,23 @@ class Reviews:
     def _ids(self, texts):
         "Texts -> lists of tokens."
         return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
+    def _tokens(self, texts):
+        "Pairs (query, answer) -> tokens of the queries, tokens of the answers."
+        asked = self._ids(query for query, _ in texts)
+        whole = self._ids(f"{query} {answer}".replace(f" {EOS}", self.tokenizer.eos_token or "") for query, answer in texts)
+        return asked, [ids[len(q):] for q, ids in zip(asked, whole)]
+
+    def _words(self, rows):
+        "Lists of tokens -> words with spaces between, without the padding."
+        texts = self.tokenizer.batch_decode([[t for t in row if t != self.pad_token] for row in rows], clean_up_tokenization_spaces=False)
+        return [" ".join(t.replace(self.tokenizer.eos_token or EOS, f" {EOS} ").split()) for t in texts]
+
+    def _read_back(self):
+        "Each query, and each word in an answer: (what the human will read, what was said)."
+        end = f" {EOS}" if self.tokenizer.eos_token else ""
+        texts = [*((query, STOP) for query in QUERIES), *((QUERIES[0], f"it {word} {STOP}{end} it") for word in WORDS[1:])]
+        return [(got, said) for rows, meant in zip(self._tokens(texts), zip(*texts)) for got, said in zip(self._words(rows), meant)]
 
     def _pad(self, rows):
         "Lists of tokens -> tokens and mask, (n, Q): padded on the left."
@@ -208,10 +227,8 @@ class Reviews:
                    ) -> tuple: # tokens (n, Q + T), integer; mask (n, Q + T), False = padding
         "Queries with answers from the corpus, for pretraining."
         words = self.response_length if self.tokenizer.eos_token else 2 * self.response_length           # without such a token every other word may be gone
-        texts = corpus(n, words, seed)                                               # a word has a token at least
-        asked = self._ids(query for query, _ in texts)
-        whole = self._ids(f"{query} {answer}".replace(f" {EOS}", self.tokenizer.eos_token or "") for query, answer in texts)
-        (tokens, mask), answers = self._pad(asked), torch.tensor([ids[len(q):][:self.response_length] for q, ids in zip(asked, whole)])
+        asked, answers = self._tokens(corpus(n, words, seed))                        # a word has a token at least
+        (tokens, mask), answers = self._pad(asked), torch.tensor([ids[:self.response_length] for ids in answers])
         return torch.cat([tokens, answers], 1), torch.cat([mask, torch.ones_like(answers, dtype=torch.bool)], 1)
 
     def draw(self,
@@ -241,12 +258,7 @@ class Reviews:
               answers: torch.Tensor, # (B, T), cut or not
              ) -> list: # B pairs (query, answer), strings
         "Tokens as words, without the padding."
-        def words(rows):
-            texts = self.tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
-            return [" ".join(t.replace(self.tokenizer.eos_token or EOS, f" {EOS} ").split()) for t in texts]
-        rows = [[t for t in row if t != self.pad_token] for x in (queries.masked_fill(~mask, self.pad_token), answers) for row in x.tolist()]
-        decoded = words(rows)
-        return list(zip(decoded[:len(answers)], decoded[len(answers):]))
+        return list(zip(self._words(queries.masked_fill(~mask, self.pad_token).tolist()), self._words(answers.tolist())))
 
     def true_scores(self,
                     queries: torch.Tensor, # (B, Q)
