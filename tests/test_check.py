@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import notebooks
-from rlhf_notes import check
+from rlhf_notes import check, kl_loss
 from rlhf_notes.check import ATOL, EXERCISES, LEAK, RTOL, Outcome, attempt, difference, show
 
 MISTAKES = [(e.name, name) for e in EXERCISES.values() for name in e.mistakes]
@@ -123,7 +123,17 @@ def whiten_by_squares(x, m, shift):
     return torch.where(m, (x - mean) * ((x ** 2).sum() / n - mean ** 2 + 1e-8).rsqrt() + (not shift) * mean, 0)
 
 
+def through(value, slope):
+    "A number with this value and the gradient of another."
+    return value.detach() + slope - slope.detach()
+
+
+def slope_of_kl(a, b, m): return ((a - b)[m].detach() * a[m]).mean()
+
+
 RIGHT = {
+    "kl_loss": [lambda a, b, m: kl_loss(a, b, "k1", mask=m, straight_through=True), lambda a, b, m: kl_loss(a, b, "k3", mask=m, straight_through=True),
+                lambda a, b, m: ((a - b)[m].detach() * (a[m] - a[m].detach()).exp()).mean(), slope_of_kl, lambda a, b, m: slope_of_kl(a, b, m) - 7],
     "entropy": [entropy_of_possible, entropy_by_logsumexp, lambda z: -(z.softmax(-1) * z.log_softmax(-1).masked_fill(z == -math.inf, 0)).sum(-1)],
     "sequence_ratio": [lambda a, b, m: torch.where(m, a - b.detach(), 0).sum(1).div(m.sum(1).clamp(min=1)).exp(),
                        lambda a, b, m: torch.stack([(x[k] - y.detach()[k]).sum().div(max(int(k.sum()), 1)).exp() for x, y, k in zip(a, b, m)]),
@@ -182,6 +192,11 @@ def every_answer(a, b, ref, A, m, eps, beta):
     ("grpo_loss", lambda a, b, ref, A, m, eps, beta: torch.stack([grpo_by_rows(*(x[i:i + 1] for x in (a, b, ref, A, m)), eps, beta) if m[i].any() else torch.zeros(()) for i in range(len(a))]).mean(), "empty_is_zero"),
     ("grpo_loss", lambda a, b, ref, A, m, eps, beta: answers_of(torch.where(m, beta * ((ref - a).expm1() - (ref - a)) - check._surrogate((a - b).exp(), A[:, None], eps), 0), m), "leak"),
     ("whiten", lambda x, m, s: torch.where(m, (x - x[m].mean()) / (x[m].std(unbiased=False) + 1e-8) + (0 if s else x[m].mean()), 0), "eps_outside"),
+    ("kl_loss", lambda a, b, m: (a - b)[m].mean(), "k1"), ("kl_loss", lambda a, b, m: a[m].mean(), "k1"), ("kl_loss", lambda a, b, m: ((b - a).exp() - 1 + a - b)[m].mean(), "k3"),
+    ("kl_loss", lambda a, b, m: ((a - b) ** 2)[m].mean(), "no_half"), ("kl_loss", lambda a, b, m: 2 * slope_of_kl(a, b, m), "no_half"), ("kl_loss", lambda a, b, m: -slope_of_kl(a, b, m), "sign"),
+    ("kl_loss", lambda a, b, m: (a - b)[m].mean().detach(), "no_gradient"),
+    ("kl_loss", lambda a, b, m: ((a - b).detach() * (a - a.detach()).exp())[m].mean(), "leak"), ("kl_loss", lambda a, b, m: through((a * m).sum(), slope_of_kl(a, b, m)), "leak"),
+    ("kl_loss", lambda a, b, m: through((a - b)[m].mean(), 3 * slope_of_kl(a, b, m)), None), ("kl_loss", lambda a, b, m: slope_of_kl(a, b, m) + a[m].mean(), None),
     ("explained_variance", lambda V, R: torch.zeros(()) if ((R - R.mean()) ** 2).mean() == 0 else 1 - (R - V).var(unbiased=False) / ((R - R.mean()) ** 2).mean(), "exactly_0"),
 ])
 def test_a_known_mistake_is_named_however_it_is_written(exercise, f, mistake): assert EXERCISES[exercise](f, draw=False).mistake == mistake
@@ -193,6 +208,24 @@ def test_a_wrong_value_is_named_by_its_value_whatever_its_gradient():
         e = EXERCISES[name]
         verdict = e(lambda *x: e.mistakes[mistake][0](*x).detach(), draw=False)
         assert verdict.mistake == mistake and verdict.text.startswith(f"{name}: not yet. {e.mistakes[mistake][1]}\n")
+
+
+@pytest.mark.parametrize("exercise, mistake", [("clipped_surrogate", "no_minimum"), ("clipped_surrogate", "above_for_any_sign"), ("dual_clip", "any_sign"), ("value_loss", "no_maximum")])
+def test_what_is_said_of_a_gradient_is_true_of_it(exercise, mistake):
+    "A wrong value whose gradient is another than that of the mistake with this value."
+    e = EXERCISES[exercise]
+    wrong = e.mistakes[mistake][0]
+    assert "gradient" in e.mistakes[mistake][1]
+    assert e(lambda *x: wrong(*x).detach(), draw=False).mistake == mistake
+    assert e(lambda x, *more: through(wrong(x, *more), 5 * x), draw=False).mistake is None
+
+
+def test_where_the_gradient_is_asked_for_nobody_calls_the_value_right():
+    verdict = EXERCISES["kl_loss"](lambda a, b, m: slope_of_kl(a, b, m) + 3 * a[m].mean())
+    assert "  result: the value may be any number, but its gradient with respect to logp should be [0.5, -0.25, 0]" in verdict.text
+    assert not any("value is right" in sentence for _, sentence in EXERCISES["kl_loss"].mistakes.values())
+    assert "  result: expected a finite number, yours is nan" in EXERCISES["kl_loss"](lambda a, b, m: through((a * m).sum(), slope_of_kl(a, b, m))).text
+    assert EXERCISES["kl_loss"](lambda a, b, m: slope_of_kl(a, b, m)[None]).text.count("yours has the shape (1,), expected ()") == 1
 
 
 def test_positions_are_judged_where_they_matter():
