@@ -10,7 +10,7 @@ FORMULAS = {
     "masking": ("AGGREGATION_MODES", "apply_mask", "masked_sum", "masked_mean", "masked_var", "aggregate_loss"),
     "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs",
                 "gaussian_log_prob", "gaussian_entropy", "tanh_log_det"),
-    "ratio": ("RATIO_LEVELS", "bounded_log_ratio", "importance_ratio", "effective_sample_size"),
+    "ratio": ("RATIO_LEVELS", "bounded_log_ratio", "importance_ratio", "effective_sample_size", "truncated_importance_weight"),
     "surrogate": ("CLIP_KINDS", "clipped_surrogate", "clip_fraction"),
     "value": ("value_loss", "value_clip_fraction", "explained_variance", "value_transform", "value_inv_transform", "symlog", "inv_symlog"),
     "kl": ("KL_KINDS", "kl_estimate", "calculate_kl_div", "exact_kl", "kl_loss", "FixedKLController", "AdaptiveKLController"),
@@ -20,7 +20,8 @@ FORMULAS = {
                "overlong_penalty"),
     "ppo": ("ppo_data", "ppo_data_continuous", "ppo_policy_data", "ppo_policy_data_continuous", "ppo_value_data", "ppo_loss", "ppo_policy_loss", "ppo_info",
             "PPO_REDUCTIONS", "ppo_policy_error", "ppo_policy_error_continuous", "ppo_value_error", "ppo_error", "ppo_error_continuous", "shape_fn_ppo", "PPOLoss"),
-    "grpo": ("grpo_policy_data", "grpo_info", "rloo_policy_data", "rloo_info", "POLICY_VARIANTS", "grpo_policy_error", "rloo_policy_error", "policy_loss", "dpo_loss"),
+    "grpo": ("grpo_policy_data", "grpo_info", "rloo_policy_data", "rloo_info", "POLICY_VARIANTS", "DPO_KINDS", "grpo_policy_error", "rloo_policy_error", "policy_loss",
+             "off_policy_sequence_mask", "dpo_loss"),
 }
 _MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names}
 __all__ = list(_MODULE_OF)

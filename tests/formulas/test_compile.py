@@ -30,6 +30,7 @@ CALLS = {
     "bounded_log_ratio": lambda: (rn.bounded_log_ratio, x * 1e3),
     "importance_ratio": lambda: (lambda a, b: rn.importance_ratio(a, b, m, "sequence"), x, y),
     "effective_sample_size": lambda: (lambda a: rn.effective_sample_size(a, m), x.exp()),
+    "truncated_importance_weight": lambda: (lambda a, b: rn.truncated_importance_weight(a, b, 1.5, m), x, y),
     "clipped_surrogate": lambda: (lambda a, b: rn.clipped_surrogate(a, b, eps_high=0.28, dual_clip=3.0), x.exp(), y),
     "clip_fraction": lambda: (lambda a, b: rn.clip_fraction(a, b, mask=m), x.exp(), y),
     "value_loss": lambda: (lambda a, b, c: rn.value_loss(a, b, c, 0.2), x, y, z),
@@ -58,6 +59,7 @@ CALLS = {
     "bradley_terry_loss": lambda: (lambda a, b: rn.bradley_terry_loss(a, b, 0.5), x, y),
     "shape_fn_ppo": lambda: (lambda a: a * rn.shape_fn_ppo((rn.ppo_policy_data(a, a, index, x, None),), {})[-1], logits),
     "policy_loss": lambda: (lambda a, b, c: rn.policy_loss(a, b, c, m, logp_ref=y)[0], x, y, z),
+    "off_policy_sequence_mask": lambda: (lambda a, b, c: rn.off_policy_sequence_mask(a, b, c[:, 0], 0.1, m), x, y, z),
     "dpo_loss": lambda: (lambda a, b, c: rn.dpo_loss(a, b, c, y, label_smoothing=0.1), x, y, z),
 }
 WITH_INFO = {                           # these return Python floats beside the loss, where the graph has to break
@@ -82,7 +84,7 @@ def test_compiles_and_stays_double(name):
     torch._dynamo.reset()
     f, *inputs = CALLS[name]()
     expected = f(*inputs)
-    assert expected.dtype == torch.float64 or name in ("clip_fraction", "value_clip_fraction")
+    assert expected.dtype == torch.float64 or name in ("clip_fraction", "value_clip_fraction", "off_policy_sequence_mask")
     torch.testing.assert_close(torch.compile(f, fullgraph=name not in WITH_INFO, backend="aot_eager")(*inputs), expected)
     leaves = [t.clone().requires_grad_(True) for t in inputs]
     if f(*leaves).requires_grad:

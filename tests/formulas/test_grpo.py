@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.formulas.grpo import (POLICY_VARIANTS, dpo_loss, grpo_info, grpo_policy_data, grpo_policy_error, policy_loss, rloo_info, rloo_policy_data,
+from rlhf_notes.formulas.grpo import (DPO_KINDS, POLICY_VARIANTS, dpo_loss, grpo_info, grpo_policy_data, grpo_policy_error, off_policy_sequence_mask, policy_loss, rloo_info, rloo_policy_data,
                                       rloo_policy_error)
 from rlhf_notes.formulas.logprob import efficient_method, less_efficient_method, naive_method, selective_log_softmax
+from rlhf_notes.formulas.ratio import importance_ratio, truncated_importance_weight
 from rlhf_notes.formulas.reward import bradley_terry_loss
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
@@ -460,6 +461,141 @@ def test_more_bad_data(call, error, words):
     with pytest.raises(error, match=words): call()
 
 
+# Samples of an older policy, or of another program
+
+@given(seed=SEEDS, B=st.integers(1, 5), T=st.integers(1, 5), scale=st.sampled_from([0.1, 1.0]), delta=st.sampled_from([0.0, 0.1, 0.5]), per_answer=st.booleans(), p=st.sampled_from([0.0, 0.5, 1.0]))
+def test_off_policy_mask_equals_the_loop(seed, B, T, scale, delta, per_answer, p):
+    logp, old, A, m = normal(seed, (B, T), scale=scale), normal(seed + 1, (B, T), scale=scale), normal(seed + 2, (B,)), random_mask(seed + 3, (B, T), p)
+    if seed % 3 == 0: A[0] = 0.0
+    before = [t.clone() for t in (logp, old, A, m)]
+    keep = off_policy_sequence_mask(logp, old, A[:, None] if per_answer else A, delta, m)
+    expected = []
+    for new, was, a, counts in zip(logp.tolist(), old.tolist(), A.tolist(), m.tolist()):
+        distances = [w - n for n, w, c in zip(new, was, counts) if c]
+        expected.append(not (a < 0 and distances and math.fsum(distances) / len(distances) > delta))
+    assert keep.dtype == torch.bool and keep.shape == (B, 1) and keep[:, 0].tolist() == expected
+    assert all(torch.equal(x, y) for x, y in zip(before, (logp, old, A, m)))
+    if p == 1.0: assert torch.equal(keep, off_policy_sequence_mask(logp, old, A, delta))
+    assert off_policy_sequence_mask(logp, old, A.abs(), delta, m).all()
+    if delta: assert torch.equal(keep, (A[:, None] >= 0) | (importance_ratio(logp, old, m, "sequence") >= math.exp(-delta)))     # a bound on GSPO's ratio
+
+
+def test_off_policy_mask_by_hand():
+    logp, A = torch.tensor([[-1.0, -0.25]] * 3, dtype=F64), torch.tensor([-1.0, 0.0, 1.0])
+    kept = lambda delta, sign=1: off_policy_sequence_mask(sign * logp, torch.zeros_like(logp), A, delta)[:, 0].tolist()
+    assert kept(0.5) == [False, True, True] and kept(0.625) == kept(1.0) == kept(0.0, -1) == [True] * 3       # the distance is 0.625: above it, not at it; and one way only
+
+
+@given(seed=SEEDS, junk=JUNK, old_junk=JUNK)
+def test_off_policy_mask_does_not_see_what_is_masked(seed, junk, old_junk):
+    logp, old, m, A = normal(seed, (4, 5)), normal(seed + 1, (4, 5)), random_mask(seed + 2, (4, 5)), torch.full((4,), -1.0)
+    assert torch.equal(off_policy_sequence_mask(logp, old, A, 0.1, m), off_policy_sequence_mask(torch.where(m, logp, junk), torch.where(m, old, old_junk), A, 0.1, m))
+
+
+def test_off_policy_mask_at_the_edges():
+    bad, zero, inf = torch.full((1,), -1.0), torch.zeros(1, 1), torch.full((1, 1), math.inf)
+    assert [off_policy_sequence_mask(x, zero, bad, 1e6).item() for x in (-inf, inf, zero * math.nan)] == [False, True, True]
+    assert off_policy_sequence_mask(-inf, zero, bad, 0.0, torch.zeros(1, 1, dtype=torch.bool)).item()         # an answer without tokens
+    for shape in ((0, 3), (3, 0), (0, 0)): assert off_policy_sequence_mask(torch.zeros(shape), torch.zeros(shape), torch.full(shape[:1], -1.0), 0.0).tolist() == [[True]] * shape[0]
+    new, old = torch.tensor([[-256.0]]).bfloat16(), torch.tensor([[-0.5]]).bfloat16()                        # bfloat16 knows 256, and not 255.5
+    assert off_policy_sequence_mask(new, old, bad, 255.75).item() and not off_policy_sequence_mask(new, old, bad, 255.25).item()
+    leaf = new.float().requires_grad_(True)
+    assert not off_policy_sequence_mask(leaf, old.float(), bad, 0.5).requires_grad
+    stacks = normal(0, (4, 3, 5)), normal(1, (4, 3, 5)), normal(2, (4, 3))
+    f = lambda *t: off_policy_sequence_mask(*t, 0.1)
+    assert torch.equal(torch.func.vmap(f)(*stacks), torch.stack([f(*t) for t in zip(*stacks)]))
+
+
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_off_policy_mask_leaves_answers_out(variant):
+    logp, old, A, m = batch(8)
+    m[:, 0] = True
+    keep = off_policy_sequence_mask(logp, old, A, 0.0, m)
+    assert 0 < keep.sum() < len(keep)
+    f = lambda A, m: value_and_grad(lambda x: policy_loss(x, old, A, m, variant)[0], logp)
+    (_, (plain,)), (_, (zeroed,)), (without, _) = f(A, m), f(A[:, None] * keep, m), f(A, m & keep)
+    assert torch.equal(zeroed, plain * keep)                                                                  # the paper's: it counts as 0
+    rows = keep[:, 0]
+    if variant != "dr_grpo": close(without, policy_loss(logp[rows], old[rows], A[rows], m[rows], variant)[0].item())
+
+
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+@given(seed=SEEDS)
+def test_a_truncated_weight_times_the_advantage_weighs_the_objective(variant, seed):
+    logp, old, A, m = batch(seed)
+    w = truncated_importance_weight(old, old - normal(seed + 9, old.shape), mask=m)
+    _, (plain,) = value_and_grad(lambda x: policy_loss(x, old, A, m, variant)[0], logp)
+    _, (weighted,) = value_and_grad(lambda x: policy_loss(x, old, A[:, None] * w, m, variant)[0], logp)
+    each = (w * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1) if variant in ("gspo", "gmpo") else w
+    torch.testing.assert_close(weighted, plain * each)
+
+
+@pytest.mark.parametrize("args, kwargs, error, words", [
+    ([torch.zeros(2, 3).long(), torch.zeros(2, 3), torch.zeros(2), 0.5], {}, TypeError, "logp must have a floating-point dtype"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), [0.0, 0.0], 0.5], {}, TypeError, "advantage must be a torch.Tensor, got list"),
+    ([torch.zeros(3), torch.zeros(3), torch.zeros(3), 0.5], {}, ValueError, "logp must have 2 dimensions, got 1"),
+    ([torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2), 0.5], {}, ValueError, r"logp_old must have the shape of logp, \(2, 3\), got \(2, 1\)"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), 0.5], {}, ValueError, r"advantage must have one number for each answer, \(2,\) or \(2, 1\), got \(2, 3\)"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 2), 0.5], {}, ValueError, r"got \(1, 2\)"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), -0.5], {}, ValueError, r"threshold must be in \[0, inf\), got -0.5"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.5], dict(mask=torch.ones(2, 3)), TypeError, "mask must be boolean"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.5], dict(mask=torch.ones(2).bool()), ValueError, "mask must have the shape of logp"),
+])
+def test_bad_input_of_the_off_policy_mask_is_named(args, kwargs, error, words):
+    with pytest.raises(error, match=words): off_policy_sequence_mask(*args, **kwargs)
+
+
+# IPO
+
+@given(seed=SEEDS, tau=st.sampled_from([0.01, 0.1, 1.0]), eps=st.sampled_from([0.0, 0.1, 0.3, 0.5]), n=st.integers(1, 5))
+def test_ipo_is_the_plain_formula(seed, tau, eps, n):
+    tensors = [normal(seed + k, (n,), scale=10.0) for k in range(4)]
+    before = [t.clone() for t in tensors]
+    loss, slope = 0.0, []
+    for w, l, rw, rl in zip(*(t.tolist() for t in tensors)):
+        h, target = (w - rw) - (l - rl), 1 / (2 * tau)
+        loss += ((1 - eps) * (h - target) ** 2 + eps * (-h - target) ** 2) / n
+        slope.append(2 * (h - (1 - 2 * eps) * target) / n)
+    got, (chosen, rejected, *refs) = value_and_grad(lambda *t: dpo_loss(*t, tau, eps, "ipo"), *tensors)
+    assert got.shape == () and got.dtype == F64
+    close(got, loss); close(chosen, slope); close(rejected, [-s for s in slope]); assert refs == [None, None]
+    assert all(torch.equal(x, y) for x, y in zip(before, tensors))
+
+
+def test_ipo_by_hand():
+    zero, lead = torch.zeros(1), lambda h: torch.tensor([h])
+    assert [dpo_loss(lead(h), zero, zero, zero, kind="ipo").item() for h in (0.0, 5.0, 7.0)] == [25.0, 0.0, 4.0]       # tau = 0.1: a lead of 5 is enough
+    assert dpo_loss(zero, lead(7.0), zero, zero, kind="ipo").item() == dpo_loss(lead(-7.0), zero, zero, zero, kind="ipo").item() == 144.0
+    for kind in DPO_KINDS: assert torch.equal(dpo_loss(lead(3.0), zero, zero, zero, kind=kind), dpo_loss(lead(2.0), zero, zero, lead(1.0), kind=kind))
+    assert torch.equal(dpo_loss(lead(3.0), zero, zero, zero), dpo_loss(lead(3.0), zero, zero, zero, kind="sigmoid"))
+
+
+def test_ipo_stops_where_dpo_does_not():
+    for kind, settles in (("ipo", True), ("sigmoid", False)):
+        x, zero = torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
+        for _ in range(2000): x = x - 0.1 * value_and_grad(lambda x: dpo_loss(x, zero, zero, zero, 0.5, kind=kind), x)[1][0]
+        assert (x.item() == pytest.approx(1.0)) if settles else (x > 5)
+
+
+@pytest.mark.parametrize("size", [1e6, -1e6, 1e30, -1e30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_ipo_extremes(size, dtype):
+    zero, x = torch.zeros(1, dtype=dtype), torch.tensor([size], dtype=dtype)
+    loss, (grad,) = value_and_grad(lambda x: dpo_loss(x, zero, zero, zero, kind="ipo"), x)
+    assert loss.dtype == (F64 if dtype == F64 else torch.float32) and loss > 0
+    assert grad.item() == pytest.approx(2 * (x.item() - 5), rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert dpo_loss(*[torch.zeros(0, dtype=dtype)] * 4, kind="ipo") == 0
+
+
+def test_ipo_vmap_and_half_precision():
+    stacks = [normal(k, (5, 3)) for k in range(4)]
+    f = lambda *t: dpo_loss(*t, 0.5, 0.1, "ipo")
+    torch.testing.assert_close(torch.func.vmap(f)(*stacks), torch.stack([f(*t) for t in zip(*stacks)]))
+    torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(*stacks), f(*stacks))
+    new, old = torch.tensor([256.0]).bfloat16(), torch.tensor([0.5]).bfloat16()
+    assert dpo_loss(new, old * 0, old, old * 0, kind="ipo") == 250.5**2
+
+
 # DPO
 
 @given(seed=SEEDS, beta=st.sampled_from([0.01, 0.1, 1.0]), eps=st.sampled_from([0.0, 0.1, 0.3, 0.5]), n=st.integers(1, 5))
@@ -520,6 +656,7 @@ def test_dpo_vmap_and_compile():
     ([0.0, torch.zeros(2), torch.zeros(2), torch.zeros(2)], {}, TypeError, "chosen_logp must be a torch.Tensor, got float"),
     ([torch.zeros(2)] * 4, dict(beta=0.0), ValueError, r"beta must be in \(0, inf\), got 0.0"), ([torch.zeros(2)] * 4, dict(beta=-1), ValueError, "beta"),
     ([torch.zeros(2)] * 4, dict(label_smoothing=0.6), ValueError, r"label_smoothing must be in \[0, 0.5\], got 0.6"), ([torch.zeros(2)] * 4, dict(label_smoothing=-0.1), ValueError, "label_smoothing"),
+    ([torch.zeros(2)] * 4, dict(kind="hinge"), ValueError, "kind must be one of 'sigmoid', 'ipo', got 'hinge'"),
 ])
 def test_bad_input_of_dpo_is_named(args, kwargs, error, words):
     with pytest.raises(error, match=words): dpo_loss(*args, **kwargs)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.ratio import RATIO_LEVELS, bounded_log_ratio, effective_sample_size, importance_ratio
+from rlhf_notes.formulas.ratio import RATIO_LEVELS, bounded_log_ratio, effective_sample_size, importance_ratio, truncated_importance_weight
 from strategies import DTYPES, EXTREMES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
 
 LOG_RATIOS = st.one_of(EXTREMES, st.floats(-60, 60, width=32), st.sampled_from([math.inf, -math.inf, 3e38, -3e38, 40.0, -40.0, 88.7, 89.0]))
@@ -165,6 +165,62 @@ def test_effective_sample_size_at_the_edges():
     torch.testing.assert_close(effective_sample_size(hopeless), torch.tensor(1.0))
 
 
+@given(abm=pairs(), cap=st.sampled_from([1.0, 1.5, 2.0, 1e3]))
+def test_truncated_weight_equals_the_loop(abm, cap):
+    logp_old, logp_rollout, mask = abm
+    before = logp_old.clone(), logp_rollout.clone()
+    w = truncated_importance_weight(logp_old, logp_rollout, cap, mask)
+    dtype = torch.float64 if torch.float64 in (logp_old.dtype, logp_rollout.dtype) else torch.float32
+    m = torch.ones_like(logp_old, dtype=torch.bool) if mask is None else mask
+    expected = [min(math.exp(a - b), cap) if k else 1.0 for a, b, k in zip(logp_old.flatten().tolist(), logp_rollout.flatten().tolist(), m.flatten().tolist())]
+    assert w.dtype == dtype and w.shape == logp_old.shape
+    torch.testing.assert_close(w.flatten().double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+    assert torch.equal(before[0], logp_old) and torch.equal(before[1], logp_rollout)
+
+
+def test_truncated_weight_by_hand():
+    log = lambda *p: torch.tensor(p, dtype=torch.float64).log()
+    torch.testing.assert_close(truncated_importance_weight(log(0.3, 0.2, 0.7), log(0.1, 0.4, 0.7)).tolist(), [2.0, 0.5, 1.0])              # the cap is 2 by default
+    torch.testing.assert_close(truncated_importance_weight(log(0.3, 0.2, 0.7), log(0.1, 0.4, 0.7), cap=5).tolist(), [3.0, 0.5, 1.0])
+    assert truncated_importance_weight(log(1e-9), log(0.9)).item() == pytest.approx(1e-9 / 0.9)                                             # no bound below
+
+
+@given(seed=SEEDS, cap=st.sampled_from([1.0, 1.2, 2.0, 10.0]))
+def test_truncated_weight_is_biased_by_what_is_cut_off_and_bounded_in_its_second_moment(seed, cap):
+    log_old, log_rollout, f = normal(seed, (6,), scale=2.0).log_softmax(0), normal(seed + 1, (6,), scale=2.0).log_softmax(0), normal(seed + 2, (6,))
+    w, p = truncated_importance_weight(log_old, log_rollout, cap), log_rollout.exp()
+    surplus = [max(a - cap * b, 0) for a, b in zip(log_old.exp().tolist(), p.tolist())]
+    assert (p * w * f).sum().item() == pytest.approx((log_old.exp() * f).sum().item() - sum(s * x for s, x in zip(surplus, f.tolist())), abs=1e-12)
+    assert (p * w**2).sum() <= cap * (p * w).sum() + 1e-12 <= cap + 1e-11
+    assert w.amax() <= cap and (truncated_importance_weight(log_old, log_old, cap) == 1).all()
+
+
+@given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+def test_truncated_weight_of_any_log_ratio(data, dtype):
+    x = data.draw(values((4,), LOG_RATIOS)).to(dtype)
+    w = truncated_importance_weight(x, torch.zeros_like(x), 3.0)
+    assert w.dtype == wide(dtype) and (w > 0).all() and w.amax() <= 3
+    torch.testing.assert_close(w, x.to(w.dtype).clamp(-limit(dtype), math.log(3)).exp())
+
+
+@given(xm=masked(), seed=SEEDS, junk=JUNK, old_junk=JUNK)
+def test_truncated_weight_does_not_see_what_is_masked(xm, seed, junk, old_junk):
+    logp, mask = xm
+    rollout = normal(seed, logp.shape)
+    clean = truncated_importance_weight(logp, rollout, mask=mask)
+    assert torch.equal(clean, truncated_importance_weight(torch.where(mask, logp, junk).to(logp.dtype), torch.where(mask, rollout, old_junk), mask=mask)) and (clean[~mask] == 1).all()
+
+
+def test_truncated_weight_is_a_constant():
+    leaves = [normal(seed, (2, 3)).requires_grad_(True) for seed in (0, 1)]
+    w = truncated_importance_weight(*leaves)
+    assert not w.requires_grad
+    grad, = torch.autograd.grad((importance_ratio(leaves[0], leaves[0]) * w).sum(), leaves[0])       # the surrogate times the weight: w r, and no more
+    assert torch.equal(grad, w)
+    for shape in ((0,), (0, 3), (2, 0)): assert truncated_importance_weight(torch.zeros(shape), torch.zeros(shape)).shape == shape
+    assert truncated_importance_weight(torch.tensor([math.nan]), torch.zeros(1)).isnan()
+
+
 def test_works_under_vmap_and_compile():
     logp, old, mask = normal(0, (4, 3, 5)), normal(1, (4, 3, 5)), random_mask(2, (4, 3, 5))
     logp[0, 0, 0] = 1e6
@@ -176,6 +232,7 @@ def test_works_under_vmap_and_compile():
         for g, a, b, m in zip(per_sample, logp, old, mask):
             torch.testing.assert_close(g, value_and_grad(lambda x: f(x, b, m), a)[1][0])
         torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(logp[0], old[0], mask[0]), one_by_one[0])
+    torch.testing.assert_close(torch.func.vmap(lambda a, b, m: truncated_importance_weight(a, b, 1.5, m))(logp, old, mask), truncated_importance_weight(logp, old, 1.5, mask))
     w = normal(3, (4, 3, 5)).exp()
     torch.testing.assert_close(torch.func.vmap(effective_sample_size)(w, mask), torch.stack([effective_sample_size(a, m) for a, m in zip(w, mask)]))
     torch.testing.assert_close(torch.compile(effective_sample_size, backend="eager", fullgraph=True)(w[0], mask[0]), effective_sample_size(w[0], mask[0]))
@@ -191,6 +248,12 @@ def test_works_under_vmap_and_compile():
     (lambda x, m: importance_ratio(x, x, m[0]), ValueError, r"mask must have the shape of logp, \(2, 3\), got \(3,\)"),
     (lambda x, m: importance_ratio(x, x, m, "seq"), ValueError, "level must be one of 'token', 'sequence', got 'seq'"),
     (lambda x, m: importance_ratio(x[0], x[0], m[0], "sequence"), ValueError, "logp must have 2 dimensions, got 1"),
+    (lambda x, m: truncated_importance_weight(x.long(), x), TypeError, "logp_old must have a floating-point dtype, got torch.int64"),
+    (lambda x, m: truncated_importance_weight(x, x.tolist()), TypeError, "logp_rollout must be a torch.Tensor, got list"),
+    (lambda x, m: truncated_importance_weight(x, x[:1]), ValueError, r"logp_rollout must have the shape of logp_old, \(2, 3\), got \(1, 3\)"),
+    (lambda x, m: truncated_importance_weight(x, x, 0.9), ValueError, r"cap must be in \[1, inf\), got 0.9"),
+    (lambda x, m: truncated_importance_weight(x, x, m), TypeError, "cap must be a number, got Tensor"),
+    (lambda x, m: truncated_importance_weight(x, x, mask=m[0]), ValueError, r"mask must have the shape of logp_old, \(2, 3\), got \(3,\)"),
     (lambda x, m: effective_sample_size(m), TypeError, "ratio must have a floating-point dtype"),
     (lambda x, m: effective_sample_size(x, m.long()), TypeError, "mask must be boolean"),
     (lambda x, m: effective_sample_size(x, m[:1]), ValueError, "mask must have the shape of ratio"),
