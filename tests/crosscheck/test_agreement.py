@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from rlhf_notes.formulas.grpo import off_policy_sequence_mask
 from rlhf_notes.studies import differences
 from rlhf_notes.studies.differences import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, compare, load_peer, random_batch
 
@@ -97,3 +98,16 @@ def test_the_batch_is_worth_comparing_on():
         assert b.terminated.any() and (b.truncated & ~b.terminated).any() and not b.done.all()
         assert (b.logp <= 0).all() and (b.logp_old <= 0).all() and math.isfinite(sum(x.sum().item() for x in vars(b).values()))
         assert torch.equal(random_batch(seed).logits, b.logits) and not torch.equal(random_batch(seed + 1).logits, b.logits)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.3])
+def test_the_off_policy_mask_is_that_of_trl(threshold):
+    trl = functions_of("trl")
+    kept = []
+    for seed in SEEDS:
+        b = random_batch(seed)
+        A = b.advantage[:, 0]
+        keep = off_policy_sequence_mask(b.logp, b.logp_old, A, threshold, b.mask)
+        assert torch.equal(keep, trl.grpo.GRPOTrainer.get_off_policy_mask(A[:, None], b.logp, b.logp_old, b.mask.float(), threshold).bool())
+        kept.append(keep)
+    assert not torch.cat(kept).all() and torch.cat(kept).any()
