@@ -396,6 +396,19 @@ def test_the_log_of_a_minibatch():                                              
     assert x["entropy"] == pytest.approx(some[c].mean().item(), rel=1e-5) and x["ratio"] == pytest.approx(d.exp().mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_the_log_of_an_iteration_is_the_mean_over_its_minibatches(algo, monkeypatch):                 # P13
+    t = trainer(replace(TINY, algo=algo))
+    found, step = [], t.step
+    monkeypatch.setattr(t, "step", lambda batch: found.append(step(batch)) or found[-1])
+    row = t.iterate()
+    assert len(found) == 4 and {"policy_loss", "approx_kl", "grad_norm"} <= set(found[0])
+    for name in found[0]:
+        each = [x[name].item() for x in found]
+        assert row[name] == pytest.approx(sum(each) / 4, rel=1e-5, abs=1e-8), name
+    assert row["policy_loss"] != found[-1]["policy_loss"].item() and row["approx_kl"] != found[-1]["approx_kl"].item() != found[0]["approx_kl"].item()
+
+
 def test_the_entropy_is_that_of_the_policy():
     t = trainer(replace(TINY, temperature=0.5))
     b = a_batch(t)

@@ -19,6 +19,12 @@ def test_defaults_are_whole():
     assert len({f.metadata["help"] for f in fields(c)}) == len(fields(c))
 
 
+def test_defaults_are_those_of_the_details():
+    c = RLHFConfig()
+    assert c.kl_target == 6 and c.kl_horizon == 10_000                                                  # P11
+    assert c.penalty == -1                                                                              # P5
+
+
 @pytest.mark.parametrize("bad, name", [
     (dict(algo="dqn"), "algo"), (dict(precision="int8"), "precision"), (dict(preset="huge"), "preset"), (dict(variant="x"), "variant"), (dict(group_scale="max"), "group_scale"),
     (dict(batch=0), "batch"), (dict(batch=2.5), "batch"), (dict(batch="many"), "batch"), (dict(minibatches=3), "minibatches"), (dict(microbatches=5), "microbatches"), (dict(microbatches=64), "microbatches"),
