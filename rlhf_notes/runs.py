@@ -36,16 +36,14 @@ def option(default, # The default; its type is the type of the option
 def check_options(config, # An instance of a dataclass whose fields were made by `option`
                  ):
     "Every option must have the type of its default and lie in its range; for use in `__post_init__`."
-    from rlhf_notes.formulas.arguments import check_choice, check_number
+    from rlhf_notes.formulas.arguments import check_choice, check_flag, check_number, check_whole
     for f in fields(config):
         value, rule = getattr(config, f.name), f.metadata
         if rule["choices"]: check_choice(f.name, value, rule["choices"])
         elif isinstance(f.default, str) and not isinstance(value, str): raise TypeError(f"{f.name} must be a string, got {type(value).__name__}")
-        elif isinstance(f.default, bool):
-            if not isinstance(value, bool): raise TypeError(f"{f.name} must be True or False, got {value!r}")
-        elif isinstance(f.default, (int, float)):
-            if isinstance(f.default, int) and isinstance(value, float): raise TypeError(f"{f.name} must be an integer, got {value}")
-            check_number(f.name, value, rule["low"], rule["high"], rule["open_low"])
+        elif isinstance(f.default, bool): check_flag(f.name, value)
+        elif isinstance(f.default, int): check_whole(f.name, value, rule["low"], rule["high"], rule["open_low"])
+        elif isinstance(f.default, float): check_number(f.name, value, rule["low"], rule["high"], rule["open_low"])
 
 # %% ../nbs/runs.ipynb #device
 def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"

@@ -8,7 +8,7 @@ __all__ = ['KL_KINDS', 'kl_estimate', 'calculate_kl_div', 'exact_kl', 'kl_loss',
 # %% ../../nbs/formulas/06_kl.ipynb #export-imports
 import torch
 
-from .arguments import at_least_float32, check_choice, check_float, check_mask, check_number, check_same_shape, float64_if_possible
+from .arguments import at_least_float32, check_choice, check_flag, check_float, check_mask, check_number, check_same_shape, float64_if_possible
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio
 
@@ -61,7 +61,7 @@ def kl_loss(logp: torch.Tensor, # log pi of the sampled actions, with gradient, 
             straight_through: bool = False, # Value of `kind`, slope of k2 (known as "k1+" and "k3+"); a `ratio` is then a constant weight
            ) -> torch.Tensor: # 0-dim, float32 or better, in nats
     "Mean estimate of KL(pi || pi_ref) over what counts, as a loss: k2, or any kind with `straight_through`, or k1 and k3 with `ratio`, has the KL's own gradient."
-    check_float(["ratio"], logp=logp, logp_ref=logp_ref, ratio=ratio); check_same_shape(logp=logp, logp_ref=logp_ref, ratio=ratio); check_mask(mask, logp=logp)
+    check_float(["ratio"], logp=logp, logp_ref=logp_ref, ratio=ratio); check_same_shape(logp=logp, logp_ref=logp_ref, ratio=ratio); check_mask(mask, logp=logp); check_flag("straight_through", straight_through)
     logp, logp_ref = apply_mask(logp, mask), apply_mask(logp_ref.detach(), mask)
     k = kl_estimate(logp, logp_ref, kind)
     if straight_through:
@@ -125,10 +125,12 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self,
                kl: float | torch.Tensor, # Measured KL of whole answers, in nats; a number or a 0-dim tensor
-               n: int, # Number of answers it was measured on, < 5 horizon
+               n: int, # Number of answers it was measured on; so many that beta would not stay above 0 are refused
               ) -> float: # beta to use next
         "beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)."
-        check_number("n", n, low=0, high=5 * self.horizon, open_high=True)
+        check_number("n", n, low=0)
         error = min(max(_number(kl) / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * n / self.horizon
+        factor = 1 + error * n / self.horizon
+        if factor <= 0: raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays above 0 at an error of {error:g}, got {n}")
+        self.coef *= factor
         return self.coef

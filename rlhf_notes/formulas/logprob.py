@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from . import kernels
-from .arguments import at_least_float32, check_float, check_integer, check_mask, check_ndim, check_number, check_same_shape
+from .arguments import at_least_float32, check_flag, check_float, check_integer, check_mask, check_ndim, check_number, check_same_shape, check_whole
 from .masking import apply_mask, masked_sum
 
 # %% ../../nbs/formulas/02_logprob.ipynb #selective
@@ -39,7 +39,7 @@ def _pick(x, index):
     try: return x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     except (IndexError, RuntimeError) as e:
         if "out of bounds" not in str(e): raise
-        raise ValueError(f"index must be between 0 and {x.shape[-1] - 1}, the last word of the vocabulary: {e}") from e
+        raise ValueError(f"index must be between 0 and {x.shape[-1] - 1}, the last of {x.shape[-1]} choices: {e}") from e
 
 def _nothing_asked(logits, g):
     "Rows without a softmax, of which no gradient is asked either: (..., 1) boolean."
@@ -317,8 +317,8 @@ def linear_log_probs(hidden: torch.Tensor, # What is under the language model's 
                     ) -> torch.Tensor | tuple: # log pi of the chosen words, in nats, float32 or better, (...); with `entropy`, (log pi, entropy)
     "`selective_log_softmax` of hidden @ weight.T + bias (and `entropy_from_logits`), without ever holding these logits (a second derivative does); gradients go to hidden, weight and bias."
     check_float(optional=("bias",), hidden=hidden, weight=weight, bias=bias); check_integer(index=index); check_ndim(2, weight=weight); check_mask(mask, index=index)
-    check_number("temperature", temperature, low=0, open_low=True)
-    if chunk is not None: check_number("chunk", chunk, low=1)
+    check_number("temperature", temperature, low=0, open_low=True); check_flag("entropy", entropy)
+    if chunk is not None: check_whole("chunk", chunk, low=1)
     V, d = weight.shape
     if V == 0: raise ValueError(f"weight must have a row for each word of a vocabulary of at least 1, got shape {tuple(weight.shape)}")
     if hidden.ndim == 0 or hidden.shape[-1] != d: raise ValueError(f"hidden must end in the width of weight, {d}, got shape {tuple(hidden.shape)}")
@@ -333,7 +333,7 @@ def linear_log_probs(hidden: torch.Tensor, # What is under the language model's 
         logits = torch.nn.functional.linear(hidden, weight, bias)
         return log_probs_and_entropy(logits, index, temperature, mask) if entropy else selective_log_softmax(logits, index, temperature, mask)
     with torch.autocast(kind, enabled=False):
-        both = _LinearLogProb.apply(hidden.reshape(-1, d), weight, bias, index.reshape(-1), temperature, int(chunk or max(1, _LINEAR_CHUNK // V)), entropy)
+        both = _LinearLogProb.apply(hidden.reshape(-1, d), weight, bias, index.reshape(-1), temperature, chunk or max(1, _LINEAR_CHUNK // V), entropy)
     logp, H = (apply_mask(y.view(index.shape), mask) for y in both)
     return (logp, H) if entropy else logp
 

@@ -8,7 +8,7 @@ __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'mask
 # %% ../../nbs/formulas/01_masking.ipynb #export-imports
 import torch
 
-from .arguments import at_least_float32, check_choice, check_mask, check_ndim, check_number, check_tensor
+from .arguments import at_least_float32, check_choice, check_flag, check_mask, check_ndim, check_real, check_tensor, check_whole
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
 def _as_dtype(fill, x):
@@ -75,7 +75,7 @@ def masked_var(x: torch.Tensor, # (...)
                unbiased: bool = False, # Divide by n - 1 (Bessel) instead of n
               ) -> torch.Tensor: # float32 or better, in units of `x` squared; 0-dim if `dim` is None, else without `dim`
     "Variance of the elements of `x` that count; 0 where fewer than one (biased) or two (unbiased) do."
-    check_tensor(x=x); _check_dim(dim, x)
+    check_tensor(x=x); _check_dim(dim, x); check_flag("unbiased", unbiased)
     x = at_least_float32(x)
     return _variance(x - _mean(x, mask, dim), mask, dim, unbiased)          # centred here, and once more there
 
@@ -88,8 +88,8 @@ def aggregate_loss(loss: torch.Tensor, # Loss of each token, (B, T)
                    length: int | None = None, # For "constant": the length L_max to divide by, in tokens; T by default
                   ) -> torch.Tensor: # 0-dim, float32 or better
     "One number from the losses of a batch of tokens; 0 where nothing counts."
-    check_tensor(loss=loss); check_ndim(2, loss=loss); check_choice("mode", mode, AGGREGATION_MODES)
-    if length is not None: check_number("length", length, low=0, open_low=True)
+    check_real(loss=loss); check_ndim(2, loss=loss); check_mask(mask, loss=loss); check_choice("mode", mode, AGGREGATION_MODES)
+    if length is not None: check_whole("length", length, low=0, open_low=True)
     has_tokens = _count(loss, mask, 1) > 0
     if mode == "token-mean": return masked_mean(loss, mask)
     if mode == "seq-mean-token-mean": return masked_mean(masked_mean(loss, mask, dim=1), has_tokens)

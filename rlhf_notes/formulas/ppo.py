@@ -12,7 +12,7 @@ from collections import namedtuple
 
 import torch
 
-from .arguments import at_least_float32, check_boolean, check_choice, check_float, check_integer, check_number, check_same_shape, under_its_name
+from .arguments import at_least_float32, check_boolean, check_choice, check_flag, check_float, check_integer, check_number, check_real, check_same_shape, under_its_name
 from .kl import KL_KINDS, kl_loss
 from .logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax
 from .masking import apply_mask, masked_mean, masked_sum
@@ -52,7 +52,7 @@ def _check_weight(weight, reduction, **like):
     check_choice("reduction", reduction, PPO_REDUCTIONS)
     if weight is None: return
     if not isinstance(weight, torch.Tensor): raise TypeError(f"data.weight must be a torch.Tensor or None, got {type(weight).__name__}")
-    check_same_shape(**_named(**{name: x, "weight": weight}))
+    check_real(**_named(weight=weight)); check_same_shape(**_named(**{name: x, "weight": weight}))
 
 def _reduce(x, weight, reduction):
     "sum(w x) divided by the number of elements, or by sum(w)."
@@ -111,7 +111,8 @@ def ppo_policy_error(data: ppo_policy_data, # logit_new, logit_old: (..., N); ac
                     ) -> tuple[ppo_policy_loss, ppo_info]: # 0-dim losses policy_loss, entropy_loss (to be maximised), kl_div in nats; floats approx_kl, clipfrac
     "PPO's policy loss for discrete actions or tokens, with DI-engine's interface (Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5)."
     logit_new, logit_old, action, adv, weight, logit_pretrained = _as(ppo_policy_data, data)
-    _check_clips(clip_ratio, dual_clip, kl_type)
+    _check_clips(clip_ratio, dual_clip, kl_type); check_flag("entropy_bonus", entropy_bonus)
+    if isinstance(logit_new, (dict, tuple)): raise TypeError(f"data.logit_new must be a torch.Tensor, got {type(logit_new).__name__}; for mu and sigma there are ppo_error_continuous and ppo_policy_error_continuous")
     logits = _named(logit_new=logit_new, logit_old=logit_old, logit_pretrained=logit_pretrained)
     check_float(["data.logit_pretrained"], **logits); check_same_shape(**logits); _check_action(action, "actions", logit_new=logit_new)
     _check_adv(adv, weight, reduction, action=action)
@@ -126,7 +127,9 @@ def ppo_policy_error(data: ppo_policy_data, # logit_new, logit_old: (..., N); ac
 def _mu_sigma(name, x, counts=None):
     "mu and sigma of a Gaussian policy from a dict, a namedtuple or a pair; (B,) becomes (B, 1)."
     try: mu, sigma = (x["mu"], x["sigma"]) if isinstance(x, dict) else x
-    except (KeyError, TypeError, ValueError): raise TypeError(f"data.{name} must be a dict with mu and sigma, or the pair of them, got {type(x).__name__}") from None
+    except (KeyError, TypeError, ValueError):
+        for_logits = "; for logits there are ppo_error and ppo_policy_error" if isinstance(x, torch.Tensor) else ""
+        raise TypeError(f"data.{name} must be a dict with mu and sigma, or the pair of them, got {type(x).__name__}{for_logits}") from None
     check_float(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma}); check_same_shape(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma})
     if mu.ndim == 0: raise ValueError(f"data.{name} mu must have at least 1 dimension, got 0: shape ()")
     return (mu.unsqueeze(-1), sigma.unsqueeze(-1)) if mu.ndim == 1 else (mu, sigma)
@@ -161,7 +164,7 @@ def ppo_value_error(data: ppo_value_data, # value_new, value_old, return_: (...)
                    ) -> torch.Tensor: # 0-dim, in units of the return squared
     "PPO's value loss, half the (clipped) squared error, with DI-engine's interface."
     value_new, value_old, return_, weight = _as(ppo_value_data, data)
-    check_number("clip_ratio", clip_ratio, low=0, open_low=True)
+    check_number("clip_ratio", clip_ratio, low=0, open_low=True); check_flag("use_value_clip", use_value_clip)
     values = _named(value_new=value_new, value_old=value_old, return_=return_)
     check_float([] if use_value_clip else ["data.value_old"], **values); check_same_shape(**values); _check_weight(weight, reduction, value_new=value_new)
     return _reduce(value_loss(value_new, value_old, return_, clip_ratio if use_value_clip else None, mask=_counts(weight)), weight, reduction)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_integer, check_mask, check_ndim, check_number,
-                                           check_same_shape, under_its_name)
+                                           check_same_shape, check_whole, under_its_name)
 from .kl import kl_estimate
 from .logprob import selective_log_softmax
 from .masking import apply_mask, masked_mean
@@ -115,7 +115,7 @@ def truncate_at_stop(tokens: torch.Tensor, # Answers, (B, T), integer
                      after: int = 0, # First position at which a stop token counts, >= 0
                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: # tokens (B, T); mask (B, T): True up to and including the stop token; found (B,)
     "Everything behind the first stop token at position `after` or later becomes padding (code of Ziegler et al. 2019)."
-    check_integer(tokens=tokens); check_ndim(2, tokens=tokens); _check_token(tokens, stop_token=stop_token, pad_token=pad_token); check_number("after", after, low=0)
+    check_integer(tokens=tokens); check_ndim(2, tokens=tokens); _check_token(tokens, stop_token=stop_token, pad_token=pad_token); check_whole("after", after, low=0)
     stop = (tokens == stop_token) & (torch.arange(tokens.shape[1], device=tokens.device) >= after)
     mask = stop.cumsum(1) - stop.long() == 0                                       # no stop token stands before
     return torch.where(mask, tokens, pad_token), mask, stop.any(1)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from .arguments import at_least_float32, check_float, check_mask, check_number
+from .arguments import at_least_float32, check_flag, check_float, check_mask, check_number
 from .masking import _deviation, _variance, apply_mask, masked_mean, masked_sum
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
@@ -22,7 +22,7 @@ def whiten(x: torch.Tensor, # (...)
            eps: float = 1e-8, # Added to the variance, >= 0, in units of `x` squared
           ) -> torch.Tensor: # (...), float32 or better: variance 1 over what counts; 0 where the mask is False
     "`x` scaled to variance 1 over everything that counts, its mean removed or kept (code of Ziegler et al. 2019)."
-    check_float(x=x); check_mask(mask, x=x); check_number("eps", eps, low=0)
+    check_float(x=x); check_mask(mask, x=x); check_number("eps", eps, low=0); check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
     x = apply_mask(at_least_float32(x), mask)
     mean = masked_mean(x, mask)                  # comes first, so backwards its share is added last: one element alone gets a gradient of exactly 1
     deviation = _deviation(x, mask)
@@ -95,7 +95,7 @@ class RunningMoments:
                eps: float = 1e-8, # Added to the variance, > 0, in units of `x` squared
               ) -> torch.Tensor: # (..., *shape), float32 or better; 0 where the mask is False
         "`x` whitened with these moments instead of its own."
-        mask = self._check(x, mask).expand(x.shape); check_number("eps", eps, low=0, open_low=True)
+        mask = self._check(x, mask).expand(x.shape); check_number("eps", eps, low=0, open_low=True); check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
         if self.count == 0: raise ValueError("x cannot be whitened with the moments of no observations: update or merge first")
         x = apply_mask(at_least_float32(x), mask)
         scale = ((self.unbiased_var if unbiased else self.var) + eps).rsqrt().to(x)

@@ -242,6 +242,26 @@ def test_adaptive_controller_equals_the_loop(init, target, horizon, batches, as_
     assert resumed.update(3 * target, 1) == controller.update(3 * target, 1)
 
 
+@given(kl=st.floats(-20, 40), share=st.floats(0, 50), horizon=st.integers(1, 10**5))
+def test_only_an_update_that_would_end_at_zero_or_below_is_refused(kl, share, horizon):
+    n = int(share * horizon)
+    controller, factor = AdaptiveKLController(0.15, 6.0, horizon), 1 + min(max(kl / 6 - 1, -0.2), 0.2) * n / horizon
+    if factor > 0: assert controller.update(kl, n) == controller.coef == 0.15 * factor > 0
+    else:
+        with pytest.raises(ValueError, match=rf"^n must be less than .*, got {n}$"): controller.update(kl, n)
+        assert controller.coef == 0.15
+
+
+def test_upwards_a_batch_may_be_many_horizons():
+    assert math.isclose(AdaptiveKLController(0.15, 6.0, 100).update(12.0, 512), 0.3036)
+    assert AdaptiveKLController(0.15, 6.0, 100).update(6.0, 512) == 0.15
+    assert math.isclose(AdaptiveKLController(0.15, 6.0, 100).update(5.4, 512), 0.15 * (1 - 0.512))
+    controller = AdaptiveKLController(0.15, 6.0, 100)
+    for n in (500, 512, 10**9):
+        with pytest.raises(ValueError, match=f"n must be less than 500, .* got {n}"): controller.update(4.0, n)
+    assert controller.coef == 0.15 and math.isclose(controller.update(4.0, 499), 0.15 * 0.002)
+
+
 @given(coef=st.floats(0, 100), kl=st.floats(-1e3, 1e3), n=st.integers(0, 10**6))
 def test_fixed_controller_stays(coef, kl, n):
     controller = FixedKLController(coef)
@@ -287,7 +307,12 @@ def test_defaults_are_those_of_the_paper():
     (lambda x: AdaptiveKLController().update(x, 1), ValueError, "kl must be a number or a 0-dim tensor, got shape"),
     (lambda x: AdaptiveKLController().update("6", 1), TypeError, "kl must be a number"),
     (lambda x: AdaptiveKLController().update(6., -1), ValueError, "n must be in"),
-    (lambda x: AdaptiveKLController().update(6., 50000), ValueError, "n must be in"),
+    (lambda x: AdaptiveKLController().update(6., math.inf), ValueError, "n must be in"),
+    (lambda x: AdaptiveKLController().update(6., math.nan), ValueError, "n must be in"),
+    (lambda x: AdaptiveKLController().update(12., math.inf), ValueError, "n must be in"),
+    (lambda x: AdaptiveKLController().update(0., 50000), ValueError, r"^n must be less than 50000, so that beta stays above 0 at an error of -0.2, got 50000$"),
+    (lambda x: AdaptiveKLController().update(5.4, 100001), ValueError, r"^n must be less than 100000, so that beta stays above 0 at an error of -0.1, got 100001$"),
+    *[(lambda x, s=s: kl_loss(x, x, straight_through=s), TypeError, f"^straight_through must be True or False, got {s!r}") for s in ("x", 1, None)],
     (lambda x: AdaptiveKLController().load_state_dict({"coef": -1}), ValueError, "coef must be in"),
     (lambda x: AdaptiveKLController().load_state_dict({"beta": 1}), ValueError, "state must be a dict with the one key 'coef'"),
     (lambda x: FixedKLController(1).load_state_dict(0.1), ValueError, "state must be a dict"),

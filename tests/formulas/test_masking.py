@@ -112,6 +112,18 @@ def test_works_under_vmap_and_compile():
     (lambda x, m: aggregate_loss(x, m, "sum"), ValueError, "mode must be one of .* got 'sum'"),
     (lambda x, m: aggregate_loss(x, m, "constant", -3), ValueError, "length must be in"),
     (lambda x, m: aggregate_loss(x, m, "constant", "3"), TypeError, "length must be a number"),
+    *[(lambda x, m, n=n: aggregate_loss(x, m, "constant", n), TypeError, f"^length must be an integer, got {n}$") for n in (2.5, 0.5, 3.0)],
+    (lambda x, m: aggregate_loss(x.tolist(), m), TypeError, "^loss must be a torch.Tensor, got list"),
+    *[(lambda x, m, f=f: f(x + 2j, m), TypeError, "^x must be real, got torch.complex64$") for f in (masked_sum, masked_mean, masked_var)],
+    *[(lambda x, m, mode=mode: aggregate_loss(x + 2j, m, mode), TypeError, "^loss must be real, got torch.complex64$") for mode in AGGREGATION_MODES],
+    *[(lambda x, m, f=f, mode=mode: aggregate_loss(x, f(m), mode), error, f"^mask must {words}$") for mode in AGGREGATION_MODES for f, error, words in (
+        (lambda m: m.tolist(), TypeError, "be a boolean torch.Tensor, got list"),
+        (lambda m: m.numpy(), TypeError, "be a boolean torch.Tensor, got ndarray"),
+        (lambda m: m.float(), TypeError, r"be boolean \(True = counts\), got torch.float32"),
+        (lambda m: m[:, 0], ValueError, r"have the shape of loss, \(2, 3\), got \(2,\)"),
+        (lambda m: m[:, :1], ValueError, r"have the shape of loss, \(2, 3\), got \(2, 1\)"),
+        (lambda m: torch.tensor(True), ValueError, r"have the shape of loss, \(2, 3\), got \(\)"))],
+    *[(lambda x, m, u=u: masked_var(x, m, unbiased=u), TypeError, f"^unbiased must be True or False, got {u!r}$") for u in (2, 1, "no", None)],
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
@@ -153,4 +165,4 @@ def test_the_gradient_of_the_variance(seed, unbiased):
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_no_answers_and_no_tokens_give_zero(mode, shape, length):
     for m in (None, torch.zeros(shape, dtype=torch.bool)): assert aggregate_loss(torch.empty(shape), m, mode, length) == 0
-    assert math.isclose(aggregate_loss(torch.ones(1, 1), None, "constant", 0.5), 2)           # a divisor below one is not nothing
+    assert math.isclose(aggregate_loss(torch.ones(1, 1), None, "constant", 1), 1)

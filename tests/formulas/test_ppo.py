@@ -426,6 +426,21 @@ V = ppo_value_data(torch.ones(4), torch.ones(4), torch.ones(4), None)
 P = [torch.ones(4)] * 6
 
 
+def whole(kind, policy): return kind(*policy[:3], V.value_new, V.value_old, policy.adv, V.return_, None)
+
+
+@pytest.mark.parametrize("pair, kind", [(lambda x: x, "dict"), (lambda x: (x["mu"], x["sigma"]), "tuple")])
+def test_data_with_mu_and_sigma_are_sent_to_the_function_for_them(pair, kind):
+    gauss = G._replace(mu_sigma_new=pair(G.mu_sigma_new), mu_sigma_old=pair(G.mu_sigma_old))
+    for f, data in ((ppo_policy_error, gauss), (ppo_error, whole(ppo_data_continuous, gauss))):
+        with pytest.raises(TypeError, match=rf"^data.logit_new must be a torch.Tensor, got {kind}; for mu and sigma there are ppo_error_continuous and ppo_policy_error_continuous$"): f(data)
+
+
+def test_data_with_logits_are_sent_to_the_function_for_them():
+    for f, data in ((ppo_policy_error_continuous, D), (ppo_error_continuous, whole(ppo_data, D))):
+        with pytest.raises(TypeError, match=r"^data.mu_sigma_new must be a dict .*, got Tensor; for logits there are ppo_error and ppo_policy_error$"): f(data)
+
+
 @pytest.mark.parametrize("call, error, words", [
     (lambda: ppo_policy_error(D._replace(logit_old=D.logit_old[:, :2])), ValueError, r"data.logit_old must have the shape of data.logit_new, \(4, 3\), got \(4, 2\)"),
     (lambda: ppo_policy_error(D._replace(logit_pretrained=D.logit_old[:2])), ValueError, "data.logit_pretrained must have the shape of data.logit_new"),
@@ -443,6 +458,10 @@ P = [torch.ones(4)] * 6
     (lambda: ppo_policy_error(D._replace(weight=1.0)), TypeError, "data.weight must be a torch.Tensor or None, got float"),
     (lambda: ppo_policy_error(D._replace(logit_new=dict(mu=1))), TypeError, "data.logit_new must be a torch.Tensor, got dict"),
     (lambda: ppo_policy_error(D._replace(logit_new=D.logit_new.long())), TypeError, "data.logit_new must have a floating-point dtype"),
+    *[(lambda f=f, d=d, r=r: f(d._replace(weight=torch.ones(4) + 2j), reduction=r), TypeError, "^data.weight must be real, got torch.complex64")
+      for f, d in ((ppo_policy_error, D), (ppo_policy_error_continuous, G), (ppo_value_error, V)) for r in ("mean", "weight")],
+    *[(lambda flag=flag: ppo_policy_error(D, entropy_bonus=flag), TypeError, f"^entropy_bonus must be True or False, got {flag!r}") for flag in ("no", 0, None)],
+    *[(lambda flag=flag: ppo_value_error(V, use_value_clip=flag), TypeError, f"^use_value_clip must be True or False, got {flag!r}") for flag in ("no", 0, None)],
     (lambda: ppo_policy_error([*D]), TypeError, "data must be a ppo_policy_data, got list"),
     (lambda: ppo_policy_error(V), TypeError, "data must be a ppo_policy_data with the fields logit_new, logit_old, action, adv, weight, logit_pretrained, got 4 fields"),
     (lambda: ppo_error(D), TypeError, "data must be a ppo_data with the fields .*, got 6 fields"),
