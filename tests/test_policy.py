@@ -195,7 +195,7 @@ def test_boxes_of_any_shape(low, high, shape, dtype):
     head, x = distribution(box), (3 * np.random.default_rng(0).standard_normal((50, n))).astype(np.float32)
     told = head.for_env(x)
     assert head.outputs == len(head.log_std) == n and told.shape == (50, *shape)
-    assert all(box.contains(a.astype(dtype)) for a in told)
+    assert all(box.contains(np.asarray(a, dtype)) for a in told)
     assert np.array_equal(told.reshape(50, n), np.array([[min(max(v, low), high) for v in row] for row in x.tolist()], np.float32).reshape(50, n))
     logp = head.logp(torch.zeros(50, n), torch.from_numpy(x))
     torch.testing.assert_close(logp, torch.distributions.Normal(0.0, 1.0).log_prob(torch.from_numpy(x)).sum(-1))
