@@ -475,22 +475,6 @@ exercise("sequence_ratio", "03_ratio", "f(logp (B, T), logp_old, mask) -> GSPO's
         leak=(lambda a, b, m: (((a - b.detach()) * m).sum(1) / m.sum(1).clamp(min=1)).exp(), LEAK)),
     tip="The masked mean of the log-ratio along the tokens, then exp.")
 
-def _tis(a, b, cap, cut=torch.clamp_max): return cut((a - b).exp(), cap).detach()
-
-exercise("truncated_importance_weight", "03_ratio", "f(logp_old, logp_rollout, cap) -> min(pi_old / pi_rollout, cap), elementwise, a constant: no gradient flows through it", ratio.truncated_importance_weight, "logp_old logp_rollout cap",
-    inputs=[(_t([-1.]), _t([-1.5]), 1.2), (_t([-1.5]), _t([-1.]), 1.2), (_normal(3, 4, seed=60, scale=1.5) - 2, _normal(3, 4, seed=61) - 2, 2.0)], wrt=("logp_old", "logp_rollout"),
-    mistakes=dict(
-        inverted=(lambda a, b, cap: _tis(b, a, cap), "The ratio is inverted: the program that trains is above, the one that drew the tokens below."),
-        no_cap=(lambda a, b, cap: (a - b).exp().detach(), "Nothing is capped: one token of which the two programs think otherwise outweighs all the rest."),
-        two_sided=(lambda a, b, cap: _tis(a, b, cap, lambda w, c: w.clamp(1 / c, c)), "You bound the weight from below too: only large weights make the variance."),
-        one_plus=(lambda a, b, cap: _tis(a, b, 1 + cap), "Your cap is at 1 + C, as if it were PPO's clip: C is the largest weight itself."),
-        maximum=(lambda a, b, cap: _tis(a, b, cap, torch.clamp_min), "You take the larger of the two: a bound from above is a minimum."),
-        dropped=(lambda a, b, cap: _tis(a, b, cap, lambda w, c: torch.where(w <= c, w, 0.0)), "Weights above C become 0, so that their tokens are not learned from at all; truncation keeps them, at C."),
-        log_capped=(lambda a, b, cap: (a - b).clamp(max=cap).exp().detach(), "You cap the log-ratio at C: it is the ratio that is bounded."),
-        log=(lambda a, b, cap: (a - b).clamp(max=math.log(cap)).detach(), "That is the logarithm of the weight: exp is missing."),
-        learned=(lambda a, b, cap: (a - b).exp().clamp(max=cap), "The value is right, but a gradient flows through the weight: it corrects for who drew the tokens, and is a constant. Detach it.")),
-    tip="A ratio from two logarithms, a bound on one side, and nothing to learn in it.")
-
 # %% ../nbs/check.ipynb #lesson-04
 def _clip(r, eps): return r.clamp(1 - eps, 1 + eps)
 _CLIP_CASES = [(_t([1.5]), _t([2.]), 0.2), (_t([0.5]), _t([2.]), 0.2), (_t([1.5]), _t([-2.]), 0.2), (_t([0.5]), _t([-2.]), 0.2), (_t([0.1, 0.9, 1.05, 1.7, 4., 0.5]), _t([1., -1., 2., 0.5, -3., 0.]), 0.3)]
@@ -885,26 +869,6 @@ exercise("dpo_loss", "11_grpo", "f(chosen, rejected, ref_chosen, ref_rejected, b
         mean_first=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid((b * (c - p - r + q)).mean()), "You average the margins first: each pair has a loss of its own."),
         underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), "Right, but the sigmoid of -200 is 0 in float32, and its logarithm -inf: use logsigmoid.")),
     tip="Two log-ratios against the reference, their difference times beta, and the loss of a coin that should have shown heads.")
-
-def _ipo(c, r, p, q, b, target=None): return (((c - p) - (r - q) - (1 / (2 * b) if target is None else target)) ** 2).mean()
-
-exercise("ipo_loss", "11_grpo", "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> IPO's loss from log-probabilities of whole answers: the squared distance of the lead from 1 / (2 beta), mean over the pairs, 0-dim",
-    lambda c, r, p, q, b: grpo.dpo_loss(c, r, p, q, b, kind="ipo"), "chosen rejected ref_chosen ref_rejected beta",
-    inputs=[(_t([-4.]), _t([-7.]), _t([-5.]), _t([-6.]), 0.5), (_t([-4.]), _t([-7.]), _t([-5.]), _t([-6.]), 0.1), (_normal(4, seed=62, scale=3) - 9, _normal(4, seed=63, scale=3) - 9, _normal(4, seed=64, scale=3) - 9, _normal(4, seed=65, scale=3) - 9, 0.3)],
-    mistakes=dict(
-        dpo=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c - p - r + q)).mean(), "That is DPO's loss, which falls for ever as the lead grows; IPO's has a lowest point."),
-        no_reference=(lambda c, r, p, q, b: _ipo(c, r, 0.0, 0.0, b), "The reference is missing: what counts is by how much the policy prefers an answer MORE than the reference does."),
-        reference_added=(lambda c, r, p, q, b: _ipo(c, r, -p, -q, b), "The reference is added; a log-ratio subtracts it."),
-        swapped=(lambda c, r, p, q, b: _ipo(r, c, q, p, b), "Chosen and rejected are swapped: the rejected answer would get the lead."),
-        no_half=(lambda c, r, p, q, b: _ipo(c, r, p, q, b, 1 / b), "Your lead is to be 1 / beta: the 2 is missing."),
-        halved=(lambda c, r, p, q, b: _ipo(c, r, p, q, b, b / 2), "Your lead is to be beta / 2: a strong pull to the reference must mean a small lead, 1 / (2 beta)."),
-        no_target=(lambda c, r, p, q, b: _ipo(c, r, p, q, b, 0.0), "Your lead is to be 0: that is the reference itself, and the labels say nothing."),
-        scaled=(lambda c, r, p, q, b: b ** 2 * _ipo(c, r, p, q, b), "The lead is multiplied by beta, as in DPO, and compared with 1/2: the right place, but beta squared times the loss."),
-        absolute=(lambda c, r, p, q, b: (c - p - r + q - 1 / (2 * b)).abs().mean(), "The distance is not squared."),
-        half=(lambda c, r, p, q, b: 0.5 * _ipo(c, r, p, q, b), "A half too much: the square as it is."),
-        total=(lambda c, r, p, q, b: ((c - p - r + q - 1 / (2 * b)) ** 2).sum(), "You add the pairs up; their mean is asked for."),
-        mean_first=(lambda c, r, p, q, b: (c - p - r + q - 1 / (2 * b)).mean() ** 2, "You average the leads first: each pair has a loss of its own.")),
-    tip="The same lead as in DPO, without beta. How large shall it be, and how far is it from that?")
 
 def _kept(a, b, A, m, delta, mean=None, bad=lambda A: A < 0): return ~(bad(A) & ((mean or _row_means)(b - a, m) > delta))
 
