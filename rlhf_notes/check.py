@@ -870,7 +870,7 @@ exercise("dpo_loss", "11_grpo", "f(chosen, rejected, ref_chosen, ref_rejected, b
         underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), "Right, but the sigmoid of -200 is 0 in float32, and its logarithm -inf: use logsigmoid.")),
     tip="Two log-ratios against the reference, their difference times beta, and the loss of a coin that should have shown heads.")
 
-def _kept(a, b, A, m, delta, mean=None, bad=lambda A: A < 0): return ~(bad(A) & ((mean or _row_means)(b - a, m) > delta))
+def _kept(a, b, A, m, delta, mean=_row_means, bad=lambda A: A < 0): return ~(bad(A) & (mean(b - a, m) > delta))
 
 exercise("off_policy_sequence_mask", "11_grpo", "f(logp (B, T), logp_old, advantage (B,), mask, threshold) -> (B,) boolean, False for each answer with a negative advantage and a mean over its tokens of log pi_old - log pi above the threshold",
     lambda a, b, A, m, delta: grpo.off_policy_sequence_mask(a, b, A, delta, m)[:, 0], "logp logp_old advantage mask threshold",
