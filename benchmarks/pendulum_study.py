@@ -27,7 +27,10 @@ VARIANTS = {                # name -> options of PendulumConfig; what no option 
     "reward + 8, truncation as termination": dict(truncation="terminate"),
     "tanh": dict(activation="tanh"),
     "reward scale 1": dict(reward_scale=1.0),
-    "fixed std 1": {},
+    "log std -1": dict(log_std=-1.0),
+    "log std 0": dict(log_std=0.0),
+    "log std 2": dict(log_std=2.0),
+    "fixed std 1": dict(log_std=0.0),
     "the old program": None,
     "the old program, 200,000 steps": None,
 }

@@ -512,6 +512,9 @@ def main(argv: list | None = None, # The words after `rlhf-notes`; those of the 
     except FloatingPointError as e:
         print("rlhf-notes:", e, file=sys.stderr)
         return 1
+    except MemoryError as e:
+        print("rlhf-notes: not enough memory:", e, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("rlhf-notes: interrupted", file=sys.stderr)
         return 130

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_SEED', 'option', 'check_options', 'pick_device', 'launched', 'write_atomically', 'write_table', 'Run', 'Stop',
-           'stop_on_interrupt', 'progress_bar', 'bootstrap_interval']
+           'stop_on_interrupt', 'progress_bar', 'bootstrap_interval', 'wilson_interval']
 
 # %% ../nbs/runs.ipynb #export-imports
 import csv
@@ -322,3 +322,16 @@ def bootstrap_interval(values, # Numbers, one for each seed
     check_number("level", level, 0, 1, open_low=True, open_high=True); check_number("resamples", resamples, low=1); check_choice("statistic", statistic, ("mean", "median"))
     drawn = np.random.default_rng(0).choice(x, (resamples, len(x)))
     return tuple(float(q) for q in np.quantile(getattr(np, statistic)(drawn, 1), [(1 - level) / 2, (1 + level) / 2]))
+
+# %% ../nbs/runs.ipynb #share
+def wilson_interval(count: int, # How many had it, in [0, total]
+                    total: int, # Of how many, >= 1
+                    level: float = 0.95, # Share of the experiments whose interval holds the true share, about, between 0 and 1
+                   ) -> tuple: # (low, high), in [0, 1]
+    "Interval of a share (Wilson 1927): also where none or all had it."
+    from statistics import NormalDist
+    from rlhf_notes.formulas.arguments import check_number, check_whole
+    check_whole("total", total, low=1); check_whole("count", count, 0, total); check_number("level", level, 0, 1, open_low=True, open_high=True)
+    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    middle, half = count + z2 / 2, math.sqrt(z2 * (count * (total - count) / total + z2 / 4))
+    return (middle - half) / (total + z2) if count else 0.0, (middle + half) / (total + z2) if count < total else 1.0

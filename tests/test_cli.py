@@ -581,6 +581,13 @@ def test_a_loss_that_is_not_a_number_is_said(monkeypatch, capsys):
     assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: stage rl, iteration 7: value_loss is nan; the last checkpoint is from before\n"
 
 
+def test_what_does_not_fit_into_memory_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    def broken(config, run, world=None): raise MemoryError("Unable to allocate 3.05 GiB for an array with shape (4, 100000000)")
+    monkeypatch.setattr(rlhf, "train", broken)
+    assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: not enough memory: Unable to allocate 3.05 GiB for an array with shape (4, 100000000)\n"
+
+
 def test_a_run_whose_environments_cannot_be_saved_is_not_resumed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["--env", "Pendulum-v1", "--vectorization", "async", "--steps", "128", "--num-envs", "2", "--num-steps", "64", "--epochs", "1"]

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from rlhf_notes import runs
-from rlhf_notes.runs import Run, bootstrap_interval, check_options, option, pick_device, progress_bar, stop_on_interrupt, write_atomically
+from rlhf_notes.runs import Run, bootstrap_interval, check_options, option, pick_device, progress_bar, stop_on_interrupt, wilson_interval, write_atomically
 
 CONFIG = {"task": "toy", "seed": 0}
 
@@ -332,6 +332,28 @@ def test_interval_leaves_numpys_generator_alone_and_covers_the_mean():
 ])
 def test_interval_refuses(bad, error, words):
     with pytest.raises(error, match=words): bootstrap_interval(**bad)
+
+
+@pytest.mark.parametrize("level, z", [(0.95, 1.959964), (0.9, 1.644854), (0.5, 0.674490)])
+@pytest.mark.parametrize("count, total", [(0, 1), (1, 1), (0, 20), (1, 20), (7, 20), (20, 20), (3, 1000)])
+def test_ends_of_a_share_are_the_shares_that_are_just_no_surprise(count, total, level, z):
+    low, high = wilson_interval(count, total, level)
+    assert type(low) is type(high) is float and 0 <= low <= count / total <= high <= 1
+    for p in (low, high): assert abs(count / total - p) == pytest.approx(z * math.sqrt(p * (1 - p) / total), rel=1e-5, abs=1e-7)
+    assert wilson_interval(total - count, total, level) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+
+
+def test_none_of_twenty_by_hand():
+    assert wilson_interval(0, 20) == pytest.approx((0, 3.841459 / 23.841459), rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad, error, words", [
+    (dict(count=-1, total=5), ValueError, r"count must be in \[0, 5\], got -1"), (dict(count=6, total=5), ValueError, r"count must be in \[0, 5\], got 6"), (dict(count=0, total=0), ValueError, r"total must be in \[1, inf\), got 0"),
+    (dict(count=0.5, total=5), TypeError, "count must be an integer, got 0.5"), (dict(count=1, total=5.0), TypeError, "total must be an integer"), (dict(count=True, total=5), TypeError, "count must be a number"),
+    (dict(count=1, total=5, level=1), ValueError, r"level must be in \(0, 1\), got 1"), (dict(count=1, total=5, level=0.0), ValueError, r"level must be in \(0, 1\), got 0"),
+])
+def test_share_refuses(bad, error, words):
+    with pytest.raises(error, match=words): wilson_interval(**bad)
 
 
 @pytest.mark.parametrize("environment, size, rank", [({}, 1, 0), ({"WORLD_SIZE": "2", "RANK": "1"}, 2, 1), ({"PMI_SIZE": "3", "PMI_RANK": "2"}, 3, 2), ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, 4, 0),

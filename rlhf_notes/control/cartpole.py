@@ -129,10 +129,9 @@ def take_in(moments: RunningMoments, # Changed in place
             valid: torch.Tensor, # As for `update`
            ):
     "Update the moments; FloatingPointError if what counts is NaN or infinite."
-    try: moments.update(x, valid)
-    except ValueError as e:
-        if x[valid].isfinite().all(): raise
-        raise FloatingPointError(f"{name} must be finite to be normalized, got {x[valid][~x[valid].isfinite()][0].item()}") from e
+    bad = x[valid][~x[valid].isfinite()]
+    if len(bad): raise FloatingPointError(f"{name} must be finite to be normalized, got {bad[0].item()}")
+    moments.update(x, valid)
 
 class Scaling:
     "Observations and rewards as the networks see them: with running moments if the options say so, and rewards times `reward_scale`."
@@ -224,6 +223,8 @@ class Adam:
 # %% ../../nbs/control/21_cartpole.ipynb #ppo
 RECENT = 20            # episodes in the running means of return and length
 
+def _stopped(iteration, why): return FloatingPointError(f"iteration {iteration}: {why}; the last checkpoint, if there is one, is from before")
+
 class PPO:
     "Proximal policy optimisation: each `iterate` collects a rollout and learns from it."
     def __init__(self,
@@ -257,7 +258,7 @@ class PPO:
 
         rollout, episodes = self.collector.collect(self.policy(self.rng), c.num_steps, self.agent.head.for_env)
         try: scaled = self.scaling(rollout)
-        except FloatingPointError as e: raise FloatingPointError(f"iteration {self.iteration + 1}: {e}; the last checkpoint, if there is one, is from before") from e
+        except FloatingPointError as e: raise _stopped(self.iteration + 1, e) from e
         batch = make_batch(self.agent, scaled.to(self.device), c)
         logs = []
         for epoch in range(c.epochs):
@@ -366,7 +367,7 @@ def check_numbers(row: dict, # Of metrics
                  ):
     "FloatingPointError if a number is NaN; the explained variance of returns that are all alike is none."
     if bad := [name for name, value in row.items() if value is not None and math.isnan(value) and name != "explained_variance"]:
-        raise FloatingPointError(f"iteration {row['iteration']}: {', '.join(f'{name} is nan' for name in bad)}; the last checkpoint, if there is one, is from before")
+        raise _stopped(row["iteration"], ", ".join(f"{name} is nan" for name in bad))
 
 def train(config: PPOConfig, # What to do
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
