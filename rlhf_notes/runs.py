@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_SEED', 'option', 'check_options', 'pick_device', 'launched', 'write_atomically', 'write_table', 'Run', 'Stop',
-           'stop_on_interrupt', 'progress_bar', 'bootstrap_interval', 'wilson_interval']
+           'stop_on_interrupt', 'diverged', 'progress_bar', 'bootstrap_interval', 'wilson_interval']
 
 # %% ../nbs/runs.ipynb #export-imports
 import csv
@@ -296,6 +296,13 @@ def stop_on_interrupt(also=None, # Another flag to heed, with `.is_set()`; None 
     finally:
         signal.signal(signal.SIGINT, before or signal.SIG_DFL)
         if stop.own.is_set() and hasattr(before, "stop"): before.stop.own.set()            # one inside another: the outer one is to know
+
+# %% ../nbs/runs.ipynb #diverged
+def diverged(where: str, # Stage and iteration
+             why, # What was NaN or infinite
+            ) -> FloatingPointError: # To be raised before anything is saved
+    "The error with which a training stops whose numbers are none."
+    return FloatingPointError(f"{where}: {why}; the last checkpoint, if there is one, is from before")
 
 # %% ../nbs/runs.ipynb #progress
 def progress_bar(total: int, # Units in all

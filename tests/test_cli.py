@@ -576,9 +576,9 @@ def test_several_seeds_of_rlhf(tmp_path, capsys):
 
 
 def test_a_loss_that_is_not_a_number_is_said(monkeypatch, capsys):
-    def broken(config, run, world=None): raise FloatingPointError("stage rl, iteration 7: value_loss is nan; the last checkpoint is from before")
+    def broken(config, run, world=None): raise FloatingPointError("stage rl, iteration 7: value_loss is nan; the last checkpoint, if there is one, is from before")
     monkeypatch.setattr(rlhf, "train", broken)
-    assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: stage rl, iteration 7: value_loss is nan; the last checkpoint is from before\n"
+    assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: stage rl, iteration 7: value_loss is nan; the last checkpoint, if there is one, is from before\n"
 
 
 def test_what_does_not_fit_into_memory_is_said(tmp_path, monkeypatch, capsys):

@@ -399,3 +399,8 @@ def test_another_flag_is_heeded_inside():
             assert inner.is_set() and outer.is_set()
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+
+
+def test_what_has_come_to_nan_says_where_and_what_is_left():
+    error = runs.diverged("iteration 3", ValueError("loss is nan"))
+    assert type(error) is FloatingPointError and str(error) == "iteration 3: loss is nan; the last checkpoint, if there is one, is from before"

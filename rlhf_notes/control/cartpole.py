@@ -32,7 +32,7 @@ from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
 from ..formulas.value import explained_variance, value_loss
 from ..formulas.whitening import RunningMoments, whiten
-from ..runs import Run, launched, pick_device, progress_bar, stop_on_interrupt
+from ..runs import Run, diverged, launched, pick_device, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/control/21_cartpole.ipynb #draw
 def draw_cartpole(ax, # Matplotlib axes
@@ -223,8 +223,6 @@ class Adam:
 # %% ../../nbs/control/21_cartpole.ipynb #ppo
 RECENT = 20            # episodes in the running means of return and length
 
-def _stopped(iteration, why): return FloatingPointError(f"iteration {iteration}: {why}; the last checkpoint, if there is one, is from before")
-
 class PPO:
     "Proximal policy optimisation: each `iterate` collects a rollout and learns from it."
     def __init__(self,
@@ -258,7 +256,7 @@ class PPO:
 
         rollout, episodes = self.collector.collect(self.policy(self.rng), c.num_steps, self.agent.head.for_env)
         try: scaled = self.scaling(rollout)
-        except FloatingPointError as e: raise _stopped(self.iteration + 1, e) from e
+        except FloatingPointError as e: raise diverged(f"iteration {self.iteration + 1}", e) from e
         batch = make_batch(self.agent, scaled.to(self.device), c)
         logs = []
         for epoch in range(c.epochs):
@@ -367,7 +365,7 @@ def check_numbers(row: dict, # Of metrics
                  ):
     "FloatingPointError if a number is NaN; the explained variance of returns that are all alike is none."
     if bad := [name for name, value in row.items() if value is not None and math.isnan(value) and name != "explained_variance"]:
-        raise _stopped(row["iteration"], ", ".join(f"{name} is nan" for name in bad))
+        raise diverged(f"iteration {row['iteration']}", ", ".join(f"{name} is nan" for name in bad))
 
 def train(config: PPOConfig, # What to do
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere

@@ -26,6 +26,7 @@ from ..formulas.arguments import check_boolean, check_choice, check_integer, che
 from ..formulas.logprob import linear_log_probs, selective_log_softmax
 from ..formulas.masking import masked_mean
 from .config import PRECISIONS
+from ..runs import diverged
 
 # %% ../../nbs/language/31_model.ipynb #positions
 def position_ids(mask: torch.Tensor, # True = a real token, False = padding, (..., T) boolean
@@ -308,7 +309,7 @@ def check_weights(where: str, # Stage and step, for the message
                  ):
     "FloatingPointError if a weight is NaN or infinite, or so large that its square is."
     total = torch.stack([w.float().flatten().dot(w.float().flatten()) for w in weights]).sum().item()
-    if not math.isfinite(total): raise FloatingPointError(f"{where}: the squares of the weights add up to {total}; the last checkpoint is from before")
+    if not math.isfinite(total): raise diverged(where, f"the squares of the weights add up to {total}")
 
 class Pretraining:
     "A language model learns to continue a task's texts, step by step."

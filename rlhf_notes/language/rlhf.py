@@ -36,7 +36,7 @@ from .model import Policy, Pretraining, RewardModel, answer_states, autocast, ch
 from .reward_model import RewardTraining, score
 from .sample import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
-from ..runs import Run, launched, pick_device, progress_bar, stop_on_interrupt, write_table
+from ..runs import Run, diverged, launched, pick_device, progress_bar, stop_on_interrupt, write_table
 
 # %% ../../nbs/language/34_rlhf.ipynb #rollout
 @dataclass
@@ -219,7 +219,7 @@ def check_finite(stage: str, # Where: "sft", "reward_model" or "rl"
                 ):
     "FloatingPointError if a number is NaN or infinite."
     bad = {name: value for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    if bad: raise FloatingPointError(f"stage {stage}, iteration {iteration}: " + ", ".join(f"{name} is {value}" for name, value in bad.items()) + "; the last checkpoint is from before")
+    if bad: raise diverged(f"stage {stage}, iteration {iteration}", ", ".join(f"{name} is {value}" for name, value in bad.items()))
 
 # %% ../../nbs/language/34_rlhf.ipynb #laps
 class Laps:
