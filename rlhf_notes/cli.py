@@ -385,31 +385,35 @@ def compare_command(args) -> int: # The exit code
     with usage_errors():
         if args.seeds < 1: raise ValueError(f"seeds must be at least 1, got {args.seeds}")
         if args.iterations < 1: raise ValueError(f"iterations must be at least 1, got {args.iterations}")
+        for seed in (args.seed, args.seed + args.seeds - 1): TASKS[args.task].config(seed=seed)
+        if args.device is not None and args.task != "rlhf": raise ValueError(f"device must come with --task rlhf, got it with {args.task}, which is raced on the cpu")
     return compare_language(args) if args.task == "rlhf" else compare_control(args)
 
-def comparison(args: argparse.Namespace, # task, seeds, out, overwrite
+def comparison(args: argparse.Namespace, # task, seed, seeds, out, overwrite
                about: dict, # Contender -> what it is
                peer: str | None, # The library that is compared with; None if it is not installed
+               **more, # What else is to stand in config.json
               ) -> Run: # Its directory
     "A directory for a comparison."
     from importlib.metadata import version
     there = versions() | ({peer: version(peer)} if peer else {})
-    with usage_errors(): return Run.create(args.out or Path("runs") / f"compare-{args.task}", {"task": "compare", "of": args.task, "seeds": args.seeds, "contenders": about, "versions": there}, args.overwrite)
+    with usage_errors(): return Run.create(args.out or Path("runs") / f"compare-{args.task}", {"task": "compare", "of": args.task, "seed": args.seed, "seeds": args.seeds, **more, "contenders": about, "versions": there}, args.overwrite)
 
 def compare_language(args) -> int: # The exit code
     "Our loop and TRL's, by turns."
     from rlhf_notes.language import compare
     about = {name: words for name, (_, _, words) in compare.contenders().items()}
     theirs = any(name.startswith("trl") for name in about)
-    run = comparison(args, about, "trl" if theirs else None)
+    with usage_errors(): device = pick_device(args.device or "cpu", auto="cuda")
+    run = comparison(args, about, "trl" if theirs else None, device=device)
     if not theirs: print("TRL is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
-    print(f"rlhf, seeds 0 to {args.seeds - 1}, {args.iterations} iterations each: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
+    print(f"rlhf on {device}, seeds {args.seed} to {args.seed + args.seeds - 1}, {args.iterations} iterations each: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
     rows, path = [], run.path / "compare.csv"
     def done(row):
         rows.append(row)
         write_table(path, rows)
         print(f"seed {row['seed']}, {row['contender']}: {1000 * row['seconds_per_iteration']:.0f} ms for an iteration, {row['tokens_per_second']:,.0f} tokens in a second, true score {row['true_score']:.2f}", flush=True)
-    compare.compare(args.seeds, args.iterations, done)
+    compare.compare(args.seeds, args.iterations, done, args.seed, device=device)
     print(f"\n{aligned(compare.table(rows))}\n\nMedians over the seeds; times ours with 95% intervals, against the same algorithm.\n{path}")
     return 0
 
@@ -419,14 +423,14 @@ def compare_control(args) -> int: # The exit code
     about = {c.name: c.about for c in compare.contenders(args.task)}
     run = comparison(args, about, "stable-baselines3" if "sb3-zoo" in about else None)
     if "sb3-zoo" not in about: print("stable-baselines3 is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
-    print(f"{args.task}, seeds 0 to {args.seeds - 1}, evaluated every {compare.EVERY[args.task]:,} steps: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
+    print(f"{args.task}, seeds {args.seed} to {args.seed + args.seeds - 1}, evaluated every {compare.EVERY[args.task]:,} steps: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
     rows, path = [], run.path / "compare.csv"
     def done(row):
         rows.append(row)
         write_table(path, rows)
         crossed = f"crossed after {row['sampled_steps']:,} steps, {row['sampled_seconds']:.2f} s" if row["sampled_steps"] else f"not crossed within {row['steps']:,} steps, {row['seconds']:.2f} s"
         print(f"seed {row['seed']}, {row['contender']}: {crossed}", flush=True)
-    compare.compare(args.task, args.seeds, done)
+    compare.compare(args.task, args.seeds, done, args.seed)
     print("\n" + aligned(compare.table(rows)))
     print(f"\nMedians over the seeds, of training alone; times ours with 95% intervals; crossed: the mean return of 100 fresh episodes with sampled actions reached the threshold.\n{path}")
     return 0
@@ -473,8 +477,10 @@ def make_parser() -> Parser: # Of the whole command
     p.set_defaults(run=demo, parser=p)
     p = commands.add_parser("compare", help="race against other implementations", description="Train ours and those of other libraries, where they are installed, by turns: for CartPole and Pendulum stable-baselines3 and a loop like CleanRL's, and how long each took to the threshold; for rlhf TRL, and how long an iteration takes.", allow_abbrev=False)
     p.add_argument("--task", choices=DEMO, default="cartpole", help="what to train (default: cartpole)")
-    p.add_argument("--seeds", type=int, metavar="K", default=5, help="train with the seeds 0 to K - 1 (default: 5)")
+    p.add_argument("--seed", type=int, metavar="N", default=0, help="the first seed (default: 0)")
+    p.add_argument("--seeds", type=int, metavar="K", default=5, help="how many seeds, one after the other (default: 5)")
     p.add_argument("--iterations", type=int, metavar="N", default=20, help="rlhf: iterations of each (default: 20)")
+    p.add_argument("--device", help="rlhf: where to compute: auto, cpu, cuda or mps; auto is a GPU if there is one (default: cpu)")
     p.add_argument("--out", type=Path, metavar="DIR", help="directory for compare.csv (default: runs/compare-TASK)")
     p.add_argument("--overwrite", action="store_true", help="replace the comparison that is there")
     p.set_defaults(run=compare_command, parser=p)

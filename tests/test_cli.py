@@ -86,7 +86,9 @@ BAD = [
     (["cartpole", "--seeds", "2", "--out", "run"], "which holds a run"), (["cartpole", "--seeds", "2", "--out", "full", "--overwrite"], "which holds letter.txt"), (["cartpole", "--seeds", "2", "--out", "file"], "--out must be a directory"),
     (["cartpole", "--seeds", "2", "--out", "many", "--overwrite"], "got many/seed1, which holds letter.txt"),
     (["compare", "--task", "acrobot"], "--task: invalid choice: 'acrobot'"), (["compare", "--seeds", "0"], "--seeds must be at least 1, got 0"), (["compare", "--out", "run"], "which holds a run"), (["compare", "--out", "full", "--overwrite"], "which holds letter.txt"),
-    (["compare", "--seed", "3"], "unrecognized argument '--seed'; did you mean --seeds?"),
+    (["compare", "--sees", "3"], "unrecognized argument '--sees'; did you mean --seeds?"), (["compare", "--seed", "-1"], "--seed must be in [0, 9223372036854775807], got -1"),
+    (["compare", "--seed", "9223372036854775807", "--seeds", "2"], "--seed must be in [0, 9223372036854775807], got 9223372036854775808"),
+    (["compare", "--device", "cpu"], "--device must come with --task rlhf, got it with cartpole"), (["compare", "--task", "rlhf", "--device", "cuda"], "device 'cuda' is not there"), (["compare", "--task", "rlhf", "--device", "gpu"], "--device must be auto, cpu, cuda or mps, got 'gpu'"),
     (["bench", "--size", "huge"], "--size: invalid choice: 'huge'"), (["bench", "--task", "gae"], "--task: invalid choice: 'gae'"), (["bench", "--rounds", "0"], "--rounds must be at least 1, got 0"), (["bench", "--rounds", "x"], "--rounds: invalid int value"), (["bench", "--device", "cuda"], "device 'cuda' is not there"),
     (["bench", "--device", "gpu"], "--device must be auto, cpu, cuda"), (["bench", "--out", "file"], "--out must be a directory, got the file file"), (["bench", "--out", "run"], "which holds a run"), (["bench", "--out", "full", "--overwrite"], "which holds letter.txt"), (["bench", "--seed", "1"], "unrecognized argument '--seed'"),
     (["demo", "--out", "shows"], "got shows/pendulum, which holds letter.txt"),
@@ -496,6 +498,10 @@ def test_compare_writes_a_row_for_each_race(tmp_path, capsys, monkeypatch):
     assert all(r["sampled_steps"] == r["greedy_seconds"] == "" and r["steps"] == "1024" for r in rows)
     assert "not crossed within 1,024 steps" in out and "0 of 2" in out and out.count("is not installed") == 1 and "rlhf_notes[crosscheck]" in out and err == ""
     assert cli.main(["compare", "--seeds", "2"]) == 2 and cli.main(["compare", "--seeds", "1", "--overwrite", "--task", "cartpole"]) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", "--seed", "3", "--seeds", "2", "--out", "later"]) == 0 and "cartpole, seeds 3 to 4," in capsys.readouterr().out
+    with open(tmp_path / "later" / "compare.csv") as f: assert [(r["seed"], r["contender"]) for r in csv.DictReader(f)] == [("3", "other"), ("3", "ours"), ("4", "ours"), ("4", "other")]
+    assert {k: json.loads((tmp_path / "later" / "config.json").read_text())[k] for k in ("seed", "seeds")} == {"seed": 3, "seeds": 2}
 
 
 # the demo

@@ -215,6 +215,8 @@ def test_each_seed_begins_with_another_contender(monkeypatch):
     monkeypatch.setattr(compare, "race", lambda c, task, seed: made.append((seed, c.name)) or {})
     compare.compare("cartpole", 4)
     assert ["".join(n for s, n in made if s == seed) for seed in range(4)] == ["abc", "bca", "cab", "abc"]
+    made.clear(); compare.compare("cartpole", 2, first=4)
+    assert ["".join(n for s, n in made if s == seed) for seed in range(6)] == ["", "", "", "", "bca", "cab"]
 
 
 def test_the_field(monkeypatch):

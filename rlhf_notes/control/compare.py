@@ -254,15 +254,16 @@ def race(contender: Contender, # Who
     return row | dict(steps=steps, seconds=round(seconds, 4))
 
 def compare(task: str, # "cartpole" or "pendulum"
-            seeds: int, # How many, from 0
+            seeds: int, # How many
             done=lambda row: None, # done(row): called after each race
+            first: int = 0, # The first seed
            ) -> list: # A row for each seed and contender
     "All contenders on all seeds, by turns."
     torch.set_num_threads(1)
     field = contenders(task)
     for contender in field: contender.make(0).iterate()                   # what is done once in a process is done before any clock runs
     rows = []
-    for seed in range(seeds):
+    for seed in range(first, first + seeds):
         for i in range(len(field)):
             rows.append(race(field[(seed + i) % len(field)], task, seed))
             done(rows[-1])

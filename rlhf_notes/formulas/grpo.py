@@ -27,6 +27,7 @@ grpo_info = namedtuple("grpo_info", "approx_kl clipfrac")
 
 def _token_logps(log_prob_fn, action, weight, **logits):
     "Log-probabilities of `action` under each of `logits`; what does not count is 0 and has no gradient."
+    if not callable(log_prob_fn): raise TypeError(f"log_prob_fn must be a function of logits and index, got {log_prob_fn!r}")
     named = _named(**logits)
     check_float(**named); check_ndim(3, **named); check_same_shape(**named); _check_action(action, "vocabulary", logit_new=logits["logit_new"])
     _check_weight(weight, "mean", action=action)

@@ -141,14 +141,15 @@ def race(name: str, # A contender
     return dict(task="rlhf", seed=c.seed, contender=name, iterations=iterations, seconds=seconds, seconds_per_iteration=seconds / iterations,
                 tokens_per_second=iterations * c.batch * c.response_length / seconds, true_score=evaluate(trainer, lm).true.mean().item())
 
-def compare(seeds: int, # 0 to seeds - 1
+def compare(seeds: int, # How many
             iterations: int, # Of each training
             done=None, # done(row), called after each training
+            first: int = 0, # The first seed
             **options, # Of `RLHFConfig`
            ) -> list: # A row for each seed and contender
     "By turns: for each seed all contenders, and each seed begins with another one."
     rows, names = [], list(contenders())
-    for seed in range(seeds):
+    for seed in range(first, first + seeds):
         start = prepare(RLHFConfig(seed=seed, kl_target=0.0, **{"device": "cpu"} | options))        # TRL's coefficient of the KL does not change
         for name in names[seed % len(names):] + names[:seed % len(names)]:
             rows.append(race(name, start, iterations))

@@ -456,6 +456,8 @@ def test_bad_fields_are_named(field, value, error, words):
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, torch.ones(2, 2, 1), None)), ValueError, "data.reward must have 1 or 2 dimensions, got 3"),
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, torch.ones(4).long(), None)), TypeError, "data.reward must have a floating-point dtype"),
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, ADV, None), clip_ratio=1.5), ValueError, "clip_ratio"),
+    (lambda: grpo_policy_error(grpo_policy_data(Z, Z, Z, ACTION, ADV, None), log_prob_fn="efficient"), TypeError, "^log_prob_fn must be a function of logits and index, got 'efficient'"),
+    (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, ADV, None), log_prob_fn=None), TypeError, "^log_prob_fn must be a function of logits and index, got None"),
 ])
 def test_more_bad_data(call, error, words):
     with pytest.raises(error, match=words): call()
