@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import nbformat
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import notebooks
 
@@ -76,6 +78,31 @@ def pins():
     return found
 
 
+def first_release(python): return {"python_version": python, "python_full_version": f"{python}.0"}
+
+
+def refused(python):
+    "Pins of constraints.txt that the first release of a Python would not install, as far as they are installed here; and how many were looked at."
+    found, looked_at = [], 0
+    for (name, marker), spec in pins().items():
+        if marker is not None and not marker.evaluate(first_release(python)): continue
+        try: if_any = metadata(name)
+        except PackageNotFoundError: continue
+        if str(spec) != f"=={if_any['Version'].split('+')[0]}": continue
+        looked_at += 1
+        if not SpecifierSet(if_any["Requires-Python"] or "").contains(f"{python}.0"): found.append(f"{name}{spec} on Python {python}.0, wants {if_any['Requires-Python']}")
+    return found, looked_at
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_what_is_pinned_installs_on_the_first_release_too(python):
+    "Systems come with 3.11.2, too."
+    assert f'"{python}"' in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    found, looked_at = refused(python)
+    assert not found and looked_at > 100
+    assert refused("3.4")[0]
+
+
 def requirements(kind): return {r.name.lower(): r for r in map(Requirement, notebooks.settings()[kind].split())}
 
 
@@ -87,7 +114,7 @@ def binder_requirements(text=None):
 def problems_of_binder(wanted, runtime):
     "Where the files of Binder say something else than settings.ini and constraints.txt."
     python = runtime.strip().removeprefix("python-")
-    pinned = {name: str(spec) for (name, marker), spec in pins().items() if marker is None or marker.evaluate({"python_version": python})}
+    pinned = {name: str(spec) for (name, marker), spec in pins().items() if marker is None or marker.evaluate(first_release(python))}
     ranges, found = requirements("dev_requirements"), []
     for r in wanted:
         if pinned.get(r.name) != str(r.specifier): found.append(f"{r} is {r.name}{pinned.get(r.name)} in constraints.txt")
