@@ -401,10 +401,10 @@ def comparison(args: argparse.Namespace, # task, seed, seeds, out, overwrite
 
 def compare_language(args) -> int: # The exit code
     "Our loop and TRL's, by turns."
+    with usage_errors(): device = pick_device(args.device or "cpu", auto="cuda")             # before TRL is loaded, which takes its time
     from rlhf_notes.language import compare
     about = {name: words for name, (_, _, words) in compare.contenders().items()}
     theirs = any(name.startswith("trl") for name in about)
-    with usage_errors(): device = pick_device(args.device or "cpu", auto="cuda")
     run = comparison(args, about, "trl" if theirs else None, device=device)
     if not theirs: print("TRL is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
     print(f"rlhf on {device}, seeds {args.seed} to {args.seed + args.seeds - 1}, {args.iterations} iterations each: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
