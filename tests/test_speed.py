@@ -12,7 +12,7 @@ def cases(): yield from speed.logit_cases((2, 3, 40), torch.float32, "cpu", widt
 
 
 def test_every_contender_computes_the_same():
-    for case in cases():
+    for case in list(cases()):
         results = {m: f(*case.inputs) for m, f in case.methods.items()}
         assert "ours" in results and len(results) > 1
         for y in results.values():
@@ -45,6 +45,32 @@ def test_the_second_run_in_a_row_counts():
     case = speed.Case("log-probability", (2, 3, 4), torch.float32, {"a": who("a"), "ours": who("ours")}, (torch.ones(2, 3, 4),))
     assert all(r["milliseconds"] < 25 for r in speed.measure(case, "cpu", 3, 1e9))
     assert last[:12] == ["a", "a", "ours", "ours"] * 3
+
+
+def test_what_is_overwritten_is_made_whole_before_each_run():
+    "The gradient in place of the logits is timed and computed from whole logits each time, backward alone, and no gradient is taken off its memory."
+    seen, z, i = [], torch.randn(2, 3, 40, requires_grad=True), torch.randint(40, (2, 3))
+    def ours(z, i, inplace_backward=False):
+        seen.append((inplace_backward, z.detach().clone()))
+        return Overwrite.apply(z) if inplace_backward else z.sum(-1)
+    class Overwrite(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            ctx.z = z.detach()
+            return z.sum(-1)
+        @staticmethod
+        def backward(ctx, grad): return ctx.z.fill_(7)
+    case = speed._logit_case("log-probability", z, i, {"naive": speed.naive_log_prob, "TRL": None}, ours)
+    rows = speed.measure(case, "cpu", 3, 1e9)
+    assert [(r["passes"], r["method"]) for r in rows] == [("forward", "naive"), ("forward", "ours")] + [("forward + backward", m) for m in ("naive", "ours", "ours, in place")]
+    assert sum(inplace for inplace, _ in seen) == 7 and all(torch.equal(logits, z) for _, logits in seen)
+
+
+def test_ours_in_place_needs_no_gradient_of_its_own():
+    case = next(speed.logit_cases((2, 128, 32000), torch.float32, "cpu"))
+    extra = speed.peak_extra(lambda: speed.run_once(case, "ours, in place", torch.ones(2, 128)), "cpu")
+    if extra is None: pytest.skip("this system does not say")
+    assert extra < 0.25 * case.base < speed.peak_extra(lambda: speed.run_once(case, "ours", torch.ones(2, 128)), "cpu")
 
 
 def test_memory_is_seen():

@@ -34,6 +34,13 @@ def _scaled(logits, temperature):
     z = at_least_float32(logits)
     return z if temperature == 1 else (z - z.detach().amax(-1, keepdim=True)) / temperature
 
+def _check_inplace(inplace_backward, logits):
+    check_flag("inplace_backward", inplace_backward)
+    if not inplace_backward or not kernels.eager(logits): return
+    owner = logits._base if logits._is_view() else logits
+    if owner.is_leaf and owner.requires_grad:
+        raise ValueError("inplace_backward needs logits that were computed from something, got a leaf (or a view of one), whose values would be overwritten with their gradient")
+
 def _pick(x, index):
     "The element of each row of `x` that `index` names."
     try: return x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
@@ -70,11 +77,12 @@ def selective_log_softmax(logits: torch.Tensor, # (..., V), any float dtype; -in
                           index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
                           temperature: float = 1.0, # What the logits are divided by, that of the sampler, > 0
                           mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
+                          inplace_backward: bool = False, # May the gradient be written over the logits? For those that nobody looks at afterwards
                          ) -> torch.Tensor: # log pi of the chosen words, in nats, float32 or better, (...); 0 where nothing counts
     "log softmax(logits / temperature) of the chosen words, in float32 or better; keeps nothing of the logits' size for the backward pass."
-    _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index)
+    _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
     index = apply_mask(index.long(), mask, 0)
-    if _by_rows(logits): return apply_mask(_LogProb.apply(logits, index, temperature, False)[0], mask)
+    if _by_rows(logits): return apply_mask(_LogProb.apply(logits, index, temperature, False, inplace_backward)[0], mask)
     return apply_mask(_SelectiveLogSoftmax.apply(logits, index, temperature), mask)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #chunks
@@ -175,10 +183,10 @@ def _by(logits, name):
 class _LogProb(torch.autograd.Function):
     "(log pi, entropy), from one read of the logits; keeps two numbers of each row."
     @staticmethod
-    def forward(ctx, logits, index, temperature, entropy):
+    def forward(ctx, logits, index, temperature, entropy, inplace):
         logp, H, reference, total = _by(logits, "forward_rows")(logits, index, temperature, entropy)
         ctx.save_for_backward(logits, index, reference, total, *[H] * entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.inplace = temperature, inplace
         ctx.set_materialize_grads(False)
         if not entropy: ctx.mark_non_differentiable(H := H.new_zeros(()))
         return logp.squeeze(-1), H.squeeze(-1) if entropy else H
@@ -186,10 +194,11 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, h):
         logits, index, reference, total, *H = ctx.saved_tensors
-        if g is None and h is None: return None, None, None, None
-        if torch.is_grad_enabled(): return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None
+        if g is None and h is None: return None, None, None, None, None
+        if torch.is_grad_enabled(): return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None, None
         g, h = torch.zeros_like(total) if g is None else g.unsqueeze(-1), None if h is None else h.unsqueeze(-1)
-        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total), None, None, None
+        out = logits.detach() if ctx.inplace and logits.is_contiguous() else None             # rows with others between them may share their memory
+        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total, out=out), None, None, None, None
 
 def _differentiable_gradient(logits, index, temperature, g, h):
     "The gradient of g log pi + h entropy, for those who want the gradient of that."
@@ -250,21 +259,23 @@ def _whole_entropy(logits, temperature, mask):
 def entropy_from_logits(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
                         temperature: float = 1.0, # What the logits are divided by, > 0
                         mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
+                        inplace_backward: bool = False, # May the gradient be written over the logits?
                        ) -> torch.Tensor: # In nats, from 0 to log V, float32 or better, (...); 0 where nothing counts or no word is possible
     "Entropy of softmax(logits / temperature), -sum p log p; its gradient is 0 where a logit is -inf."
-    _check_logits(logits, temperature); check_mask(mask, **{"logits[..., 0]": logits[..., 0]})
+    _check_logits(logits, temperature); check_mask(mask, **{"logits[..., 0]": logits[..., 0]}); _check_inplace(inplace_backward, logits)
     if not _by_rows(logits): return _whole_entropy(logits, temperature, mask)
-    return apply_mask(_LogProb.apply(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device), temperature, True)[1], mask)
+    return apply_mask(_LogProb.apply(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device), temperature, True, inplace_backward)[1], mask)
 
 def log_probs_and_entropy(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
                           index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
                           temperature: float = 1.0, # What the logits are divided by, > 0
                           mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
+                          inplace_backward: bool = False, # May the gradient be written over the logits?
                          ) -> tuple[torch.Tensor, torch.Tensor]: # (log pi of the chosen words, entropy), in nats, float32 or better, (...) each; 0 where nothing counts
     "`selective_log_softmax` and `entropy_from_logits` from one read of the logits."
-    _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index)
+    _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
     if not _by_rows(logits): return selective_log_softmax(logits, index, temperature, mask), entropy_from_logits(logits, temperature, mask)
-    return tuple(apply_mask(y, mask) for y in _LogProb.apply(logits, apply_mask(index.long(), mask, 0), temperature, True))
+    return tuple(apply_mask(y, mask) for y in _LogProb.apply(logits, apply_mask(index.long(), mask, 0), temperature, True, inplace_backward))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #linear
 def _heads(chunk, hidden, weight, bias, *others):

@@ -12,7 +12,7 @@ import ctypes
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -96,6 +96,7 @@ class Case:
     moves: tuple = (0, 0) # Bytes that must move: forward, forward + backward
     base: int = 1 # Bytes that extra memory is compared with: the logits
     result: tuple = (0, 0) # Bytes of what is asked for, which is not extra: forward, forward + backward
+    restore: dict = field(default_factory=dict) # Method that writes its gradient over the logits -> what makes them whole again before each run, untimed
 
 def _trl():
     try: from trl.trainer import utils
@@ -136,6 +137,20 @@ def loop_gae_tokens(rewards, values, gamma=1.0, lam=0.95): # (B, T)
     advantages = torch.stack(out[::-1], 1)
     return advantages, advantages + values
 
+class _Computed(torch.autograd.Function):
+    "Logits that were computed from z: what lies in `computed`, at no cost."
+    @staticmethod
+    def forward(ctx, z, computed): return computed.view_as(computed)
+
+    @staticmethod
+    def backward(ctx, grad): return grad, None
+
+def _logit_case(task, z, i, others, ours):
+    "Others and `ours` on the same logits; ours in place on a copy, which counts as computed and is made whole again before each run."
+    computed, size = z.detach().clone(), z.nbytes
+    methods = {name: f for name, f in others.items() if f} | {"ours": ours, "ours, in place": lambda z, i: ours(_Computed.apply(z, computed), i, inplace_backward=True)}
+    return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size), {"ours, in place": lambda: computed.copy_(z.detach())})
+
 def logit_cases(shape: tuple, # (B, T, V)
                 dtype: torch.dtype, # Of the logits
                 device: str, # Where
@@ -148,13 +163,11 @@ def logit_cases(shape: tuple, # (B, T, V)
     for row in z: row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
     z.requires_grad_(True)
     i, size = torch.randint(V, shape[:2], generator=generator, device=device), z.nbytes
-    about = dict(shape=shape, dtype=dtype, leaves=(z,), moves=(size, 3 * size), base=size, result=(0, size))
-    yield Case("log-probability", methods={"naive": naive_log_prob, "DI-engine naive": naive_method, "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
-               "ours in one piece": lambda z, i: logprob._SelectiveLogSoftmax.apply(z, i, 1.0), **({"TRL": trl.selective_log_softmax} if trl else {}), **({"Liger": liger} if liger else {}), "ours": selective_log_softmax}, inputs=(z, i), **about)
-    yield Case("entropy", methods={"naive": lambda z, i: naive_entropy(z), **({"TRL": lambda z, i: trl.entropy_from_logits(z)} if trl else {}), "ours": lambda z, i: entropy_from_logits(z)}, inputs=(z, i), **about)
-    yield Case("both", methods={"naive": lambda z, i: (naive_log_prob(z, i), naive_entropy(z)), **({"TRL": lambda z, i: (trl.selective_log_softmax(z, i), trl.entropy_from_logits(z))} if trl else {}),
-               "ours": log_probs_and_entropy}, inputs=(z, i), **about)
-    del z, about
+    yield _logit_case("log-probability", z, i, {"naive": naive_log_prob, "DI-engine naive": naive_method, "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
+                      "ours in one piece": lambda z, i: logprob._SelectiveLogSoftmax.apply(z, i, 1.0), "TRL": trl and trl.selective_log_softmax, "Liger": liger}, selective_log_softmax)
+    yield _logit_case("entropy", z, i, {"naive": lambda z, i: naive_entropy(z), "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))}, lambda z, i, **options: entropy_from_logits(z, **options))
+    yield _logit_case("both", z, i, {"naive": lambda z, i: (naive_log_prob(z, i), naive_entropy(z)), "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i), trl.entropy_from_logits(z)))}, log_probs_and_entropy)
+    del z
     h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype) for s in (shape[:2], (V,)))
     h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
     yield Case("from hidden states", shape, dtype, {"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i), **({"TRL": lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)} if trl else {}),
@@ -213,13 +226,15 @@ def measure(case: Case, # What is computed
     for backward in (False, True)[:1 + bool(case.leaves)]:
         weights = torch.randn(case.shape[:2], generator=torch.Generator(device).manual_seed(1), device=device) if backward else None
         def run(m): run_once(case, m, weights)
-        times = {m: [] for m in case.methods}
+        def whole(m): case.restore.get(m, lambda: None)()
+        times = {m: [] for m in case.methods if backward or m not in case.restore}
         for _ in range(rounds):
-            for m in case.methods: run(m); times[m].append(seconds(lambda: run(m), device))       # the second time in a row
-        for m in case.methods:
+            for m in times: whole(m); run(m); whole(m); times[m].append(seconds(lambda: run(m), device))       # the second time in a row
+        for m in times:
+            whole(m)
             ratios = sorted(a / b for a, b in zip(times[m], times["ours"]))
             extra, t = peak_extra(lambda: run(m), device), statistics.median(times[m])
-            if extra is not None: extra = max(0, extra - case.result[backward])
+            if extra is not None and m not in case.restore: extra = max(0, extra - case.result[backward])
             must = case.moves[backward]
             rows.append(dict(zip(COLUMNS, (device_name(device), torch.__version__, case.task, "x".join(map(str, case.shape)), str(case.dtype).removeprefix("torch."), "forward + backward" if backward else "forward", m, rounds,
                 round(1e3 * t, 4), round(statistics.median(ratios), 3), round(ratios[0], 3), round(ratios[-1], 3), None if extra is None else round(extra / 1e6, 2), None if extra is None else round(extra / case.base, 4),
@@ -246,7 +261,7 @@ def bench(sizes: tuple = ("small",), # Of `SIZES`
     for size in sizes:
         shape = SIZES[size] if isinstance(size, str) else size
         for dtype in dtypes:
-            need = 7 * shape[0] * shape[1] * shape[2] * max(dtype.itemsize, 3)             # the naive methods hold several float32 copies
+            need = 8 * shape[0] * shape[1] * shape[2] * max(dtype.itemsize, 3)             # the naive methods hold several float32 copies
             if need > 0.8 * memory_left(device):
                 if left_out: left_out(f"{'x'.join(map(str, shape))} in {str(dtype).removeprefix('torch.')} is left out: the naive methods need about {need / 1e9:.0f} GB, and {memory_left(device) / 1e9:.0f} are free")
                 continue

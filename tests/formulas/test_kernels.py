@@ -39,7 +39,7 @@ def test_only_plain_tensors_are_computed_with():
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_kernels_in_the_interpreter():
     p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(__file__), timeout=300)
-    assert p.returncode == 0 and "8 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
+    assert p.returncode == 0 and "9 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
 
 
 @triton
@@ -97,6 +97,19 @@ def test_rows_in_every_layout_and_dtype():
             torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
             with torch.no_grad():
                 assert torch.equal(selective_log_softmax(z, i, temperature), y[0]) and torch.equal(entropy_from_logits(z, temperature), y[1])
+
+
+@inside
+def test_the_gradient_in_place_of_the_logits():
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((5, 37), (2, 3, 4200)):
+            z = normal(0, shape, scale=3.0).to(dtype).requires_grad_(True)
+            i = torch.arange(math.prod(shape[:-1])).view(shape[:-1]) % 37
+            for f in (lambda z, **o: selective_log_softmax(z, i, 0.7, **o), lambda z, **o: entropy_from_logits(z, 0.7, **o), lambda z, **o: torch.stack(log_probs_and_entropy(z, i, 0.7, **o))):
+                (expected,) = torch.autograd.grad(f(z).sin().sum(), z)
+                logits = z * 1
+                (got,) = torch.autograd.grad(f(logits, inplace_backward=True).sin().sum(), logits)
+                assert torch.equal(got, expected) and got.data_ptr() == logits.data_ptr()
 
 
 @inside

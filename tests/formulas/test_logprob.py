@@ -554,6 +554,83 @@ def test_pieces_keep_two_numbers_for_a_row():
     assert y.requires_grad and sum(saved.values()) <= 2 * i.numel() * 8
 
 
+INPLACE = {"log pi": lambda z, i, *a, **o: selective_log_softmax(z, i, *a, **o), "entropy": lambda z, i, *a, **o: entropy_from_logits(z, *a, **o), "both": lambda z, i, *a, **o: torch.stack(log_probs_and_entropy(z, i, *a, **o))}
+
+
+@settings(max_examples=30)
+@given(name=st.sampled_from(list(INPLACE)), shape=shapes(0, 3), vocabulary=st.integers(1, 9), seed=SEEDS, dtype=DTYPES, temperature=TEMPERATURES, shift=st.sampled_from([0.0, -1e4]), share=st.sampled_from([0.0, 0.3]), chunk=st.sampled_from([1, 7, 20]), with_mask=st.booleans())
+def test_the_gradient_in_place_of_the_logits_is_the_gradient(name, shape, vocabulary, seed, dtype, temperature, shift, share, chunk, with_mask):
+    z, i = normal(seed, (*shape, vocabulary), scale=3.0) + shift, words(seed + 1, shape, vocabulary)
+    z = z.masked_fill(random_mask(seed + 2, z.shape, share), -math.inf).scatter(-1, i[..., None], shift).to(dtype)
+    mask = random_mask(seed + 3, shape) if with_mask else None
+    with in_pieces(chunk):
+        y, (expected,) = value_and_grad(lambda z: INPLACE[name](z, i, temperature, mask), z)
+        leaf = z.clone().requires_grad_(True)
+        logits = leaf * 1
+        where, version = logits.data_ptr(), logits._version
+        got = INPLACE[name](logits, i, temperature, mask, inplace_backward=True)
+        assert torch.equal(got, y) and torch.equal(logits, z) and logits._version == version      # the forward pass leaves them alone
+        grad, = torch.autograd.grad(got.sum(), logits)
+    assert torch.equal(grad, expected) and not grad.requires_grad and torch.equal(leaf, z)
+    assert grad.data_ptr() == where and torch.equal(logits.detach(), expected)
+
+
+def test_in_place_makes_no_tensor_of_the_logits_size():
+    from torch.utils._python_dispatch import TorchDispatchMode
+    made = []
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            out = f(*args, **(kwargs or {}))
+            made.extend(t.untyped_storage().data_ptr() for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() >= 64 * 200 * 4)
+            return out
+    for inplace in (True, False):
+        made.clear()
+        z, i = normal(0, (64, 200), torch.float32).requires_grad_(True) * 1, words(1, (64,), 200)
+        with in_pieces(400), Watch(): torch.autograd.grad(log_probs_and_entropy(z, i, inplace_backward=inplace)[0].sum(), z)
+        assert (set(made) <= {z.data_ptr()}) == inplace
+
+
+def test_logits_that_others_need_are_not_overwritten_in_silence():
+    z, i = normal(0, (4, 9), torch.float32).requires_grad_(True), words(1, (4,), 9)
+    def logp(z, inplace=True): return selective_log_softmax(z, i, inplace_backward=inplace)
+    others = {"saved by another": lambda z, **o: z.square().sum(-1) + logp(z, **o), "a second call": lambda z, **o: logp(z, **o) + logp(z, **o), "an output that its maker needs": lambda z, **o: logp(z.tanh(), **o)}
+    with in_pieces(18):
+        for f in others.values():
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"): value_and_grad(lambda z: f(z * 1), z)
+        twice = logp(z * 1).sum()
+        twice.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"): twice.backward()
+        before = lambda z, **o: logp(z, **o) + z.square().sum(-1)                    # its backward pass comes first
+        torch.testing.assert_close(value_and_grad(lambda z: before(z * 1), z), value_and_grad(lambda z: before(z, inplace=False), z))
+        for given in (lambda z: (z * 1)[:, 1:], lambda z: (z * 1)[:1].expand(4, 9), lambda z: (z.t() * 1).t()):       # rows that share memory with others keep it
+            grads = [value_and_grad(lambda z: selective_log_softmax(given(z), i.clamp(max=7), inplace_backward=inplace), z) for inplace in (True, False)]
+            torch.testing.assert_close(*grads, rtol=0, atol=0)
+        def second(inplace):
+            g, = torch.autograd.grad(logp(z * 1, inplace).square().sum(), z, create_graph=True)
+            return torch.autograd.grad(g.square().sum(), z)[0]
+        assert torch.equal(second(True), second(False)) and (second(True) != 0).any()
+
+
+def test_few_logits_and_a_compiler_may_ignore_the_permission():
+    z, i = normal(0, (4, 9), torch.float32), words(1, (4,), 9)
+    f = lambda z: torch.stack([selective_log_softmax(z * 1, i, inplace_backward=True), entropy_from_logits(z * 1, inplace_backward=True), *log_probs_and_entropy(z * 1, i, inplace_backward=True)])
+    plain = lambda z: torch.stack([selective_log_softmax(z, i), entropy_from_logits(z), *log_probs_and_entropy(z, i)])
+    torch.testing.assert_close(value_and_grad(f, z), value_and_grad(plain, z), rtol=0, atol=0)
+    torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(z), plain(z))
+    torch.testing.assert_close(torch.func.vmap(lambda z, i: log_probs_and_entropy(z * 1, i, inplace_backward=True))(z, i), log_probs_and_entropy(z, i))
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_what_may_not_be_overwritten_is_refused(name):
+    z, i = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
+    for few in (False, True):
+        with in_pieces(whole=2**20 if few else 0):
+            for leaf in (z.clone().requires_grad_(True), torch.nn.Parameter(z), z.clone().requires_grad_(True).view(2, 3, 5), z.clone().requires_grad_(True).detach_().requires_grad_(True)[:]):
+                with pytest.raises(ValueError, match="inplace_backward needs logits that were computed from something, got a leaf"): INPLACE[name](leaf, i, inplace_backward=True)
+            with pytest.raises(TypeError, match="inplace_backward must be True or False, got 'yes'"): INPLACE[name](z, i, inplace_backward="yes")
+            torch.testing.assert_close(INPLACE[name](z, i, inplace_backward=True), INPLACE[name](z, i), rtol=0, atol=0)          # of which no gradient is wanted
+
+
 @settings(max_examples=25)
 @given(shape=shapes(1, 2), d=st.integers(1, 4), vocabulary=st.integers(1, 9), seed=SEEDS, temperature=TEMPERATURES, chunk=st.sampled_from([None, 1, 3, 100]), with_bias=st.booleans(), with_mask=st.booleans(), junk=JUNK)
 def test_linear_equals_the_way_through_the_logits(shape, d, vocabulary, seed, temperature, chunk, with_bias, with_mask, junk):
