@@ -148,8 +148,8 @@ class _Computed(torch.autograd.Function):
 def _logit_case(task, z, i, others, ours):
     "Others and `ours` on the same logits; ours in place on a copy, which counts as computed and is made whole again before each run."
     computed, size = z.detach().clone(), z.nbytes
-    methods = {name: f for name, f in others.items() if f} | {"ours": ours, "ours, in place": lambda z, i: ours(_Computed.apply(z, computed), i, inplace_backward=True)}
-    return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size), {"ours, in place": lambda: computed.copy_(z.detach())})
+    methods = {name: f for name, f in others.items() if f} | {"ours": ours, "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i, inplace_backward=True)}
+    return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size), {"ours in place": lambda: computed.copy_(z.detach())})
 
 def logit_cases(shape: tuple, # (B, T, V)
                 dtype: torch.dtype, # Of the logits
@@ -199,7 +199,7 @@ def gae_cases(device: str, # Where
         yield Case("GAE of tokens", (B, T), r.dtype, {"loop": loop_gae_tokens, "ours": gae_tokens}, (r, v), moves=(16 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
 
 # %% ../../nbs/studies/42_speed.ipynb #measure
-COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rounds", "milliseconds", "times_ours", "times_ours_low", "times_ours_high", "extra_megabytes", "extra_share", "bandwidth_share")
+COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rounds", "milliseconds", "times_ours", "times_ours_low", "times_ours_high", "times_in_place", "extra_megabytes", "extra_share", "bandwidth_share")
 SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024, 128256)}
 TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
 
@@ -232,12 +232,12 @@ def measure(case: Case, # What is computed
             for m in times: whole(m); run(m); whole(m); times[m].append(seconds(lambda: run(m), device))       # the second time in a row
         for m in times:
             whole(m)
-            ratios = sorted(a / b for a, b in zip(times[m], times["ours"]))
+            to_ours, to_in_place = (sorted(a / b for a, b in zip(times[m], times[name])) if name in times else None for name in ("ours", "ours in place"))
             extra, t = peak_extra(lambda: run(m), device), statistics.median(times[m])
             if extra is not None and m not in case.restore: extra = max(0, extra - case.result[backward])
             must = case.moves[backward]
             rows.append(dict(zip(COLUMNS, (device_name(device), torch.__version__, case.task, "x".join(map(str, case.shape)), str(case.dtype).removeprefix("torch."), "forward + backward" if backward else "forward", m, rounds,
-                round(1e3 * t, 4), round(statistics.median(ratios), 3), round(ratios[0], 3), round(ratios[-1], 3), None if extra is None else round(extra / 1e6, 2), None if extra is None else round(extra / case.base, 4),
+                round(1e3 * t, 4), round(statistics.median(to_ours), 3), round(to_ours[0], 3), round(to_ours[-1], 3), None if to_in_place is None else round(statistics.median(to_in_place), 3), None if extra is None else round(extra / 1e6, 2), None if extra is None else round(extra / case.base, 4),
                 round(must / t / bandwidth, 4) if must else None))))
     return rows
 
