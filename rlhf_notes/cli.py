@@ -485,7 +485,7 @@ def make_parser() -> Parser: # Of the whole command
     p.add_argument("--overwrite", action="store_true", help="replace the comparison that is there")
     p.set_defaults(run=compare_command, parser=p)
     p = commands.add_parser("bench", help="time the fast formulas", description="Time log-probability, entropy and GAE, ours and those of naive code, DI-engine, TRL and Liger-Kernel where they are installed, by turns on one device, with the memory that each needs.", allow_abbrev=False)
-    p.add_argument("--size", choices=("small", "medium", "large"), default="small", help="logits: 8x128x32000, 16x256x50257 or 4x1024x128256, of which the naive methods need 1, 6 and 15 GB (default: small)")
+    p.add_argument("--size", choices=("small", "medium", "large"), default="small", help="logits: 8x128x32000, 16x256x50257 or 4x1024x128256, of which the naive methods need 1, 7 and 17 GB (default: small)")
     p.add_argument("--task", choices=("log-probability", "entropy", "both", "from-hidden-states", "GAE"), help="time one thing alone (default: all)")
     p.add_argument("--rounds", type=int, metavar="N", default=7, help="how often each method is timed (default: 7)")
     p.add_argument("--device", default="auto", help="where to compute: auto, cpu or cuda; auto is a GPU if there is one (default: auto)")
