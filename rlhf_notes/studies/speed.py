@@ -145,10 +145,12 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad, None
 
+def _installed(methods): return {name: f for name, f in methods.items() if f}
+
 def _logit_case(task, z, i, others, ours):
     "Others and `ours` on the same logits; ours in place on a copy, which counts as computed and is made whole again before each run."
     computed, size = z.detach().clone(), z.nbytes
-    methods = {name: f for name, f in others.items() if f} | {"ours": ours, "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i, inplace_backward=True)}
+    methods = _installed(others) | {"ours": ours, "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i, inplace_backward=True)}
     return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size), {"ours in place": lambda: computed.copy_(z.detach())})
 
 def logit_cases(shape: tuple, # (B, T, V)
@@ -170,8 +172,8 @@ def logit_cases(shape: tuple, # (B, T, V)
     del z
     h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype) for s in (shape[:2], (V,)))
     h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
-    yield Case("from hidden states", shape, dtype, {"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i), **({"TRL": lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)} if trl else {}),
-               "ours": linear_log_probs}, (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
+    yield Case("from hidden states", shape, dtype, _installed({"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i), "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)),
+               "ours": linear_log_probs}), (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
 
 def part_cases(shape: tuple, # Of the logits
                device: str, # Where
