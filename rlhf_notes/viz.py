@@ -311,18 +311,20 @@ def token_strip(tokens, # The words of an answer, (T,)
     for name, row in {"counts": counts, **values}.items():
         if row.shape != (len(tokens),): raise ValueError(f"{name} must have a number for each of {len(tokens)} tokens, got shape {row.shape}")
     if unknown := set(limits or {}) - set(rows): raise ValueError(f"limits must name rows, {', '.join(rows)}; got {', '.join(sorted(unknown))}")
+    for label, limit in (limits or {}).items():
+        if not 0 < limit < np.inf: raise ValueError(f"limits must be above 0 and finite, got {limit} for {label!r}")
     left, top = 1.15, 0.55
     width, height = left + 0.62 * len(tokens), top + 0.34 * len(rows) + 0.05
     figure = Figure(figsize=(width, height), layout="none")
     ax = figure.add_axes((left / width, 0.05 / height, 1 - left / width, 1 - (top + 0.05) / height))
     for y, (label, row) in enumerate(values.items()):
-        largest = (limits or {}).get(label) or max(np.abs(row[counts]).max(initial=0), 1e-12)
+        largest = (limits or {}).get(label) or max(np.abs(row[counts & np.isfinite(row)]).max(initial=0), 1e-12)
         for x, v in enumerate(row):
-            share = float(np.clip(v / largest, -1, 1)) if counts[x] else 0.0
+            share = float(np.clip(v / largest, -1, 1)) if counts[x] and not np.isnan(v) else 0.0
             colour = _SIGNED(0.5 + 0.5 * round(share, 1)) if counts[x] else "#eeeeee"
             ax.add_patch(plt.Rectangle((x, y), 0.96, 0.92, facecolor=colour, linewidth=0, clip_on=False))
-            if np.isfinite(v): ax.text(x + 0.48, y + 0.48, f"{v + 0:.2f}".replace("-0.00", "0.00").replace("-", "\N{MINUS SIGN}"), ha="center", va="center", fontsize=8, color=COLORS["black"] if counts[x] else INK["grey"])
-    for x, token in enumerate(tokens): ax.text(x + 0.48, -0.15, token, ha="center", va="bottom", fontsize=min(8.5, 75 / max(map(len, tokens))), color=COLORS["black"] if counts[x] else INK["grey"])
+            if counts[x] or np.isfinite(v): ax.text(x + 0.48, y + 0.48, f"{v + 0:.2f}".replace("-0.00", "0.00").replace("inf", "\N{INFINITY}").replace("-", "\N{MINUS SIGN}"), ha="center", va="center", fontsize=8, color=COLORS["black"] if counts[x] else INK["grey"])
+    for x, token in enumerate(tokens): ax.text(x + 0.48, -0.15, token, parse_math=False, ha="center", va="bottom", fontsize=min(8.5, 75 / max(1, *map(len, tokens))), color=COLORS["black"] if counts[x] else INK["grey"])
     for y, label in enumerate(rows): ax.text(-0.12, y + 0.48, label, ha="right", va="center", fontsize=9)
     ax.set(xlim=(0, len(tokens)), ylim=(len(rows), 0)); ax.axis("off")
     figure.text(0.01, 1 - 0.06 / height, title, fontsize=10, va="top")

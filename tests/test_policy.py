@@ -179,6 +179,12 @@ def test_other_spaces_are_refused_by_name(space, words):
     with pytest.raises(ValueError, match=f"env must have Discrete actions, or a Box of floats, got {words}"): distribution(space)
 
 
+def test_a_box_without_numbers_and_networks_nobody_knows():
+    with pytest.raises(ValueError, match="env must have actions of one number at least, got Box"): distribution(gym.spaces.Box(-1, 1, (0,)))
+    with pytest.raises(ValueError, match="activation must be one of 'tanh', 'relu', 'silu', got 'elu'"): mlp(3, 2, 1.0, activation="elu")
+    with pytest.raises(ValueError, match="init must be one of 'orthogonal', 'default', got 'ortho'"): mlp(3, 2, 1.0, init="ortho")
+
+
 def test_bounds_too_far_apart_to_be_squashed():
     "The distance of these bounds is no float32; clipping needs none."
     wide = gym.spaces.Box(-3e38, 3e38, (1,), np.float32)

@@ -2,6 +2,7 @@ import enum
 import io
 import random
 import sys
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -325,6 +326,21 @@ def test_an_environment_that_cannot_be_made_is_named(monkeypatch, error, words):
         def __init__(self, size): pass
     monkeypatch.setitem(gym.registry, "Fails-v0", gym.envs.registration.EnvSpec("Fails-v0", Needs if error is None else Fails))
     with pytest.raises(ValueError, match=f"env must be an environment that Gymnasium can make, got 'Fails-v0': .*{words}"): make_envs("Fails-v0", 1)
+
+
+def test_of_an_environment_that_fails_only_the_error_is_said(monkeypatch):
+    class Old(gym.Env):
+        observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
+        def __init__(self, works):
+            warnings.warn("out of date", DeprecationWarning)
+            if not works: raise RuntimeError("not installed")
+    class Blind(gym.Env):
+        action_space, observation_space = gym.spaces.Box(-1, 1, (1,)), gym.spaces.Box(-1, 1, (0,))
+    for name, kind, more in (("Works-v0", Old, dict(works=True)), ("Fails-v0", Old, dict(works=False)), ("Blind-v0", Blind, {})): monkeypatch.setitem(gym.registry, name, gym.envs.registration.EnvSpec(name, kind, kwargs=more))
+    with warnings.catch_warnings(record=True) as said, pytest.raises(ValueError, match="got 'Fails-v0': not installed"): make_envs("Fails-v0", 1)
+    assert not said
+    with pytest.warns(DeprecationWarning, match="out of date"): make_envs("Works-v0", 1).close()
+    with pytest.raises(ValueError, match="env must have observations of one number at least, got 'Blind-v0' with Box"): make_envs("Blind-v0", 1)
 
 
 def test_make_envs():

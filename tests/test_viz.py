@@ -1,4 +1,5 @@
 "Sliders that need no kernel, films and token strips: one frame for each combination, controls that can be reached and read, the same bytes each time, few of them."
+import io
 import json
 import re
 import sys
@@ -271,12 +272,21 @@ def test_token_strip_limits_hold_for_all_frames():
     token_strip(["a"], {"x": [float("nan")]}, counts=[False]); token_strip(["a"], {"x": [0.0]})                      # nothing to scale by
 
 
+def test_token_strip_with_numbers_that_are_none_and_words_of_any_kind():
+    figure = token_strip(["$a_^$", "", "c", "d"], {"x": [float("-inf"), float("nan"), 0.5, -1.0]})
+    figure.savefig(io.BytesIO())
+    assert [t.get_text() for t in figure.axes[0].texts[:4]] == ["\N{MINUS SIGN}\N{INFINITY}", "nan", "0.50", "\N{MINUS SIGN}1.00"]
+    assert (cells(figure)[2:] == cells(token_strip(["c", "d"], {"x": [0.5, -1.0]}))).all() and (cells(figure)[0] == cells(figure)[3]).all() and (cells(figure)[:, 3] == 1).all()
+    token_strip(["", ""], {"x": [1.0, 2.0]}).savefig(io.BytesIO())
+
+
 @pytest.mark.parametrize("tokens, rows, options, message", [
     ([], {"x": []}, {}, "tokens and rows must hold at least one each, got 0 tokens and 1 rows"),
     (["a"], {}, {}, "tokens and rows must hold at least one each"),
     (["a", "b"], {"x": [1.0]}, {}, r"x must have a number for each of 2 tokens, got shape \(1,\)"),
     (["a", "b"], {"x": [1.0, 2.0]}, dict(counts=[True]), r"counts must have a number for each of 2 tokens"),
     (["a"], {"x": [1.0]}, dict(limits={"y": 1}), "limits must name rows, x; got y"),
+    (["a"], {"x": [1.0]}, dict(limits={"x": -1}), "limits must be above 0 and finite, got -1 for 'x'"),
 ])
 def test_token_strip_names_what_is_wrong(tokens, rows, options, message):
     with pytest.raises(ValueError, match=message): token_strip(tokens, rows, **options)

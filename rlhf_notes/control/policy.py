@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..formulas.arguments import check_choice
 from ..formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, naive_method, tanh_log_det
 
 # %% ../../nbs/control/18_policy.ipynb #mlp
@@ -30,6 +31,7 @@ def mlp(inputs: int, # Width of the input
         generator: torch.Generator | None = None, # Where the weights come from
        ) -> nn.Sequential: # (..., inputs) -> (..., outputs)
     "Two hidden layers."
+    check_choice("activation", activation, ACTIVATIONS); check_choice("init", init, INITS)
     layer, _ = ACTIVATIONS[activation]
     layers = [nn.Linear(inputs, hidden), layer(), nn.Linear(hidden, hidden), layer(), nn.Linear(hidden, outputs)]
     for linear, g in zip(layers[::2], (2 ** 0.5, 2 ** 0.5, gain)):
@@ -59,7 +61,7 @@ class Categorical(nn.Module):
         super().__init__()
         self.outputs, self.start = int(space.n), int(space.start)
 
-    def logp(self, out, actions): # (..., n), (...) -> (...)
+    def logp(self, out, actions): # (B, n) or (T, B, n), the same without n -> the same without n
         "log pi(actions), in nats, with gradient."
         return naive_method(out, actions)
 
@@ -128,6 +130,7 @@ def distribution(space: gym.Space, # Of the actions of one environment
     "The distribution that fits the actions of an environment."
     if isinstance(space, gym.spaces.Discrete): return Categorical(space)
     if not isinstance(space, gym.spaces.Box) or not np.issubdtype(space.dtype, np.floating): raise ValueError(f"env must have Discrete actions, or a Box of floats, got {space}")
+    if 0 in space.shape: raise ValueError(f"env must have actions of one number at least, got {space}")
     with np.errstate(over="ignore", invalid="ignore"): wide = not np.isfinite(space.high - space.low).all()
     if squash and wide: raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
     return Gaussian(space, log_std, squash)

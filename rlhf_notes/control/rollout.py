@@ -8,6 +8,7 @@ __all__ = ['ENV_ARRAYS', 'Rollout', 'find_spec', 'make_envs', 'autoreset_mode', 
 
 # %% ../../nbs/control/20_rollout.ipynb #export-imports
 import json
+import warnings
 from dataclasses import dataclass, fields
 from importlib import import_module
 
@@ -56,14 +57,19 @@ def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
     "Environments side by side; ValueError if there is no such environment, or it cannot be made."
     check_choice("vectorization", vectorization, ("auto", "sync", "async"))
     try:
-        native = find_spec(env_id).vector_entry_point is not None
-        mode = vectorization if vectorization != "auto" else "vector_entry_point" if native else "sync"
-        envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
+        with warnings.catch_warnings(record=True) as said:                             # with an error, the error is enough
+            native = find_spec(env_id).vector_entry_point is not None
+            mode = vectorization if vectorization != "auto" else "vector_entry_point" if native else "sync"
+            envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
     except MemoryError: raise
     except Exception as e: raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: {str(e) or type(e).__name__}") from e             # an environment may fail in any way
+    for w in said: warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         envs.close()
         raise ValueError(f"env must have Box observations, got {env_id!r} with {envs.single_observation_space}")
+    if 0 in envs.single_observation_space.shape:
+        envs.close()
+        raise ValueError(f"env must have observations of one number at least, got {env_id!r} with {envs.single_observation_space}")
     return envs
 
 # %% ../../nbs/control/20_rollout.ipynb #autoreset

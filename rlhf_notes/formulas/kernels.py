@@ -128,6 +128,7 @@ def backward_rows(logits, index, temperature, # As above
     block = _block(V)
     with torch.cuda.device_of(z):
         if rows: _rows()[1][(rows, -(-V // block))](z, index.contiguous(), (g / temperature).contiguous(), constant.contiguous(), slope.contiguous(), top, out, silent.to(torch.int32).contiguous(), V, *layout, 1 / temperature, ENTROPY=h is not None, BLOCK=block, num_warps=8)
+    torch.autograd.graph.increment_version(out)                       # a kernel writes unseen: who keeps the logits for a gradient has to hear of it
     return out
 
 # %% ../../nbs/formulas/12_kernels.ipynb #gae

@@ -201,7 +201,7 @@ def shape_fn_ppo(args: tuple, # Positional arguments of a call of `ppo_error`
                  kwargs: dict, # Its keyword arguments
                 ) -> torch.Size: # Shape of logit_new, (B, N)
     "Shape of the problem in a call of `ppo_error`, which DI-engine hands to its compiled kernels."
-    return (args[0] if args else kwargs["data"]).logit_new.shape
+    return _as(ppo_data, args[0] if args else kwargs["data"]).logit_new.shape
 
 # %% ../../nbs/formulas/10_ppo.ipynb #ppo-loss
 class PPOLoss(torch.nn.Module):

@@ -25,7 +25,7 @@ def _errors(value, value_old, returns, clip_range, mask=None):
     V_old = apply_mask(at_least_float32(value_old.detach()), mask)
     clipped = V.clamp(V_old - clip_range, V_old + clip_range) - R
     binds = clipped.abs() > error.abs()
-    return torch.where(binds, clipped, error), binds
+    return torch.where(binds | clipped.isnan(), clipped, error), binds
 
 def value_loss(value: torch.Tensor, # V, in units of the return, (...)
                value_old: torch.Tensor | None, # V when the data were collected, (...); a constant; None is enough without a clip
@@ -50,13 +50,13 @@ def value_clip_fraction(value: torch.Tensor, # V, in units of the return, (...)
 def explained_variance(value: torch.Tensor, # V, (...)
                        returns: torch.Tensor, # R, (...)
                        mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                      ) -> torch.Tensor: # 0-dim, float32 or better, at most 1; 0 if the return is constant up to rounding, or nothing counts
+                      ) -> torch.Tensor: # 0-dim, float32 or better, at most 1; NaN if a number that counts is not finite, 0 if the return is constant up to rounding, or nothing counts
     "Share of the variance of the returns that the value function explains, 1 - Var(R - V) / Var(R)."
     check_float(value=value, returns=returns); check_same_shape(value=value, returns=returns); check_mask(mask, value=value)
     V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns))
     size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=torch.finfo(R.dtype).tiny)         # so that no square overflows or vanishes
     variance, rounding = masked_var(R / size, mask), 8 * torch.finfo(R.dtype).eps
-    varies = variance > rounding ** 2 * masked_mean((R / size).square(), mask)
+    varies = ~(variance <= rounding ** 2 * masked_mean((R / size).square(), mask))              # NaN as well
     left = masked_var(torch.where(varies, R - V, 0.0) / size, mask)
     return torch.where(varies, 1 - left / torch.where(varies, variance, 1.0), 0.0)
 

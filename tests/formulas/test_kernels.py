@@ -39,7 +39,7 @@ def test_only_plain_tensors_are_computed_with():
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_kernels_in_the_interpreter():
     p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(__file__), timeout=300)
-    assert p.returncode == 0 and "9 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
+    assert p.returncode == 0 and "10 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
 
 
 @triton
@@ -110,6 +110,19 @@ def test_the_gradient_in_place_of_the_logits():
                 logits = z * 1
                 (got,) = torch.autograd.grad(f(logits, inplace_backward=True).sin().sum(), logits)
                 assert torch.equal(got, expected) and got.data_ptr() == logits.data_ptr()
+
+
+@inside
+def test_whoever_else_needs_the_overwritten_logits_is_told():
+    W, i = normal(0, (15, 40)).float().requires_grad_(True), torch.arange(15)
+    def logp(z): return selective_log_softmax(z, i, inplace_backward=True)
+    for of in (lambda z: entropy_from_logits(z) + logp(z), lambda z: logp(z) + logp(z), lambda z: z.logsumexp(-1) ** 2 + logp(z)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"): of(W * 1).sum().backward()
+    for made in (torch.tanh, torch.exp):                                         # whose gradient needs what they gave out
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"): logp(made(W)).sum().backward()
+    loss = logp(W * 1).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
 
 
 @inside

@@ -208,7 +208,7 @@ def test_names_order_and_defaults_are_those_of_the_seed():
 
 def test_shape_fn():
     data = ppo_data(*[torch.zeros(3, 4)] * 2, *[None] * 6)
-    assert shape_fn_ppo((data, 0.2), {}) == shape_fn_ppo((), {"data": data}) == (3, 4)
+    assert shape_fn_ppo((data, 0.2), {}) == shape_fn_ppo((), {"data": data}) == shape_fn_ppo((tuple(data),), {}) == (3, 4)
 
 
 def test_any_tuple_with_the_fields_in_their_order_will_do():

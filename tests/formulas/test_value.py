@@ -69,6 +69,20 @@ def test_extreme_values(data, n, clip):
     torch.testing.assert_close(grad.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_not_a_number_shows():
+    nan, x = float("nan"), torch.tensor([1.0, 2.0, 3.0])
+    for k in range(3):
+        given = [x[:1].clone(), x[1:2].clone(), x[2:].clone()]
+        given[k][0] = nan
+        assert value_loss(*given, 0.2).isnan().all(), k
+    assert value_clip_fraction(torch.tensor([2.0, 2.0]), torch.tensor([nan, 1.0]), torch.tensor([3.0, 3.0]), 0.2) == 0.5
+    for broken in (nan, math.inf, -math.inf):
+        y = torch.tensor([1.0, broken, 3.0])
+        assert explained_variance(x, y).isnan() and explained_variance(y, x).isnan()
+        kept = torch.tensor([True, False, True])
+        assert explained_variance(x, y, kept) == explained_variance(y, x, kept) == 1
+
+
 @given(shape=shapes(1, 2), seed=SEEDS, clip=CLIPS, dtype=DTYPES)
 def test_computed_in_float32_or_better(shape, seed, clip, dtype):
     V, V_old, R = (normal(seed + k, shape, dtype) for k in range(3))
