@@ -315,7 +315,7 @@ def test_what_is_recorded():
     runs = recorded()
     assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES} and {n for n, s in runs if s} == set(BASES)
     assert all(len(values) == RLHFConfig().iterations for (n, _), run in runs.items() for values in run.values()), "a training is shorter"
-    assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) == 40
+    assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) == 41
     assert {n: unusual(n, runs)["kl_coef"] for n in FAILURES if FAILURES[n].base == "grpo"} == {n: -math.inf if n == "GRPO: no KL" else 0 for n in FAILURES if FAILURES[n].base == "grpo"}
     for case, name in enumerate(puzzles(runs), 1):
         four = choices(case, runs)
