@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from language_models import KINDS, WORDS, make, texts, tokenizer
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
 from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, _by_hand, answer_states, autocast, best_attention, check_context, check_model, check_weights, context_length, hidden_states, is_plain_gpt2,
-                                       lean_head, load_model, make_gpt2, next_token_loss, no_dropout, pad_outside, position_ids, positions_for, to_logits, warm_cosine)
+                                       lean_head, load_model, make_gpt2, next_token_loss, no_dropout, pad_inside, pad_outside, position_ids, positions_for, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
 
 ATTENTIVE = [k for k in KINDS if k != "Mamba"]
@@ -324,6 +324,24 @@ def test_the_padding_token_is_outside_of_the_vocabulary(words, pad, expected):
     tok = pad_outside(tokenizer(WORDS[:words], pad), 37)
     assert tok.pad_token_id == expected and tok("w1 w29")["input_ids"] == [1, 29]
     assert (tok.pad_token == "mine") == (pad == "mine" and words == 37)
+
+
+@pytest.mark.parametrize("words, pad, expected", [(37, None, "w0"), (37, "w3", "w3"), (37, "mine", "w0"), (30, None, "w0"), (30, "mine", "mine")])
+def test_the_padding_token_is_inside_for_others(words, pad, expected, tmp_path):
+    tok = pad_outside(tokenizer(WORDS[:words], pad), 37)
+    before = tok.get_vocab(), tok.pad_token, tok.pad_token_id
+    pad_inside(tok, 37).save_pretrained(tmp_path)
+    assert (tok.get_vocab(), tok.pad_token, tok.pad_token_id) == before and tok.pad_token_id == 37
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert saved.pad_token == expected and saved.padding_side == "left" and max(saved.get_vocab().values()) == 36
+    assert saved(["w1 w2", "w3"], padding=True)["input_ids"] == [[1, 2], [saved.pad_token_id, 3]]
+    assert pad_outside(saved, 37).pad_token_id == 37
+
+
+def test_a_tokenizer_from_which_no_token_can_be_taken_can_be_used_again():
+    tok = tokenizer(pad="mine")
+    tok.pad_token = "w0"                                                            # "mine" stays, numbered 37
+    assert pad_outside(tok, 37).pad_token_id >= 37
 
 
 class Stubborn:

@@ -745,6 +745,27 @@ def test_the_policy_loads_as_any_model_does(whole):
     torch.testing.assert_close(again(ids).logits, lm(ids).logits)
 
 
+@pytest.mark.parametrize("pad, expected", [(None, WORDS[0]), (WORDS[5], WORDS[5]), ("outside", WORDS[0])])
+def test_the_policy_answers_many_texts_as_it_does_one(tmp_path, pad, expected):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words, lm = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)})), tiny_lm()
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in lm.parameters(): p.add_(0.3 * torch.randn(p.shape, generator=g))                     # or it would say the same to all
+    tokenizer = pad_outside(make_tokenizer() if pad == "outside" else PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[0], pad_token=pad), len(WORDS))
+    R.save_policy(tmp_path / "p", lm, tokenizer)
+    assert tokenizer.pad_token_id == len(WORDS) and lm.config.pad_token_id is None and lm.generation_config.pad_token_id is None
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "p"), AutoTokenizer.from_pretrained(tmp_path / "p")
+    assert tokenizer.pad_token == expected and tokenizer.padding_side == "left" and len(tokenizer) == len(WORDS)
+    assert tokenizer.pad_token_id == lm.config.pad_token_id == lm.generation_config.pad_token_id
+    def answers(texts): return lm.generate(**{k: x for k, x in tokenizer(texts, return_tensors="pt", padding=True).items() if k != "token_type_ids"}, max_new_tokens=4, min_new_tokens=4, do_sample=False)[:, -4:]
+    texts = ["about the hotel .", "a word on the old hotel ."]
+    assert torch.equal(answers(texts), torch.cat([answers([t]) for t in texts])) and not torch.equal(*answers(texts))
+    assert R.make_world(replace(TINY, model=str(tmp_path / "p")), "cpu")[1].pad_token == len(WORDS)
+
+
 class After:
     "A Ctrl-C after some steps."
     def __init__(self, steps): self.left = steps

@@ -6,10 +6,13 @@
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'Block', 'is_plain_gpt2', 'gpt2_blocks', 'context_length', 'check_context',
            'positions_for', 'hidden_states', 'answer_states', 'to_logits', 'lean_head', 'head_log_probs', 'make_gpt2',
            'best_attention', 'no_dropout', 'Policy', 'RewardModel', 'autocast', 'next_token_loss', 'warm_cosine',
-           'check_weights', 'Pretraining', 'quiet_transformers', 'load_model', 'pad_outside', 'check_model']
+           'check_weights', 'Pretraining', 'quiet_transformers', 'load_model', 'pad_outside', 'pad_inside',
+           'check_model']
 
 # %% ../../nbs/language/31_model.ipynb #export-imports
+import copy
 import inspect
+import json
 import math
 import os
 from contextlib import contextmanager
@@ -410,16 +413,32 @@ def pad_outside(tokenizer, # Of transformers; changed in place
                ): # The same
     "Give a tokenizer a padding token outside the model's vocabulary, on the left, unless it has one (detail G2); ValueError if it cannot be, or is not this model's tokenizer."
     known = tokenizer.get_vocab()
-    words = [i for word, i in known.items() if word not in tokenizer.all_special_tokens]
+    special = {*tokenizer.all_special_tokens, *(str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special)}
+    words = [i for word, i in known.items() if word not in special]
     if not words: raise ValueError(f"model must have a tokenizer with a vocabulary, got an empty {type(tokenizer).__name__}")
     if max(words) >= vocab_size: raise ValueError(f"model must have a tokenizer of its own, got one that numbers words up to {max(words)} for a model that knows {vocab_size}")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:         # G2
+        tokenizer.known_pad = tokenizer.pad_token                                     # for `pad_inside`
         tokenizer.add_tokens([f"<|nothing {i}|>" for i in range(max(known.values()) + 1, vocab_size)])         # some models count further than their tokenizer
         tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:
         raise ValueError(f"model must have a tokenizer that can be given a padding token, got {type(tokenizer).__name__}")
     tokenizer.padding_side = "left"
     return tokenizer
+
+def pad_inside(tokenizer, # Of transformers, as `pad_outside` leaves it; not changed
+               vocab_size: int, # Of the model
+              ): # A copy; without padding where no special token is known
+    "A tokenizer for those who look the padding up: it pads with the token it had for that before, or else with the one that ends a text."
+    own, outside = copy.deepcopy(tokenizer), tokenizer.pad_token
+    names = (outside, getattr(own, "known_pad", None), own.eos_token, own.bos_token, own.unk_token)
+    own.pad_token = next((t for t in names if t is not None and own.convert_tokens_to_ids(t) < vocab_size), None)
+    if outside != own.pad_token and own.is_fast:                                      # nothing else takes a token away
+        state = json.loads(own.backend_tokenizer.to_str())
+        state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] != outside]
+        own._tokenizer = type(own.backend_tokenizer).from_str(json.dumps(state))
+    own.padding_side = own.init_kwargs["padding_side"] = "left"                       # from there it is saved
+    return own
 
 # %% ../../nbs/language/31_model.ipynb #check-model
 @torch.no_grad()

@@ -32,7 +32,7 @@ from ..formulas.reward import RewardNorm, apply_penalty, token_rewards
 from ..formulas.value import explained_variance, value_clip_fraction, value_loss
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .model import Policy, Pretraining, RewardModel, answer_states, autocast, check_weights, context_length, head_log_probs, lean_head, load_model, make_gpt2, no_dropout, pad_outside, quiet_transformers, to_logits
+from .model import Policy, Pretraining, RewardModel, answer_states, autocast, check_weights, context_length, head_log_probs, lean_head, load_model, make_gpt2, no_dropout, pad_inside, pad_outside, quiet_transformers, to_logits
 from .reward_model import RewardTraining, score
 from .sample import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
@@ -559,12 +559,15 @@ class Training:
 # %% ../../nbs/language/34_rlhf.ipynb #files
 def save_policy(path: Path, # A directory; one that is there is replaced
                 lm: nn.Module, # A model of transformers
-                tokenizer, # Its own
+                tokenizer, # Its own; like the model, it stays as it is
                ):
-    "Write a model that AutoModelForCausalLM and AutoTokenizer load from there, in safetensors."
+    "Write a model that AutoModelForCausalLM and AutoTokenizer load from there, in safetensors, with a padding token that the model knows."
     tmp = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
-    with quiet_transformers(): lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)
+    tokenizer = pad_inside(tokenizer, lm.get_output_embeddings().weight.shape[0])
+    with quiet_transformers():
+        lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)
+        for config in copy.deepcopy((lm.config, lm.generation_config)): config.pad_token_id = tokenizer.pad_token_id; config.save_pretrained(tmp)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(tmp, path)
 
