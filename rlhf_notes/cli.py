@@ -168,7 +168,8 @@ def new_run(task: str, # A name in TASKS
            ) -> Run: # Ready to be trained
     "A run directory for a task."
     together = {"processes": launched("SIZE", 1)} if task == "rlhf" else {}
-    about = {"task": task, "algo": TASKS[task].algo, **asdict(config), **together, **more, "versions": versions()}
+    place = {"model": str(Path(config.model).absolute())} if getattr(config, "model", "") and Path(config.model).is_dir() else {}         # the same from wherever it is resumed
+    about = {"task": task, "algo": TASKS[task].algo, **asdict(config), **place, **together, **more, "versions": versions()}
     return Run(out, about) if in_company() else Run.create(out, about, overwrite)
 
 def old_run(task: str, # A name in TASKS

@@ -681,6 +681,14 @@ def test_a_run_that_cannot_go_on_here_is_refused(interrupted, tmp_path, capsys, 
     assert cli.main(resume) == 0 and not json.loads((interrupted / "summary.json").read_text())["interrupted"]
 
 
+def test_a_run_goes_on_from_elsewhere_with_the_model_it_began_with(interrupted, tmp_path, monkeypatch, capsys):
+    assert json.loads((interrupted / "config.json").read_text())["model"] == str(tmp_path / "lm")
+    (tmp_path / "elsewhere" / "lm").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["rlhf", "--resume", "../run"]) == 0
+    assert cli.new_run("rlhf", cli.RLHFConfig(model="some/name"), tmp_path / "hub").config["model"] == "some/name"
+
+
 def test_alone_whatever_rank_the_environment_says(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert not cli.in_company() and cli.main(["cartpole", *QUICK, "--out", "run"]) == 0
