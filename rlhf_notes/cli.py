@@ -29,7 +29,7 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .runs import Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_table
+from .runs import Misfit, Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_table
 
 # %% ../nbs/cli.ipynb #parser
 class UsageError(Exception):
@@ -183,11 +183,11 @@ def old_run(task: str, # A name in TASKS
     if begun not in (None, now): raise ValueError(f"resume must be a run of as many processes as there are now, {now}, got {path}, begun with {begun}")
     summary = run.path / "summary.json"
     if summary.exists() and not json.loads(summary.read_text(encoding="utf-8")).get("interrupted"): raise ValueError(f"resume must be a run that was interrupted, got {path}, which is finished")
-    if "ppo" in run.checkpoint and run.checkpoint["ppo"]["collector"] is None: raise ValueError(f"resume must be a run whose environments can be saved, got {path}: those of {run.config['env']} ({run.config['vectorization']}) cannot, its checkpoint holds the agent alone")
+    if isinstance(ppo := run.checkpoint.get("ppo"), dict) and ppo.get("collector", ppo) is None: raise ValueError(f"resume must be a run whose environments can be saved, got {path}: those of {run.config['env']} ({run.config['vectorization']}) cannot, its checkpoint holds the agent alone")
     config = TASKS[task].config(**{n: run.config[n] for n in names})
     if hasattr(config, "env"):
         from rlhf_notes.control.cartpole import check_start
-        check_start(config, run.checkpoint)
+        check_start(config, run)
     return config, run
 
 def allowed_threads() -> int: # >= 1
@@ -204,7 +204,9 @@ def train(task: str, # A name in TASKS
     "Train a task, on as many threads as it can use and OMP_NUM_THREADS, or else the machine, allows."
     import torch
     torch.set_num_threads(min(threads or TASKS[task].threads, allowed_threads()))
-    return import_module(TASKS[task].module).train(config, run, **made)[2]
+    try: return import_module(TASKS[task].module).train(config, run, **made)[2]
+    except Misfit as e:
+        with usage_errors(): raise e
 
 def seeds_table(summaries: list, # Of one task, a seed each
                 columns: tuple, # Of the summaries

@@ -383,16 +383,17 @@ def test_check_env():
     finally: del gym.registry["rlhf_notes/Switches-v0"]
 
 
-def test_check_start(monkeypatch):
+def test_check_start(monkeypatch, tmp_path):
     "What is not there, does not fit, or belongs to something else, is said before a run is begun; nothing is left open."
     opened, original = [], cartpole.make_envs
     monkeypatch.setattr(cartpole, "make_envs", lambda *args: (opened.append(original(*args)), opened[-1])[1])
     check_start(SMALL); check_start(HARD)
     state = {"ppo": PPO(SMALL).state_dict(), "clock": {}}
     opened.pop().close()
-    check_start(SMALL, state)
-    for config, wrong in ((replace(SMALL, hidden=16), state), (SMALL, {}), (SMALL, {"ppo": state["ppo"]}), (SMALL, {"ppo": 5, "clock": {}})):
-        with pytest.raises(ValueError, match="resume must be a run whose checkpoint belongs to its config.json"): check_start(config, wrong)
+    def left(state): return Run(tmp_path, {}, checkpoint=state)
+    check_start(SMALL, left(state))
+    for config, wrong in ((replace(SMALL, hidden=16), state), (SMALL, {}), (SMALL, {"ppo": state["ppo"]}), (SMALL, state | {"clock": 5}), (SMALL, {"ppo": 5, "clock": {}})):
+        with pytest.raises(ValueError, match=f"resume must be a run directory whose checkpoint fits its config.json, got {tmp_path}: "): check_start(config, left(wrong))
     assert sum(hasattr(envs, "envs") for envs in opened) == 2 and all(envs.closed for envs in opened if hasattr(envs, "envs"))           # Gymnasium's CartPole does not say
     for size in (dict(hidden=10 ** 12), dict(num_steps=10 ** 15, steps=10 ** 17), dict(num_envs=10 ** 15, steps=10 ** 17)):
         with pytest.raises(ValueError, match="num_envs, num_steps and hidden must fit into memory"): check_start(replace(SMALL, **size))

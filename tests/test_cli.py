@@ -63,7 +63,7 @@ BAD = [
     (["cartpole", "--out", "run", "--overwrite", "--seed", "-1"], "--seed must be in"), (["cartpole", "--out", "run", "--overwrite", "--device", "cuda"], "is not there"),
     (["cartpole", "--resume", "nowhere"], "got nowhere, which has no config.json"), (["cartpole", "--resume", "full"], "got full, which has no config.json"), (["cartpole", "--resume", "run"], "got run, which has no checkpoint.pt"),
     (["cartpole", "--resume", "done"], "got done, which is finished"), (["cartpole", "--resume", "other"], "got other, a run of pendulum"), (["cartpole", "--resume", "half"], "got half, which lacks gamma, lam"),
-    (["cartpole", "--resume", "cut"], "--resume must be a run whose checkpoint belongs to its config.json, got one that does not: KeyError: 'ppo'"),
+    (["cartpole", "--resume", "cut"], "--resume must be a run directory whose checkpoint fits its config.json, got cut: KeyError: 'ppo'"),
     (["cartpole", "--log-std", "-1e2"], "--log-std must be in [-10, 10], got -100"), (["cartpole", "--steps", "-1E+3"], "--steps: invalid int value: '-1E+3'"),
     (["cartpole", "--resume", "done", "--seed", "3"], "--resume must stand alone"), (["cartpole", "--resume", "done", "--out", "x"], "got --out as well"), (["cartpole", "--resume", "done", "--overwrite"], "got --overwrite as well"),
     (["cartpole", "--env", "CartPole-v1"], "unrecognized argument '--env'; to choose it: rlhf-notes train --env"), (["train", "--env", "Nowhere-v0"], "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"),
@@ -687,6 +687,32 @@ def test_a_run_goes_on_from_elsewhere_with_the_model_it_began_with(interrupted, 
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert cli.main(["rlhf", "--resume", "../run"]) == 0
     assert cli.new_run("rlhf", cli.RLHFConfig(model="some/name"), tmp_path / "hub").config["model"] == "some/name"
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda c, saved: c.update(algo="grpo"), "ValueError: it was written with algo = 'ppo', and there stands 'grpo'"),
+    (lambda c, saved: (c.update(algo="grpo"), saved.pop("config")), "ValueError: "),                   # of an older version, which did not say
+    (lambda c, saved: c.update(model=c["model"] + "-wide"), "RuntimeError: Error(s) in loading state_dict"),
+    (lambda c, saved: saved.update(state={}), "KeyError: 'lm'"), (lambda c, saved: saved.update(state=[]), "TypeError: its state is a list"), (lambda c, saved: saved.update(state=None), "TypeError: its state is a NoneType")])
+def test_a_checkpoint_that_does_not_fit_is_refused(interrupted, tmp_path, capsys, spoil, words):
+    rlhf.save_policy(tmp_path / "lm-wide", make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=32, n_head=2), make_tokenizer())
+    config, saved = json.loads((interrupted / "config.json").read_text()), torch.load(interrupted / "checkpoint.pt", weights_only=True)
+    assert saved["config"] == config and saved["state"]["name"] == "rl"
+    spoil(config, saved)
+    (interrupted / "config.json").write_text(json.dumps(config)); torch.save(saved, interrupted / "checkpoint.pt")
+    refused(["rlhf", "--resume", "run"], f"--resume must be a run directory whose checkpoint fits its config.json, got run: {words}", capsys, tmp_path)
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda c, saved: c.update(hidden=16), "ValueError: it was written with hidden = 64, and there stands 16"), (lambda c, saved: (c.update(hidden=16), saved.pop("config")), "RuntimeError: "),
+    (lambda c, saved: saved.update(state=[]), "TypeError: its state is a list"), (lambda c, saved: saved["state"].update(ppo={}), "KeyError: "), (lambda c, saved: saved["state"].update(ppo=5), "TypeError: ")])
+def test_a_checkpoint_of_control_that_does_not_fit_is_refused(tmp_path, capsys, spoil, words):
+    assert cli.main(["cartpole", *QUICK, "--out", "run"]) == 0
+    (tmp_path / "run" / "summary.json").unlink()
+    config, saved = json.loads((tmp_path / "run" / "config.json").read_text()), torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    spoil(config, saved)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config)); torch.save(saved, tmp_path / "run" / "checkpoint.pt")
+    refused(["cartpole", "--resume", "run"], f"--resume must be a run directory whose checkpoint fits its config.json, got run: {words}", capsys, tmp_path)
 
 
 def test_alone_whatever_rank_the_environment_says(tmp_path, monkeypatch, capsys):

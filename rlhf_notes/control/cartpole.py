@@ -293,7 +293,7 @@ class PPO:
 
 # %% ../../nbs/control/21_cartpole.ipynb #check-start
 def check_start(config: PPOConfig, # What to do
-                state: dict | None = None, # A checkpoint to continue from, if there is one
+                run: Run | None = None, # To be continued from its checkpoint
                ):
     "ValueError unless a training can begin here: all that it needs is made once, and given back."
     if (together := launched("SIZE", 1)) > 1: raise ValueError(f"{config.env} must be trained by one process, got {together} that were launched together")
@@ -303,8 +303,8 @@ def check_start(config: PPOConfig, # What to do
         np.empty((2, config.num_steps, *ppo.collector.obs.shape), np.float32)
     except (MemoryError, RuntimeError) as e: raise ValueError(f"num_envs, num_steps and hidden must fit into memory, got {config.num_envs}, {config.num_steps} and {config.hidden}: {str(e) or type(e).__name__}") from e
     try:
-        if state is not None: ppo.load_state_dict(state["ppo"]); state["clock"]
-    except Exception as e: raise ValueError(f"resume must be a run whose checkpoint belongs to its config.json, got one that does not: {type(e).__name__}: {e}") from e
+        if run is not None:
+            with run.fitting() as state: ppo.load_state_dict(state["ppo"]); dict(state["clock"])
     finally: ppo.envs.close()
 
 # %% ../../nbs/control/21_cartpole.ipynb #evaluate

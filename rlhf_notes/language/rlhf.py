@@ -645,7 +645,8 @@ def train(config: RLHFConfig, # What to do
     processes = Processes(config.device)
     with stop_on_interrupt() as stop:
         training = Training(config, processes, world)
-        if run is not None and run.checkpoint is not None: training.load_state_dict(run.checkpoint)
+        if run is not None and run.checkpoint is not None:
+            with run.fitting() as state: training.load_state_dict(state)
         keeper = Keeper(training, run if processes.is_main else None)
         while not (training.done or processes.any(stop.is_set())): keeper.log(*training.iterate())
         summary = dict(task="rlhf") | conclude(training)
