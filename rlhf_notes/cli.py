@@ -367,8 +367,11 @@ def demo(args) -> int: # The exit code
     with usage_errors():
         configs = {task: TASKS[task].config(**given(args, TASKS[task].config)) for task in DEMO}
         made = {}
-        for task, config in configs.items(): made[task] = check_task(config, args.out / task); Run.check(args.out / task, overwrite=True)
-        runs = {task: new_run(task, config, args.out / task, overwrite=True) for task, config in configs.items()}
+        for task, config in configs.items():
+            made[task], there = check_task(config, args.out / task), args.out / task / "config.json"
+            if Run.check(args.out / task, overwrite=True) and there.exists() and not json.loads(there.read_text(encoding="utf-8")).get("demo"):
+                raise ValueError(f"out must be a directory whose runs an earlier demo has written, got {args.out}, where the run in {task} is none of a demo's")
+        runs = {task: new_run(task, config, args.out / task, overwrite=True, demo=True) for task, config in configs.items()}
     for task, run in runs.items():
         print(f"{task}: {TASKS[task].about}\nTraining from scratch with {TASKS[task].algo.upper()}{f' for {configs[task].steps:,} steps' if task != 'rlhf' else ''} ...", flush=True)
         summaries.append(train(task, configs[task], run, **made[task]))

@@ -546,6 +546,19 @@ def test_demo_says_what_came_of_it(capsys, monkeypatch, tmp_path, change, code):
     else: assert "interrupted" in out and len(seen) == 2                        # one at each of the two calls: the second task is not begun
 
 
+@pytest.mark.parametrize("task", cli.DEMO)
+def test_the_demo_replaces_no_run_but_a_demos(tmp_path, capsys, monkeypatch, task):
+    monkeypatch.setattr(cartpole, "train", lambda config, run: (None, [], SUMMARY)); monkeypatch.setattr(rlhf, "train", written({}))
+    assert cli.main(["demo", "--out", "here"]) == 0
+    config = tmp_path / "here" / task / "config.json"
+    assert (demos := json.loads(config.read_text())).pop("demo") is True
+    config.write_text(json.dumps(demos)); (config.parent / "checkpoint.pt").write_text("of many hours")
+    before = contents(tmp_path); capsys.readouterr()
+    assert cli.main(["demo", "--out", "here"]) == 2 and contents(tmp_path) == before
+    out, err = capsys.readouterr()
+    assert out == "" and err == f"rlhf-notes: --out must be a directory whose runs an earlier demo has written, got here, where the run in {task} is none of a demo's\n"
+
+
 def test_the_demo_solves_what_it_trains(capsys, tmp_path, monkeypatch):
     "The main job, as the README has it; the language model, which takes longer, is trained in a test of its own."
     monkeypatch.setattr(rlhf, "train", written({}))
