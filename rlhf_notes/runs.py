@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import threading
+import zipfile
 from contextlib import contextmanager
 from dataclasses import field, fields
 from pathlib import Path
@@ -129,6 +130,7 @@ class Run:
     FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json", "seeds.csv", "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv")
     DIRECTORIES = ("policy",)
     ELSEWHERE = ("device", "model", "processes", "versions")      # what may be another when a run is continued
+    UNFINISHED = tuple(f".{name}.tmp" for name in FILES + DIRECTORIES)     # left by a process that was killed while it wrote
 
     def __init__(self,
                  path: Path, # The directory
@@ -150,9 +152,10 @@ class Run:
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         for seed in cls._seeds(path, there):
-            cls._delete(seed.iterdir())
+            cls._delete([p for p in seed.iterdir() if p.name != "config.json"])
+            (seed / "config.json").unlink()                                # the last to go, as long as there is more to delete this is a run
             if not any(seed.iterdir()): seed.rmdir()
-        cls._delete(there)
+        cls._delete([p for p in there if p.name != "config.json"])
         write_atomically(path / "config.json", json.dumps(_plain(config), indent=1) + "\n")
         return cls(path, config)
 
@@ -167,10 +170,12 @@ class Run:
         if path.exists() and not path.is_dir(): raise ValueError(f"out must be a directory, got the file {path}")
         there = sorted(path.iterdir()) if path.exists() else []
         nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
-        for p in (nearest, *cls._seeds(path, there)):
+        runs = (path, *cls._seeds(path, there)) if cls._is_run(path) else ()
+        for p in (nearest, *runs, *(Path(below) for run in runs for name in cls.DIRECTORIES for below, *_ in os.walk(run / name))):
             if p.is_dir() and not os.access(p, os.W_OK | os.X_OK): raise ValueError(f"out must be a directory that may be written to, got {path}, where {p} may not")
-        if there and not cls._is_run(path): raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds {there[0].name}")
-        if there and not overwrite: raise ValueError(f"out must be a new directory, got {path}, which holds a run: {f'continue it with --resume {path}, or ' * cls._unfinished(path)}replace it with --overwrite")
+        whole = [p for p in there if p.name not in cls.UNFINISHED]
+        if whole and not cls._is_run(path): raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds {whole[0].name}")
+        if whole and not overwrite: raise ValueError(f"out must be a new directory, got {path}, which holds a run: {f'continue it with --resume {path}, or ' * cls._unfinished(path)}replace it with --overwrite")
         return there
 
     @staticmethod
@@ -195,7 +200,7 @@ class Run:
     def _delete(cls, there):
         for old in there:
             if old.name in cls.FILES or old.name.startswith("events.out.tfevents."): old.unlink()
-            elif old.name in cls.DIRECTORIES: shutil.rmtree(old)
+            elif old.name in cls.DIRECTORIES + cls.UNFINISHED: old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
 
     @classmethod
     def resume(cls,
@@ -211,6 +216,7 @@ class Run:
         try:
             config = _object(path / "config.json")
             if (path / "summary.json").exists(): _object(path / "summary.json")
+            if spoiled := zipfile.ZipFile(path / "checkpoint.pt").testzip(): raise ValueError(f"checkpoint.pt has changed since it was written, in {spoiled}")
             saved = torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")
             rows, state, begun = saved["rows"], saved["state"], saved.get("config", config)         # older ones do not say
         except Exception as e: raise ValueError(f"resume must be a run directory whose files can be read, got {path}: {type(e).__name__}: {e}") from e

@@ -145,16 +145,75 @@ def test_overwriting_deletes_the_runs_of_the_seeds_and_no_others(tmp_path):
     assert (one / "seed0" / "config.json").exists()
 
 
-@pytest.mark.parametrize("closed", ["many", "many/seed1", "."])
+@pytest.mark.parametrize("closed", ["many", "many/seed1", "many/policy", "many/policy/below", "many/seed1/policy", "."])
 def test_what_may_not_be_written_to_is_refused_before_anything_is_deleted(tmp_path, monkeypatch, closed):
     many = Run.create(tmp_path / "many", CONFIG | {"seeds": 2}).path
     for k in (0, 1): Run.create(many / f"seed{k}", CONFIG).save_checkpoint({})
+    for name in ("policy/below", "seed1/policy"): (many / name).mkdir(parents=True); (many / name / "weights").write_text("x")
     before = snapshot(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: path.resolve() != (tmp_path / closed).resolve())            # to root everything is open
     with pytest.raises(ValueError, match="out must be a directory that may be written to"): Run.create(tmp_path / "other" if closed == "." else many, CONFIG, overwrite=True)
     if closed == "many/seed1":
         with pytest.raises(ValueError, match="resume must be a run directory that may be written to, got .*seed1"): Run.resume(many / "seed1")
     assert snapshot(tmp_path) == before
+
+
+def test_what_a_killed_process_has_left_half_written_is_no_hindrance(tmp_path):
+    for name in (".config.json.tmp", ".checkpoint.pt.tmp", ".curve.svg.tmp"): (tmp_path / name).write_text("half")
+    (tmp_path / ".policy.tmp").mkdir(); (tmp_path / ".policy.tmp" / "model.safetensors").write_text("half")
+    run = Run.create(tmp_path, CONFIG)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / ".checkpoint.pt.tmp").write_text("half")
+    with pytest.raises(ValueError, match="which holds a run"): Run.create(tmp_path, CONFIG)
+    Run.create(tmp_path, CONFIG, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "config.json").rename(tmp_path / ".notes.txt.tmp")
+    with pytest.raises(ValueError, match="which holds .notes.txt.tmp"): Run.create(tmp_path, CONFIG, overwrite=True)
+
+
+def test_killed_while_it_overwrites_it_is_still_a_run(tmp_path, monkeypatch):
+    "After each number of deletions: what is left can be overwritten, of the seeds as well, and then nothing of the old run is left."
+    class Killed(BaseException): pass
+    for lives in range(100):
+        many = Run.create(tmp_path / str(lives), CONFIG | {"seeds": 2}).path
+        for path in (many, many / "seed0", many / "seed1"):
+            if path != many: Run.create(path, CONFIG)
+            for name in ("checkpoint.pt", "summary.json"): (path / name).write_text("{}")
+            (path / "policy").mkdir(); (path / "policy" / "config.json").write_text("{}")
+        (many / "notes.txt").write_text("mine"); (many / "seed1" / "notes.txt").write_text("mine")
+        count, finished = [lives], False
+        def counted(act):
+            def run(*args, **kwargs):
+                count[0] -= 1
+                if count[0] < 0: raise Killed
+                return act(*args, **kwargs)
+            return run
+        with monkeypatch.context() as m:
+            for name in ("unlink", "rmdir"): m.setattr(runs.Path, name, counted(getattr(runs.Path, name)))
+            m.setattr(runs.shutil, "rmtree", counted(runs.shutil.rmtree)); m.setattr(os, "replace", counted(os.replace))
+            try: Run.create(many, CONFIG, overwrite=True); finished = True
+            except Killed: pass
+        Run.create(many, CONFIG, overwrite=True)
+        assert set(snapshot(many)) == {runs.Path("config.json"), runs.Path("notes.txt"), runs.Path("seed1/notes.txt")}
+        if finished: break
+    assert finished and lives > 10
+
+
+def test_a_link_to_a_policy_goes_and_what_it_leads_to_stays(tmp_path):
+    run = Run.create(tmp_path / "run", CONFIG)
+    (tmp_path / "elsewhere").mkdir(); (tmp_path / "elsewhere" / "weights").write_text("x"); (run.path / "policy").symlink_to(tmp_path / "elsewhere")
+    Run.create(run.path, CONFIG, overwrite=True)
+    assert not (run.path / "policy").exists() and (tmp_path / "elsewhere" / "weights").exists()
+
+
+def test_a_checkpoint_of_which_a_bit_has_changed_is_refused(tmp_path):
+    Run.create(tmp_path, CONFIG).save_checkpoint({"weights": torch.full((1000,), 0.5)})
+    path = tmp_path / "checkpoint.pt"
+    data = bytearray(path.read_bytes())
+    data[data.index(np.full(1000, 0.5, np.float32).tobytes()) + 1234] ^= 1
+    path.write_bytes(data)
+    assert len(torch.load(path, weights_only=True)["state"]["weights"].unique()) == 2            # PyTorch takes it
+    with pytest.raises(ValueError, match="^resume must be a run directory whose files can be read, got .*: ValueError: checkpoint.pt has changed since it was written, in "): Run.resume(tmp_path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="names there are bytes")
