@@ -233,6 +233,7 @@ class Run:
     def fitting(self): # Yields the checkpoint
         "Inside, where a checkpoint is taken up, every error is a `Misfit` in one line."
         try: yield self.checkpoint
+        except MemoryError: raise
         except Exception as e: raise Misfit(f"resume must be a run directory whose checkpoint fits its config.json, got {self.path}: {shorten(f'{type(e).__name__}: {e}', 250)}") from e
 
     def log(self,
