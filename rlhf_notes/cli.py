@@ -29,7 +29,7 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .runs import Misfit, Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_table
+from .runs import MOST_SEEDS, Misfit, Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_table
 
 # %% ../nbs/cli.ipynb #parser
 class UsageError(Exception):
@@ -340,6 +340,7 @@ def seeds_command(args, options) -> int: # The exit code
             if value is not None: raise ValueError(f"{name} must not stand beside --seeds, got both")
         for name, value in (("seeds", args.seeds), ("jobs", jobs)):
             if value < 1: raise ValueError(f"{name} must be at least 1, got {value}")
+        if args.seeds > MOST_SEEDS: raise ValueError(f"seeds must be at most {MOST_SEEDS}, got {args.seeds}")
         if launched("SIZE", 1) > 1: raise ValueError("seeds must be trained by one command each where several processes train together")
         configs, out = [TASKS[task].config(**options, seed=seed) for seed in range(args.seeds)], args.out or Path("runs") / f"{task}-seeds"
         check_task(configs[0], out)
@@ -390,6 +391,7 @@ def compare_command(args) -> int: # The exit code
     os.environ.setdefault("OMP_NUM_THREADS", "1")                                  # NumPy and PyTorch read it when they are loaded, just below
     with usage_errors():
         if args.seeds < 1: raise ValueError(f"seeds must be at least 1, got {args.seeds}")
+        if args.seeds > MOST_SEEDS: raise ValueError(f"seeds must be at most {MOST_SEEDS}, got {args.seeds}")
         if args.iterations < 1: raise ValueError(f"iterations must be at least 1, got {args.iterations}")
         for seed in (args.seed, args.seed + args.seeds - 1): TASKS[args.task].config(seed=seed)
         if args.device is not None and args.task != "rlhf": raise ValueError(f"device must come with --task rlhf, got it with {args.task}, which is raced on the cpu")

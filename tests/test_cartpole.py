@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import gymnasium as gym
 import matplotlib
@@ -396,7 +397,7 @@ def test_check_start(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match=f"resume must be a run directory whose checkpoint fits its config.json, got {tmp_path}: "): check_start(config, left(wrong))
     assert sum(hasattr(envs, "envs") for envs in opened) == 2 and all(envs.closed for envs in opened if hasattr(envs, "envs"))           # Gymnasium's CartPole does not say
     for size in (dict(hidden=10 ** 12), dict(num_steps=10 ** 15, steps=10 ** 17), dict(num_envs=10 ** 15, steps=10 ** 17)):
-        with pytest.raises(ValueError, match="num_envs, num_steps and hidden must fit into memory"): check_start(replace(SMALL, **size))
+        with pytest.raises(ValueError, match="num_envs, num_steps and hidden must fit into memory"): check_start(SimpleNamespace(**{name: getattr(SMALL, name) for name in dir(SMALL) if name[0] != "_"} | size))
     monkeypatch.setenv("RANK", "1"); monkeypatch.setenv("WORLD_SIZE", "1")
     check_start(SMALL)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -35,6 +35,8 @@ def row(i): return {"iteration": i, "loss": 1 / i, "return": None if i == 1 else
 class Options:
     seed: int = option(0, "the seed", low=0)
     rate: float = option(0.1, "a rate", low=0, high=1, open_low=True)
+    count: int = option(0, "any whole number")
+    shift: float = option(0.0, "any number")
     mode: str = option("a", "a name", choices=("a", "b"))
     device: str = option("auto", "any string")
     scale: bool = option(False, "yes or no")
@@ -42,7 +44,9 @@ class Options:
 
 
 @pytest.mark.parametrize("bad, error, words", [
-    (dict(seed=-1), ValueError, r"seed must be in \[0, inf\), got -1"),
+    (dict(seed=-1), ValueError, r"seed must be in \[0, 2147483647\], got -1"),
+    (dict(seed=2**31), ValueError, r"seed must be in \[0, 2147483647\], got 2147483648"), (dict(seed=10**400), ValueError, r"seed must be in \[0, 2147483647\], got 1000"),
+    (dict(shift=-10**400), ValueError, r"shift must be in \[-3.4e\+38, 3.4e\+38\], got -1000"), (dict(shift=3.5e38), ValueError, r"shift must be in \[-3.4e\+38, 3.4e\+38\], got 3.5e\+38"), (dict(count=-2**31), ValueError, r"count must be in \[-2147483647, 2147483647\], got"),
     (dict(seed=1.0), TypeError, "seed must be an integer, got 1.0"),
     (dict(seed=True), TypeError, "seed must be a number, got bool"),
     (dict(seed="1"), TypeError, "seed must be a number, got str"),
@@ -61,6 +65,7 @@ def test_options_out_of_range_are_named(bad, error, words):
 
 
 def test_options_in_range_pass():
+    assert Options(seed=2**31 - 1, count=-2**31 + 1, shift=-3.4e38) and torch.tensor(runs.MAX_FLOAT).isfinite()
     assert Options(seed=5, rate=1, mode="b", device="cuda:3", scale=True).rate == 1
 
 

@@ -9,6 +9,7 @@ __all__ = ['check_tensor', 'check_float', 'check_real', 'check_integer', 'check_
 
 # %% ../../nbs/formulas/00_arguments.ipynb #export-imports
 import math
+import sys
 
 import torch
 
@@ -86,7 +87,7 @@ def check_number(name, # Name of the argument, for the message
     "`value` must be a finite real number between `low` and `high`."
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low) or (open_high and value == high):
+    if not abs(value) <= sys.float_info.max or value < low or value > high or (open_low and value == low) or (open_high and value == high):
         interval = f"{'(' if open_low or low == -math.inf else '['}{low}, {high}{')' if open_high or high == math.inf else ']'}"
         raise ValueError(f"{name} must be in {interval}, got {value}")
 

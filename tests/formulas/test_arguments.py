@@ -29,6 +29,9 @@ def test_a_whole_number_is_an_integer_in_its_range(value, error, message):
 def test_whole_numbers_pass():
     for n in (1, 5, 9): check_whole("name", n, 1, 9)
     check_whole("name", -10**12)
+    for n in (10**400, -10**400):                                                     # of which there is no float
+        with pytest.raises(ValueError, match=rf"^name must be in \(-inf, inf\), got {n}$"): check_whole("name", n)
+        with pytest.raises(ValueError, match=rf"^name must be in \[1, 9\], got {n}$"): check_whole("name", n, 1, 9)
     with pytest.raises(ValueError, match=r"name must be in \(0, inf\), got 0"): check_whole("name", 0, low=0, open_low=True)
 
 
