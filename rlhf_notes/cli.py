@@ -526,8 +526,9 @@ def main(argv: list | None = None, # The words after `rlhf-notes`; those of the 
     except FloatingPointError as e:
         print("rlhf-notes:", e, file=sys.stderr)
         return 1
-    except MemoryError as e:
-        print("rlhf-notes: not enough memory:", e, file=sys.stderr)
+    except (MemoryError, RuntimeError) as e:
+        if not (isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(e)): raise     # PyTorch's, which need not be loaded here
+        print("rlhf-notes: not enough memory:", " ".join(str(e).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("rlhf-notes: interrupted", file=sys.stderr)

@@ -77,6 +77,7 @@ def launched(what: str, # "SIZE" or "RANK"
     found = {name: os.environ[name] for name in names if name in os.environ}
     for name, value in found.items():
         if not value.isdecimal(): raise ValueError(f"{name}, from the environment, must be an integer, got {value!r}")
+        if what == "SIZE" and not int(value): raise ValueError(f"{name}, from the environment, must be at least 1, got {value!r}")
     return max(map(int, found.values()), default=alone)
 
 # %% ../nbs/runs.ipynb #atomic

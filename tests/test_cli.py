@@ -361,10 +361,11 @@ def test_interrupted_before_it_began(capsys, monkeypatch):
     assert cli.main(["cartpole"]) == 130 and capsys.readouterr().err == "rlhf-notes: interrupted\n"
 
 
-def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
-    def faulty(*args): raise ValueError("a fault")
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_fault_of_the_program_is_not_hidden(monkeypatch, error):
+    def faulty(*args): raise error("a fault")
     monkeypatch.setattr(cartpole, "train", faulty)
-    with pytest.raises(ValueError, match="a fault"): cli.main(["cartpole"])
+    with pytest.raises(error, match="a fault"): cli.main(["cartpole"])
 
 
 def test_writing_is_not_training(tmp_path, monkeypatch):
@@ -602,11 +603,18 @@ def test_a_loss_that_is_not_a_number_is_said(monkeypatch, capsys):
     assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: stage rl, iteration 7: value_loss is nan; the last checkpoint, if there is one, is from before\n"
 
 
-def test_what_does_not_fit_into_memory_is_said(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error, words", [
+    (MemoryError("Unable to allocate 3.05 GiB for an array with shape (4, 100000000)"), "Unable to allocate 3.05 GiB for an array with shape (4, 100000000)\n"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate 72.00 GiB."), "CUDA out of memory. Tried to allocate 72.00 GiB.\n"), (None, "")])
+def test_what_does_not_fit_into_memory_is_said(tmp_path, monkeypatch, capsys, error, words):
     monkeypatch.chdir(tmp_path)
-    def broken(config, run, world=None): raise MemoryError("Unable to allocate 3.05 GiB for an array with shape (4, 100000000)")
+    def broken(config, run, world=None):
+        if error: raise error
+        torch.empty(2**58, dtype=torch.uint8)                                             # PyTorch's own words
     monkeypatch.setattr(rlhf, "train", broken)
-    assert cli.main(["rlhf", *TINY]) == 1 and capsys.readouterr().err == "rlhf-notes: not enough memory: Unable to allocate 3.05 GiB for an array with shape (4, 100000000)\n"
+    assert cli.main(["rlhf", *TINY]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("rlhf-notes: not enough memory: ") and err.count("\n") == 1 and err.endswith(words or "\n")
 
 
 def test_a_run_whose_environments_cannot_be_saved_is_not_resumed(tmp_path, monkeypatch, capsys):
@@ -739,6 +747,8 @@ def test_alone_whatever_rank_the_environment_says(tmp_path, monkeypatch, capsys)
     for task in ("cartpole", "rlhf"):
         monkeypatch.setenv("WORLD_SIZE", "abc")
         refused([task, "--out", "new"], "WORLD_SIZE, from the environment, must be an integer, got 'abc'", capsys, tmp_path)
+        monkeypatch.setenv("WORLD_SIZE", "0")
+        refused([task, "--out", "new"], "WORLD_SIZE, from the environment, must be at least 1, got '0'", capsys, tmp_path)
 
 
 def test_weights_that_are_no_numbers_are_said(tmp_path, capsys):

@@ -435,6 +435,13 @@ def test_a_number_of_processes_that_is_none_is_named(monkeypatch, name, value):
     with pytest.raises(ValueError, match=f"^{name}, from the environment, must be an integer, got '{value}'$"): runs.launched("SIZE", 1)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE"])
+def test_no_process_is_too_few(monkeypatch, name):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2"); monkeypatch.setenv(name, "00"); monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=f"^{name}, from the environment, must be at least 1, got '00'$"): runs.launched("SIZE", 1)
+    assert runs.launched("RANK", 1) == 0
+
+
 def test_a_table_is_quoted_where_it_must_be(tmp_path):
     rows = [{"a, b": "x, y", "c": None, "d": 1 / 3, "e": 7}, {"a, b": 'say "z"', "c": "", "d": math.nan, "e": -1}]
     runs.write_table(tmp_path / "t.csv", rows)
