@@ -197,11 +197,12 @@ def ppo_error_continuous(data: ppo_data_continuous, # The fields of `ppo_policy_
     "PPO's losses for Gaussian actions, with DI-engine's interface: `ppo_policy_error_continuous` and `ppo_value_error` in one call."
     return _policy_and_value(ppo_data_continuous, ppo_policy_error_continuous, data, clip_ratio, use_value_clip, dual_clip, kl_type, reduction)
 
-def shape_fn_ppo(args: tuple, # Positional arguments of a call of `ppo_error`
+def shape_fn_ppo(args: tuple, # Positional arguments of a call of `ppo_error` or `ppo_policy_error`
                  kwargs: dict, # Its keyword arguments
                 ) -> torch.Size: # Shape of logit_new, (B, N)
     "Shape of the problem in a call of `ppo_error`, which DI-engine hands to its compiled kernels."
-    return _as(ppo_data, args[0] if args else kwargs["data"]).logit_new.shape
+    logit_new = (args[0] if args else kwargs["data"])[0]
+    return logit_new.shape
 
 # %% ../../nbs/formulas/10_ppo.ipynb #ppo-loss
 class PPOLoss(torch.nn.Module):
