@@ -683,6 +683,15 @@ def test_a_tokenizer_from_which_words_come_back_otherwise_costs_no_run(tmp_path,
     refused(["rlhf", *TINY, "--model", "lm", "--out", "run"], "tokenizer must give words back as they were, got 'about the hotel.' for 'about the hotel .'", capsys, tmp_path)
 
 
+def test_rewards_that_are_all_equal_are_said(tmp_path, capsys):
+    dull = make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2)
+    torch.nn.init.zeros_(dull.transformer.ln_f.weight)
+    rlhf.save_policy(tmp_path / "lm", dull, make_tokenizer())
+    assert cli.main(["rlhf", *TINY, "--model", "lm", "--sft-steps", "0", "--norm-samples", "2"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("rlhf-notes: reward model, step 0, answers to norm_samples queries: rewards must not all be equal, got 2 of them") and err.count("\n") == 1
+
+
 def test_a_run_that_cannot_go_on_here_is_refused(interrupted, tmp_path, capsys, monkeypatch):
     resume = ["rlhf", "--resume", "run"]
     config = json.loads((interrupted / "config.json").read_text())

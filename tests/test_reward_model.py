@@ -168,6 +168,17 @@ def test_norm_before_and_after(lm, task):
     assert (r.mean().item(), r.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-5)
 
 
+def test_rewards_that_are_all_equal_have_no_scale(lm, task):
+    words = r"reward model, step {}, answers to norm_samples queries: rewards must not all be equal, got {} of them with mean .* and standard deviation 0.0; the last checkpoint"
+    dull = copy.deepcopy(lm)
+    with torch.no_grad(): dull.transformer.ln_f.weight.zero_()
+    with pytest.raises(FloatingPointError, match=f"^{words.format(0, 48)}"): RewardTraining(CONFIG, dull, task)
+    stage = RewardTraining(CONFIG, lm, task)
+    run(stage, stage.iterations - 1)
+    stage.reference = [x[:1] for x in stage.reference]
+    with pytest.raises(FloatingPointError, match=f"^{words.format(stage.iterations, 1)}"): stage.iterate()
+
+
 def test_the_reference_is_the_pretrained_model(lm, task):
     stage = RewardTraining(CONFIG, lm, task)
     texts = task.texts(*stage.reference[:3])

@@ -19,6 +19,7 @@ from ..formulas.reward import RewardNorm, best_of_n_loss
 from .model import RewardModel, autocast, check_weights
 from .sample import sample
 from .task import human_choice
+from ..runs import diverged
 
 # %% ../../nbs/language/33_reward_model.ipynb #score
 def score(model: RewardModel, # Of any training
@@ -113,7 +114,8 @@ class RewardTraining:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.rm_learning_rate, eps=1e-5, fused=self.device.type in ("cpu", "cuda"))
         order = torch.cat([torch.randperm(config.labels, generator=generator) for _ in range(config.rm_epochs)])           # R4
         self.order, self.iteration = order.split(config.rm_batch), 0
-        self.norm = RewardNorm().fit(self.reference_rewards())                        # R3
+        self.norm = RewardNorm()
+        self.fit()                                                                    # R3
 
     @property
     def iterations(self) -> int: # One for each batch of labels, over `rm_epochs` passes
@@ -125,6 +127,11 @@ class RewardTraining:
         "What the model thinks, now, of answers of the language model that it started from."
         with autocast(self.device, self.config.precision):
             return torch.cat([score(self.model, *part) for part in zip(*(x.split(1024) for x in self.reference))])
+
+    def fit(self):
+        "Set gain and bias by what the model thinks now."
+        try: self.norm.fit(self.reference_rewards())
+        except ValueError as e: raise diverged(f"reward model, step {self.iteration}, answers to norm_samples queries", e) from e
 
     def iterate(self) -> dict: # step; loss in nats; accuracy: how often the highest reward was the human's choice; grad_norm; learning_rate
         "One gradient step on some of the labels; after the last one, gain and bias are set anew."
@@ -139,7 +146,7 @@ class RewardTraining:
         self.optimizer.step()
         self.iteration += 1
         if self.iteration == self.iterations: check_weights(f"reward model, step {self.iteration}", self.model.parameters())
-        if self.iteration == self.iterations: self.norm.fit(self.reference_rewards())                  # R3
+        if self.iteration == self.iterations: self.fit()                                    # R3
         return dict(step=self.iteration, loss=loss.item(), accuracy=(rewards.argmax(1) == labels.best).float().mean().item(), grad_norm=norm.item(), learning_rate=group["lr"])
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
