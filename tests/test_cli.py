@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_notes import __version__, cli
 from rlhf_notes.control import cartpole, compare
 from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.language import rlhf
 from rlhf_notes.language.model import make_gpt2
-from rlhf_notes.language.task import WORDS, make_tokenizer
+from rlhf_notes.language.task import QUERIES, WORDS, make_tokenizer
 from rlhf_notes.runs import Run
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
@@ -681,6 +682,14 @@ def test_a_tokenizer_from_which_words_come_back_otherwise_costs_no_run(tmp_path,
     known = json.loads((tmp_path / "lm" / "tokenizer.json").read_text()) | dict(decoder=dict(type="WordPiece", prefix="##", cleanup=True))
     (tmp_path / "lm" / "tokenizer.json").write_text(json.dumps(known))
     refused(["rlhf", *TINY, "--model", "lm", "--out", "run"], "tokenizer must give words back as they were, got 'about the hotel.' for 'about the hotel .'", capsys, tmp_path)
+
+
+def test_a_qwen2_with_words_for_tokens(tmp_path, capsys):
+    "And what has come of it can be trained further."
+    config = Qwen2Config(vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "lm"); make_tokenizer().save_pretrained(tmp_path / "lm")
+    for model, out in (("lm", "one"), ("one/policy", "two")): assert cli.main(["rlhf", *TINY, "--model", model, "--out", out]) == 0
+    with open(tmp_path / "two" / "samples.csv", newline="") as f: assert {r["query"] for r in csv.DictReader(f)} <= set(QUERIES)
 
 
 def test_rewards_that_are_all_equal_are_said(tmp_path, capsys):

@@ -380,7 +380,8 @@ def load_model(name: str, # A directory, or a name on the hub
                dtype: torch.dtype = torch.float32, # Of the weights
               ): # (model, tokenizer): without dropout, the padding token outside the model's vocabulary
     "A causal language model that transformers can load, and its tokenizer; ValueError in one line if that cannot be, or if the model does not compute what it is trusted to."
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
     def load(what, loader, **options):
         try: return loader(name, **options)
         except Exception as e: raise ValueError(f"model must be a directory or a name on the hub with a {what} that transformers can load, got {name!r}: {_in_one_line(e)}") from e
@@ -397,7 +398,8 @@ def load_model(name: str, # A directory, or a name on the hub
         lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, **options)              # some models have one way of their own
     if info["missing_keys"]: raise ValueError(f"model must come with all its weights, got {name!r} without {len(info['missing_keys'])} of them, {sorted(info['missing_keys'])[0]} for one")
     if other := sorted(key for key, *_ in info["mismatched_keys"]): raise ValueError(f"model must come with weights of the shapes that its config.json says, got {name!r} with others for {len(other)} of them, {other[0]} for one")
-    tokenizer = load("tokenizer", AutoTokenizer.from_pretrained)
+    as_written = load("tokenizer", get_tokenizer_config).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    tokenizer = load("tokenizer", (PreTrainedTokenizerFast if as_written else AutoTokenizer).from_pretrained)
     pad_outside(tokenizer, lm.get_output_embeddings().weight.shape[0])
     no_dropout(lm).to(device)
     try: check_model(lm, name)
