@@ -361,11 +361,17 @@ def test_solved_needs_both_means(monkeypatch, greedy, sampled, solved):
     assert scores(p)["solved"] is None
 
 
+@pytest.mark.parametrize("episodes, error, words", [(0, ValueError, r"episodes must be in \[1, inf\), got 0"), (-3, ValueError, r"episodes must be in \[1, inf\), got -3"), (2.5, TypeError, "episodes must be an integer, got 2.5")])
+def test_an_evaluation_has_an_episode(episodes, error, words):
+    with pytest.raises(error, match=f"^{words}$"): evaluate(lambda obs: np.zeros(len(obs), int), 0, episodes)
+
+
 def test_thresholds():
     assert (threshold("CartPole-v1"), threshold("Pendulum-v1"), threshold("Acrobot-v1")) == (475, -200, -100)
     gym.register("rlhf_notes/NoThreshold-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv")
     try: assert threshold("rlhf_notes/NoThreshold-v0") is None and threshold("gymnasium:Pendulum-v1") == -200
     finally: del gym.registry["rlhf_notes/NoThreshold-v0"]
+    with pytest.raises(ValueError, match="^env must be an environment that Gymnasium can make, got 'Nope-v0': "): threshold("Nope-v0")
 
 
 class Switches(gym.Env):

@@ -405,6 +405,7 @@ def test_minibatches_are_shuffled_anew_each_time():
     (lambda: env_state(gym.wrappers.vector.NormalizeReward(make_envs("CartPole-v1", 2))), ValueError, "envs must not be wrapped to be saved, got NormalizeReward"),
     (lambda: env_state(Bare(2)), ValueError, r"envs must keep their state in the arrays state, steps, prev_done, or be stepped in turn \(sync\), to be saved, got Bare"),
     (lambda: make_envs("CartPool-v1", 2), ValueError, "env must be an environment that Gymnasium can make, got 'CartPool-v1'"),
+    *((lambda env=env: find_spec(env), ValueError, f"^env must be an environment that Gymnasium can make, got '{env}': .") for env in ("CartPool-v1", "no_such_module:CartPole-v1")),
     (lambda: make_envs("no_such_module:CartPole-v1", 2), ValueError, "env must be an environment that Gymnasium can make"),
     (lambda: make_envs("FrozenLake-v1", 2), ValueError, "env must have Box observations, got 'FrozenLake-v1' with Discrete"),
     (lambda: make_envs("Blackjack-v1", 2), ValueError, "env must have Box observations, got 'Blackjack-v1' with Tuple"),

@@ -26,6 +26,7 @@ from .config import PPOConfig
 from .policy import Agent, distribution
 from .rollout import Collector, Rollout, autoreset_mode, find_spec, float32, make_envs, minibatches, savable
 from ..formulas.advantage import gae
+from ..formulas.arguments import check_whole
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean
 from ..formulas.ratio import importance_ratio
@@ -315,6 +316,7 @@ def evaluate(choose, # choose(obs (N, obs_size) array) -> actions for the enviro
              longest: int = 10_000, # Steps after which an episode is cut off, where the environment names no limit of its own
             ) -> torch.Tensor: # The return of each episode, (episodes,)
     "As many environments as episodes, fresh ones, each played once from its start to its end."
+    check_whole("episodes", episodes, low=1)
     envs, steps = make_envs(env_id, episodes), count() if find_spec(env_id).max_episode_steps else range(longest)
     try:
         obs, _ = envs.reset(seed=seed)
@@ -334,7 +336,7 @@ THRESHOLDS = {"Pendulum-v1": -200.0}       # where Gymnasium names none
 
 def threshold(env_id: str, # A name that Gymnasium knows
              ) -> float | None: # The mean return from which it counts as solved; None if nobody says
-    "Gymnasium's reward_threshold, or ours where it has none."
+    "Gymnasium's reward_threshold, or ours where it has none; ValueError if there is no such environment."
     spec = find_spec(env_id)
     return THRESHOLDS.get(spec.id, spec.reward_threshold)
 

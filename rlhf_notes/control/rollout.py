@@ -9,6 +9,7 @@ __all__ = ['ENV_ARRAYS', 'Rollout', 'find_spec', 'make_envs', 'autoreset_mode', 
 # %% ../../nbs/control/20_rollout.ipynb #export-imports
 import json
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import import_module
 
@@ -43,12 +44,20 @@ class Rollout:
         return Rollout(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 # %% ../../nbs/control/20_rollout.ipynb #make-envs
+@contextmanager
+def _making(env_id):
+    "Inside, whatever goes wrong is ours to tell: an environment may fail in any way."
+    try: yield
+    except MemoryError: raise
+    except Exception as e: raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: {str(e) or type(e).__name__}") from e
+
 def find_spec(env_id: str, # A name that Gymnasium knows, or one behind the module that makes it known: "module:Name-v0"
              ) -> gym.envs.registration.EnvSpec: # What Gymnasium knows of it
-    "The entry of an environment in Gymnasium's list."
-    module, _, name = env_id.rpartition(":")
-    if module: import_module(module)
-    return gym.spec(name)
+    "The entry of an environment in Gymnasium's list; ValueError if there is none."
+    with _making(env_id):
+        module, _, name = env_id.rpartition(":")
+        if module: import_module(module)
+        return gym.spec(name)
 
 def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
               num_envs: int, # How many side by side
@@ -56,13 +65,10 @@ def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
              ) -> gym.vector.VectorEnv: # Resets an environment that has ended in the step after its end (NEXT_STEP)
     "Environments side by side; ValueError if there is no such environment, or it cannot be made."
     check_choice("vectorization", vectorization, ("auto", "sync", "async"))
-    try:
-        with warnings.catch_warnings(record=True) as said:                             # with an error, the error is enough
-            native = find_spec(env_id).vector_entry_point is not None
-            mode = vectorization if vectorization != "auto" else "vector_entry_point" if native else "sync"
-            envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
-    except MemoryError: raise
-    except Exception as e: raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: {str(e) or type(e).__name__}") from e             # an environment may fail in any way
+    with warnings.catch_warnings(record=True) as said:                                 # with an error, the error is enough
+        native = find_spec(env_id).vector_entry_point is not None
+        mode = vectorization if vectorization != "auto" else "vector_entry_point" if native else "sync"
+        with _making(env_id): envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
     for w in said: warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         envs.close()
