@@ -51,6 +51,7 @@ def check_options(config, # An instance of a dataclass whose fields were made by
         elif isinstance(f.default, bool): check_flag(f.name, value)
         elif isinstance(f.default, int): check_whole(f.name, value, rule["low"], rule["high"], rule["open_low"])
         elif isinstance(f.default, float): check_number(f.name, value, rule["low"], rule["high"], rule["open_low"])
+        if isinstance(value, float): object.__setattr__(config, f.name, float(value))              # np.float64 is a float too, but no checkpoint can be read that holds it
 
 # %% ../nbs/runs.ipynb #device
 def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"

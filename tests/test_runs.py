@@ -67,6 +67,7 @@ def test_options_out_of_range_are_named(bad, error, words):
 def test_options_in_range_pass():
     assert Options(seed=2**31 - 1, count=-2**31 + 1, shift=-3.4e38) and torch.tensor(runs.MAX_FLOAT).isfinite()
     assert Options(seed=5, rate=1, mode="b", device="cuda:3", scale=True).rate == 1
+    assert type(Options(rate=np.float64(0.3)).rate) is float and Options(rate=np.float64(0.3)) == Options(rate=0.3)
 
 
 @pytest.mark.parametrize("name, gpus, auto, expected", [

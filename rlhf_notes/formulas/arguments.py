@@ -77,6 +77,10 @@ def check_mask(mask, # Boolean tensor or None
     check_boolean("counts", mask=mask)
     check_same_shape(**tensor, mask=mask)
 
+def _hint(value):
+    "For a message: a scalar of NumPy's or PyTorch's is one call away from Python's."
+    return ", whose .item() is Python's own" if getattr(value, "ndim", None) == 0 else ""
+
 def check_number(name, # Name of the argument, for the message
                  value, # What came
                  low=-math.inf, # Lower bound
@@ -84,9 +88,9 @@ def check_number(name, # Name of the argument, for the message
                  open_low=False, # Is the lower bound itself refused?
                  open_high=False, # Is the upper bound itself refused?
                 ):
-    "`value` must be a finite real number between `low` and `high`."
+    "`value` must be a finite int or float of Python's between `low` and `high`."
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}{_hint(value)}")
     if not abs(value) <= sys.float_info.max or value < low or value > high or (open_low and value == low) or (open_high and value == high):
         interval = f"{'(' if open_low or low == -math.inf else '['}{low}, {high}{')' if open_high or high == math.inf else ']'}"
         raise ValueError(f"{name} must be in {interval}, got {value}")
@@ -105,7 +109,7 @@ def check_flag(name, # Name of the argument, for the message
                value, # What came
               ):
     "`value` must be True or False."
-    if not isinstance(value, bool): raise TypeError(f"{name} must be True or False, got {value!r}")
+    if not isinstance(value, bool): raise TypeError(f"{name} must be True or False, got {value!r}{_hint(value)}")
 
 def check_choice(name, # Name of the argument, for the message
                  value, # What came

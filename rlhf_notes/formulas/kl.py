@@ -132,5 +132,5 @@ class AdaptiveKLController(FixedKLController):
         error = min(max(_number(kl) / self.target - 1, -0.2), 0.2)
         factor = 1 + error * n / self.horizon
         if factor <= 0: raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays above 0 at an error of {error:g}, got {n}")
-        self.coef *= factor
+        self.coef = float(self.coef * factor)
         return self.coef

@@ -63,8 +63,8 @@ class RewardNorm:
         mean_D, std_D = rewards.mean.item(), rewards.var.sqrt().item()
         if std_D <= 1e-12 * abs(mean_D):
             raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with mean {mean_D} and standard deviation {std_D}")
-        self.gain = std / std_D
-        self.bias = mean - self.gain * mean_D
+        self.gain = float(std / std_D)
+        self.bias = float(mean - self.gain * mean_D)
         return self
 
     def __call__(self,
@@ -106,7 +106,7 @@ def token_rewards(scores: torch.Tensor, # Score of each answer, (B,)
 def _check_token(tokens, **ids):
     info = torch.iinfo(tokens.dtype)
     for name, value in ids.items():
-        if isinstance(value, bool) or not isinstance(value, int): raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        check_whole(name, value)
         if not info.min <= value <= info.max: raise ValueError(f"{name} must fit in {tokens.dtype}, the dtype of tokens, got {value}")
 
 def truncate_at_stop(tokens: torch.Tensor, # Answers, (B, T), integer

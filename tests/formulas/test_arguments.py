@@ -1,20 +1,39 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from rlhf_notes.formulas.arguments import at_least_float32, check_flag, check_real, check_whole, float64_if_possible
+from rlhf_notes.formulas.arguments import at_least_float32, check_flag, check_number, check_real, check_whole, float64_if_possible
 from rlhf_notes.formulas.masking import aggregate_loss, masked_mean, masked_sum, masked_var
 
 
 @pytest.mark.parametrize("value", [0, 1, 2, 0.0, None, "no", "True", [True], torch.tensor(True)])
 def test_a_flag_is_true_or_false(value):
     with pytest.raises(TypeError) as e: check_flag("name", value)
-    assert str(e.value) == f"name must be True or False, got {value!r}"
+    assert str(e.value) == f"name must be True or False, got {value!r}" + ", whose .item() is Python's own" * isinstance(value, torch.Tensor)
 
 
 def test_both_flags_pass():
     check_flag("name", True); check_flag("name", False)
+
+
+@pytest.mark.parametrize("value", [np.float16(0.2), np.float32(3), np.longdouble(3), np.int64(3), np.uint8(3), np.bool_(True), np.array(3), torch.tensor(3)])
+def test_numbers_and_flags_are_pythons_own(value):
+    "NumPy would calculate in its own precision and range: 1 - np.uint8(2) is 255."
+    for check in (check_number, check_whole):
+        with pytest.raises(TypeError) as e: check("name", value)
+        assert str(e.value) == f"name must be a number, got {type(value).__name__}, whose .item() is Python's own"
+    with pytest.raises(TypeError) as e: check_flag("name", value)
+    assert str(e.value) == f"name must be True or False, got {value!r}, whose .item() is Python's own"
+    for several in ([3], np.ones(1), torch.ones(1)):
+        with pytest.raises(TypeError, match="^name must be a number, got [A-Za-z]*$"): check_number("name", several)
+
+
+def test_a_float64_of_numpys_is_a_float():
+    check_number("name", np.float64(0.2), 0, 1)
+    with pytest.raises(TypeError, match="^name must be an integer, got 3.0$"): check_whole("name", np.float64(3))
+    with pytest.raises(ValueError, match=r"^name must be in \[0, 1\], got 1.5$"): check_number("name", np.float64(1.5), 0, 1)
 
 
 @pytest.mark.parametrize("value, error, message", [

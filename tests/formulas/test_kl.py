@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -240,6 +241,12 @@ def test_adaptive_controller_equals_the_loop(init, target, horizon, batches, as_
     resumed = AdaptiveKLController(1.0, target, horizon)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.update(3 * target, 1) == controller.update(3 * target, 1)
+
+
+def test_the_coefficient_is_pythons_whatever_was_measured():
+    "A checkpoint that holds a number of NumPy's cannot be read."
+    controller = AdaptiveKLController(np.float64(0.1), np.float64(6.0), np.float64(1e4))
+    assert type(controller.update(np.float64(9.0), 64)) is type(controller.state_dict()["coef"]) is float
 
 
 @given(kl=st.floats(-20, 40), share=st.floats(0, 50), horizon=st.integers(1, 10**5))

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -113,6 +114,8 @@ def test_norm_defaults_calls_and_checkpoints():
     assert abs(a(torch.tensor([1., 2., 4.])).mean()) < 1e-6 and abs(a(torch.tensor([1., 2., 4.])).std(correction=0) - 1) < 1e-6
     b.load_state_dict(a.state_dict())
     assert (a.gain, a.bias) == (b.gain, b.bias) and set(a.state_dict()) == {"gain", "bias"}
+    a.fit(torch.tensor([1., 2., 4.]), np.float64(0.5), np.float64(2))
+    assert {type(x) for x in a.state_dict().values()} == {float}                              # a checkpoint that holds a number of NumPy's cannot be read
 
 
 @pytest.mark.parametrize("rewards", [torch.full((7,), 0.1), torch.full((3, 3), 1e6), torch.zeros(4), torch.tensor(2.0), torch.empty(0),
@@ -280,8 +283,8 @@ S, YES = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     (lambda: token_rewards(S.long(), R, R, 0.1), TypeError, "scores must have a floating-point dtype"),
     (lambda: truncate_at_stop(R, 1, 0), TypeError, "tokens must have an integer dtype"),
     (lambda: truncate_at_stop(L[0], 1, 0), ValueError, "tokens must have 2 dimensions"),
-    (lambda: truncate_at_stop(L, 1.0, 0), TypeError, "stop_token must be an int, got float"),
-    (lambda: truncate_at_stop(L, 1, None), TypeError, "pad_token must be an int, got NoneType"),
+    (lambda: truncate_at_stop(L, 1.0, 0), TypeError, "stop_token must be an integer, got 1.0"),
+    (lambda: truncate_at_stop(L, 1, None), TypeError, "pad_token must be a number, got NoneType"),
     (lambda: truncate_at_stop(L.to(torch.uint8), 1, 300), ValueError, "pad_token must fit in torch.uint8, the dtype of tokens, got 300"),
     (lambda: truncate_at_stop(L, 1, 0, -1), ValueError, "after must be in"),
     (lambda: truncate_at_stop(L, 1, 0, 1.5), TypeError, "^after must be an integer, got 1.5"),
