@@ -285,7 +285,7 @@ def test_a_training_that_diverges_says_so(tmp_path, capsys):
     assert cli.main([*wild, "--seeds", "2", "--out", "many"]) == 1 and capsys.readouterr().err.startswith("rlhf-notes: seed 0: iteration 1: policy_loss is nan")
     p = command(*wild, "--seeds", "2", "--jobs", "2", "--out", "side")
     out, err = p.communicate(timeout=120)
-    assert p.returncode == 1 and err.count("\n") == 3 and err.count("policy_loss is nan") == 2 and err.endswith("rlhf-notes: a seed has diverged, as said above\n"), err
+    assert p.returncode == 1 and err.count("\n") == 3 and err.count("policy_loss is nan") == 2 and err.endswith("rlhf-notes: a seed has failed, as said above\n"), err
 
 
 HOMEMADE = """
@@ -318,6 +318,34 @@ def test_observations_that_cannot_be_normalized_are_one_line(tmp_path, capsys, m
     (tmp_path / "homemade.py").write_text(HOMEMADE); monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["train", "--env", "homemade:rlhf_notes/homemade-nan-v0", *QUICK, "--normalize-obs", "--out", "run"]) == 1
     assert capsys.readouterr().err == "rlhf-notes: iteration 1: observations must be finite to be normalized, got nan; the last checkpoint, if there is one, is from before\n"
+
+
+FAILING = """
+import os
+import gymnasium as gym, numpy as np
+
+class Failing(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None): return np.zeros(2, np.float32), {}
+    def step(self, action): FAIL
+
+gym.register("rlhf_notes/failing-v0", Failing)
+"""
+NO_MEMORY, SAID = "rlhf-notes: not enough memory: Unable to allocate 3 GiB\n", "rlhf-notes: a seed has failed, as said above\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a process is ended by a signal")
+@pytest.mark.parametrize("fail, alone, side", [
+    ("raise MemoryError('Unable to allocate\\n3 GiB')", NO_MEMORY, 2 * NO_MEMORY + SAID), ("raise ValueError('a fault')", "ValueError: a fault\n", "ValueError: a fault\n" + SAID),
+    ("os.kill(os.getpid(), 9)", "", "rlhf-notes: a process that trained seeds was ended by signal 9\n")])
+def test_a_failure_is_said_alike_by_one_process_and_by_several(tmp_path, fail, alone, side):
+    (tmp_path / "failing.py").write_text(FAILING.replace("FAIL", fail))
+    for more, words in ((["--out", "one"], alone), (["--seeds", "2", "--out", "many"], alone), (["--seeds", "2", "--jobs", "2", "--out", "side"], side)):
+        p = command("train", "--env", "failing:rlhf_notes/failing-v0", *QUICK, *more)
+        _, err = p.communicate(timeout=120)
+        err = "\n".join(line for line in err.split("\n") if "resource_tracker" not in line and "warnings.warn" not in line)         # multiprocessing's word on a process that was killed
+        assert p.returncode == (1 if words else -9) and err.endswith(words) and (err == words or "a fault" in words), err
+        assert err.count("Traceback") == ("a fault" in words) * (2 if words == side else 1), err
 
 
 def test_how_to_continue_is_said_only_where_it_can_be_done(tmp_path, capsys, monkeypatch):
