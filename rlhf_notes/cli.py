@@ -164,14 +164,13 @@ def check_task(config, # What to do
         from rlhf_notes.control.cartpole import check_start
         check_start(config)
     if not isinstance(config, RLHFConfig): return {}
-    from rlhf_notes.language.rlhf import check_processes, make_world
+    from rlhf_notes.language.rlhf import Processes, check_processes, make_world
     count = launched("SIZE", 1)
     check_processes(config, count)
     if out is not None and config.model and Path(config.model).is_dir() and Path(config.model).resolve().is_relative_to(out.resolve()):
         raise ValueError(f"model must lie outside of the run directory {out}, whose files are replaced, got {config.model}")
-    if count == 1: return {"world": make_world(config, device)}
-    make_world(config, "cpu")                                                      # each of several processes is told its own device when training begins
-    return {}
+    if count > 1: device = Processes(config.device).device                         # each of several has one of its own
+    return {"world": make_world(config, device)}
 
 def in_company() -> bool: # Of the first, that is, which does the writing
     "Is this one of several processes that train together, and not the first?"

@@ -74,11 +74,13 @@ def launched(what: str, # "SIZE" or "RANK"
              alone: int, # What it is for a process that is on its own
             ) -> int: # How many processes train together, or which of them this is
     "What `accelerate launch`, torchrun or mpirun has told this process."
-    names = ("WORLD_SIZE" if what == "SIZE" else "RANK", *(f"{mpi}_{what}" for mpi in ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD")))
-    found = {name: os.environ[name] for name in names if name in os.environ}
+    mpis = ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD")
+    names = dict(SIZE=("WORLD_SIZE", *(f"{mpi}_SIZE" for mpi in mpis)), RANK=("RANK", *(f"{mpi}_RANK" for mpi in mpis)))
+    found = {name: os.environ[name] for name in names[what] if name in os.environ}
     for name, value in found.items():
         if not value.isdecimal(): raise ValueError(f"{name}, from the environment, must be an integer, got {value!r}")
         if what == "SIZE" and not int(value): raise ValueError(f"{name}, from the environment, must be at least 1, got {value!r}")
+        if what == "SIZE" and int(value) > 1 and not os.environ.keys() & names["RANK"]: raise ValueError(f"{name}, from the environment, must come with a rank, as accelerate launch, torchrun and mpirun set it, got {value!r} alone")
     return max(map(int, found.values()), default=alone)
 
 # %% ../nbs/runs.ipynb #atomic

@@ -797,6 +797,25 @@ def test_alone_whatever_rank_the_environment_says(tmp_path, monkeypatch, capsys)
         refused([task, "--out", "new"], "WORLD_SIZE, from the environment, must be at least 1, got '0'", capsys, tmp_path)
 
 
+def test_a_size_without_a_rank_is_no_training_together(tmp_path, monkeypatch, capsys):
+    for name in list(os.environ):
+        if name.endswith(("_SIZE", "RANK")): monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for task in ("cartpole", "rlhf"): refused([task, "--out", "new"], "WORLD_SIZE, from the environment, must come with a rank, as accelerate launch, torchrun and mpirun set it, got '2' alone", capsys, tmp_path)
+
+
+def test_torchrun_starts_one_training_where_there_is_no_gpu(tmp_path):
+    "Its processes share a batch, so that its answers are others than those of one process, and the first writes."
+    options = TINY[:TINY.index("--device")]
+    assert cli.main(["rlhf", *options, "--device", "cpu", "--out", "one"]) == 0
+    (tmp_path / "start.py").write_text(f"import sys, torch, rlhf_notes.cli as c; torch.cuda.is_available = lambda: False; sys.exit(c.main(['rlhf', *{options!r}, '--out', 'two']))")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(cli.Path(cli.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "start.py"], capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0 and done.stdout.count("curve: two/curve.svg") == 1, done.stderr[-3000:]
+    processes, scores = zip(*((json.loads((tmp_path / run / "config.json").read_text())["processes"], [r["score"] for r in csv.DictReader((tmp_path / run / "metrics.csv").open())]) for run in ("one", "two")))
+    assert processes == (1, 2) and len(scores[0]) == len(scores[1]) == 2 and scores[0][0] != scores[1][0]
+
+
 def test_weights_that_are_no_numbers_are_said(tmp_path, capsys):
     for options, words in ((["--sft-steps", "1", "--sft-learning-rate", "1e38"], "pretraining, step 1"), (["--labels", "8", "--rm-learning-rate", "1e38"], "reward model, step 1"),
                            (["--epochs", "1", "--minibatches", "1", "--iterations", "1", "--learning-rate", "1e38"], "stage rl, iteration 1")):

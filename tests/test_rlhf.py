@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -569,6 +570,16 @@ def test_one_process_needs_no_accelerate():
     x = (torch.ones(2),)
     assert p.gather(x) is x and p.agree({"a": 1}) == {"a": 1}
     with pytest.raises(ValueError, match="^device must"): R.Processes("tpu")
+
+
+def test_processes_of_which_accelerate_knows_nothing_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2"); monkeypatch.setenv("RANK", "1")
+    told = []
+    monkeypatch.setattr("accelerate.Accelerator", lambda **how: told.append(how) or SimpleNamespace(num_processes=1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("auto", "cpu"):
+        with pytest.raises(ValueError, match="^processes must be the 2 of which the environment speaks, got 1 by Accelerate; "): R.Processes(device)
+    assert told == [dict(cpu=True)] * 2                               # without a GPU it has to be told, or each would train alone
 
 
 TWO = """

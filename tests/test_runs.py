@@ -422,7 +422,7 @@ def test_share_refuses(bad, error, words):
 
 
 @pytest.mark.parametrize("environment, size, rank", [({}, 1, 0), ({"WORLD_SIZE": "2", "RANK": "1"}, 2, 1), ({"PMI_SIZE": "3", "PMI_RANK": "2"}, 3, 2), ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, 4, 0),
-                                                    ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}, 2, 1), ({"WORLD_SIZE": "1", "PMI_SIZE": "2"}, 2, 0)])
+                                                    ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}, 2, 1), ({"WORLD_SIZE": "1", "PMI_SIZE": "2", "PMI_RANK": "0"}, 2, 0), ({"WORLD_SIZE": "1"}, 1, 0)])
 def test_launched_knows_each_launcher(monkeypatch, environment, size, rank):
     for name in list(os.environ):
         if name.endswith(("_SIZE", "RANK")): monkeypatch.delenv(name)
@@ -441,6 +441,17 @@ def test_no_process_is_too_few(monkeypatch, name):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2"); monkeypatch.setenv(name, "00"); monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match=f"^{name}, from the environment, must be at least 1, got '00'$"): runs.launched("SIZE", 1)
     assert runs.launched("RANK", 1) == 0
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_a_number_of_processes_without_a_rank_is_refused(monkeypatch, name):
+    for known in list(os.environ):
+        if known.endswith(("_SIZE", "RANK")): monkeypatch.delenv(known)
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match=f"^{name}, from the environment, must come with a rank, as accelerate launch, torchrun and mpirun set it, got '2' alone$"): runs.launched("SIZE", 1)
+    assert runs.launched("RANK", 0) == 0
+    monkeypatch.setenv("MV2_COMM_WORLD_RANK", "1")
+    assert runs.launched("SIZE", 1) == 2
 
 
 def test_a_table_is_quoted_where_it_must_be(tmp_path):

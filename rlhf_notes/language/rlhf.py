@@ -160,9 +160,10 @@ class Processes:
                  device: str = "auto", # "auto", "cpu", "cuda" or "mps"; with one process also "cuda:1"
                 ):
         self.accelerator, self.index, self.count = None, 0, 1
-        if launched("SIZE", 1) > 1:
+        if (together := launched("SIZE", 1)) > 1:
             from accelerate import Accelerator
-            self.accelerator = a = Accelerator(cpu=device == "cpu")
+            self.accelerator = a = Accelerator(cpu=pick_device(device, auto="cuda") == "cpu")
+            if a.num_processes != together: raise ValueError(f"processes must be the {together} of which the environment speaks, got {a.num_processes} by Accelerate; accelerate launch and torchrun tell it all that it needs")
             self.index, self.count, self.device = a.process_index, a.num_processes, a.device
         else: self.device = torch.device(pick_device(device, auto="cuda"))
         self.is_main = self.index == 0
