@@ -52,6 +52,8 @@ def attempt(f, # Any function
     try:
         out = f(*args.values())
         if out is None or isinstance(out, tuple) and any(o is None for o in out): return Outcome(error="returns None: is the `return` missing?")
+        undone = [name for name in wrt if not args[name].requires_grad]
+        if undone: return Outcome(error=f"detaches {' and '.join(undone)} in place: detach() gives a copy, which is what you want")
         values = _tensors(out)
         grads = _gradients(values, leaves)
     except Exception as e: return Outcome(error=f"raises {type(e).__name__}: {e}")
@@ -88,7 +90,10 @@ def difference(got: Outcome, # Of the reader's function
               ) -> str: # "" if there is none
     "The first thing that is wrong, in words."
     if got.error: return f"yours {got.error}"
-    if len(got.values) != len(expected.values): return f"yours returns {len(got.values)} things, expected {len(expected.values)}"
+    if len(got.values) != len(expected.values):
+        first, n = expected.values[0], len(got.values)
+        pieces = len(expected.values) == 1 and first.ndim and len(first) == n and all(g.shape == first.shape[1:] for g in got.values)
+        return f"yours returns {n} thing{'s' * (n != 1)}, expected {len(expected.values)}" + (": torch.stack makes one tensor of tensors, torch.tensor of numbers" if pieces else "")
     for i, (g, e) in enumerate(zip(got.values, expected.values)):
         which = f" as result {i + 1}" if len(expected.values) > 1 else ""
         if g.shape != e.shape: return f"yours has the shape {tuple(g.shape)}{which}, expected {tuple(e.shape)}"
@@ -335,7 +340,7 @@ def _over_rows(x, m): return x.sum() / (m.sum(-1) > 0).sum().clamp(min=1)
 
 exercise("masked_mean", "01_masking", "f(x, mask) -> the mean of what counts, 0-dim; 0 where nothing does", masking.masked_mean, "x mask",
     inputs=[(_t([1., 2., 6.]), _m("110")), (_t([1., 2., 3.], [4., 7., 60.]), _m("100", "110")), (_normal(3, 5), _m("11010", "11111", "00100"))],
-    edges=[(_t([2., 4.]), _m("00")), (_t([1., NAN, 4.]), _t([True, False, True]))],
+    edges=[(_t([2., 4.]), _m("00")), (_t([1., NAN, 4.]), _t([True, False, True])), (_t([1., NAN]), _t([True, True]))],
     mistakes=dict(
         divides_by_all=(lambda x, m: _keep(x, m).mean(), "The mean counts padding: the sum is over what counts, but you divide by the number of all elements."),
         no_mask=(lambda x, m: x.nan_to_num().mean(), "The mask is not used: padding is in the sum and in the count."),
@@ -343,7 +348,9 @@ exercise("masked_mean", "01_masking", "f(x, mask) -> the mean of what counts, 0-
         mean_of_row_means=(lambda x, m: _over_rows(_row_means(x, m), m) if x.ndim > 1 else _mean(x, m), "You average the rows, then the rows' means: a token of a short row weighs more than one of a long row."),
         only_sum=(lambda x, m: _keep(x, m).sum(), "That is the sum: it is not divided by anything."),
         zero_by_zero=(lambda x, m: _keep(x, m).sum() / m.sum(), "Right, but where nothing counts you divide 0 by 0. Keep the number of elements at 1 or more."),
-        leak=(lambda x, m: (x * m).sum() / m.sum().clamp(min=1), LEAK)),
+        leak=(lambda x, m: (x * m).sum() / m.sum().clamp(min=1), LEAK),
+        hides=(lambda x, m: _mean(x.nan_to_num(), m), "Right, but a NaN that counts is gone as well: it says that something is broken, and must be seen. Replace what does not count, and nothing else."),
+        patched=(lambda x, m: x[m].mean().nan_to_num(0), "Right, but nan_to_num makes 0 of any NaN, not of 0 / 0 alone: one that counts must be seen. Keep the number of elements at 1 or more.")),
     tip="What do you add up, and how many of them are there? Replace what does not count by 0 before the sum; the count comes from the mask, not from the shape.")
 
 exercise("masked_var", "01_masking", "f(x, mask) -> the biased variance of what counts, 0-dim", masking.masked_var, "x mask",
@@ -355,6 +362,7 @@ exercise("masked_var", "01_masking", "f(x, mask) -> the biased variance of what 
         deviations_of_padding=(lambda x, m: ((_keep(x, m) - _mean(x, m)) ** 2).sum() / m.sum(), "Padding is 0 before you subtract the mean, so its deviation is the mean itself, and you add that up. Mask the deviations again."),
         zeros_count=(lambda x, m: _keep(x, m).var(unbiased=False), "Padding counts as zeros, in the mean and in the variance."),
         no_mask=(lambda x, m: x.var(unbiased=False), "The mask is not used."),
+        divides_by_all=(lambda x, m: _keep((x - _mean(x, m)) ** 2, m).mean(), "You divide the squared deviations by the number of all elements: padding counts."),
         not_centred=(lambda x, m: _mean(x ** 2, m), "That is the mean of the squares: the mean is not subtracted."),
         std=(lambda x, m: x[m].std(unbiased=False), "That is the standard deviation; the variance is its square."),
         cancels=(lambda x, m: (_mean(x ** 2, m) - _mean(x, m) ** 2), "Right, but the mean of the squares less the square of the mean loses all digits when the mean is large: subtract the mean first."),
@@ -363,7 +371,7 @@ exercise("masked_var", "01_masking", "f(x, mask) -> the biased variance of what 
 
 exercise("mean_of_answers", "01_masking", "f(loss, mask) -> mean over the tokens of each answer, then over the answers that have tokens, 0-dim", lambda x, m: masking.aggregate_loss(x, m, "seq-mean-token-mean"), "loss mask",
     inputs=[(_t([1., 2., 3.], [4., 7., 60.]), _m("100", "110")), (_normal(3, 5, seed=2), _m("11000", "11111", "11100"))],
-    edges=[(_t([1., 3.], [5., 7.]), _m("11", "00")), (_t([1., NAN], [5., 7.]), _m("10", "11"))],
+    edges=[(_t([1., 3.], [5., 7.]), _m("11", "00")), (_t([1., NAN], [5., 7.]), _m("10", "11")), (_t([1., NAN], [5., 7.]), _m("11", "11"))],
     mistakes=dict(
         token_mean=(_mean, "That is the mean over all tokens: long answers weigh more. Here each answer weighs the same."),
         padded_length=(lambda x, m: _keep(x, m).mean(1).mean(), "You divide each answer by the padded length T, not by its own: padding counts."),
@@ -373,7 +381,8 @@ exercise("mean_of_answers", "01_masking", "f(loss, mask) -> mean over the tokens
         no_mask=(lambda x, m: x.mean(1).mean(), "The mask is not used."),
         empty_is_zero=(lambda x, m: _row_means(x, m).mean(), "Right, but an answer without tokens counts as 0 in the mean over answers. Leave it out."),
         zero_by_zero=(lambda x, m: (_keep(x, m).sum(1) / m.sum(1)).mean(), "Right, but an answer without tokens is 0 / 0, and makes everything NaN."),
-        leak=(lambda x, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).sum() / (m.sum(1) > 0).sum(), LEAK)),
+        leak=(lambda x, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).sum() / (m.sum(1) > 0).sum(), LEAK),
+        hides=(lambda x, m: (_keep(x, m).sum(1) / m.sum(1)).nanmean(), "Right, but nanmean leaves out more than the answers without tokens: a loss that counts and is NaN vanishes with its answer. It must be seen.")),
     tip="Two means with two counts: tokens of an answer, then answers. Which answers have any tokens?")
 
 # %% ../nbs/check.ipynb #lesson-02
@@ -389,6 +398,7 @@ exercise("token_logprob", "02_logprob", "f(logits (..., V), index (...), tempera
         temperature_after=(lambda z, i, T: _pick(z.log_softmax(-1) / T, i), "You divide the log-probability by the temperature: it belongs to the logits, before they are normalised. Yours are not the logarithms of probabilities that sum to 1."),
         temperature_multiplies=(lambda z, i, T: _pick((z * T).log_softmax(-1), i), "You multiply by the temperature: a high temperature makes a distribution flat, so divide."),
         wrong_dim=(lambda z, i, T: _pick((z / T).log_softmax(-2), i), "You normalise over the positions, not over the vocabulary: the last dimension."),
+        dim_1=(lambda z, i, T: _pick((z / T).log_softmax(1), i), "You normalise over dimension 1: that is the vocabulary only where there are two. It is always the last, -1."),
         sign=(lambda z, i, T: -_pick((z / T).log_softmax(-1), i), "The sign is flipped: a log-probability is never above 0."),
         largest=(lambda z, i, T: (z / T).log_softmax(-1).amax(-1), "That is the log-probability of the most likely word, not of the chosen one."),
         base_2=(lambda z, i, T: _pick((z / T).log_softmax(-1), i) / math.log(2), "That is in bits: use the natural logarithm."),
@@ -426,6 +436,8 @@ exercise("gaussian_logprob", "02_logprob", "f(mean (B, A), std (B, A), action (B
         no_log_std=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - _LOG_2PI / 2).sum(-1), "log std is missing: a wide density is lower everywhere."),
         log_std_sign=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 + s.log() - _LOG_2PI / 2).sum(-1), "log std has the wrong sign: a wide density is lower."),
         no_constant=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log()).sum(-1), "The constant log(2 pi) / 2 is missing, once for each dimension."),
+        constant_once=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log()).sum(-1) - _LOG_2PI / 2, "The constant log(2 pi) / 2 is subtracted once: each dimension of the action has one."),
+        sign=(lambda mu, s, a: (_z(mu, s, a) ** 2 / 2 + s.log() + _LOG_2PI / 2).sum(-1), "The sign is flipped: that is the loss, minus the log-density."),
         std_as_variance=(lambda mu, s, a: (-(a - mu) ** 2 / s / 2 - s.log() / 2 - _LOG_2PI / 2).sum(-1), "You take std for the variance: the deviation is divided by std, then squared."),
         mean=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).mean(-1), "You average over the dimensions of the action: the density of the whole is a product, so log-densities add up."),
         each=(lambda mu, s, a: -_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2, "There is one number for each dimension of the action: add them up, since the dimensions are independent."),
@@ -446,7 +458,7 @@ exercise("importance_ratio", "03_ratio", "f(logp, logp_old) -> pi / pi_old, elem
         wrong_detach=(lambda a, b: (a.detach() - b).exp(), "The value is right, but you detached the new policy and kept the old.")),
     tip="A quotient of exponentials is the exponential of a difference. Which of the two is being trained?")
 
-exercise("effective_sample_size", "03_ratio", "f(ratio) -> (sum r)^2 / sum r^2, 0-dim: how many samples of equal weight these are worth", ratio.effective_sample_size, "ratio",
+exercise("effective_sample_size", "03_ratio", "f(ratio) -> (sum r)^2 / sum r^2 over all elements, 0-dim: how many samples of equal weight these are worth", ratio.effective_sample_size, "ratio",
     inputs=[(_t([2., 0., 0.]),), (_t([0.5, 1., 4.]),), (_normal(4, 6, seed=10).exp(),)],
     mistakes=dict(
         share=(lambda r: r.sum() ** 2 / (r ** 2).sum() / r.numel(), "That is the share of the samples; multiply by their number."),
@@ -477,7 +489,7 @@ exercise("sequence_ratio", "03_ratio", "f(logp (B, T), logp_old, mask) -> GSPO's
 
 # %% ../nbs/check.ipynb #lesson-04
 def _clip(r, eps): return r.clamp(1 - eps, 1 + eps)
-_CLIP_CASES = [(_t([1.5]), _t([2.]), 0.2), (_t([0.5]), _t([2.]), 0.2), (_t([1.5]), _t([-2.]), 0.2), (_t([0.5]), _t([-2.]), 0.2), (_t([0.1, 0.9, 1.05, 1.7, 4., 0.5]), _t([1., -1., 2., 0.5, -3., 0.]), 0.3)]
+_CLIP_CASES = [(_t([1.5]), _t([2.]), 0.2), (_t([0.5]), _t([2.]), 0.2), (_t([1.5]), _t([-2.]), 0.2), (_t([0.5]), _t([-2.]), 0.2), (_t([0.1, 0.9, 1.05, 1.7, 4., 0.5, 0.2]), _t([1., -1., 2., 0.5, -3., 0., -1.]), 0.3)]
 
 exercise("clipped_surrogate", "04_surrogate", "f(ratio, advantage, eps) -> PPO's clipped objective, elementwise, to be maximised", surrogate.clipped_surrogate, "ratio advantage eps", inputs=_CLIP_CASES, wrt=("ratio",),
     mistakes=dict(
@@ -489,6 +501,7 @@ exercise("clipped_surrogate", "04_surrogate", "f(ratio, advantage, eps) -> PPO's
         only_positive=(lambda r, A, eps: torch.where(A > 0, torch.minimum(r * A, _clip(r, eps) * A), r * A), "You clip good actions only: for a negative advantage the objective is flat below 1 - eps."),
         clips_product=(lambda r, A, eps: torch.minimum(r * A, _clip(r * A, eps)), "You clip the product of ratio and advantage; clip the ratio, then multiply."),
         around_0=(lambda r, A, eps: torch.minimum(r * A, r.clamp(-eps, eps) * A), "You clip the ratio to [-eps, eps]: it lies around 1, not around 0."),
+        from_eps=(lambda r, A, eps: torch.minimum(r * A, r.clamp(eps, 1 + eps) * A), "Your lower bound is eps: it is 1 - eps."),
         absolute=(lambda r, A, eps: torch.minimum(r * A.abs(), _clip(r, eps) * A.abs()), "The sign of the advantage is lost."),
         no_gradient=(lambda r, A, eps: torch.minimum(r * A, _clip(r, eps) * A).detach(), "The value is right, but there is no gradient: the ratio is what is trained.")),
     tip="The minimum of two products. Try r = 0.5 and r = 1.5 with A = 1 and with A = -1 by hand: in two of the four cases the clip acts.",
@@ -555,7 +568,7 @@ exercise("explained_variance", "05_value", "f(value, returns) -> 1 - Var(R - V) 
         clamped=(lambda V, R: (1 - _v(R - V) / _v(R)).clamp(min=0), "You cut off at 0: a negative value says that the value function is worse than a constant, which is worth knowing."),
         of_value=(lambda V, R: _v(V) / _v(R), "That is the quotient of the variances: it is high for any value function that varies."),
         std=(lambda V, R: 1 - (_v(R - V) / _v(R)).sqrt(), "You divide standard deviations; variances are asked for."),
-        zero_division=(lambda V, R: 1 - _v(R - V) / _v(R), "Right, but where the return is constant you divide by 0."),
+        zero_division=(lambda V, R: 1 - _v(R - V) / _v(R), "Right, but where the return is constant its variance, by which you divide, is 0 or next to it: the result is to be 0 there."),
         exactly_0=(lambda V, R: torch.where(_v32(R.float()) == 0, 0.0, 1 - _v32((R - V).float()) / _v32(R.float())), "Right, but equal returns may have a variance above 0: their mean is rounded. Ask whether the variance is more than rounding, or whether all returns are equal.")),
     tip="Of the variance of the returns, how much is left when the values are subtracted?")
 
@@ -599,7 +612,8 @@ exercise("adaptive_kl", "06_kl", "f(coef, kl, target, n, horizon) -> the next co
     mistakes=dict(
         flipped=(lambda c, k, t, n, h: c * (1 - _error(k, t) * n / h), "The coefficient falls where it should rise: a KL above the target must become more expensive."),
         unclipped=(lambda c, k, t, n, h: c * (1 + (k / t - 1) * n / h), "The error is not clipped to [-0.2, 0.2]: one odd batch could change the coefficient many times over."),
-        clipped_above=(lambda c, k, t, n, h: c * (1 + min(k / t - 1, 0.2) * n / h), "The error is clipped on one side only."),
+        clipped_above=(lambda c, k, t, n, h: c * (1 + min(k / t - 1, 0.2) * n / h), "The error is clipped from above only: a KL near 0 would make the coefficient fall five times as fast."),
+        clipped_below=(lambda c, k, t, n, h: c * (1 + max(k / t - 1, -0.2) * n / h), "The error is clipped from below only: it is the large KL of one odd batch that the clip is for."),
         additive=(lambda c, k, t, n, h: c + _error(k, t) * n / h, "You add the error to the coefficient; it is a factor, so that the coefficient stays positive and its scale does not matter."),
         no_horizon=(lambda c, k, t, n, h: c * (1 + _error(k, t)), "n / horizon is missing: the coefficient would change by 20% in each step."),
         no_n=(lambda c, k, t, n, h: c * (1 + _error(k, t) / h), "n is missing: a batch of many answers counts for more than one of few."),
@@ -701,7 +715,7 @@ exercise("group_advantage", "08_advantage", "f(rewards (prompts, answers), eps) 
         variance=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.var(1, keepdim=True) + e), "You divide by the variance, not by its square root."),
         eps_inside=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.var(1, keepdim=True) + e).sqrt(), "You add eps to the variance; here it is added to the standard deviation."),
         others=(lambda r, e: (r - (r.sum(1, keepdim=True) - r) / (r.shape[1] - 1)) / (r.std(1, keepdim=True) + e), "You subtract the mean of the others, as RLOO does; GRPO takes that of the whole group."),
-        no_eps=(lambda r, e: torch.where(r.std(1, keepdim=True) > 0, (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + e), NAN), "Right, but where all answers of a group are equal you divide 0 by 0: add eps.")),
+        no_eps=(lambda r, e: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True), "eps is not used: it is added to the standard deviation, so that equal answers get 0, not 0 / 0.")),
     tip="Along the answers: subtract the mean, divide by the standard deviation plus eps. keepdim=True.")
 
 exercise("rloo_advantage", "08_advantage", "f(rewards (prompts, answers)) -> reward less the mean of the OTHER answers to the prompt", advantage.rloo_advantage, "rewards",
@@ -733,6 +747,8 @@ exercise("token_rewards", "09_reward", "f(scores (B,), logp (B, T), logp_ref, kl
         every_token=(lambda s, a, b, c, m: _keep(-c * (a - b) + s[:, None], m), "Every token gets the score: the answer earns it once, with its last token."),
         first_token=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]).expand_as(m) == 0), "The score lands on the first token."),
         one_late=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, _end(m, 1)), "The score lands one position behind the last token: positions count from 0, so it is the length less one."),
+        replaces=(lambda s, a, b, c, m: torch.where(_last(m), s[:, None], _keep(-c * (a - b), m)), "The score takes the place of the last token's KL: add it, the last token pays like the others."),
+        no_score=(lambda s, a, b, c, m: _keep(-c * (a - b), m), "The score is missing."),
         spread=(lambda s, a, b, c, m: _keep(-c * (a - b) + s[:, None] / m.sum(1, keepdim=True).clamp(min=1), m), "You spread the score over the tokens; it is given whole, to the last one."),
         kl_flipped=(lambda s, a, b, c, m: _keep(c * (a - b), m) + _paid(s, _last(m)), "Your KL has the sign of the log-ratio flipped: leaving the reference is paid for, not rewarded."),
         no_kl=(lambda s, a, b, c, m: _paid(s, _last(m)), "The price of the KL is missing."),
@@ -748,6 +764,7 @@ exercise("token_rewards", "09_reward", "f(scores (B,), logp (B, T), logp_ref, kl
 
 def _stops(t, stop): return (t == stop).cumsum(1)
 def _cut(t, pad, m): return torch.where(m, t, pad), m
+def _before(t, stop, pad): return torch.where(_stops(t, stop) - (t == stop).long() == 0, t, pad)
 _STOP = [(_t([[7, 2, 7, 5]]), 2, 0), (_t([7, 2, 7, 2, 5], [5, 7, 7, 6, 5], [2, 2, 3, 7, 9], [7, 3, 3, 3, 2]), 2, 0), (_t([1, 9, 4], [4, 4, 4]), 9, 1)]
 
 exercise("truncate_at_stop", "09_reward", "f(tokens (B, T), stop, pad) -> (tokens, mask): everything behind the first stop token becomes pad; the mask is True up to and including it", lambda t, s, p: reward.truncate_at_stop(t, s, p)[:2], "tokens stop pad", inputs=_STOP,
@@ -757,6 +774,8 @@ exercise("truncate_at_stop", "09_reward", "f(tokens (B, T), stop, pad) -> (token
         only_stops=(lambda t, s, p: _cut(t, p, t != s), "You replace the stop tokens only: everything behind the first one must go."),
         inverted=(lambda t, s, p: (torch.where((_stops(t, s) - (t == s).long()) == 0, t, p), (_stops(t, s) - (t == s).long()) > 0), "The mask is inverted: True means that a token counts."),
         tokens_kept=(lambda t, s, p: (t.clone(), (_stops(t, s) - (t == s).long()) == 0), "The mask is right, but the tokens behind the stop are still there."),
+        mask_from_pad=(lambda t, s, p: (_before(t, s, p), _before(t, s, p) != p), "You read the mask off the padding: the policy may write the pad token too, and before the stop it counts like any other."),
+        stop_masked=(lambda t, s, p: (_before(t, s, p), _stops(t, s) == 0), "The tokens are right, but the stop token is not in the mask: the policy must learn to write it."),
         one_more=(lambda t, s, p: _cut(t, p, torch.cat([torch.ones_like(t[:, :1], dtype=torch.bool), ((_stops(t, s) - (t == s).long()) == 0)[:, :-1]], 1)), "You keep one token too many: the stop token is the last."),
         none_is_empty=(lambda t, s, p: _cut(t, p, ((_stops(t, s) - (t == s).long()) == 0) & (t == s).any(1, keepdim=True)), "A row without a stop token becomes empty: all of it counts."),
         argmax=(lambda t, s, p: _cut(t, p, torch.arange(t.shape[1]) <= (t == s).long().argmax(1, keepdim=True)), "In a row without a stop token argmax gives 0, and only the first token is left: all of them count.")),
@@ -783,6 +802,8 @@ def _ppo_reference(a, b, A, V, R, H, m, eps, vc, ec):
     return -masking.masked_mean(policy, m) + vc * masking.masked_mean(value.value_loss(V, None, R), m) - ec * masking.masked_mean(H, m)
 def _all(x, m): return x.mean()
 def _padded(x, m): return _keep(x, m).mean()
+def _total(x, m): return _keep(x, m).sum()
+def _optimistic(r, A, eps): return torch.maximum(r * A, _clip(r, eps) * A)
 
 exercise("ppo_loss", "10_ppo", "f(logp, logp_old, advantage, value, returns, entropy, mask, eps, value_coef, entropy_coef) -> the loss of a batch, 0-dim, to be minimised: clipped surrogate, half the squared error of the value, entropy bonus, each a mean over what counts",
     _ppo_reference, "logp logp_old advantage value returns entropy mask eps value_coef entropy_coef",
@@ -798,9 +819,12 @@ exercise("ppo_loss", "10_ppo", "f(logp, logp_old, advantage, value, returns, ent
         no_entropy_coef=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, vc, 1.0), "entropy_coef is not used."),
         coefs_swapped=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, ec, vc), "The two coefficients are swapped."),
         no_entropy=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, vc, 0.0), "The entropy bonus is missing."),
+        no_value=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, 0.0, ec), "The value's error is missing."),
+        total=(lambda *x: _ppo(*x, mean=_total), "You add up; a mean over what counts is asked for, so that the learning rate does not depend on the size of the batch."),
         no_mask=(lambda *x: _ppo(*x, mean=_all), "The mask is not used: the means count padding."),
         padded=(lambda *x: _ppo(*x, mean=_padded), "The means count padding: you divide by the number of all elements."),
         no_minimum=(lambda *x: _ppo(*x, objective=lambda r, A, eps: _clip(r, eps) * A), "You clip on both sides, whatever the advantage: the minimum with the unclipped product is missing."),
+        maximum=(lambda *x: _ppo(*x, objective=_optimistic), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
         no_clip=(lambda *x: _ppo(*x, objective=lambda r, A, eps: r * A), "The ratio is not clipped."),
         ratio_inverted=(lambda a, b, *x: _ppo(b, a, *x), "The ratio is inverted: new over old."),
         leak=(lambda *x: _ppo(*x, mean=lambda v, m: (v * m).sum() / m.sum()), LEAK)),
@@ -843,6 +867,8 @@ exercise("grpo_loss", "11_grpo", "f(logp (B, T), logp_old, logp_ref, advantage (
         along_tokens=(lambda *x: _grpo(*x, each=x[3].expand_as(x[0])), "The advantage of an answer is spread over the wrong dimension: (B,) lines up with the tokens. Use advantage[:, None]. It went unnoticed because here B = T."),
         no_clip=(lambda *x: _grpo(*x, objective=lambda r, A, eps: r * A), "The ratio is not clipped."),
         no_minimum=(lambda *x: _grpo(*x, objective=lambda r, A, eps: _clip(r, eps) * A), "You clip on both sides, whatever the advantage: the minimum is missing."),
+        maximum=(lambda *x: _grpo(*x, objective=_optimistic), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
+        ratio_inverted=(lambda a, b, ref, *x: _grpo(b, a, ref, *x, penalty=lambda: _k3(a - ref)), "The ratio is inverted: new over old."),
         sign=(lambda *x: _grpo(*x, sign=1), "The surrogate has the wrong sign in the loss."),
         kl_sign=(lambda a, b, ref, A, m, eps, beta: _grpo(a, b, ref, A, m, eps, -beta), "The KL has the wrong sign: in a loss it is added."),
         no_kl=(lambda a, b, ref, A, m, eps, beta: _grpo(a, b, ref, A, m, eps, 0.0), "The KL is missing."),
@@ -867,7 +893,7 @@ exercise("dpo_loss", "11_grpo", "f(chosen, rejected, ref_chosen, ref_rejected, b
         sign=(lambda c, r, p, q, b: torch.nn.functional.logsigmoid(b * (c - p - r + q)).mean(), "The sign is flipped: a loss is minus the log-likelihood."),
         total=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c - p - r + q)).sum(), "You add the pairs up; their mean is asked for."),
         mean_first=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid((b * (c - p - r + q)).mean()), "You average the margins first: each pair has a loss of its own."),
-        underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), "Right, but the sigmoid of -200 is 0 in float32, and its logarithm -inf: use logsigmoid.")),
+        underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), "Right, but in float32 the sigmoid of -200 is 0 and exp(200) is inf, and so is the logarithm: use logsigmoid.")),
     tip="Two log-ratios against the reference, their difference times beta, and the loss of a coin that should have shown heads.")
 
 def _kept(a, b, A, m, delta, mean=_row_means, bad=lambda A: A < 0): return ~(bad(A) & (mean(b - a, m) > delta))
@@ -875,16 +901,18 @@ def _kept(a, b, A, m, delta, mean=_row_means, bad=lambda A: A < 0): return ~(bad
 exercise("off_policy_sequence_mask", "11_grpo", "f(logp (B, T), logp_old, advantage (B,), mask, threshold) -> (B,) boolean, False for each answer with a negative advantage and a mean over its tokens of log pi_old - log pi above the threshold",
     lambda a, b, A, m, delta: grpo.off_policy_sequence_mask(a, b, A, delta, m)[:, 0], "logp logp_old advantage mask threshold",
     inputs=[(_t([-3., -2., -1.], [-3., -2., -1.]), _t([-1., -2., -1.], [-1., -2., -1.]), _t([-1., 1.]), _m("111", "111"), 0.5),
-            (_t([-1., -1., -1.], [-1., -2.5, -1.], [-1., -3., -9.], [-4., -1., -1.], [-1.5, -1.5, -1.5]), _t([-2., -3., -1.], [-1., -1., -1.], [-1., -2., -1.], [-1., -1., -1.], [-1., -1., -1.]), _t([-1., -1., -0.5, 0., -1.]), _m("111", "111", "110", "111", "111"), 0.6),
+            (_t([-1., -1., -1.], [-1., -2.5, -1.], [-1., -3., -9.], [-4., -1., -1.], [-1.5, -1.5, -1.5], [-1., -2., -1.], [-1., -2.5, -1.]), _t([-2., -3., -1.], [-1., -1., -1.], [-1., -2., -1.], [-1., -1., -1.], [-1., -1., -1.], [-1., -2., -1.], [-2.5, -1., -1.]), _t([-1., -1., -0.5, 0., -1., -1., -1.]), _m("111", "111", "110", "111", "111", "111", "111"), 0.6),
             (_t([-3., -2., -1., -2.], [-2., -2., -9., -9.]), _t([-1., -1., -1., -1.], [-1., -1., -1., -1.]), _t([-1., -2.]), _m("1111", "1100"), 0.9)],
     edges=[(_t([-3., NAN], [-1., -2.]), _t([-1., -1.], [-1., -2.]), _t([-1., -1.]), _m("10", "11"), 0.5)],
     mistakes=dict(
         inverted=(lambda *x: ~_kept(*x), "That is True for the answers that are to be left out."),
         any_sign=(lambda *x: _kept(*x, bad=lambda A: A < INF), "You leave out good answers too: they may be learned from, however far the policy has gone."),
         good_ones=(lambda *x: _kept(*x, bad=lambda A: A > 0), "You leave out the good answers: it is the bad ones that do harm from afar."),
+        either=(lambda a, b, A, m, delta: ~((A < 0) | (_row_means(b - a, m) > delta)), "One of the two conditions is enough for you: an answer is left out where both hold."),
         zero=(lambda *x: _kept(*x, bad=lambda A: A <= 0), "You leave out an answer with an advantage of 0: negative means below 0."),
         flipped=(lambda a, b, *x: _kept(b, a, *x), "Your log-ratio is flipped: far are answers that have become improbable, log pi_old - log pi."),
         absolute=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d, m).abs()), "You leave out bad answers that have become more probable, too: those must be unlearned."),
+        ratios=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d.exp(), m)), "You average the ratios pi_old / pi; the threshold is for the mean of their logarithms."),
         each_token=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).amax(1)), "One far token is not enough: the mean over the tokens of the answer counts."),
         total=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).sum(1)), "That is the sum over the tokens, by which long answers are always far: take the mean."),
         padded_length=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).mean(1)), "The mean counts padding: divide by the number of tokens of the answer."),
@@ -931,7 +959,7 @@ exercise("online_logsumexp", "12_kernels", "f(z (V,)) -> the log-sum-exp of what
 
 exercise("combine_steps", "12_kernels", "f(x, d, x_later, d_later) -> (x, d): two steps of y_t = x_t + d_t y_{t+1} as one, elementwise; nothing gets past d = 0", lambda x, d, X, D: (x + torch.where(d == 0, 0.0, d * X), d * D), "x d x_later d_later",
     inputs=[(_t([1.]), _t([0.5]), _t([4.]), _t([0.25])), (_normal(5, seed=55), _t([0.9, 0.5, 0., 0.8, 1.]), _normal(5, seed=56), _t([0.7, 0., 0.6, 0.3, 0.9]))],
-    edges=[(_t([1., 2.]), _t([0., 0.5]), _t([NAN, 4.]), _t([0.5, 0.5]))],
+    edges=[(_t([1., 2., 3.]), _t([0., 0.5, 0.5]), _t([NAN, 4., NAN]), _t([0.5, 0.5, 0.5]))],
     mistakes=dict(
         no_decay=(lambda x, d, X, D: (x + X, d * D), "What comes later is not multiplied by d, the decay of the step here."),
         later_decay=(lambda x, d, X, D: (x + D * X, d * D), "You multiply the later x by its own decay: between the two steps stands the decay of the first."),
@@ -940,7 +968,8 @@ exercise("combine_steps", "12_kernels", "f(x, d, x_later, d_later) -> (x, d): tw
         adds_decays=(lambda x, d, X, D: (x + d * X, d + D), "You add the decays: what comes after both is multiplied by one, then by the other."),
         first_decay=(lambda x, d, X, D: (x + d * X, d), "The decay of the pair is that of the first step alone: what comes after both is reached through both."),
         last_decay=(lambda x, d, X, D: (x + d * X, D), "The decay of the pair is that of the later step alone: what comes after both is reached through both."),
-        cut_leaks=(lambda x, d, X, D: (x + d * X, d * D), "Right, but 0 times NaN is NaN: where d is 0, leave the later x out instead of multiplying it.")),
+        cut_leaks=(lambda x, d, X, D: (x + d * X, d * D), "Right, but 0 times NaN is NaN: where d is 0, leave the later x out instead of multiplying it."),
+        hides=(lambda x, d, X, D: (x + d * X.nan_to_num(), d * D), "Right, but a NaN behind a d that is not 0 is gone as well, and it must be seen. Leave the later x out where d is 0, and only there.")),
     tip="Put y' = x_later + d_later y'' into y = x + d y'. What stands alone, and what stands before y''?")
 
 # %% ../nbs/check.ipynb #lesson-20
@@ -978,7 +1007,7 @@ def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=_surrogate, policy=-
 exercise("control_loss", "21_cartpole", "f(ratio, advantage, value, returns, entropy, eps, value_coef, entropy_coef) -> PPO's whole loss for control (eq. 9, to be minimised), 0-dim: the clipped surrogate, half the squared error of the value, the entropy; each a mean over the batch",
     lambda r, A, V, R, H, eps, cv, ch: -surrogate.clipped_surrogate(r, A, eps).mean() + cv * value.value_loss(V, V, R).mean() - ch * H.mean(), "ratio advantage value returns entropy eps value_coef entropy_coef",
     inputs=[(_t([1.5, 0.9]), _t([1., -1.]), _t([1., 2.]), _t([2., 0.]), _t([0.6, 0.5]), 0.2, 0.5, 0.1),
-            (_t([0.5, 1.1, 1.6, 0.95]), _t([-2., 0.5, -1., 3.]), _normal(4, seed=52), _normal(4, seed=53) + 1, _t([0.1, 0.4, 0.3, 0.6]), 0.3, 0.25, 0.4)], wrt=("ratio", "value", "entropy"),
+            (_t([0.5, 1.1, 1.6, 0.95]), _t([-2., 0.5, -3., 3.]), _normal(4, seed=52), _normal(4, seed=53) + 1, _t([0.1, 0.4, 0.3, 0.6]), 0.3, 0.25, 0.4)], wrt=("ratio", "value", "entropy"),
     mistakes=dict(
         policy_sign=(lambda *x: _control_loss(*x, policy=1), "The surrogate has the wrong sign: it is maximised, and a loss is minimised."),
         value_sign=(lambda *x: _control_loss(*x, value=-1), "The value's error has the wrong sign: it is to become smaller, so it is added."),
@@ -991,7 +1020,8 @@ exercise("control_loss", "21_cartpole", "f(ratio, advantage, value, returns, ent
         no_value=(lambda *x: _control_loss(*x[:6], 0.0, x[7]), "The value's error is missing."),
         no_clip=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: r * A), "The ratio is not clipped."),
         no_minimum=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: _clip(r, eps) * A), "You clip on both sides, whatever the advantage: the minimum is missing."),
-        maximum=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: torch.maximum(r * A, _clip(r, eps) * A)), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
+        minimum_of_means=(lambda r, A, *x: _control_loss(r, A, *x, objective=lambda r, A, eps: torch.minimum((r * A).mean(), (_clip(r, eps) * A).mean())), "You take the minimum of the two means: the smaller one counts in each sample, then comes the mean."),
+        maximum=(lambda *x: _control_loss(*x, objective=_optimistic), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
         total=(lambda *x: _control_loss(*x, mean=torch.sum), "You add up; a mean over the batch is asked for, so that the learning rate does not depend on its size.")),
     tip="Three means and two coefficients. Ask of each: should it grow or shrink? A loss shrinks.")
 
@@ -1017,6 +1047,7 @@ exercise("position_ids", "34_rlhf", "f(mask (B, T)) -> the position of each toke
         columns=(lambda m: torch.arange(m.shape[1]).expand_as(m), "Those are the columns: under left padding the first word of a short query would stand at a position that a model has learned for later words."),
         from_1=(lambda m: m.long().cumsum(1), "Positions count from 0: the token itself does not stand before itself."),
         minus_1=(lambda m: m.long().cumsum(1) - 1, "Right for real tokens, but padding on the left gets position -1, for which a model has no embedding."),
+        ones=(lambda m: (m.long().cumsum(1) - 1).masked_fill(~m, 1), "Padding on the left gets 1, as in some libraries, which mask it away later; here it is 0."),
         from_right=(lambda m: m.long().flip(1).cumsum(1).flip(1) - m.long(), "You count the tokens that come after; those before are asked for."),
         padding_counts=(lambda m: (~m).long().cumsum(1) - (~m).long(), "You count padding, not words."),
         shifted_back=(lambda m: (torch.arange(m.shape[1]) - (~m).sum(1, keepdim=True)).clamp(min=0), "You subtract the number of all padding, right padding included: only what stands before a token shifts it.")),

@@ -197,6 +197,14 @@ def every_answer(a, b, ref, A, m, eps, beta):
     ("kl_loss", lambda a, b, m: (a - b)[m].mean().detach(), "no_gradient"),
     ("kl_loss", lambda a, b, m: ((a - b).detach() * (a - a.detach()).exp())[m].mean(), "leak"), ("kl_loss", lambda a, b, m: through((a * m).sum(), slope_of_kl(a, b, m)), "leak"),
     ("kl_loss", lambda a, b, m: through((a - b)[m].mean(), 3 * slope_of_kl(a, b, m)), None), ("kl_loss", lambda a, b, m: slope_of_kl(a, b, m) + a[m].mean(), None),
+    ("masked_mean", lambda x, m: (x.nan_to_num() * m).sum() / m.sum().clamp(min=1), "hides"), ("masked_mean", lambda x, m: torch.nan_to_num(x[m].mean()), "patched"),
+    ("clipped_surrogate", lambda r, A, eps: torch.minimum(r * A, r.clip(eps, 1 + eps) * A), "from_eps"),
+    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-8), "no_eps"),
+    ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) & (torch.where(m, (b - a).exp(), 0).sum(1) / m.sum(1) > t)), "ratios"),
+    ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) & (torch.where(m, (a - b).expm1() - (a - b), 0).sum(1) / m.sum(1) > t)), None),
+    ("control_loss", lambda r, A, V, R, H, eps, v, h: -torch.minimum((r * A).mean(), (r.clamp(1 - eps, 1 + eps) * A).mean()) + v * ((V - R) ** 2).mean() / 2 - h * H.mean(), "minimum_of_means"),
+    ("dpo_loss", lambda c, r, p, q, b: (1 + (-b * (c - p - r + q)).exp()).log().mean(), "underflow"),
+    ("explained_variance", lambda V, R: 1 - (R - V).var() / (R.var() + 1e-8), "zero_division"),
     ("explained_variance", lambda V, R: torch.zeros(()) if ((R - R.mean()) ** 2).mean() == 0 else 1 - (R - V).var(unbiased=False) / ((R - R.mean()) ** 2).mean(), "exactly_0"),
 ])
 def test_a_known_mistake_is_named_however_it_is_written(exercise, f, mistake): assert EXERCISES[exercise](f, draw=False).mistake == mistake
@@ -358,6 +366,21 @@ def test_a_missing_gradient_is_said():
     assert verdict.mistake == "no_gradient"
     verdict = EXERCISES["value_loss"](lambda V, O, R, c: EXERCISES["value_loss"].reference(V, O, R, c).detach())
     assert "the value is right, but its gradient with respect to value should be" in verdict.text and "none flows" in verdict.text
+
+
+@pytest.mark.parametrize("detach", [torch.Tensor.detach_, lambda b: b.requires_grad_(False)])
+def test_an_argument_that_is_detached_in_place_is_said(detach):
+    verdict = EXERCISES["importance_ratio"](lambda a, b: (a - detach(b)).exp())
+    assert "yours detaches logp_old in place: detach() gives a copy, which is what you want" in verdict.text
+    assert "yours detaches logp and logp_old in place" in EXERCISES["importance_ratio"](lambda a, b: (detach(a) - detach(b)).exp()).text
+
+
+def test_a_list_of_numbers_is_no_tensor():
+    words = "yours returns 3 things, expected 1: torch.stack makes one tensor of tensors, torch.tensor of numbers"
+    for change in (list, torch.Tensor.tolist): assert words in EXERCISES["online_logsumexp"](lambda z: change(z.logcumsumexp(0))).text
+    assert EXERCISES["masked_mean"](masked_mean_with(lambda v: (v, v, v))).text.count("yours returns 3 things, expected 1\n") == 1
+    assert "yours returns 3 things, expected 1\n" in EXERCISES["online_logsumexp"](lambda z: [z.logcumsumexp(0)] * 3).text                    # three whole answers
+    assert "yours returns 1 thing, expected 2\n" in EXERCISES["combine_steps"](lambda x, d, X, D: x + d * X).text
 
 
 def test_a_gradient_is_compared_element_by_element():
