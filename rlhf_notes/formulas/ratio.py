@@ -42,7 +42,7 @@ def importance_ratio(logp: torch.Tensor, # log pi of what was done, under the po
 def effective_sample_size(ratio: torch.Tensor, # Importance weights, finite and not negative, (...)
                           mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                          ) -> torch.Tensor: # 0-dim, float32 or better, in samples: from 1 to the number that counts; 0 if nothing does
-    "Of how many samples of equal weight these are worth (Kish): (sum r)^2 / sum r^2."
+    "How many samples of equal weight these are worth (Kish): (sum r)^2 / sum r^2."
     check_float(ratio=ratio); check_mask(mask, ratio=ratio)
     r = pad(apply_mask(at_least_float32(ratio), mask).flatten(), (0, 1))
     largest = r.amax().detach()
