@@ -141,5 +141,5 @@ def test_every_listed_break_was_made_and_caught():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "breaks").glob("*.json")), ids=lambda p: p.stem)
 def test_every_listed_break_can_be_made(path):
-    module = next((ROOT / "rlhf_notes").rglob(f"{path.stem}.py")).read_text(encoding="utf-8")
+    module = next((ROOT / "rlhf_notes").rglob(path.stem.replace(".", "/") + ".py")).read_text(encoding="utf-8")
     assert not [b["why"] for b in json.loads(path.read_text(encoding="utf-8")) if module.count(b["old"]) != 1]

@@ -4,6 +4,8 @@
 
 Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its place, and why that would be wrong. A break is made in a copy of
 the project, in the module and in its notebook alike; then the module's tests are run and the notebook is run. It is caught if either fails.
+A module whose name stands twice is called FOLDER.MODULE. Before anything is broken the same is done with nothing changed, which must not be "caught",
+and says how long tests and notebook take; a break that makes them take four times as long, and more than two minutes, counts as caught, and is printed.
 With --tests-first the notebook is run only where the tests notice nothing, and its column stays empty elsewhere. With --keep the breaks that the
 CSV holds already are not made again.
 """
@@ -15,19 +17,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = {"cli": ("test_cli.py", "test_compare_language.py"), "control.compare": ("test_compare.py",), "control.config": ("test_config.py",), "differences": ("crosscheck",),
+         "language.compare": ("test_compare_language.py",), "language.config": ("test_rlhf_config.py",)}      # where they are called otherwise than the module
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 def find(name):
     "The module called `name`, its notebook and its tests, as paths from the top."
-    module = next((ROOT / "rlhf_notes").rglob(f"{name}.py"))
-    notebook = next(p for p in (ROOT / "nbs").rglob("*.ipynb") if p.stem.split("_", 1)[-1] == name or p.stem == name)
-    tests = next((ROOT / "tests").rglob(f"test_{name}.py"))
-    return [p.relative_to(ROOT) for p in (module, notebook, tests)]
+    module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
+    folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
+    notebook = next(p for p in folder.glob("*.ipynb") if p.stem.split("_", 1)[-1] == module.stem or p.stem == module.stem)
+    tests = [next((ROOT / "tests").rglob(t)) for t in TESTS.get(name, (f"test_{name}.py",))]
+    return [p.relative_to(ROOT) for p in (module, notebook, *tests)]
 
 
 def replace_once(path, old, new):
@@ -44,21 +50,22 @@ def replace_once(path, old, new):
     path.write_text(text, encoding="utf-8")
 
 
-def run(command, cwd, limit=120):
+def run(command, cwd, limit):
     try: return subprocess.run(command, cwd=cwd, env={**ENV, "PYTHONPATH": str(cwd)}, capture_output=True, timeout=limit).returncode
-    except subprocess.TimeoutExpired: return 124
+    except subprocess.TimeoutExpired: print(f"{' '.join(command[2:])} took longer than {limit:.0f} s", flush=True); return 124
 
 
-def try_break(name, change, tests_first):
+def try_break(name, change, tests_first, limit):
     "Is this break caught by the notebook, by the tests?"
-    module, notebook, tests = find(name)
+    module, notebook, *tests = find(name)
     with tempfile.TemporaryDirectory() as tmp:
         tree = Path(tmp) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "runs", ".hypothesis", "__pycache__"))
-        replace_once(tree / module, change["old"], change["new"])
-        replace_once(tree / notebook, change["old"], change["new"])
-        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(tests)], tree) != 0
-        by_notebook = "" if tests_first and by_tests else run([sys.executable, "tools/notebooks.py", "run", str(notebook)], tree) != 0
+        if change["old"]:
+            replace_once(tree / module, change["old"], change["new"])
+            replace_once(tree / notebook, change["old"], change["new"])
+        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, tests)], tree, limit) != 0
+        by_notebook = "" if tests_first and by_tests else run([sys.executable, "tools/notebooks.py", "run", str(notebook)], tree, limit) != 0
     return {"module": name, "break": change["why"], "notebook": by_notebook, "tests": by_tests, "caught": bool(by_notebook or by_tests)}
 
 
@@ -76,15 +83,17 @@ def main():
     if args.keep and args.out and args.out.exists():
         with open(args.out, newline="", encoding="utf-8") as f: kept = {(r["module"], r["break"]): r | {"caught": r["caught"] == "True"} for r in csv.DictReader(f)}
     new = [(name, b) for name, b in todo if (name, b["why"]) not in kept]
+    limits = {}
     for name in dict(new):
-        module, notebook, tests = find(name)
-        if run([sys.executable, "-m", "pytest", "-x", str(tests)], ROOT): sys.exit(f"{tests} fails before anything is broken")
+        start = time.perf_counter()
+        if try_break(name, {"why": "nothing is changed", "old": ""}, False, 1800)["caught"]: sys.exit(f"the tests or the notebook of {name} fail before anything is broken")
+        limits[name] = max(120, 4 * (time.perf_counter() - start))
     with ThreadPoolExecutor(args.jobs) as pool:
         made = dict(kept)
-        for row in pool.map(lambda t: try_break(*t, args.tests_first), new):
+        for row in pool.map(lambda t: try_break(*t, args.tests_first, limits[t[0]]), new):
             made[row["module"], row["break"]] = row
             by = " and ".join(k for k in ("notebook", "tests") if row[k]) or "NOTHING"
-            print(f"{row['module']:12} {row['break']:70} caught by {by}", flush=True)
+            print(f"{row['module']:16} {row['break']:70} caught by {by}", flush=True)
     rows = [made[name, b["why"]] for name, b in todo]
     if args.out:
         with open(args.out, "w", newline="", encoding="utf-8") as f:
