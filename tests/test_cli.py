@@ -1,3 +1,4 @@
+import argparse
 import csv
 import io
 import json
@@ -192,6 +193,12 @@ def test_every_option_of_the_config_is_offered(task):
     else: assert cli.given(cli.parse([task, "--squash", "--no-normalize-obs"]), config) == {"squash": True, "normalize_obs": False}
 
 
+def test_help_says_what_the_defaults_are():
+    for p in next(a for a in cli.make_parser()._actions if a.dest == "command").choices.values():
+        for a in p._actions:
+            if a.default not in (None, False, argparse.SUPPRESS): assert a.help.endswith(f"(default: {a.default})"), (p.prog, a.dest)
+
+
 # a run
 
 def test_a_run_leaves_what_was_promised(tmp_path, capsys):
@@ -236,6 +243,14 @@ def test_bench_leaves_a_table_and_a_csv(tmp_path, capsys, monkeypatch):
         with open("runs/bench/bench.csv", newline="") as f: assert {r["task"] for r in csv.DictReader(f)} == of
 
 
+def test_bench_hands_on_what_it_is_told(monkeypatch):
+    from rlhf_notes.studies import speed
+    told = []
+    monkeypatch.setattr(cli, "pick_device", lambda name, auto: {"auto": "meta"}[name])
+    monkeypatch.setattr(speed, "bench", lambda sizes, device, rounds, tasks, **_: told.append((sizes, device, rounds, tasks)))
+    assert cli.main(["bench", "--size", "medium", "--rounds", "3", "--task", "entropy"]) == 0 and told == [(("medium",), "meta", 3, ("entropy",))]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="SIGINT is sent to a process")
 def test_ctrl_c_leaves_a_run_that_goes_on_to_the_same_bytes(tmp_path):
     args = ["--steps", "25600", "--num-envs", "4", "--epochs", "1", "--minibatches", "1", "--seed", "2"]
@@ -264,6 +279,23 @@ def test_threads_are_what_openmp_understands(monkeypatch, said, threads):
     if said is None: monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else: monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert cli.allowed_threads() == threads
+
+
+@pytest.mark.parametrize("task, allowed, threads", [("cartpole", "4", 1), ("rlhf", "4", 2), ("rlhf", "1", 1)])
+def test_a_training_has_the_threads_that_it_can_use_and_may(monkeypatch, task, allowed, threads):
+    said = []
+    monkeypatch.setattr(torch, "set_num_threads", said.append); monkeypatch.setenv("OMP_NUM_THREADS", allowed)
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(train=lambda config, run: (None, None, {})))
+    cli.train(task, None, None); cli.train(task, None, None, 1)
+    assert said == [threads, 1]
+
+
+def test_of_several_processes_the_first_makes_the_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(["cartpole", "--seeds", "2", "--out", "many"], "--seeds must be trained by one command each where several processes train together", capsys, tmp_path)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.new_run("rlhf", cli.RLHFConfig(), Path("run")).config["processes"] == 2 and Path("run").exists() == (rank == "0")
 
 
 def test_control_is_trained_by_one_process(tmp_path, monkeypatch, capsys):
@@ -513,6 +545,7 @@ def test_a_seed_that_fails_is_not_hidden(tmp_path, monkeypatch):
     def faulty(config, run): raise ValueError("a fault")
     monkeypatch.setattr(cartpole, "train", faulty)
     with pytest.raises(ValueError, match="a fault"): cli.main(["cartpole", *QUICK, "--seeds", "2"])
+    with pytest.raises(RuntimeError, match="a seed has failed, as said above"): cli.train_seeds("none", [(None, None)] * 2, 2)
 
 
 # against others
@@ -538,7 +571,7 @@ def test_compare_writes_a_row_for_each_race(tmp_path, capsys, monkeypatch):
 
 # the demo
 
-SUMMARY = dict(task="cartpole", algo="ppo", seed=0, device="cpu", steps=39936, wall_seconds=5.0, interrupted=False, eval_return_mean=499.9, eval_return_std=1.0, eval_episodes=100,
+SUMMARY = dict(task="cartpole", algo="ppo", seed=0, device="cpu", steps=39936, wall_seconds=5.0, interrupted=False, env="CartPole-v1", eval_return_mean=499.9, eval_return_std=1.0, eval_episodes=100,
                eval_sampled_return_mean=480.0, eval_sampled_return_std=2.0, solved=True, steps_to_solve=None, seconds_to_solve=None)
 LANGUAGE = dict(task="rlhf", algo="ppo", seed=0, device="cpu", steps=7680, wall_seconds=40.0, interrupted=False, true_score_sft=-1.25, true_score=2.5, win_rate_vs_sft=0.985, proxy_score=2.25, kl=5.5, valid=1.0, tokens_per_second=7000.0)
 SAMPLES = """iteration,query,answer,score,true_score
@@ -555,6 +588,11 @@ def written(change):
         (run.path / "samples.csv").write_text(SAMPLES)
         return None, [], LANGUAGE | change
     return train
+
+
+def test_the_outcome_by_hand():
+    assert cli.outcome(SUMMARY) == "return over 100 fresh episodes: 499.9 (std 1.0) greedy, 480.0 (std 2.0) sampled: solved"
+    assert cli.outcome(LANGUAGE) == "what the human thinks of its answers: -1.25 before, 2.50 after; the later one is better in 98.5%; 100.0% have an end; KL 5.5 nats"
 
 
 def test_whoever_trains_a_known_environment_with_other_options_is_told():
@@ -623,7 +661,7 @@ def test_several_seeds_of_rlhf(tmp_path, capsys):
     assert cli.main(["rlhf", *TINY, "--seeds", "2", "--out", "many"]) == 0
     out, _ = capsys.readouterr()
     assert out.count("what the human thinks") == 2 and "solved" not in out
-    assert (tmp_path / "many" / "seeds.csv").read_text().splitlines()[0].split(",") == ["seed", *cli.RLHF_COLUMNS]
+    assert (tmp_path / "many" / "seeds.csv").read_text().splitlines()[0] == "seed,true_score_sft,true_score,win_rate_vs_sft,proxy_score,kl,valid,wall_seconds"
 
 
 def test_a_loss_that_is_not_a_number_is_said(monkeypatch, capsys):

@@ -11,6 +11,8 @@ import torch
 from rlhf_notes.control import compare
 from rlhf_notes.control.compare import COLUMNS, SINGLE_FILE, Contender, Ours, SingleFile, StableBaselines, contenders, equal, look, race, ratios, table
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
+from rlhf_notes.formulas.surrogate import clipped_surrogate
+from rlhf_notes.formulas.value import value_loss
 
 needs_sb3 = pytest.mark.skipif(importlib.util.find_spec("stable_baselines3") is None, reason="stable-baselines3 is not installed")
 SMALL = dict(num_envs=2, num_steps=16, total=320, minibatches=2, epochs=2)
@@ -67,6 +69,26 @@ def test_single_file_advantages_are_those_of_a_loop_over_episodes():
             assert got[t, n].item() == pytest.approx(total, abs=1e-4)
 
 
+@pytest.mark.parametrize("task", SINGLE_FILE)
+def test_single_file_learns_from_the_gradient_of_its_formulas(task, monkeypatch):
+    "Of one step, on data whose ratios and values are far enough from the old ones for both clips to bind."
+    loop = single(task, minibatches=1, epochs=1, entropy_coef=0.3)
+    (obs, actions, logp_old, values, dones), rewards = loop._collect()
+    noise = torch.Generator().manual_seed(0)
+    logp_old, values = (x + 0.5 * torch.randn(x.shape, generator=noise) for x in (logp_old, values))
+    monkeypatch.setattr(loop, "_collect", lambda: ([obs, actions, logp_old, values, dones], rewards))
+    A = loop._advantages(rewards, values, dones)
+    pi, value, far = loop._distribution(obs), loop.critic(obs).squeeze(-1), (A - A.mean()) / A.std()
+    ratio = (pi.log_prob(actions) - logp_old).exp()
+    assert ((ratio > 1.2) & (far > 0)).any() and ((ratio < 0.8) & (far < 0)).any() and ((value - values).abs() > 0.2).any()
+    loss = -clipped_surrogate(ratio, far, 0.2).mean() + 0.5 * value_loss(value, values, A + values, 0.2).mean() - 0.3 * pi.entropy().mean()
+    slopes = torch.autograd.grad(loss, loop.parameters)
+    norm = sum(g.square().sum() for g in slopes).sqrt()
+    loop.iterate()
+    assert norm > 0.5
+    for p, g in zip(loop.parameters, slopes): torch.testing.assert_close(p.grad, g * 0.5 / norm, atol=1e-5, rtol=1e-3)
+
+
 def test_single_file_normalises_what_the_policy_sees():
     loop = single("pendulum")
     for _ in range(3): loop.iterate()
@@ -90,12 +112,13 @@ def test_single_file_tells_the_environment_bounded_actions():
 # stable-baselines3
 
 @needs_sb3
-@pytest.mark.parametrize("config", [PPOConfig(), PendulumConfig(), PPOConfig(num_envs=4, epochs=3, learning_rate=0.01, lr_anneal=1.0, hidden=32, activation="relu", entropy_coef=0.1, value_coef=0.8, adam_eps=1e-7)], ids=["cartpole", "pendulum", "other"])
+@pytest.mark.parametrize("config", [PPOConfig(), PendulumConfig(), PPOConfig(num_envs=4, epochs=3, learning_rate=0.01, lr_anneal=1.0, hidden=32, activation="relu", clip_anneal=0.5, entropy_coef=0.1, value_coef=0.8, adam_eps=1e-7)], ids=["cartpole", "pendulum", "other"])
 def test_equal_means_equal(config):
     theirs, ours = StableBaselines(config.env, 0, **equal(config)), Ours(config)
     m = theirs.model
     assert theirs.batch == config.batch and m.batch_size * config.minibatches == config.batch and (m.n_epochs, m.gamma, m.gae_lambda, m.ent_coef, m.max_grad_norm) == (config.epochs, config.gamma, config.lam, config.entropy_coef, config.max_grad_norm)
-    for left in (1.0, 0.5, 0.1): assert m.lr_schedule(left) == pytest.approx(config.learning_rate * left ** config.lr_anneal) and m.clip_range(left) == config.clip
+    for left in (1.0, 0.5, 0.1): assert m.lr_schedule(left) == pytest.approx(config.learning_rate * left ** config.lr_anneal) and m.clip_range(left) == pytest.approx(config.clip * left ** config.clip_anneal)
+    assert equal(config)["reward_scale"] == config.reward_scale and (getattr(m.policy, "log_std", torch.tensor(config.log_std)) == config.log_std).all()
     shapes = lambda parameters: sorted(tuple(p.shape) for p in parameters)
     assert shapes(m.policy.parameters()) == shapes(ours.ppo.agent.parameters())
     assert m.policy.optimizer.defaults["eps"] == config.adam_eps and type(m.policy.mlp_extractor.policy_net[1]) is type(ours.ppo.agent.policy[1]) and m.normalize_advantage and m.clip_range_vf is None
@@ -219,6 +242,14 @@ def test_each_seed_begins_with_another_contender(monkeypatch):
     assert ["".join(n for s, n in made if s == seed) for seed in range(6)] == ["", "", "", "", "bca", "cab"]
 
 
+def test_each_contender_is_made_with_its_seed(monkeypatch):
+    made = []
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: object()); monkeypatch.setattr(compare, "Ours", lambda config: made.append(config.seed))
+    for name in ("StableBaselines", "SingleFile"): monkeypatch.setattr(compare, name, lambda env_id, seed, **settings: made.append(seed))
+    for c in contenders("cartpole"): c.make(7)
+    assert made == [7] * 4
+
+
 def test_the_field(monkeypatch):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     assert [c.name for c in contenders("cartpole")] == ["ours", "single-file"]
@@ -243,6 +274,12 @@ def test_ratios_by_hand():
     assert ratios(rows, "peer", "speed")["median"] == 2.0 and ratios(rows, "peer", "greedy")["median"] == 1.0
     assert ratios(list(reversed(rows)), "peer")["median"] == 4.0, "paired by seed, not by place"
     assert ratios(rows[1:], "peer") == ratios(rows[1:3] + rows[4:], "peer") and ratios(rows[3:], "peer") is None, "a seed that only one has run is no pair"
+
+
+def test_the_interval_of_a_ratio_is_that_of_the_median():
+    "Of nine seeds one is far away, which the mean's interval would show."
+    rows = [row("ours", s, 1.0) for s in range(9)] + [row("peer", s, 1000.0 if s == 8 else 2.0 + s / 100) for s in range(9)]
+    assert ratios(rows, "peer")["high"] < 3
 
 
 def test_censored_counts_as_its_budget_and_says_so():

@@ -1,12 +1,15 @@
 import importlib.util
 import logging
 import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlhf_notes import cli
 from rlhf_notes.language import compare
 from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.language.rlhf import evaluate
 from rlhf_notes.language.variants import prepare
 
 SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=8, kl_target=0.0)
@@ -24,6 +27,12 @@ def test_ratios_are_paired():
     assert compare.ratios(rows, "trl-grpo") == dict(median=2.5, low=2.0, high=3.0) and compare.ratios(rows, "trl-ppo")["median"] == 6.0
     header, *lines = compare.table(rows)
     assert [line[0] for line in lines] == ["ours-grpo", "ours-ppo", "trl-grpo", "trl-ppo"] and lines[0][3] == "1" and lines[2][1:] == ("5500", "23", "2.5 [2.0, 3.0]", "0.50")
+
+
+def test_the_interval_of_a_ratio_is_that_of_the_median():
+    "Of nine seeds one is far away, which the mean's interval would show."
+    rows = [made_up(name, s, seconds) for s in range(9) for name, seconds in (("ours-ppo", 1.0), ("trl-ppo", 1000.0 if s == 8 else 2.0 + s / 100))]
+    assert compare.ratios(rows, "trl-ppo")["high"] < 3
 
 
 def test_quiet_puts_everything_back(capsys):
@@ -48,6 +57,47 @@ def test_each_contender_does_the_same_work(start, name):
     assert any((x != y).any() for x, y in zip(lm.parameters(), start.lm.parameters())) and lm.config.n_layer == start.lm.config.n_layer
 
 
+def test_the_race_by_hand(start, monkeypatch):
+    "The first of three iterations, which may load and compile, does not count."
+    trained = object()
+    monkeypatch.setattr(compare, "contenders", lambda: {"x": (lambda start, config: ([10.0, 11.0, 14.0], trained), {}, "")})
+    monkeypatch.setattr(compare, "evaluate", lambda trainer, lm: SimpleNamespace(true=torch.tensor([1.0, 2.0 if lm is trained else 0.0])))
+    row = compare.race("x", start, 2)
+    assert (row["seconds"], row["seconds_per_iteration"], row["true_score"]) == (4.0, 2.0, 1.5)
+
+
+def test_the_start_of_a_race_is_what_the_command_says(monkeypatch):
+    begun = []
+    monkeypatch.setattr(compare, "prepare", begun.append); monkeypatch.setattr(compare, "race", lambda *args: {})
+    compare.compare(1, 1, first=4, precision="bfloat16")
+    assert begun == [RLHFConfig(seed=4, device="cpu", precision="bfloat16", kl_target=0.0)]
+
+
+def test_ours_is_told_what_theirs_is_told(start, monkeypatch):
+    told, done = [], SimpleNamespace(iteration=0, iterations=0, policy=SimpleNamespace(lm=None))
+    monkeypatch.setattr(compare.Start, "trainer", lambda self: told.append(self.config) or done)
+    compare.ours(start, config := RLHFConfig(**SMALL | dict(learning_rate=0.5)))
+    assert told == [config]
+
+
+def test_trl_is_told_what_we_are_told(start, monkeypatch):
+    if "trl-grpo" not in compare.contenders(): pytest.skip("TRL is not installed")
+    import trl
+    told = {}
+    class Told:
+        def __init__(self, model, reward_funcs, args, **_): self.model = model; told.update(args=args, reward=reward_funcs)
+        def add_callback(self, callback): pass
+        def train(self): pass
+    monkeypatch.setattr(trl, "GRPOTrainer", Told)
+    trainer = start.trainer(algo="grpo", kl_in_loss=True, seed=5, temperature=0.9, learning_rate=2e-3, adam_eps=1e-6, max_grad_norm=0.7, kl_coef=0.2, clip=0.3, epochs=3, iterations=5)
+    compare.trl_grpo(start, c := trainer.config)
+    a = told["args"]
+    assert (a.seed, a.temperature, a.learning_rate, a.lr_scheduler_type, a.adam_epsilon, a.max_grad_norm, a.beta, a.epsilon) == (5, 0.9, 2e-3, "linear", 1e-6, 0.7, 0.2, 0.3)
+    assert (a.num_iterations, a.num_generations, a.max_completion_length, a.max_steps, a.per_device_train_batch_size * a.steps_per_generation) == (3, c.group, c.response_length, 5 * 3 * c.minibatches, c.batch)
+    look = evaluate(trainer)
+    assert told["reward"]([query for query, _ in look.texts], look.rollout.answers.tolist()) == pytest.approx(look.rollout.scores.tolist(), abs=1e-5) and 0 < look.rollout.valid.sum() < len(look.true)
+
+
 def test_the_command(tmp_path, monkeypatch, capsys, start):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "contenders", lambda: {"ours-grpo": (compare.ours, dict(algo="grpo"), "ours"), "ours-ppo": (compare.ours, {}, "ours too")})
@@ -57,7 +107,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, start):
     out, _ = capsys.readouterr()
     assert asked == [(0, "cpu"), (1, "cpu")] and "rlhf on cpu, seeds 0 to 1, 1 iterations each" in out
     lines = (tmp_path / "runs" / "compare-rlhf" / "compare.csv").read_text().splitlines()
-    assert lines[0] == ",".join(compare.COLUMNS) and [line.split(",")[2] for line in lines[1:]] == ["ours-grpo", "ours-ppo", "ours-ppo", "ours-grpo"]
+    assert lines[0] == ",".join(compare.COLUMNS) and [line.split(",")[2:4] for line in lines[1:]] == [["ours-grpo", "1"], ["ours-ppo", "1"], ["ours-ppo", "1"], ["ours-grpo", "1"]]
     assert "TRL is not installed" in out and "tokens / s" in out and "compare.csv" in out
     assert cli.main(["compare", "--task", "rlhf"]) == 2
     asked.clear(); monkeypatch.setattr(cli, "pick_device", lambda name, auto: "cuda:1" if (name, auto) == ("auto", "cuda") else name)

@@ -1,6 +1,6 @@
 import json
 import re
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from rlhf_notes.control.config import PendulumConfig, PPOConfig
     (dict(num_envs=0), ValueError, "num_envs must be in"), (dict(num_steps=0), ValueError, "num_steps must be in"), (dict(epochs=0), ValueError, "epochs must be in"),
     (dict(minibatches=0), ValueError, "minibatches must be in"), (dict(minibatches=3), ValueError, r"minibatches must divide num_envs \* num_steps = 1024, got 3"),
     (dict(learning_rate=0.0), ValueError, "learning_rate must be in"), (dict(learning_rate=float("nan")), ValueError, "learning_rate must be in"), (dict(learning_rate="1"), TypeError, "learning_rate must be a number"),
-    (dict(gamma=1.01), ValueError, "gamma must be in"), (dict(lam=-0.1), ValueError, "lam must be in"), (dict(clip=0.0), ValueError, "clip must be in"), (dict(clip=1.5), ValueError, "clip must be in"),
+    (dict(gamma=1.01), ValueError, "gamma must be in"), (dict(lam=-0.1), ValueError, "lam must be in"), (dict(lam=1.1), ValueError, "lam must be in"), (dict(clip=0.0), ValueError, "clip must be in"), (dict(clip=1.5), ValueError, "clip must be in"),
     (dict(lr_anneal=-1), ValueError, "lr_anneal must be in"), (dict(clip_anneal=-0.1), ValueError, "clip_anneal must be in"), (dict(adam_eps=0), ValueError, "adam_eps must be in"),
     (dict(target_kl=-1), ValueError, "target_kl must be in"), (dict(value_clip=-1), ValueError, "value_clip must be in"), (dict(reward_scale=0), ValueError, "reward_scale must be in"),
     (dict(hidden=0), ValueError, "hidden must be in"), (dict(log_std=11), ValueError, r"log_std must be in \[-10, 10\], got 11"), (dict(log_std=float("-inf")), ValueError, "log_std must be in"),
@@ -34,10 +34,18 @@ def test_what_cannot_be_right_is_named(Config, bad, error, words):
 def test_sizes_and_edges():
     c = PPOConfig(steps=1300, num_envs=4, num_steps=32)
     assert (c.batch, c.iterations) == (128, 10)
-    assert PPOConfig(steps=1024).iterations == 1
+    assert PPOConfig(steps=1024).iterations == 1 and PPOConfig(seed=2**63 - 1)
     PPOConfig(gamma=0, lam=0, clip=1, entropy_coef=0, value_coef=0)
     PPOConfig(gamma=1, lam=1, lr_anneal=0, target_kl=0, value_clip=0, log_std=-10, hidden=1, squash=True, normalize_obs=True)
     assert PendulumConfig().env == "Pendulum-v1" and PendulumConfig().iterations * PendulumConfig().batch <= PendulumConfig().steps
+
+
+def test_defaults_are_those_with_which_the_results_were_made():
+    c = asdict(PPOConfig())
+    assert c == dict(env="CartPole-v1", seed=0, device="auto", vectorization="auto", steps=40_000, num_envs=32, num_steps=32, epochs=4, minibatches=8, learning_rate=3e-3, lr_anneal=1.0, adam_eps=1e-5, gamma=0.98, lam=0.95, truncation="bootstrap",
+                     whitening="rollout", clip=0.2, clip_anneal=0.0, target_kl=0.0, entropy_coef=0.0, value_coef=0.5, value_clip=0.0, max_grad_norm=0.5, normalize_obs=False, normalize_rewards=False, reward_scale=1.0, hidden=64, activation="tanh",
+                     init="orthogonal", log_std=0.0, squash=False)
+    assert asdict(PendulumConfig()) == c | dict(env="Pendulum-v1", steps=50_000, num_envs=16, num_steps=64, epochs=6, minibatches=4, learning_rate=5e-3, lr_anneal=2.0, gamma=0.95, reward_scale=0.1, activation="silu", log_std=1.0)
 
 
 def test_the_budget_is_never_exceeded():

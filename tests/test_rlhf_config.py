@@ -22,14 +22,16 @@ def test_defaults_are_whole():
 def test_defaults_are_those_of_the_details():
     c = RLHFConfig()
     assert c.kl_target == 6 and c.kl_horizon == 10_000                                                  # P11
-    assert c.penalty == -1                                                                              # P5
+    assert c.penalty == -1 and c.temperature == 1 and c.gamma == 1                                      # P5, P1, P6
+    assert c.whiten_rewards and c.whiten_advantages and c.value_clip == 0.2                             # P9, P10
+    assert (c.adam, c.adam_eps, c.rm_epochs) == ("tensorflow", 1e-5, 1)                                 # P12, R4
 
 
 @pytest.mark.parametrize("bad, name", [
     (dict(algo="dqn"), "algo"), (dict(precision="int8"), "precision"), (dict(preset="huge"), "preset"), (dict(variant="x"), "variant"), (dict(group_scale="max"), "group_scale"),
     (dict(batch=0), "batch"), (dict(batch=2.5), "batch"), (dict(batch="many"), "batch"), (dict(minibatches=3), "minibatches"), (dict(microbatches=5), "microbatches"), (dict(microbatches=64), "microbatches"),
     (dict(algo="rloo", group=3), "group"), (dict(algo="grpo", group=1), "group"), (dict(temperature=0.0), "temperature"), (dict(learning_rate=float("nan")), "learning_rate"), (dict(gamma=1.1), "gamma"),
-    (dict(stop_after=16), "stop_after"), (dict(response_length=8), "stop_after"), (dict(kl_coef=-0.1), "kl_coef"), (dict(kl_horizon=25), "kl_horizon"), (dict(penalty=float("inf")), "penalty"), (dict(seed=-1), "seed"),
+    (dict(stop_after=16), "stop_after"), (dict(response_length=8), "stop_after"), (dict(kl_coef=-0.1), "kl_coef"), (dict(kl_target=-1.0), "kl_target"), (dict(eval_every=0), "eval_every"), (dict(kl_horizon=25), "kl_horizon"), (dict(penalty=float("inf")), "penalty"), (dict(seed=-1), "seed"),
     (dict(model=3), "model"), (dict(whiten_rewards=1), "whiten_rewards"), (dict(labels=0), "labels"), (dict(norm_samples=1), "norm_samples"), (dict(clip=0.0), "clip")])
 def test_what_cannot_be_is_refused_by_name(bad, name):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}\b"): RLHFConfig(**bad)

@@ -65,7 +65,7 @@ def test_options_out_of_range_are_named(bad, error, words):
 
 
 def test_options_in_range_pass():
-    assert Options(seed=2**31 - 1, count=-2**31 + 1, shift=-3.4e38) and torch.tensor(runs.MAX_FLOAT).isfinite()
+    assert Options(seed=2**31 - 1, count=-2**31 + 1, shift=-3.4e38) and torch.tensor(runs.MAX_FLOAT).isfinite() and torch.tensor(runs.MAX_SEED).item() == runs.MAX_SEED
     assert Options(seed=5, rate=1, mode="b", device="cuda:3", scale=True).rate == 1
     assert type(Options(rate=np.float64(0.3)).rate) is float and Options(rate=np.float64(0.3)) == Options(rate=0.3)
 
@@ -104,6 +104,19 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path):
     def crash(p): p.write_text("half"); raise RuntimeError
     with pytest.raises(RuntimeError): write_atomically(tmp_path / "f", crash)
     assert snapshot(tmp_path) == {(tmp_path / "f").relative_to(tmp_path): b"old"}
+
+
+def test_each_file_comes_by_one_rename(tmp_path, monkeypatch):
+    "Whoever is killed before it leaves the old one whole, whoever is killed after it the new one."
+    run, replace, renamed = Run.create(tmp_path, CONFIG), os.replace, []
+    def one(tmp, path):
+        assert before.get(path.relative_to(tmp_path)) == (path.read_bytes() if path.exists() else None)
+        renamed.append(path.name); replace(tmp, path)
+    monkeypatch.setattr(os, "replace", one)
+    for i in (1, 2):
+        before = snapshot(tmp_path)
+        run.save_checkpoint({"i": i}); run.save_figure(lambda f: f.subplots().plot([i, 0])); run.finish({"i": i}); runs.write_table(tmp_path / "seeds.csv", [{"i": i}])
+    assert renamed == ["checkpoint.pt", "curve.svg", "summary.json", "seeds.csv"] * 2
 
 
 def test_a_new_run_directory(tmp_path):
@@ -149,6 +162,13 @@ def test_overwriting_deletes_the_runs_of_the_seeds_and_no_others(tmp_path):
     one = Run.create(tmp_path / "one", CONFIG).path
     Run.create(one / "seed0", CONFIG); Run.create(one, CONFIG, overwrite=True)
     assert (one / "seed0" / "config.json").exists()
+
+
+def test_a_link_to_a_run_is_no_seed(tmp_path):
+    many, other = Run.create(tmp_path / "many", CONFIG | {"seeds": 1}).path, Run.create(tmp_path / "other", CONFIG).path
+    (many / "seed0").symlink_to(other)
+    Run.create(many, CONFIG, overwrite=True)
+    assert (other / "config.json").exists()
 
 
 @pytest.mark.parametrize("closed", ["many", "many/seed1", "many/policy", "many/policy/below", "many/seed1/policy", "."])
@@ -267,11 +287,13 @@ def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path):
     killed._writer.close()                                                       # rows 3 and 4 are lost with the power
     time.sleep(1.1)                                                              # TensorBoard orders event files by the second in their names
     again = Run.resume(tmp_path / "killed")
+    assert len(again.read_metrics()) == 2
     assert again.config == CONFIG and again.checkpoint["i"] == 2 and torch.equal(again.checkpoint["w"], torch.arange(3)) and again.checkpoint["names"] == ["a"]
     for i in range(3, 6): again.log(row(i), i)
     again.finish({})
     assert (tmp_path / "killed" / "metrics.csv").read_bytes() == (tmp_path / "straight" / "metrics.csv").read_bytes()
     assert scalars(tmp_path / "killed") == scalars(tmp_path / "straight") and [s for s, _ in scalars(tmp_path / "killed")["loss"]] == [1, 2, 3, 4, 5]
+    assert scalars(tmp_path / "killed")["return"] == [(i, 10.0 * i) for i in (2, 3, 4, 5)]
 
 
 def test_a_run_interrupted_before_its_first_row_can_be_resumed(tmp_path):
@@ -279,6 +301,22 @@ def test_a_run_interrupted_before_its_first_row_can_be_resumed(tmp_path):
     run = Run.resume(tmp_path)
     run.log(row(1), 1)
     assert len(run.read_metrics()) == 1
+
+
+@pytest.mark.parametrize("name", ["device", "model", "processes", "versions"])
+def test_a_run_goes_on_in_another_place_and_with_no_other_options(tmp_path, name):
+    Run.create(tmp_path, CONFIG | {name: "there"}).save_checkpoint({"i": 1})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: "here"}))
+    assert Run.resume(tmp_path).config[name] == "here"
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: "here", "seed": 1}))
+    with pytest.raises(runs.Misfit, match="it was written with seed = 0, and there stands 1"): Run.resume(tmp_path)
+    torch.save({"rows": 0, "state": {"i": 2}}, tmp_path / "checkpoint.pt")                # of an older version, which did not say
+    assert Run.resume(tmp_path).checkpoint == {"i": 2}
+
+
+def test_a_lack_of_memory_is_no_misfit(tmp_path):
+    for error, seen in ((MemoryError("of 3 GiB"), MemoryError), (KeyError("w"), runs.Misfit)):
+        with pytest.raises(seen), Run(tmp_path, CONFIG).fitting(): raise error
 
 
 @pytest.mark.parametrize("spoil, words", [

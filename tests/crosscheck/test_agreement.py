@@ -1,11 +1,13 @@
 """Every quantity that a peer computes too: value and gradient on the same random tensors, equal to 1e-5, or different exactly where it is written down. A peer that is not installed is skipped."""
 import math
 import sys
+from types import ModuleType
 
 import pytest
 import torch
 
 from rlhf_notes.formulas.grpo import off_policy_sequence_mask
+from rlhf_notes.formulas.logprob import gaussian_log_prob
 from rlhf_notes.studies import differences
 from rlhf_notes.studies.differences import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, compare, load_peer, random_batch
 
@@ -62,6 +64,28 @@ def test_ours_is_finite_and_the_comparison_notices_a_difference(quantity, monkey
         if off == "gradient" and not q.wrt: continue
         still = off == "gradient" and quantity in ("policy loss, nothing counts",)      # the right gradient is 0 everywhere
         assert (c.label == "=") == (off == "=" or still), (off, c.label)
+
+
+def _slopes_elsewhere(y): return lambda b: y(b).detach() + y(b).flip(0) - y(b).flip(0).detach()
+def _sigma(change): return lambda b: gaussian_log_prob(b.action, b.mu, change(b.sigma))
+
+
+@pytest.mark.parametrize("quantity, theirs, label", [
+    ("log-probability", lambda b: QUANTITIES["log-probability"].ours(b) + 2e-4 * (torch.arange(56) == 3).view(8, 7), "× 1.0000"), ("value transform", _slopes_elsewhere(QUANTITIES["value transform"].ours), "gradient"),
+    ("log-probability, Gaussian", _sigma(lambda s: s.detach() + 1.1 * (s - s.detach())), "gradient"), ("log-probability, Gaussian", _sigma(lambda s: s + (0 * s).sqrt()), "gradient NaN")])
+def test_one_number_is_enough(quantity, theirs, label, monkeypatch):
+    "A stand-in peer that is off in one value, in the places of its gradient or in the second of two gradients."
+    monkeypatch.setitem(QUANTITIES, quantity, QUANTITIES[quantity]._replace(theirs={"me": lambda lib, b: theirs(b)}))
+    monkeypatch.setattr(differences, "load_peer", lambda name: differences.Peer(name, "1", object(), None))
+    assert compare(quantity, "me").label == label
+
+
+def test_a_module_is_loaded_alone_and_leaves_no_trace(tmp_path, monkeypatch):
+    (tmp_path / "toy" / "sub").mkdir(parents=True); (tmp_path / "toy" / "sub" / "part.py").write_text("from heavy.deep import Thing, other\nvalue = Thing")
+    for path in ("toy", "toy/sub"): (tmp_path / path / "__init__.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path); monkeypatch.setitem(sys.modules, "heavy", before := ModuleType("heavy"))
+    assert differences._alone("toy", ["sub.part"], {"heavy.deep": {"Thing": 7}})["part"].value == 7
+    assert sys.modules["heavy"] is before and not [m for m in sys.modules if m.split(".")[0] == "toy" or m == "heavy.deep"]
 
 
 def test_a_missing_peer_is_reported(monkeypatch):
