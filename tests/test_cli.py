@@ -291,7 +291,7 @@ def test_a_training_has_the_threads_that_it_can_use_and_may(monkeypatch, task, a
 
 
 def test_of_several_processes_the_first_makes_the_directory(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2"); monkeypatch.setenv("RANK", "0")
     refused(["cartpole", "--seeds", "2", "--out", "many"], "--seeds must be trained by one command each where several processes train together", capsys, tmp_path)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
@@ -545,7 +545,7 @@ def test_a_seed_that_fails_is_not_hidden(tmp_path, monkeypatch):
     def faulty(config, run): raise ValueError("a fault")
     monkeypatch.setattr(cartpole, "train", faulty)
     with pytest.raises(ValueError, match="a fault"): cli.main(["cartpole", *QUICK, "--seeds", "2"])
-    with pytest.raises(RuntimeError, match="a seed has failed, as said above"): cli.train_seeds("none", [(None, None)] * 2, 2)
+    with pytest.raises(cli.SeedFailed, match="a seed has failed, as said above"): cli.train_seeds("none", [(None, None)] * 2, 2)
 
 
 # against others
