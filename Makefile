@@ -46,7 +46,7 @@ outputs: $(READY)       ## execute the notebooks and store their outputs; NB='nb
 check: $(READY)         ## the quick half of `make test`: in step, clean, outputs stored
 	$(BIN)/python -m pytest tests/test_in_step.py tests/test_package.py
 
-breaks: $(READY)        ## break every formula on purpose and count the breaks that the tests catch
+breaks: $(READY)        ## break the code on purpose and count the breaks that the tests catch
 	$(BIN)/python tools/breaks.py --out tests/breaks/caught.csv
 
 site: $(READY)          ## the site, in _docs

@@ -54,7 +54,8 @@ def attempt(f, # Any function
         if out is None or isinstance(out, tuple) and any(o is None for o in out): return Outcome(error="returns None: is the `return` missing?")
         undone = [name for name in wrt if not args[name].requires_grad]
         if undone: return Outcome(error=f"detaches {' and '.join(undone)} in place: detach() gives a copy, which is what you want")
-        values = _tensors(out)
+        try: values = _tensors(out)
+        except (TypeError, ValueError, RuntimeError): return Outcome(error=f"returns {repr(out)[:60]}: neither a tensor nor a number")
         grads = _gradients(values, leaves)
     except Exception as e: return Outcome(error=f"raises {type(e).__name__}: {e}")
     return Outcome(tuple(v.detach() for v in values), grads, changed=tuple(name for name, x in case.items() if not _unchanged(args[name], x)))
@@ -902,7 +903,8 @@ exercise("off_policy_sequence_mask", "11_grpo", "f(logp (B, T), logp_old, advant
     lambda a, b, A, m, delta: grpo.off_policy_sequence_mask(a, b, A, delta, m)[:, 0], "logp logp_old advantage mask threshold",
     inputs=[(_t([-3., -2., -1.], [-3., -2., -1.]), _t([-1., -2., -1.], [-1., -2., -1.]), _t([-1., 1.]), _m("111", "111"), 0.5),
             (_t([-1., -1., -1.], [-1., -2.5, -1.], [-1., -3., -9.], [-4., -1., -1.], [-1.5, -1.5, -1.5], [-1., -2., -1.], [-1., -2.5, -1.]), _t([-2., -3., -1.], [-1., -1., -1.], [-1., -2., -1.], [-1., -1., -1.], [-1., -1., -1.], [-1., -2., -1.], [-2.5, -1., -1.]), _t([-1., -1., -0.5, 0., -1., -1., -1.]), _m("111", "111", "110", "111", "111", "111", "111"), 0.6),
-            (_t([-3., -2., -1., -2.], [-2., -2., -9., -9.]), _t([-1., -1., -1., -1.], [-1., -1., -1., -1.]), _t([-1., -2.]), _m("1111", "1100"), 0.9)],
+            (_t([-3., -2., -1., -2.], [-2., -2., -9., -9.]), _t([-1., -1., -1., -1.], [-1., -1., -1., -1.]), _t([-1., -2.]), _m("1111", "1100"), 0.9),
+            (_t([-1.5, -2.], [-2., -2.]), _t([-1., -1.5], [-1., -1.]), _t([-1., -1.]), _m("11", "11"), 0.5)],
     edges=[(_t([-3., NAN], [-1., -2.]), _t([-1., -1.], [-1., -2.]), _t([-1., -1.]), _m("10", "11"), 0.5)],
     mistakes=dict(
         inverted=(lambda *x: ~_kept(*x), "That is True for the answers that are to be left out."),
@@ -910,6 +912,7 @@ exercise("off_policy_sequence_mask", "11_grpo", "f(logp (B, T), logp_old, advant
         good_ones=(lambda *x: _kept(*x, bad=lambda A: A > 0), "You leave out the good answers: it is the bad ones that do harm from afar."),
         either=(lambda a, b, A, m, delta: ~((A < 0) | (_row_means(b - a, m) > delta)), "One of the two conditions is enough for you: an answer is left out where both hold."),
         zero=(lambda *x: _kept(*x, bad=lambda A: A <= 0), "You leave out an answer with an advantage of 0: negative means below 0."),
+        at_threshold=(lambda a, b, A, m, delta: ~((A < 0) & (_row_means(b - a, m) >= delta)), "You leave out an answer that is exactly as far as the threshold: far is beyond it."),
         flipped=(lambda a, b, *x: _kept(b, a, *x), "Your log-ratio is flipped: far are answers that have become improbable, log pi_old - log pi."),
         absolute=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d, m).abs()), "You leave out bad answers that have become more probable, too: those must be unlearned."),
         ratios=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d.exp(), m)), "You average the ratios pi_old / pi; the threshold is for the mean of their logarithms."),

@@ -6,15 +6,16 @@
 __all__ = ['CONTROL_COLUMNS', 'RLHF_COLUMNS', 'CONTROL', 'TASKS', 'DEMO', 'WON', 'UsageError', 'Parser', 'SeedFailed',
            'in_one_line', 'usage_errors', 'Listener', 'listened', 'add_options', 'given', 'Task', 'versions',
            'check_task', 'in_company', 'new_run', 'old_run', 'allowed_threads', 'train', 'seeds_table', 'aligned',
-           'outcome', 'before_and_after', 'report', 'train_command', 'train_seeds', 'seeds_command', 'demo',
-           'compare_command', 'comparison', 'compare_language', 'compare_control', 'bench_command', 'make_parser',
-           'parse', 'main']
+           'outcome', 'before_and_after', 'report', 'train_command', 'train_seeds', 'check_count', 'seeds_command',
+           'demo', 'compare_command', 'comparison', 'compare_language', 'compare_control', 'bench_command',
+           'make_parser', 'parse', 'main']
 
 # %% ../nbs/cli.ipynb #export-imports
 import argparse
 import csv
 import difflib
 import json
+import math
 import os
 import re
 import signal
@@ -344,15 +345,21 @@ def train_seeds(task: str, # A name in TASKS
     summaries = [json.loads(path.read_text(encoding="utf-8")) for _, run in runs if (path := run.path / "summary.json").exists()]
     return [s for s in summaries if not s["interrupted"]]
 
+def check_count(name: str, # Of the option, for the message
+                count: int, # What came
+                most: float = math.inf, # The greatest that is allowed
+               ):
+    "ValueError unless `count` is at least 1, and at most `most`."
+    if count < 1: raise ValueError(f"{name} must be at least 1, got {count}")
+    if count > most: raise ValueError(f"{name} must be at most {most}, got {count}")
+
 def seeds_command(args, options) -> int: # The exit code
     "`rlhf-notes TASK --seeds K`: seeds 0 to K - 1, a run directory for each, and one CSV."
     task, start, jobs = args.command, time.perf_counter(), 1 if args.jobs is None else args.jobs
     with usage_errors():
         for name, value in (("resume", args.resume), ("seed", options.get("seed"))):
             if value is not None: raise ValueError(f"{name} must not stand beside --seeds, got both")
-        for name, value in (("seeds", args.seeds), ("jobs", jobs)):
-            if value < 1: raise ValueError(f"{name} must be at least 1, got {value}")
-        if args.seeds > MOST_SEEDS: raise ValueError(f"seeds must be at most {MOST_SEEDS}, got {args.seeds}")
+        check_count("seeds", args.seeds, MOST_SEEDS); check_count("jobs", jobs)
         if launched("SIZE", 1) > 1: raise ValueError("seeds must be trained by one command each where several processes train together")
         configs, out = [TASKS[task].config(**options, seed=seed) for seed in range(args.seeds)], args.out or Path("runs") / f"{task}-seeds"
         check_task(configs[0], out)
@@ -381,8 +388,9 @@ def demo(args) -> int: # The exit code
         configs = {task: TASKS[task].config(**given(args, TASKS[task].config)) for task in DEMO}
         made = {}
         for task, config in configs.items():
-            made[task], there = check_task(config, args.out / task), args.out / task / "config.json"
-            if Run.check(args.out / task, overwrite=True) and there.exists() and not json.loads(there.read_text(encoding="utf-8")).get("demo"):
+            made[task], about = check_task(config, args.out / task), args.out / task / "config.json"
+            Run.check(args.out / task, overwrite=True)
+            if about.exists() and not json.loads(about.read_text(encoding="utf-8")).get("demo"):
                 raise ValueError(f"out must be a directory whose runs an earlier demo has written, got {args.out}, where the run in {task} is none of a demo's")
         runs = {task: new_run(task, config, args.out / task, overwrite=True, demo=True) for task, config in configs.items()}
     for task, run in runs.items():
@@ -402,9 +410,7 @@ def compare_command(args) -> int: # The exit code
     "`rlhf-notes compare`."
     os.environ.setdefault("OMP_NUM_THREADS", "1")                                  # NumPy and PyTorch read it when they are loaded, just below
     with usage_errors():
-        if args.seeds < 1: raise ValueError(f"seeds must be at least 1, got {args.seeds}")
-        if args.seeds > MOST_SEEDS: raise ValueError(f"seeds must be at most {MOST_SEEDS}, got {args.seeds}")
-        if args.iterations < 1: raise ValueError(f"iterations must be at least 1, got {args.iterations}")
+        check_count("seeds", args.seeds, MOST_SEEDS); check_count("iterations", args.iterations)
         for seed in (args.seed, args.seed + args.seeds - 1): TASKS[args.task].config(seed=seed)
         if args.device is not None and args.task != "rlhf": raise ValueError(f"device must come with --task rlhf, got it with {args.task}, which is raced on the cpu")
     return compare_language(args) if args.task == "rlhf" else compare_control(args)
@@ -426,7 +432,7 @@ def compare_language(args) -> int: # The exit code
     about = {name: words for name, (_, _, words) in compare.contenders().items()}
     theirs = any(name.startswith("trl") for name in about)
     run = comparison(args, about, "trl" if theirs else None, device=device)
-    if not theirs: print("TRL is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
+    if not theirs: print("TRL is not installed, or not for the versions of its libraries that are, and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
     print(f"rlhf on {device}, seeds {args.seed} to {args.seed + args.seeds - 1}, {args.iterations} iterations each: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
     rows, path = [], run.path / "compare.csv"
     def done(row):
@@ -458,7 +464,7 @@ def compare_control(args) -> int: # The exit code
 def bench_command(args) -> int: # The exit code
     "`rlhf-notes bench`."
     with usage_errors():
-        if args.rounds < 1: raise ValueError(f"rounds must be at least 1, got {args.rounds}")
+        check_count("rounds", args.rounds)
         Run.check(args.out, args.overwrite)                                        # before PyTorch is loaded, which takes its time
         device = pick_device(args.device, auto="cuda")
         if device == "mps": raise ValueError("device must be auto, cpu or cuda, got 'mps'")

@@ -1,7 +1,9 @@
 import importlib.util
 import logging
+import sys
 import warnings
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +100,18 @@ def test_trl_is_told_what_we_are_told(start, monkeypatch):
     assert told["reward"]([query for query, _ in look.texts], look.rollout.answers.tolist()) == pytest.approx(look.rollout.scores.tolist(), abs=1e-5) and 0 < look.rollout.valid.sum() < len(look.true)
 
 
+def test_a_trl_that_cannot_be_imported_is_left_out(monkeypatch):
+    class Unfit(ModuleType):
+        PPOTrainer = object
+        def __getattr__(self, name):
+            if name == "GRPOTrainer": raise RuntimeError("Failed to import trl.trainer.grpo_trainer")
+            raise AttributeError(name)
+    unfit = Unfit("trl")
+    unfit.__spec__ = ModuleSpec("trl", None)
+    monkeypatch.setitem(sys.modules, "trl", unfit)
+    assert list(compare.contenders()) == ["ours-grpo", "ours-ppo", "trl-ppo"]
+
+
 def test_the_command(tmp_path, monkeypatch, capsys, start):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "contenders", lambda: {"ours-grpo": (compare.ours, dict(algo="grpo"), "ours"), "ours-ppo": (compare.ours, {}, "ours too")})
@@ -108,7 +122,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, start):
     assert asked == [(0, "cpu"), (1, "cpu")] and "rlhf on cpu, seeds 0 to 1, 1 iterations each" in out
     lines = (tmp_path / "runs" / "compare-rlhf" / "compare.csv").read_text().splitlines()
     assert lines[0] == ",".join(compare.COLUMNS) and [line.split(",")[2:4] for line in lines[1:]] == [["ours-grpo", "1"], ["ours-ppo", "1"], ["ours-ppo", "1"], ["ours-grpo", "1"]]
-    assert "TRL is not installed" in out and "tokens / s" in out and "compare.csv" in out
+    assert "TRL is not installed, or not for the versions of its libraries that are, and is left out" in out and "tokens / s" in out and "compare.csv" in out
     assert cli.main(["compare", "--task", "rlhf"]) == 2
     asked.clear(); monkeypatch.setattr(cli, "pick_device", lambda name, auto: "cuda:1" if (name, auto) == ("auto", "cuda") else name)
     assert cli.main(["compare", "--task", "rlhf", "--seed", "5", "--seeds", "1", "--iterations", "1", "--device", "auto", "--out", "gpu"]) == 0

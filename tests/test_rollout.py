@@ -341,6 +341,7 @@ def test_of_an_environment_that_fails_only_the_error_is_said(monkeypatch):
     assert not said
     with pytest.warns(DeprecationWarning, match="out of date"): make_envs("Works-v0", 1).close()
     with pytest.raises(ValueError, match="env must have observations of one number at least, got 'Blind-v0' with Box"): make_envs("Blind-v0", 1)
+    with pytest.raises(ValueError, match="num_envs must be .* got 0"): make_envs("CartPole-v1", 0)
 
 
 def test_make_envs():

@@ -1,4 +1,4 @@
-"""Break the formulas on purpose, one break at a time, and see whether the tests notice.
+"""Break the code on purpose, one break at a time, and see whether the tests notice.
 
     python tools/breaks.py [MODULE ...] [--out breaks.csv] [--keep] [--tests-first]
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
-from ..formulas.arguments import check_choice, check_number
+from ..formulas.arguments import check_choice, check_number, check_whole
 
 # %% ../../nbs/control/20_rollout.ipynb #rollout
 @dataclass
@@ -60,11 +60,11 @@ def find_spec(env_id: str, # A name that Gymnasium knows, or one behind the modu
         return gym.spec(name)
 
 def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
-              num_envs: int, # How many side by side
+              num_envs: int, # How many side by side, >= 1
               vectorization: str = "auto", # "auto": the environment's own vectorised form if it has one, else "sync"; "sync": single ones stepped in turn; "async": a process each
              ) -> gym.vector.VectorEnv: # Resets an environment that has ended in the step after its end (NEXT_STEP)
     "Environments side by side; ValueError if there is no such environment, or it cannot be made."
-    check_choice("vectorization", vectorization, ("auto", "sync", "async"))
+    check_choice("vectorization", vectorization, ("auto", "sync", "async")); check_whole("num_envs", num_envs, low=1)
     with warnings.catch_warnings(record=True) as said:                                 # with an error, the error is enough
         native = find_spec(env_id).vector_entry_point is not None
         mode = vectorization if vectorization != "auto" else "vector_entry_point" if native else "sync"

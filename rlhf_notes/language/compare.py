@@ -117,12 +117,13 @@ def trl_ppo(start: Start, # Where to begin; its model a GPT-2
 COLUMNS = ("task", "seed", "contender", "iterations", "seconds", "seconds_per_iteration", "tokens_per_second", "true_score")
 
 def contenders() -> dict: # Name -> (function, changes of the config, what it is)
-    "All that can be raced here: those of TRL as far as they are installed."
+    "All that can be raced here: those of TRL as far as they are installed and can be imported."
     def there(name):
         if importlib.util.find_spec("trl") is None: return False
         with quiet():
             import trl
-            return name in trl.__all__ if hasattr(trl, "__all__") else hasattr(trl, name)
+            try: return hasattr(trl, name)
+            except (ImportError, RuntimeError): return False                              # a version that does not fit the others that are installed
     grpo, ppo = dict(algo="grpo", kl_in_loss=True), dict(algo="ppo")
     found = {"ours-grpo": (ours, grpo, "our loop with GRPO"), "ours-ppo": (ours, ppo, "our loop with PPO")}
     if there("GRPOTrainer"): found["trl-grpo"] = (trl_grpo, grpo, "TRL's GRPOTrainer")

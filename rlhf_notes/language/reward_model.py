@@ -145,8 +145,9 @@ class RewardTraining:
         if not math.isfinite(norm): raise FloatingPointError(f"reward model, step {self.iteration + 1}: the loss is {loss.item()} and the norm of its gradient {norm.item()}")
         self.optimizer.step()
         self.iteration += 1
-        if self.iteration == self.iterations: check_weights(f"reward model, step {self.iteration}", self.model.parameters())
-        if self.iteration == self.iterations: self.fit()                                    # R3
+        if self.iteration == self.iterations:
+            check_weights(f"reward model, step {self.iteration}", self.model.parameters())
+            self.fit()                                                                # R3
         return dict(step=self.iteration, loss=loss.item(), accuracy=(rewards.argmax(1) == labels.best).float().mean().item(), grad_norm=norm.item(), learning_rate=group["lr"])
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
