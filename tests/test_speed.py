@@ -1,4 +1,5 @@
 """The benchmark: it measures what it says, and what it promises about memory holds."""
+import os
 import time
 
 import pytest
@@ -31,6 +32,61 @@ def test_rows_and_ratios():
         moved = 96 if r["passes"] == "forward" else 288
         assert r["bandwidth_share"] == pytest.approx(moved / (r["milliseconds"] * 1e-3) / 1e9, rel=0.2, abs=2e-4)
     assert len(speed.table(rows)) == 5 and {len(line) for line in speed.table(rows)} == {10}
+
+
+def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
+    "By a clock of our own: what is timed, in which order, and what is made of it."
+    clock, grads = iter([4.0, 2.0, 6.0, 1.0, 9.0, 3.0] * 2), []
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            ctx.z = z
+            return z.sum(-1)
+        @staticmethod
+        def backward(ctx, grad):
+            grads.append(grad)
+            return torch.zeros_like(ctx.z)
+    def timed(f, device):
+        f()
+        return next(clock)
+    def peak(f, device):
+        f()
+        return 100e6
+    monkeypatch.setattr(speed, "seconds", timed)
+    monkeypatch.setattr(speed, "peak_extra", peak)
+    z, needed = torch.ones(2, 3, 4, requires_grad=True), set()
+    def two(z):
+        needed.add((x := Sum.apply(z)).requires_grad)
+        return x, Sum.apply(z)
+    case = speed.Case("both", (2, 3, 4), torch.float32, {"two": two, "ours": Sum.apply}, (z,), (z,), moves=(60, 120), base=50_000_000, result=(30_000_000, 70_000_000))
+    rows = speed.measure(case, "cpu", 3, 5.0)
+    assert len(rows) == 4 and needed == {False, True}
+    for r, moved, extra in zip(rows[::2], (60, 120), (70, 30)):
+        assert (r["milliseconds"], r["times_ours"], r["times_ours_low"], r["times_ours_high"], r["times_in_place"]) == (6000, 3, 2, 6, None)
+        assert r["bandwidth_share"] == moved / 6 / 5 and (r["extra_megabytes"], r["extra_share"]) == (extra, extra / 50)
+    assert [r["milliseconds"] for r in rows[1::2]] == [2000, 2000]
+    weights = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+    assert len(grads) == 21 and all(torch.equal(g, weights) for g in grads)                   # three rounds, twice each, and once for the memory: two and one
+
+
+def test_what_each_case_moves_and_is_asked_for():
+    *first, hidden = speed.logit_cases((2, 3, 40), torch.float32, "cpu", width=8)
+    assert [(c.moves, c.base, c.result) for c in first] == [((960, 2880), 960, (0, 960))] * 3
+    assert (hidden.base, hidden.result) == (960, (0, 4 * 8 * (2 * 3 + 40)))
+
+
+def test_the_bandwidth_of_a_copy_counts_both_ways_at_its_best(monkeypatch):
+    clock = iter([3.0, 2.0, 4.0])
+    monkeypatch.setattr(speed, "seconds", lambda f, device: next(clock))
+    assert speed.copy_bandwidth("cpu", megabytes=1, rounds=3) == 2 * 2**20 / 2
+
+
+def test_the_machine(monkeypatch):
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = speed.memory_left("cpu")
+    assert left == float("inf") or pages / 500 < left <= pages
+    monkeypatch.setattr(speed.Path, "read_text", lambda self: "model name\t: A, B and C\nmodel name\t: A, B and C\n")
+    assert speed.device_name("cpu") == f"A  B and C ({torch.get_num_threads()} threads)"
 
 
 def test_the_second_run_in_a_row_counts():
@@ -74,6 +130,7 @@ def test_ours_in_place_needs_no_gradient_of_its_own():
 
 
 def test_memory_is_seen():
+    torch.ones(2**26).sum()                                   # more than all that follows, and gone
     extra = speed.peak_extra(lambda: torch.ones(2**24).sum() + torch.ones(2**22).sum(), "cpu")
     if extra is None: pytest.skip("this system does not say")
     assert 60e6 < extra < 90e6                                # 67 MB, and 17 MB after they were freed
@@ -94,6 +151,24 @@ def test_what_does_not_fit_is_left_out(monkeypatch):
     monkeypatch.setattr(speed, "gae_cases", lambda device: [])
     said = []
     assert speed.bench(("small",), rounds=1, left_out=said.append) == [] and len(said) == 2 and "8x128x32000 in float32 is left out" in said[0]
+
+
+def test_what_is_asked_for_is_timed_where_it_fits(monkeypatch):
+    monkeypatch.setattr(speed, "measure", lambda case, *_: [(case.task, str(case.dtype)[6:])])
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    said, small = [], ((2, 3, 40),)
+    both = [(task, dtype) for dtype in ("float32", "bfloat16") for task in ("log-probability", "both")]
+    assert speed.bench(small, done=said.extend, tasks=("log-probability", "both")) == said == [*both[:2], ("parts", "float32"), *both[2:]]
+    assert [task for task, _ in speed.bench(small, tasks=("GAE",))] == ["GAE", "GAE", "GAE of tokens"]
+    for left, dtypes in ((9601, ["float32", "bfloat16"]), (9599, ["bfloat16"]), (7201, ["bfloat16"]), (7199, [])):     # bytes; they need 8 times 240 logits of 4 and 3
+        monkeypatch.setattr(speed, "memory_left", lambda device: left)
+        assert [dtype for _, dtype in speed.bench(small, tasks=("entropy",))] == dtypes
+
+
+def test_the_table():
+    row = dict(dict.fromkeys(speed.COLUMNS), task="GAE", shape="2x3", dtype="float32", passes="forward", method="loop", milliseconds=1.5, times_ours=4, extra_megabytes=2.25, extra_share=0.125, bandwidth_share=0.5)
+    assert speed.table([row, row | dict(extra_megabytes=None, extra_share=None, bandwidth_share="")])[1:] == [
+        ("GAE", "2x3", "float32", "forward", "loop", "1.50", "4.00", "2.2", "12.5%", "50.0%"), ("GAE", "2x3", "float32", "forward", "loop", "1.50", "4.00", "", "", "")]
 
 
 @pytest.mark.parametrize("error", [AttributeError, OSError, StopIteration])
