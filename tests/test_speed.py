@@ -36,7 +36,7 @@ def test_rows_and_ratios():
 
 def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
     "By a clock of our own: what is timed, in which order, and what is made of it."
-    clock, grads = iter([4.0, 2.0, 6.0, 1.0, 9.0, 3.0] * 2), []
+    clock, grads = iter([4.0, 2.0, 6.0, 1.0, 9.0, 3.0, *(4.0, 2.0, 8.0), *(6.0, 1.0, 8.0), *(9.0, 3.0, 8.0)]), []
     class Sum(torch.autograd.Function):
         @staticmethod
         def forward(ctx, z):
@@ -58,15 +58,17 @@ def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
     def two(z):
         needed.add((x := Sum.apply(z)).requires_grad)
         return x, Sum.apply(z)
-    case = speed.Case("both", (2, 3, 4), torch.float32, {"two": two, "ours": Sum.apply}, (z,), (z,), moves=(60, 120), base=50_000_000, result=(30_000_000, 70_000_000))
+    case = speed.Case("both", (2, 3, 4), torch.float32, {"two": two, "ours": Sum.apply, "ours in place": Sum.apply}, (z,), (z,), moves=(60, 120), base=50_000_000,
+                      result=(30_000_000, 70_000_000), restore={"ours in place": lambda: None})
     rows = speed.measure(case, "cpu", 3, 5.0)
-    assert len(rows) == 4 and needed == {False, True}
-    for r, moved, extra in zip(rows[::2], (60, 120), (70, 30)):
-        assert (r["milliseconds"], r["times_ours"], r["times_ours_low"], r["times_ours_high"], r["times_in_place"]) == (6000, 3, 2, 6, None)
+    assert [r["method"] for r in rows] == ["two", "ours", "two", "ours", "ours in place"] and needed == {False, True}
+    for r, moved, extra, in_place in zip((rows[0], rows[2]), (60, 120), (70, 30), (None, 0.75)):
+        assert (r["milliseconds"], r["times_ours"], r["times_ours_low"], r["times_ours_high"], r["times_in_place"]) == (6000, 3, 2, 6, in_place)
         assert r["bandwidth_share"] == moved / 6 / 5 and (r["extra_megabytes"], r["extra_share"]) == (extra, extra / 50)
-    assert [r["milliseconds"] for r in rows[1::2]] == [2000, 2000]
+    assert [r["milliseconds"] for r in rows if r["method"] == "ours"] == [2000, 2000]
+    assert (rows[-1]["milliseconds"], rows[-1]["extra_megabytes"]) == (8000, 100)                # nothing beside the logits holds its gradient
     weights = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
-    assert len(grads) == 21 and all(torch.equal(g, weights) for g in grads)                   # three rounds, twice each, and once for the memory: two and one
+    assert len(grads) == 28 and all(torch.equal(g, weights) for g in grads)                   # three rounds, twice each, and once for the memory: two, one and one
 
 
 def test_what_each_case_moves_and_is_asked_for():
