@@ -25,20 +25,25 @@ class Outcome:
     changed: tuple = () # Arguments that it changed in place
     returned: tuple = () # The values as they came, if not all of them are judged
 
-def _copy(x): return x.detach().clone() if isinstance(x, torch.Tensor) else [_copy(v) for v in x] if isinstance(x, list) else x
+def _copy(x):
+    return x.detach().clone() if isinstance(x, torch.Tensor) else [_copy(v) for v in x] if isinstance(x, list) else x
 
 def _unchanged(a, b):
     if isinstance(b, list): return isinstance(a, list) and len(a) == len(b) and all(map(_unchanged, a, b))
-    return not isinstance(b, torch.Tensor) or a.shape == b.shape and torch.equal(a.detach().nan_to_num(0.125), b.nan_to_num(0.125))
+    return (not isinstance(b, torch.Tensor) or a.shape == b.shape
+            and torch.equal(a.detach().nan_to_num(0.125), b.nan_to_num(0.125)))
 
 def _tensors(out):
     "What was returned, as a tuple of tensors."
     parts = out if isinstance(out, (tuple, list)) else (out,)
-    return tuple(p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.float64 if isinstance(p, (int, float)) and not isinstance(p, bool) else None) for p in parts)
+    return tuple(p if isinstance(p, torch.Tensor)
+                 else torch.tensor(p, dtype=torch.float64 if isinstance(p, (int, float)) and not isinstance(p, bool)
+                                   else None) for p in parts)
 
 def _gradients(values, leaves):
     "Of a weighted sum of all elements, so that no two of them can stand in for each other; 0 where nothing flows."
-    parts = [(v.double() * torch.linspace(1, 2, max(v.numel(), 1), dtype=torch.float64)[:v.numel()].reshape(v.shape)).sum() for v in values if v.requires_grad]
+    parts = [(v.double() * torch.linspace(1, 2, max(v.numel(), 1), dtype=torch.float64)[:v.numel()].reshape(v.shape)).sum()
+             for v in values if v.requires_grad]
     grads = torch.autograd.grad(sum(parts), leaves, allow_unused=True) if parts and leaves else [None] * len(leaves)
     return tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves))
 
@@ -51,21 +56,27 @@ def attempt(f, # Any function
     leaves = [args[name].requires_grad_(True) for name in wrt]
     try:
         out = f(*args.values())
-        if out is None or isinstance(out, tuple) and any(o is None for o in out): return Outcome(error="returns None: is the `return` missing?")
+        if out is None or isinstance(out, tuple) and any(o is None for o in out):
+            return Outcome(error="returns None: is the `return` missing?")
         undone = [name for name in wrt if not args[name].requires_grad]
-        if undone: return Outcome(error=f"detaches {' and '.join(undone)} in place: detach() gives a copy, which is what you want")
+        if undone:
+            return Outcome(error=f"detaches {' and '.join(undone)} in place: detach() gives a copy, which is what you want")
         try: values = _tensors(out)
-        except (TypeError, ValueError, RuntimeError): return Outcome(error=f"returns {repr(out)[:60]}: neither a tensor nor a number")
+        except (TypeError, ValueError, RuntimeError):
+            return Outcome(error=f"returns {repr(out)[:60]}: neither a tensor nor a number")
         grads = _gradients(values, leaves)
     except Exception as e: return Outcome(error=f"raises {type(e).__name__}: {e}")
-    return Outcome(tuple(v.detach() for v in values), grads, changed=tuple(name for name, x in case.items() if not _unchanged(args[name], x)))
+    return Outcome(tuple(v.detach() for v in values), grads,
+                   changed=tuple(name for name, x in case.items() if not _unchanged(args[name], x)))
 
 # %% ../nbs/check.ipynb #compare
 RTOL, ATOL = 1e-4, 1e-5
 
 def _kind(x): return "boolean" if x.dtype == torch.bool else "floating-point" if x.is_floating_point() else "integer"
 
-def _close(a, b): return a.shape == b.shape and _kind(a) == _kind(b) and torch.allclose(a.double(), b.double(), RTOL, ATOL, equal_nan=True)
+def _close(a, b):
+    return (a.shape == b.shape and _kind(a) == _kind(b)
+            and torch.allclose(a.double(), b.double(), RTOL, ATOL, equal_nan=True))
 
 def _number(v): return str(v) if isinstance(v, (bool, int)) else f"{v:.4g}"
 
@@ -75,7 +86,8 @@ def show(x, # A tensor, a number, or a list of those
          most: int = 160, # Characters
         ) -> str:
     "Numbers as a reader wants them: four digits, one line."
-    text = _nested([v.tolist() if isinstance(v, torch.Tensor) else v for v in x] if isinstance(x, list) else x.tolist() if isinstance(x, torch.Tensor) else x)
+    text = _nested([v.tolist() if isinstance(v, torch.Tensor) else v for v in x] if isinstance(x, list) else x.tolist()
+                   if isinstance(x, torch.Tensor) else x)
     return text if len(text) <= most else text[:most - 3] + "..."
 
 def alike(a: Outcome, # Of one function
@@ -93,24 +105,29 @@ def difference(got: Outcome, # Of the reader's function
     if got.error: return f"yours {got.error}"
     if len(got.values) != len(expected.values):
         first, n = expected.values[0], len(got.values)
-        pieces = len(expected.values) == 1 and first.ndim and len(first) == n and all(g.shape == first.shape[1:] for g in got.values)
-        return f"yours returns {n} thing{'s' * (n != 1)}, expected {len(expected.values)}" + (": torch.stack makes one tensor of tensors, torch.tensor of numbers" if pieces else "")
+        pieces = (len(expected.values) == 1 and first.ndim and len(first) == n
+                  and all(g.shape == first.shape[1:] for g in got.values))
+        return (f"yours returns {n} thing{'s' * (n != 1)}, expected {len(expected.values)}"
+                + (": torch.stack makes one tensor of tensors, torch.tensor of numbers" if pieces else ""))
     for i, (g, e) in enumerate(zip(got.values, expected.values)):
         which = f" as result {i + 1}" if len(expected.values) > 1 else ""
         if g.shape != e.shape: return f"yours has the shape {tuple(g.shape)}{which}, expected {tuple(e.shape)}"
         if _kind(g) != _kind(e): return f"yours is {_kind(g)} ({g.dtype}){which}, expected {_kind(e)}"
         if _kind(e) == "integer" and g.dtype != e.dtype: return f"yours is {g.dtype}{which}, expected {e.dtype}"
-        if g.dtype in (torch.float16, torch.bfloat16): return f"yours is {g.dtype}{which}, expected float32 or better: half precision has three digits"
+        if g.dtype in (torch.float16, torch.bfloat16):
+            return f"yours is {g.dtype}{which}, expected float32 or better: half precision has three digits"
         if expected.returned and not g.isfinite().all(): return f"expected a finite number{which}, yours is {show(g)}"
         if not _close(g, e): return f"expected {show(e)}{which}, yours is {show(g)}"
     for name, g, e in zip(wrt, got.grads, expected.grads):
         if not _close(g, e):
             none = ": none flows; is it detached, or computed from plain numbers?" if not g.any() else ""
-            return f"the value {'may be any number' if expected.returned else 'is right'}, but its gradient with respect to {name} should be {show(e)} (for a sum with weights from 1 to 2), yours is {show(g)}{none}"
+            return (f"the value {'may be any number' if expected.returned else 'is right'}, but its gradient with respect "
+                    f"to {name} should be {show(e)} (for a sum with weights from 1 to 2), yours is {show(g)}{none}")
     return ""
 
 # %% ../nbs/check.ipynb #verdict
-LEAK = "What stands under a False mask leaks: NaN times 0 is NaN. Select with torch.where(mask, x, 0) before you compute, instead of multiplying by the mask."
+LEAK = ("What stands under a False mask leaks: NaN times 0 is NaN. Select with torch.where(mask, x, 0) before you compute, "
+        "instead of multiplying by the mask.")
 CHANGED = "The result is right, but your function changes {} in place. Whoever calls it still needs that; work on a copy."
 
 @dataclass
@@ -142,7 +159,8 @@ class Exercise:
     free: object = None          # free(*arguments) -> boolean tensor, True where a result may be any number; None = nowhere
 
     def __post_init__(self):
-        self.inputs, self.edges = ([dict(zip(self.arguments.split(), x, strict=True)) for x in xs] for xs in (self.inputs, self.edges))
+        self.inputs, self.edges = ([dict(zip(self.arguments.split(), x, strict=True)) for x in xs]
+                                   for xs in (self.inputs, self.edges))
         self._known = None
 
     def outcomes(self, f) -> list: # One `Outcome` for each input, the edges last
@@ -153,11 +171,13 @@ class Exercise:
         "0 where any number will do."
         if self.free is None: return outcome
         anything = self.free(*case.values())
-        return replace(outcome, values=tuple(v.masked_fill(anything & v.isfinite(), 0) if v.shape == anything.shape else v for v in outcome.values), returned=outcome.values)
+        return replace(outcome, values=tuple(v.masked_fill(anything & v.isfinite(), 0) if v.shape == anything.shape else v
+                                             for v in outcome.values), returned=outcome.values)
 
     def known(self) -> tuple: # (outcomes of the reference, {name: outcomes})
         "What the reference and the mistakes make of the inputs."
-        if self._known is None: self._known = self.outcomes(self.reference), {name: self.outcomes(f) for name, (f, _) in self.mistakes.items()}
+        if self._known is None:
+            self._known = self.outcomes(self.reference), {name: self.outcomes(f) for name, (f, _) in self.mistakes.items()}
         return self._known
 
     def _find(self, got):
@@ -169,8 +189,10 @@ class Exercise:
         if not found:
             got_values, expected_values = _values(got), _values(expected)
             by_value = [i for i in wrong if difference(got_values[i], expected_values[i])]
-            found = by_value and self._names(by_value, got_values, expected_values, {name: _values(outcomes) for name, outcomes in known.items()})
-            found = [name for name in found if "gradient" not in self.mistakes[name][1] or all(_same_slope(got[i], known[name][i]) for i in by_value)]
+            found = by_value and self._names(by_value, got_values, expected_values,
+                                             {name: _values(outcomes) for name, outcomes in known.items()})
+            found = [name for name in found if "gradient" not in self.mistakes[name][1]
+                     or all(_same_slope(got[i], known[name][i]) for i in by_value)]
         if not found and any(self._leaks(i, got[i]) for i in wrong): found = ["leak"]
         return found[0] if wrong and found else None, wrong
 
@@ -204,13 +226,17 @@ class Exercise:
         name, wrong = self._find(got)
         changed = sorted({c for o in got for c in o.changed})
         if not wrong and not changed: verdict = Verdict(True, f"{self.name}: right, on all {len(got)} inputs.")
-        elif not wrong: verdict = Verdict(False, f"{self.name}: not yet. {CHANGED.format(' and '.join(changed))}", "changed")
+        elif not wrong:
+            verdict = Verdict(False, f"{self.name}: not yet. {CHANGED.format(' and '.join(changed))}", "changed")
         else:
             cases = self.inputs + self.edges
             i = min(wrong, key=lambda i: sum(_size(x) for x in cases[i].values()))
             what = difference(got[i], self.known()[0][i], self.wrt)
-            says = self.mistakes[name][1] if name in self.mistakes else LEAK if name == "leak" else "No mistake that is known here." if what.startswith(("expected", "the value")) else "That is no result of the kind that is asked for."
-            lines = [f"{self.name}: not yet. {says}", "  input:  " + "; ".join(f"{k} = {show(v)}" for k, v in cases[i].items()),
+            says = (self.mistakes[name][1] if name in self.mistakes else LEAK if name == "leak"
+                    else "No mistake that is known here." if what.startswith(("expected", "the value"))
+                    else "That is no result of the kind that is asked for.")
+            lines = [f"{self.name}: not yet. {says}",
+                     "  input:  " + "; ".join(f"{k} = {show(v)}" for k, v in cases[i].items()),
                      f"  result: {what}", f"  check.{self.name}.hint() gives a hint."]
             verdict = Verdict(False, "\n".join(lines), name)
         if strict and not verdict: raise AssertionError(verdict.text)
@@ -235,7 +261,8 @@ def _size(x): return x.numel() if isinstance(x, torch.Tensor) else sum(map(_size
 # %% ../nbs/check.ipynb #pictures
 def _draw(ax, x, expected, yours, marker=None):
     from rlhf_notes import viz
-    ax.plot(x, expected, color=viz.COLORS["grey"], linestyle="-", linewidth=6, alpha=0.45, marker=marker and "s", markersize=9, label="expected")
+    ax.plot(x, expected, color=viz.COLORS["grey"], linestyle="-", linewidth=6, alpha=0.45, marker=marker and "s",
+            markersize=9, label="expected")
     ax.plot(x, yours, color=viz.COLORS["orange"], linestyle="--", linewidth=2, marker=marker, markersize=5, label="yours")
 
 def curves(var, # The argument on the horizontal axis
@@ -247,7 +274,8 @@ def curves(var, # The argument on the horizontal axis
         import matplotlib.pyplot as plt
         rows = []
         for label, fixed in panels.items():
-            case = {name: points if name == var else fixed[name].expand_as(points) if isinstance(fixed[name], torch.Tensor) else fixed[name] for name in exercise.arguments.split()}
+            case = {name: points if name == var else fixed[name].expand_as(points) if isinstance(fixed[name], torch.Tensor)
+                    else fixed[name] for name in exercise.arguments.split()}
             both = [attempt(g, case, (var,)) for g in (exercise.reference, f)]
             if both[1].error or [v.shape for v in both[1].values] != [points.shape]: return None
             weights = torch.linspace(1, 2, len(points), dtype=torch.float64)
@@ -303,7 +331,8 @@ def names() -> Table: # One row for each exercise
     def row(e):
         signature, result = e.task.replace("|", "\\|").split(" -> ", 1)
         return f"| {e.lesson} | `check.{e.name}` | `{signature}`: {result} | {len(e.mistakes)} |"
-    return Table("\n".join(["| lesson | check | what to write | mistakes it knows |", "|---|---|---|---|", *map(row, EXERCISES.values())]))
+    return Table("\n".join(["| lesson | check | what to write | mistakes it knows |", "|---|---|---|---|",
+                            *map(row, EXERCISES.values())]))
 
 def hint(name: str, # Of an exercise
         ):
@@ -321,7 +350,8 @@ def diagnose(case: int | None = None, # Number of the case, from 1 on; None = an
 def _exercise(name):
     if name in EXERCISES: return EXERCISES[name]
     near = difflib.get_close_matches(name, EXERCISES, 1)
-    raise AttributeError(f"there is no exercise {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; check.names() lists them"))
+    raise AttributeError(f"there is no exercise {name!r}"
+                         + (f"; did you mean {near[0]!r}?" if near else "; check.names() lists them"))
 
 def __getattr__(name): return _exercise(name)
 
@@ -339,309 +369,543 @@ def _row_means(x, m): return _keep(x, m).sum(-1) / m.sum(-1).clamp(min=1)
 def _mean(x, m): return _keep(x, m).sum() / m.sum().clamp(min=1)
 def _over_rows(x, m): return x.sum() / (m.sum(-1) > 0).sum().clamp(min=1)
 
-exercise("masked_mean", "01_masking", "f(x, mask) -> the mean of what counts, 0-dim; 0 where nothing does", masking.masked_mean, "x mask",
-    inputs=[(_t([1., 2., 6.]), _m("110")), (_t([1., 2., 3.], [4., 7., 60.]), _m("100", "110")), (_normal(3, 5), _m("11010", "11111", "00100"))],
+exercise("masked_mean", "01_masking", "f(x, mask) -> the mean of what counts, 0-dim; 0 where nothing does",
+         masking.masked_mean, "x mask",
+    inputs=[(_t([1., 2., 6.]), _m("110")), (_t([1., 2., 3.], [4., 7., 60.]), _m("100", "110")),
+            (_normal(3, 5), _m("11010", "11111", "00100"))],
     edges=[(_t([2., 4.]), _m("00")), (_t([1., NAN, 4.]), _t([True, False, True])), (_t([1., NAN]), _t([True, True]))],
     mistakes=dict(
-        divides_by_all=(lambda x, m: _keep(x, m).mean(), "The mean counts padding: the sum is over what counts, but you divide by the number of all elements."),
+        divides_by_all=(lambda x, m: _keep(x, m).mean(),
+                        "The mean counts padding: the sum is over what counts, but you divide by the number of "
+                        "all elements."),
         no_mask=(lambda x, m: x.nan_to_num().mean(), "The mask is not used: padding is in the sum and in the count."),
-        inverted=(lambda x, m: _mean(x, ~m), "The mask is inverted: you average what does not count. True means that an element counts."),
-        mean_of_row_means=(lambda x, m: _over_rows(_row_means(x, m), m) if x.ndim > 1 else _mean(x, m), "You average the rows, then the rows' means: a token of a short row weighs more than one of a long row."),
+        inverted=(lambda x, m: _mean(x, ~m),
+                  "The mask is inverted: you average what does not count. True means that an element counts."),
+        mean_of_row_means=(lambda x, m: _over_rows(_row_means(x, m), m) if x.ndim > 1 else _mean(x, m),
+                           "You average the rows, then the rows' means: a token of a short row weighs more than one of "
+                           "a long row."),
         only_sum=(lambda x, m: _keep(x, m).sum(), "That is the sum: it is not divided by anything."),
-        zero_by_zero=(lambda x, m: _keep(x, m).sum() / m.sum(), "Right, but where nothing counts you divide 0 by 0. Keep the number of elements at 1 or more."),
+        zero_by_zero=(lambda x, m: _keep(x, m).sum() / m.sum(),
+                      "Right, but where nothing counts you divide 0 by 0. Keep the number of elements at 1 or more."),
         leak=(lambda x, m: (x * m).sum() / m.sum().clamp(min=1), LEAK),
-        hides=(lambda x, m: _mean(x.nan_to_num(), m), "Right, but a NaN that counts is gone as well: it says that something is broken, and must be seen. Replace what does not count, and nothing else."),
-        patched=(lambda x, m: x[m].mean().nan_to_num(0), "Right, but nan_to_num makes 0 of any NaN, not of 0 / 0 alone: one that counts must be seen. Keep the number of elements at 1 or more.")),
-    tip="What do you add up, and how many of them are there? Replace what does not count by 0 before the sum; the count comes from the mask, not from the shape.")
+        hides=(lambda x, m: _mean(x.nan_to_num(), m),
+               "Right, but a NaN that counts is gone as well: it says that something is broken, and must be seen. Replace "
+               "what does not count, and nothing else."),
+        patched=(lambda x, m: x[m].mean().nan_to_num(0),
+                 "Right, but nan_to_num makes 0 of any NaN, not of 0 / 0 alone: one that counts must be seen. Keep the "
+                 "number of elements at 1 or more.")),
+    tip="What do you add up, and how many of them are there? Replace what does not count by 0 before the sum; the count "
+        "comes from the mask, not from the shape.")
 
-exercise("masked_var", "01_masking", "f(x, mask) -> the biased variance of what counts, 0-dim", masking.masked_var, "x mask",
-    inputs=[(_t([1., 2., 6., 30.]), _t([True, True, True, False])), (_normal(3, 5, seed=1) + 3, _m("11010", "11111", "00100"))],
+exercise("masked_var", "01_masking", "f(x, mask) -> the biased variance of what counts, 0-dim",
+         masking.masked_var, "x mask",
+    inputs=[(_t([1., 2., 6., 30.]), _t([True, True, True, False])),
+            (_normal(3, 5, seed=1) + 3, _m("11010", "11111", "00100"))],
     edges=[(_t([10000., 10001., 10002.]), _t([True, True, True])), (_t([1., NAN, 4.]), _t([True, False, True]))],
     mistakes=dict(
-        unbiased=(lambda x, m: x[m].var(unbiased=True), "The variance is unbiased; here it is biased: divide by n, not by n - 1."),
-        mean_counts_padding=(lambda x, m: _mean((x - _keep(x, m).mean()) ** 2, m), "The mean that you subtract counts padding: its sum is divided by the number of all elements."),
-        deviations_of_padding=(lambda x, m: ((_keep(x, m) - _mean(x, m)) ** 2).sum() / m.sum(), "Padding is 0 before you subtract the mean, so its deviation is the mean itself, and you add that up. Mask the deviations again."),
-        zeros_count=(lambda x, m: _keep(x, m).var(unbiased=False), "Padding counts as zeros, in the mean and in the variance."),
+        unbiased=(lambda x, m: x[m].var(unbiased=True),
+                  "The variance is unbiased; here it is biased: divide by n, not by n - 1."),
+        mean_counts_padding=(lambda x, m: _mean((x - _keep(x, m).mean()) ** 2, m),
+                             "The mean that you subtract counts padding: its sum is divided by the number of "
+                             "all elements."),
+        deviations_of_padding=(lambda x, m: ((_keep(x, m) - _mean(x, m)) ** 2).sum() / m.sum(),
+                               "Padding is 0 before you subtract the mean, so its deviation is the mean itself, and you "
+                               "add that up. Mask the deviations again."),
+        zeros_count=(lambda x, m: _keep(x, m).var(unbiased=False),
+                     "Padding counts as zeros, in the mean and in the variance."),
         no_mask=(lambda x, m: x.var(unbiased=False), "The mask is not used."),
-        divides_by_all=(lambda x, m: _keep((x - _mean(x, m)) ** 2, m).mean(), "You divide the squared deviations by the number of all elements: padding counts."),
+        divides_by_all=(lambda x, m: _keep((x - _mean(x, m)) ** 2, m).mean(),
+                        "You divide the squared deviations by the number of all elements: padding counts."),
         not_centred=(lambda x, m: _mean(x ** 2, m), "That is the mean of the squares: the mean is not subtracted."),
         std=(lambda x, m: x[m].std(unbiased=False), "That is the standard deviation; the variance is its square."),
-        cancels=(lambda x, m: (_mean(x ** 2, m) - _mean(x, m) ** 2), "Right, but the mean of the squares less the square of the mean loses all digits when the mean is large: subtract the mean first."),
+        cancels=(lambda x, m: (_mean(x ** 2, m) - _mean(x, m) ** 2),
+                 "Right, but the mean of the squares less the square of the mean loses all digits when the mean is large: "
+                 "subtract the mean first."),
         leak=(lambda x, m: (((x - _mean(x, m)) * m) ** 2).sum() / m.sum(), LEAK)),
     tip="A masked mean twice: once of x, once of the squared deviations from it.")
 
-exercise("mean_of_answers", "01_masking", "f(loss, mask) -> mean over the tokens of each answer, then over the answers that have tokens, 0-dim", lambda x, m: masking.aggregate_loss(x, m, "seq-mean-token-mean"), "loss mask",
+exercise("mean_of_answers", "01_masking",
+         "f(loss, mask) -> mean over the tokens of each answer, then over the answers that have tokens, 0-dim",
+         lambda x, m: masking.aggregate_loss(x, m, "seq-mean-token-mean"), "loss mask",
     inputs=[(_t([1., 2., 3.], [4., 7., 60.]), _m("100", "110")), (_normal(3, 5, seed=2), _m("11000", "11111", "11100"))],
-    edges=[(_t([1., 3.], [5., 7.]), _m("11", "00")), (_t([1., NAN], [5., 7.]), _m("10", "11")), (_t([1., NAN], [5., 7.]), _m("11", "11"))],
+    edges=[(_t([1., 3.], [5., 7.]), _m("11", "00")), (_t([1., NAN], [5., 7.]), _m("10", "11")),
+           (_t([1., NAN], [5., 7.]), _m("11", "11"))],
     mistakes=dict(
         token_mean=(_mean, "That is the mean over all tokens: long answers weigh more. Here each answer weighs the same."),
-        padded_length=(lambda x, m: _keep(x, m).mean(1).mean(), "You divide each answer by the padded length T, not by its own: padding counts."),
-        sums=(lambda x, m: _over_rows(_keep(x, m).sum(1), m), "You average the answers' sums: divide each by its number of tokens."),
+        padded_length=(lambda x, m: _keep(x, m).mean(1).mean(),
+                       "You divide each answer by the padded length T, not by its own: padding counts."),
+        sums=(lambda x, m: _over_rows(_keep(x, m).sum(1), m),
+              "You average the answers' sums: divide each by its number of tokens."),
         not_averaged=(lambda x, m: _row_means(x, m).sum(), "You add the answers' means up; their mean is asked for."),
-        wrong_dim=(lambda x, m: (_keep(x, m).sum(0) / m.sum(0).clamp(min=1)).mean(), "You average over the answers first: dimension 1 is that of the tokens."),
+        wrong_dim=(lambda x, m: (_keep(x, m).sum(0) / m.sum(0).clamp(min=1)).mean(),
+                   "You average over the answers first: dimension 1 is that of the tokens."),
         no_mask=(lambda x, m: x.mean(1).mean(), "The mask is not used."),
-        empty_is_zero=(lambda x, m: _row_means(x, m).mean(), "Right, but an answer without tokens counts as 0 in the mean over answers. Leave it out."),
-        zero_by_zero=(lambda x, m: (_keep(x, m).sum(1) / m.sum(1)).mean(), "Right, but an answer without tokens is 0 / 0, and makes everything NaN."),
+        empty_is_zero=(lambda x, m: _row_means(x, m).mean(),
+                       "Right, but an answer without tokens counts as 0 in the mean over answers. Leave it out."),
+        zero_by_zero=(lambda x, m: (_keep(x, m).sum(1) / m.sum(1)).mean(),
+                      "Right, but an answer without tokens is 0 / 0, and makes everything NaN."),
         leak=(lambda x, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).sum() / (m.sum(1) > 0).sum(), LEAK),
-        hides=(lambda x, m: (_keep(x, m).sum(1) / m.sum(1)).nanmean(), "Right, but nanmean leaves out more than the answers without tokens: a loss that counts and is NaN vanishes with its answer. It must be seen.")),
+        hides=(lambda x, m: (_keep(x, m).sum(1) / m.sum(1)).nanmean(),
+               "Right, but nanmean leaves out more than the answers without tokens: a loss that counts and is NaN vanishes "
+               "with its answer. It must be seen.")),
     tip="Two means with two counts: tokens of an answer, then answers. Which answers have any tokens?")
 
 # %% ../nbs/check.ipynb #lesson-02
 def _pick(x, i): return x.gather(-1, i.unsqueeze(-1)).squeeze(-1)
 
-exercise("token_logprob", "02_logprob", "f(logits (..., V), index (...), temperature) -> log-probability of the chosen words, (...)", logprob.selective_log_softmax, "logits index temperature",
-    inputs=[(_t([[0., 1., 3.]]), _t([1]), 1.0), (_t([0., 1., 3.], [2., 0., -1.]), _t([1, 0]), 2.0), (_normal(2, 3, 5, seed=3, scale=2), _t([0, 1, 4], [2, 2, 3]), 0.7)],
+exercise("token_logprob", "02_logprob",
+         "f(logits (..., V), index (...), temperature) -> log-probability of the chosen words, (...)",
+         logprob.selective_log_softmax, "logits index temperature",
+    inputs=[(_t([[0., 1., 3.]]), _t([1]), 1.0), (_t([0., 1., 3.], [2., 0., -1.]), _t([1, 0]), 2.0),
+            (_normal(2, 3, 5, seed=3, scale=2), _t([0, 1, 4], [2, 2, 3]), 0.7)],
     edges=[(_t([[0., 200.]]), _t([0]), 1.0), (_t([[0., 200.]]), _t([1]), 1.0)],
     mistakes=dict(
         probability=(lambda z, i, T: _pick((z / T).softmax(-1), i), "That is the probability; its logarithm is asked for."),
-        unnormalised=(lambda z, i, T: _pick(z / T, i), "That is the logit of the chosen word: subtract the logarithm of the sum of exp over the vocabulary."),
-        no_temperature=(lambda z, i, T: _pick(z.log_softmax(-1), i), "The temperature is not used: divide the logits by it before they are normalised."),
-        temperature_after=(lambda z, i, T: _pick(z.log_softmax(-1) / T, i), "You divide the log-probability by the temperature: it belongs to the logits, before they are normalised. Yours are not the logarithms of probabilities that sum to 1."),
-        temperature_multiplies=(lambda z, i, T: _pick((z * T).log_softmax(-1), i), "You multiply by the temperature: a high temperature makes a distribution flat, so divide."),
-        wrong_dim=(lambda z, i, T: _pick((z / T).log_softmax(-2), i), "You normalise over the positions, not over the vocabulary: the last dimension."),
-        dim_1=(lambda z, i, T: _pick((z / T).log_softmax(1), i), "You normalise over dimension 1: that is the vocabulary only where there are two. It is always the last, -1."),
-        sign=(lambda z, i, T: -_pick((z / T).log_softmax(-1), i), "The sign is flipped: a log-probability is never above 0."),
-        largest=(lambda z, i, T: (z / T).log_softmax(-1).amax(-1), "That is the log-probability of the most likely word, not of the chosen one."),
-        base_2=(lambda z, i, T: _pick((z / T).log_softmax(-1), i) / math.log(2), "That is in bits: use the natural logarithm."),
-        underflow=(lambda z, i, T: _pick((z / T).softmax(-1), i).log(), "Right, but a probability of exp(-200) is 0 in float32, and its logarithm -inf. Stay with logarithms: log_softmax."),
-        overflow=(lambda z, i, T: _pick(z / T, i) - (z / T).exp().sum(-1).log(), "Right, but exp(200) is infinite in float32. Use logsumexp, which takes the largest logit out first.")),
+        unnormalised=(lambda z, i, T: _pick(z / T, i),
+                      "That is the logit of the chosen word: subtract the logarithm of the sum of exp over "
+                      "the vocabulary."),
+        no_temperature=(lambda z, i, T: _pick(z.log_softmax(-1), i),
+                        "The temperature is not used: divide the logits by it before they are normalised."),
+        temperature_after=(lambda z, i, T: _pick(z.log_softmax(-1) / T, i),
+                           "You divide the log-probability by the temperature: it belongs to the logits, before they are "
+                           "normalised. Yours are not the logarithms of probabilities that sum to 1."),
+        temperature_multiplies=(lambda z, i, T: _pick((z * T).log_softmax(-1), i),
+                                "You multiply by the temperature: a high temperature makes a distribution flat, "
+                                "so divide."),
+        wrong_dim=(lambda z, i, T: _pick((z / T).log_softmax(-2), i),
+                   "You normalise over the positions, not over the vocabulary: the last dimension."),
+        dim_1=(lambda z, i, T: _pick((z / T).log_softmax(1), i),
+               "You normalise over dimension 1: that is the vocabulary only where there are two. It is always the "
+               "last, -1."),
+        sign=(lambda z, i, T: -_pick((z / T).log_softmax(-1), i),
+              "The sign is flipped: a log-probability is never above 0."),
+        largest=(lambda z, i, T: (z / T).log_softmax(-1).amax(-1),
+                 "That is the log-probability of the most likely word, not of the chosen one."),
+        base_2=(lambda z, i, T: _pick((z / T).log_softmax(-1), i) / math.log(2),
+                "That is in bits: use the natural logarithm."),
+        underflow=(lambda z, i, T: _pick((z / T).softmax(-1), i).log(),
+                   "Right, but a probability of exp(-200) is 0 in float32, and its logarithm -inf. Stay with logarithms: "
+                   "log_softmax."),
+        overflow=(lambda z, i, T: _pick(z / T, i) - (z / T).exp().sum(-1).log(),
+                  "Right, but exp(200) is infinite in float32. Use logsumexp, which takes the largest logit out first.")),
     tip="Temperature, then log_softmax over the words, then gather the one that was chosen.")
 
 def _plogp(z): return z.softmax(-1) * z.log_softmax(-1)
 
-exercise("entropy", "02_logprob", "f(logits (..., V)) -> entropy in nats with its gradient, (...); logits of -inf allowed", logprob.entropy_from_logits, "logits",
+exercise("entropy", "02_logprob", "f(logits (..., V)) -> entropy in nats with its gradient, (...); logits of -inf allowed",
+         logprob.entropy_from_logits, "logits",
     inputs=[(_t([[0., 0.]]),), (_t([0., 1., 3.], [2., 0., -1.]),), (_normal(2, 3, 5, seed=4, scale=2),)], wrt=("logits",),
     edges=[(_t([[0., 1., -INF]]),)],
     mistakes=dict(
         sign=(lambda z: _plogp(z).sum(-1), "The sign is flipped: entropy is positive."),
         bits=(lambda z: -_plogp(z).sum(-1) / math.log(2), "That is in bits: use the natural logarithm."),
-        unnormalised=(lambda z: -(z.softmax(-1) * z).sum(-1), "You average the logits, not the log-probabilities: the logarithm of the normaliser is missing."),
-        mean=(lambda z: -_plogp(z).mean(-1), "You average over the vocabulary: the probabilities are the weights already, so add up."),
+        unnormalised=(lambda z: -(z.softmax(-1) * z).sum(-1),
+                      "You average the logits, not the log-probabilities: the logarithm of the normaliser is missing."),
+        mean=(lambda z: -_plogp(z).mean(-1),
+              "You average over the vocabulary: the probabilities are the weights already, so add up."),
         perplexity=(lambda z: (-_plogp(z).sum(-1)).exp(), "That is the perplexity, exp of the entropy."),
-        uniform=(lambda z: -z.log_softmax(-1).mean(-1), "You weight all words alike: each log-probability counts with its own probability."),
+        uniform=(lambda z: -z.log_softmax(-1).mean(-1),
+                 "You weight all words alike: each log-probability counts with its own probability."),
         largest=(lambda z: -z.log_softmax(-1).amax(-1), "That is the surprise of the most likely word alone."),
         all_rows=(lambda z: -_plogp(z).sum(), "You add up all positions: one entropy for each is asked for."),
-        no_gradient=(lambda z: -_plogp(z).sum(-1).detach(), "The value is right, but there is no gradient, and a bonus for entropy needs one: it is detached, or computed from plain numbers."),
-        nan=(lambda z: -_plogp(z).sum(-1), "Right, but a word with logit -inf gives 0 times -inf, which is NaN. What can never happen adds nothing."),
-        nan_gradient=(lambda z: -_plogp(z).nan_to_num().sum(-1), "The value is right, the gradient is NaN: mask before the logarithm. What is left out behind a product of 0 and -inf still has its derivative, 0 times -inf.")),
+        no_gradient=(lambda z: -_plogp(z).sum(-1).detach(),
+                     "The value is right, but there is no gradient, and a bonus for entropy needs one: it is detached, or "
+                     "computed from plain numbers."),
+        nan=(lambda z: -_plogp(z).sum(-1),
+             "Right, but a word with logit -inf gives 0 times -inf, which is NaN. What can never happen adds nothing."),
+        nan_gradient=(lambda z: -_plogp(z).nan_to_num().sum(-1),
+                      "The value is right, the gradient is NaN: mask before the logarithm. What is left out behind a "
+                      "product of 0 and -inf still has its derivative, 0 times -inf.")),
     tip="- sum p log p over the vocabulary. What should a word add whose probability is 0?")
 
 _LOG_2PI = math.log(2 * math.pi)
 def _z(mu, s, a): return (a - mu) / s
 
-exercise("gaussian_logprob", "02_logprob", "f(mean (B, A), std (B, A), action (B, A)) -> log-density of the whole action, (B,)", lambda mu, s, a: logprob.gaussian_log_prob(a, mu, s), "mean std action",
-    inputs=[(_t([[0.]]), _t([[2.]]), _t([[1.]])), (_normal(3, 2, seed=5), _normal(3, 2, seed=6).exp(), _normal(3, 2, seed=7, scale=2))],
+exercise("gaussian_logprob", "02_logprob",
+         "f(mean (B, A), std (B, A), action (B, A)) -> log-density of the whole action, (B,)",
+         lambda mu, s, a: logprob.gaussian_log_prob(a, mu, s), "mean std action",
+    inputs=[(_t([[0.]]), _t([[2.]]), _t([[1.]])),
+            (_normal(3, 2, seed=5), _normal(3, 2, seed=6).exp(), _normal(3, 2, seed=7, scale=2))],
     edges=[(_t([[0., 0.]]), _t([[1., 1.]]), _t([[30., 0.]]))],
     mistakes=dict(
-        no_half=(lambda mu, s, a: (-_z(mu, s, a) ** 2 - s.log() - _LOG_2PI / 2).sum(-1), "The half of the squared deviation is missing: -z^2 / 2."),
-        no_log_std=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - _LOG_2PI / 2).sum(-1), "log std is missing: a wide density is lower everywhere."),
-        log_std_sign=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 + s.log() - _LOG_2PI / 2).sum(-1), "log std has the wrong sign: a wide density is lower."),
-        no_constant=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log()).sum(-1), "The constant log(2 pi) / 2 is missing, once for each dimension."),
-        constant_once=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log()).sum(-1) - _LOG_2PI / 2, "The constant log(2 pi) / 2 is subtracted once: each dimension of the action has one."),
-        sign=(lambda mu, s, a: (_z(mu, s, a) ** 2 / 2 + s.log() + _LOG_2PI / 2).sum(-1), "The sign is flipped: that is the loss, minus the log-density."),
-        std_as_variance=(lambda mu, s, a: (-(a - mu) ** 2 / s / 2 - s.log() / 2 - _LOG_2PI / 2).sum(-1), "You take std for the variance: the deviation is divided by std, then squared."),
-        mean=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).mean(-1), "You average over the dimensions of the action: the density of the whole is a product, so log-densities add up."),
-        each=(lambda mu, s, a: -_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2, "There is one number for each dimension of the action: add them up, since the dimensions are independent."),
-        density=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).sum(-1).exp(), "That is the density; its logarithm is asked for."),
-        underflow=(lambda mu, s, a: ((-_z(mu, s, a) ** 2 / 2).exp() / (s * math.sqrt(2 * math.pi))).log().sum(-1), "Right, but the density of a far action is 0 in float32, and its logarithm -inf. Write down the logarithm itself.")),
+        no_half=(lambda mu, s, a: (-_z(mu, s, a) ** 2 - s.log() - _LOG_2PI / 2).sum(-1),
+                 "The half of the squared deviation is missing: -z^2 / 2."),
+        no_log_std=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - _LOG_2PI / 2).sum(-1),
+                    "log std is missing: a wide density is lower everywhere."),
+        log_std_sign=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 + s.log() - _LOG_2PI / 2).sum(-1),
+                      "log std has the wrong sign: a wide density is lower."),
+        no_constant=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log()).sum(-1),
+                     "The constant log(2 pi) / 2 is missing, once for each dimension."),
+        constant_once=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log()).sum(-1) - _LOG_2PI / 2,
+                       "The constant log(2 pi) / 2 is subtracted once: each dimension of the action has one."),
+        sign=(lambda mu, s, a: (_z(mu, s, a) ** 2 / 2 + s.log() + _LOG_2PI / 2).sum(-1),
+              "The sign is flipped: that is the loss, minus the log-density."),
+        std_as_variance=(lambda mu, s, a: (-(a - mu) ** 2 / s / 2 - s.log() / 2 - _LOG_2PI / 2).sum(-1),
+                         "You take std for the variance: the deviation is divided by std, then squared."),
+        mean=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).mean(-1),
+              "You average over the dimensions of the action: the density of the whole is a product, so log-densities "
+              "add up."),
+        each=(lambda mu, s, a: -_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2,
+              "There is one number for each dimension of the action: add them up, since the dimensions are independent."),
+        density=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).sum(-1).exp(),
+                 "That is the density; its logarithm is asked for."),
+        underflow=(lambda mu, s, a: ((-_z(mu, s, a) ** 2 / 2).exp() / (s * math.sqrt(2 * math.pi))).log().sum(-1),
+                   "Right, but the density of a far action is 0 in float32, and its logarithm -inf. Write down the "
+                   "logarithm itself.")),
     tip="The logarithm of exp(-z^2 / 2) / (std sqrt(2 pi)), z in standard deviations, and its sum over the dimensions.")
 
 # %% ../nbs/check.ipynb #lesson-03
-exercise("importance_ratio", "03_ratio", "f(logp, logp_old) -> pi / pi_old, elementwise; logp_old is a constant, no gradient flows into it", ratio.importance_ratio, "logp logp_old",
+exercise("importance_ratio", "03_ratio",
+         "f(logp, logp_old) -> pi / pi_old, elementwise; logp_old is a constant, no gradient flows into it",
+         ratio.importance_ratio, "logp logp_old",
     inputs=[(_t([-1.]), _t([-2.])), (_normal(2, 3, seed=8) - 2, _normal(2, 3, seed=9) - 2)], wrt=("logp", "logp_old"),
     mistakes=dict(
-        inverted=(lambda a, b: (b.detach() - a).exp(), "The ratio is inverted: the new policy is above, the old one below."),
+        inverted=(lambda a, b: (b.detach() - a).exp(),
+                  "The ratio is inverted: the new policy is above, the old one below."),
         log_ratio=(lambda a, b: a - b.detach(), "That is the log-ratio: exp is missing."),
-        quotient_of_logs=(lambda a, b: a / b.detach(), "You divide log-probabilities: the quotient of probabilities is exp of the difference of their logarithms."),
-        difference=(lambda a, b: a.exp() - b.detach().exp(), "That is the difference of the probabilities; their quotient is asked for."),
-        into_old=(lambda a, b: (a - b).exp(), "The value is right, but a gradient flows into logp_old: what the old policy did is data. Detach it."),
-        no_gradient=(lambda a, b: (a - b).exp().detach(), "The value is right, but there is no gradient: nothing will be learned. Detach logp_old only."),
-        wrong_detach=(lambda a, b: (a.detach() - b).exp(), "The value is right, but you detached the new policy and kept the old.")),
+        quotient_of_logs=(lambda a, b: a / b.detach(),
+                          "You divide log-probabilities: the quotient of probabilities is exp of the difference of "
+                          "their logarithms."),
+        difference=(lambda a, b: a.exp() - b.detach().exp(),
+                    "That is the difference of the probabilities; their quotient is asked for."),
+        into_old=(lambda a, b: (a - b).exp(),
+                  "The value is right, but a gradient flows into logp_old: what the old policy did is data. Detach it."),
+        no_gradient=(lambda a, b: (a - b).exp().detach(),
+                     "The value is right, but there is no gradient: nothing will be learned. Detach logp_old only."),
+        wrong_detach=(lambda a, b: (a.detach() - b).exp(),
+                      "The value is right, but you detached the new policy and kept the old.")),
     tip="A quotient of exponentials is the exponential of a difference. Which of the two is being trained?")
 
-exercise("effective_sample_size", "03_ratio", "f(ratio) -> (sum r)^2 / sum r^2 over all elements, 0-dim: how many samples of equal weight these are worth", ratio.effective_sample_size, "ratio",
+exercise("effective_sample_size", "03_ratio",
+         "f(ratio) -> (sum r)^2 / sum r^2 over all elements, 0-dim: how many samples of equal weight these are worth",
+         ratio.effective_sample_size, "ratio",
     inputs=[(_t([2., 0., 0.]),), (_t([0.5, 1., 4.]),), (_normal(4, 6, seed=10).exp(),)],
     mistakes=dict(
-        share=(lambda r: r.sum() ** 2 / (r ** 2).sum() / r.numel(), "That is the share of the samples; multiply by their number."),
+        share=(lambda r: r.sum() ** 2 / (r ** 2).sum() / r.numel(),
+               "That is the share of the samples; multiply by their number."),
         inverted=(lambda r: (r ** 2).sum() / r.sum() ** 2, "The quotient is inverted."),
-        sum_not_squared=(lambda r: r.sum() / (r ** 2).sum(), "The sum above is not squared: doubling all weights must change nothing."),
-        largest=(lambda r: r.sum() / r.max(), "That is the sum over the largest weight, another measure: the squares are missing."),
-        assumes_mean_1=(lambda r: r.numel() / (r ** 2).mean(), "You assume that the weights have mean 1: divide by the mean of their squares AND multiply by the square of their mean."),
-        variance_only=(lambda r: r.numel() / (1 + r.var(unbiased=False)), "n / (1 + variance) is right only for weights with mean 1."),
-        squares_inside=(lambda r: (r ** 2).sum() ** 2 / (r ** 4).sum(), "You have squared the weights first: (sum r)^2 / sum r^2 of r itself.")),
-    tip="Two sums, one of r and one of r squared. Check yourself: equal weights are worth their number, one weight among zeros is worth 1.")
+        sum_not_squared=(lambda r: r.sum() / (r ** 2).sum(),
+                         "The sum above is not squared: doubling all weights must change nothing."),
+        largest=(lambda r: r.sum() / r.max(),
+                 "That is the sum over the largest weight, another measure: the squares are missing."),
+        assumes_mean_1=(lambda r: r.numel() / (r ** 2).mean(),
+                        "You assume that the weights have mean 1: divide by the mean of their squares AND multiply by the "
+                        "square of their mean."),
+        variance_only=(lambda r: r.numel() / (1 + r.var(unbiased=False)),
+                       "n / (1 + variance) is right only for weights with mean 1."),
+        squares_inside=(lambda r: (r ** 2).sum() ** 2 / (r ** 4).sum(),
+                        "You have squared the weights first: (sum r)^2 / sum r^2 of r itself.")),
+    tip="Two sums, one of r and one of r squared. Check yourself: equal weights are worth their number, one weight among "
+        "zeros is worth 1.")
 
-exercise("sequence_ratio", "03_ratio", "f(logp (B, T), logp_old, mask) -> GSPO's ratio of each answer, exp(mean over its tokens of the log-ratio), (B,); logp_old is a constant, no gradient flows into it", lambda a, b, m: ratio.importance_ratio(a, b, m, "sequence")[:, 0], "logp logp_old mask",
-    inputs=[(_t([[-1., -1., -9.]]), _t([[-2., -1., -1.]]), _m("110")[None]), (_normal(2, 4, seed=11) - 2, _normal(2, 4, seed=12) - 2, _m("1100", "1111"))], wrt=("logp", "logp_old"),
-    edges=[(_t([[0., 1.]]), _t([[1., 1.]]), _t([[False, False]])), (_t([[-1., NAN]]), _t([[-2., -1.]]), _t([[True, False]]))],
+exercise("sequence_ratio", "03_ratio",
+         "f(logp (B, T), logp_old, mask) -> GSPO's ratio of each answer, exp(mean over its tokens of the log-ratio), (B,); "
+         "logp_old is a constant, no gradient flows into it",
+         lambda a, b, m: ratio.importance_ratio(a, b, m, "sequence")[:, 0], "logp logp_old mask",
+    inputs=[(_t([[-1., -1., -9.]]), _t([[-2., -1., -1.]]), _m("110")[None]),
+            (_normal(2, 4, seed=11) - 2, _normal(2, 4, seed=12) - 2, _m("1100", "1111"))], wrt=("logp", "logp_old"),
+    edges=[(_t([[0., 1.]]), _t([[1., 1.]]), _t([[False, False]])),
+           (_t([[-1., NAN]]), _t([[-2., -1.]]), _t([[True, False]]))],
     mistakes=dict(
-        product=(lambda a, b, m: _keep(a - b.detach(), m).sum(1).exp(), "That is the product of the token ratios: it grows with the length. Take the mean of the log-ratios, not the sum."),
-        arithmetic=(lambda a, b, m: _row_means((a - b.detach()).exp(), m), "You average the ratios; GSPO averages their logarithms, a geometric mean."),
-        padded_length=(lambda a, b, m: _keep(a - b.detach(), m).mean(1).exp(), "The mean counts padding: divide by the number of tokens of the answer."),
+        product=(lambda a, b, m: _keep(a - b.detach(), m).sum(1).exp(),
+                 "That is the product of the token ratios: it grows with the length. Take the mean of the log-ratios, "
+                 "not the sum."),
+        arithmetic=(lambda a, b, m: _row_means((a - b.detach()).exp(), m),
+                    "You average the ratios; GSPO averages their logarithms, a geometric mean."),
+        padded_length=(lambda a, b, m: _keep(a - b.detach(), m).mean(1).exp(),
+                       "The mean counts padding: divide by the number of tokens of the answer."),
         no_mask=(lambda a, b, m: (a - b.detach()).mean(1).exp(), "The mask is not used."),
         inverted=(lambda a, b, m: _row_means(b.detach() - a, m).exp(), "The ratio is inverted: the new policy is above."),
         log=(lambda a, b, m: _row_means(a - b.detach(), m), "That is the mean log-ratio: exp is missing."),
-        batch=(lambda a, b, m: _mean(a - b.detach(), m).exp().expand(len(a)), "You average over the whole batch: each answer has a ratio of its own."),
-        into_old=(lambda a, b, m: _row_means(a - b, m).exp(), "The value is right, but a gradient flows into logp_old: what the old policy did is data. Detach it."),
-        no_gradient=(lambda a, b, m: _row_means(a - b, m).exp().detach(), "The value is right, but there is no gradient: nothing will be learned. Detach logp_old only."),
-        zero_by_zero=(lambda a, b, m: (_keep(a - b.detach(), m).sum(1) / m.sum(1)).exp(), "Right, but an answer without tokens is 0 / 0. Its ratio is 1: the mean of nothing is 0 here."),
+        batch=(lambda a, b, m: _mean(a - b.detach(), m).exp().expand(len(a)),
+               "You average over the whole batch: each answer has a ratio of its own."),
+        into_old=(lambda a, b, m: _row_means(a - b, m).exp(),
+                  "The value is right, but a gradient flows into logp_old: what the old policy did is data. Detach it."),
+        no_gradient=(lambda a, b, m: _row_means(a - b, m).exp().detach(),
+                     "The value is right, but there is no gradient: nothing will be learned. Detach logp_old only."),
+        zero_by_zero=(lambda a, b, m: (_keep(a - b.detach(), m).sum(1) / m.sum(1)).exp(),
+                      "Right, but an answer without tokens is 0 / 0. Its ratio is 1: the mean of nothing is 0 here."),
         leak=(lambda a, b, m: (((a - b.detach()) * m).sum(1) / m.sum(1).clamp(min=1)).exp(), LEAK)),
     tip="The masked mean of the log-ratio along the tokens, then exp.")
 
 # %% ../nbs/check.ipynb #lesson-04
 def _clip(r, eps): return r.clamp(1 - eps, 1 + eps)
-_CLIP_CASES = [(_t([1.5]), _t([2.]), 0.2), (_t([0.5]), _t([2.]), 0.2), (_t([1.5]), _t([-2.]), 0.2), (_t([0.5]), _t([-2.]), 0.2), (_t([0.1, 0.9, 1.05, 1.7, 4., 0.5, 0.2]), _t([1., -1., 2., 0.5, -3., 0., -1.]), 0.3)]
+_CLIP_CASES = [(_t([1.5]), _t([2.]), 0.2), (_t([0.5]), _t([2.]), 0.2), (_t([1.5]), _t([-2.]), 0.2),
+               (_t([0.5]), _t([-2.]), 0.2),
+               (_t([0.1, 0.9, 1.05, 1.7, 4., 0.5, 0.2]), _t([1., -1., 2., 0.5, -3., 0., -1.]), 0.3)]
 
-exercise("clipped_surrogate", "04_surrogate", "f(ratio, advantage, eps) -> PPO's clipped objective, elementwise, to be maximised", surrogate.clipped_surrogate, "ratio advantage eps", inputs=_CLIP_CASES, wrt=("ratio",),
+exercise("clipped_surrogate", "04_surrogate",
+         "f(ratio, advantage, eps) -> PPO's clipped objective, elementwise, to be maximised", surrogate.clipped_surrogate,
+         "ratio advantage eps", inputs=_CLIP_CASES, wrt=("ratio",),
     mistakes=dict(
         no_clip=(lambda r, A, eps: r * A, "Nothing is clipped: that is the ratio times the advantage."),
-        no_minimum=(lambda r, A, eps: _clip(r, eps) * A, "You clip on both sides, whatever the advantage: the minimum with the unclipped product is missing. A sample that moved the wrong way loses its gradient."),
-        maximum=(lambda r, A, eps: torch.maximum(r * A, _clip(r, eps) * A), "You take the maximum: the objective shall be pessimistic, so the minimum."),
-        loss=(lambda r, A, eps: -torch.minimum(r * A, _clip(r, eps) * A), "The sign is flipped: that is the loss, the objective is asked for."),
-        above_for_any_sign=(lambda r, A, eps: A * r.clamp(max=1 + eps), "You clip where the advantage is negative too, at 1 + eps: a bad action that has become more probable loses its gradient. There the bound is 1 - eps, from below."),
-        only_positive=(lambda r, A, eps: torch.where(A > 0, torch.minimum(r * A, _clip(r, eps) * A), r * A), "You clip good actions only: for a negative advantage the objective is flat below 1 - eps."),
-        clips_product=(lambda r, A, eps: torch.minimum(r * A, _clip(r * A, eps)), "You clip the product of ratio and advantage; clip the ratio, then multiply."),
-        around_0=(lambda r, A, eps: torch.minimum(r * A, r.clamp(-eps, eps) * A), "You clip the ratio to [-eps, eps]: it lies around 1, not around 0."),
-        from_eps=(lambda r, A, eps: torch.minimum(r * A, r.clamp(eps, 1 + eps) * A), "Your lower bound is eps: it is 1 - eps."),
-        absolute=(lambda r, A, eps: torch.minimum(r * A.abs(), _clip(r, eps) * A.abs()), "The sign of the advantage is lost."),
-        no_gradient=(lambda r, A, eps: torch.minimum(r * A, _clip(r, eps) * A).detach(), "The value is right, but there is no gradient: the ratio is what is trained.")),
-    tip="The minimum of two products. Try r = 0.5 and r = 1.5 with A = 1 and with A = -1 by hand: in two of the four cases the clip acts.",
-    picture=curves("ratio", torch.linspace(0, 2.5, 251), {"$A = 1$": dict(advantage=torch.tensor(1.0), eps=0.2), "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2)}))
+        no_minimum=(lambda r, A, eps: _clip(r, eps) * A,
+                    "You clip on both sides, whatever the advantage: the minimum with the unclipped product is missing. A "
+                    "sample that moved the wrong way loses its gradient."),
+        maximum=(lambda r, A, eps: torch.maximum(r * A, _clip(r, eps) * A),
+                 "You take the maximum: the objective shall be pessimistic, so the minimum."),
+        loss=(lambda r, A, eps: -torch.minimum(r * A, _clip(r, eps) * A),
+              "The sign is flipped: that is the loss, the objective is asked for."),
+        above_for_any_sign=(lambda r, A, eps: A * r.clamp(max=1 + eps),
+                            "You clip where the advantage is negative too, at 1 + eps: a bad action that has become more "
+                            "probable loses its gradient. There the bound is 1 - eps, from below."),
+        only_positive=(lambda r, A, eps: torch.where(A > 0, torch.minimum(r * A, _clip(r, eps) * A), r * A),
+                       "You clip good actions only: for a negative advantage the objective is flat below 1 - eps."),
+        clips_product=(lambda r, A, eps: torch.minimum(r * A, _clip(r * A, eps)),
+                       "You clip the product of ratio and advantage; clip the ratio, then multiply."),
+        around_0=(lambda r, A, eps: torch.minimum(r * A, r.clamp(-eps, eps) * A),
+                  "You clip the ratio to [-eps, eps]: it lies around 1, not around 0."),
+        from_eps=(lambda r, A, eps: torch.minimum(r * A, r.clamp(eps, 1 + eps) * A),
+                  "Your lower bound is eps: it is 1 - eps."),
+        absolute=(lambda r, A, eps: torch.minimum(r * A.abs(), _clip(r, eps) * A.abs()),
+                  "The sign of the advantage is lost."),
+        no_gradient=(lambda r, A, eps: torch.minimum(r * A, _clip(r, eps) * A).detach(),
+                     "The value is right, but there is no gradient: the ratio is what is trained.")),
+    tip="The minimum of two products. Try r = 0.5 and r = 1.5 with A = 1 and with A = -1 by hand: in two of the four cases "
+        "the clip acts.",
+    picture=curves("ratio", torch.linspace(0, 2.5, 251),
+                   {"$A = 1$": dict(advantage=torch.tensor(1.0), eps=0.2),
+                    "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2)}))
 
 def _surrogate(r, A, eps): return torch.minimum(r * A, _clip(r, eps) * A)
 
-exercise("dual_clip", "04_surrogate", "f(ratio, advantage, eps, c) -> clipped objective which for A < 0 never falls below c A, elementwise", lambda r, A, eps, c: surrogate.clipped_surrogate(r, A, eps, dual_clip=c), "ratio advantage eps c",
-    inputs=[(_t([5.]), _t([-2.]), 0.2, 3.0), (_t([0.9]), _t([2.]), 0.2, 3.0), (_t([0.5]), _t([-2.]), 0.2, 3.0), (_t([0.1, 0.9, 1.05, 3.1, 8., 2., 0.5]), _t([1., -1., 2., 0.5, -3., -1., 0.]), 0.3, 2.5)], wrt=("ratio",),
+exercise("dual_clip", "04_surrogate",
+         "f(ratio, advantage, eps, c) -> clipped objective which for A < 0 never falls below c A, elementwise",
+         lambda r, A, eps, c: surrogate.clipped_surrogate(r, A, eps, dual_clip=c), "ratio advantage eps c",
+    inputs=[(_t([5.]), _t([-2.]), 0.2, 3.0), (_t([0.9]), _t([2.]), 0.2, 3.0), (_t([0.5]), _t([-2.]), 0.2, 3.0),
+            (_t([0.1, 0.9, 1.05, 3.1, 8., 2., 0.5]), _t([1., -1., 2., 0.5, -3., -1., 0.]), 0.3, 2.5)], wrt=("ratio",),
     mistakes=dict(
-        no_bound=(lambda r, A, eps, c: _surrogate(r, A, eps), "The second bound is missing: for A < 0 your objective falls without end."),
-        any_sign=(lambda r, A, eps, c: torch.maximum(_surrogate(r, A, eps), c * A), "You apply the bound where the advantage is positive too: there c A is always the larger, and no gradient is left."),
-        positive_only=(lambda r, A, eps, c: torch.where(A > 0, torch.maximum(_surrogate(r, A, eps), c * A), _surrogate(r, A, eps)), "You apply the bound where the advantage is positive: it belongs to A < 0."),
-        minimum=(lambda r, A, eps, c: torch.where(A < 0, torch.minimum(_surrogate(r, A, eps), c * A), _surrogate(r, A, eps)), "You take the minimum with c A: a bound from below is a maximum."),
-        first_clip_lost=(lambda r, A, eps, c: torch.where(A < 0, torch.maximum(r * A, c * A), _surrogate(r, A, eps)), "The bound takes the place of the first clip: below 1 - eps the objective must still be flat."),
-        one_plus_c=(lambda r, A, eps, c: torch.where(A < 0, torch.maximum(_surrogate(r, A, eps), (1 + c) * A), _surrogate(r, A, eps)), "Your bound is at a ratio of 1 + c: c is the ratio itself."),
-        loss=(lambda r, A, eps, c: -torch.where(A < 0, torch.maximum(_surrogate(r, A, eps), c * A), _surrogate(r, A, eps)), "The sign is flipped: that is the loss.")),
+        no_bound=(lambda r, A, eps, c: _surrogate(r, A, eps),
+                  "The second bound is missing: for A < 0 your objective falls without end."),
+        any_sign=(lambda r, A, eps, c: torch.maximum(_surrogate(r, A, eps), c * A),
+                  "You apply the bound where the advantage is positive too: there c A is always the larger, and no "
+                  "gradient is left."),
+        positive_only=(lambda r, A, eps, c: torch.where(A > 0, torch.maximum(_surrogate(r, A, eps), c * A),
+                                                        _surrogate(r, A, eps)),
+                       "You apply the bound where the advantage is positive: it belongs to A < 0."),
+        minimum=(lambda r, A, eps, c: torch.where(A < 0, torch.minimum(_surrogate(r, A, eps), c * A),
+                                                  _surrogate(r, A, eps)),
+                 "You take the minimum with c A: a bound from below is a maximum."),
+        first_clip_lost=(lambda r, A, eps, c: torch.where(A < 0, torch.maximum(r * A, c * A), _surrogate(r, A, eps)),
+                         "The bound takes the place of the first clip: below 1 - eps the objective must still be flat."),
+        one_plus_c=(lambda r, A, eps, c: torch.where(A < 0, torch.maximum(_surrogate(r, A, eps), (1 + c) * A),
+                                                     _surrogate(r, A, eps)),
+                    "Your bound is at a ratio of 1 + c: c is the ratio itself."),
+        loss=(lambda r, A, eps, c: -torch.where(A < 0, torch.maximum(_surrogate(r, A, eps), c * A), _surrogate(r, A, eps)),
+              "The sign is flipped: that is the loss.")),
     tip="Start from the clipped surrogate. For which sign of the advantage is it unbounded, and on which side?",
-    picture=curves("ratio", torch.linspace(0, 5, 251), {"$A = 1$": dict(advantage=torch.tensor(1.0), eps=0.2, c=3.0), "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2, c=3.0)}))
+    picture=curves("ratio", torch.linspace(0, 5, 251), {"$A = 1$": dict(advantage=torch.tensor(1.0), eps=0.2, c=3.0),
+                                                        "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2, c=3.0)}))
 
 def _binds(r, A, eps): return (A > 0) & (r > 1 + eps) | (A < 0) & (r < 1 - eps)
 
-exercise("clip_fraction", "04_surrogate", "f(ratio, advantage, eps) -> share of the samples whose gradient the clip stops, 0-dim", surrogate.clip_fraction, "ratio advantage eps",
-    inputs=[(_t([1.5, 0.5, 1.5, 1.0]), _t([1., 1., 1., -1.]), 0.2), (_t([0.1, 0.9, 1.05, 1.7, 4., 0.5, 0.6, 2.]), _t([-1., -1., 2., 0.5, -3., 0., 1., 0.]), 0.3), (_normal(50, seed=13).exp(), _normal(50, seed=14), 0.2)],
+exercise("clip_fraction", "04_surrogate",
+         "f(ratio, advantage, eps) -> share of the samples whose gradient the clip stops, 0-dim", surrogate.clip_fraction,
+         "ratio advantage eps",
+    inputs=[(_t([1.5, 0.5, 1.5, 1.0]), _t([1., 1., 1., -1.]), 0.2),
+            (_t([0.1, 0.9, 1.05, 1.7, 4., 0.5, 0.6, 2.]), _t([-1., -1., 2., 0.5, -3., 0., 1., 0.]), 0.3),
+            (_normal(50, seed=13).exp(), _normal(50, seed=14), 0.2)],
     mistakes=dict(
-        outside=(lambda r, A, eps: ((r - 1).abs() > eps).float().mean(), "You count every ratio outside of the range: with the wrong sign of the advantage the gradient still flows."),
-        opposite=(lambda r, A, eps: _binds(r, -A, eps).float().mean(), "You count the samples that moved the wrong way: those keep their gradient."),
-        above_only=(lambda r, A, eps: ((A > 0) & (r > 1 + eps)).float().mean(), "You count good actions only: bad ones below 1 - eps are clipped too."),
-        below_only=(lambda r, A, eps: ((A < 0) & (r < 1 - eps)).float().mean(), "You count bad actions only: good ones above 1 + eps are clipped too."),
-        zero_advantage=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A <= 0) & (r < 1 - eps)).float().mean(), "You count samples with an advantage of 0: they have no gradient to stop."),
-        number=(lambda r, A, eps: _binds(r, A, eps).sum().double(), "That is their number; divide by the number of samples."),
+        outside=(lambda r, A, eps: ((r - 1).abs() > eps).float().mean(),
+                 "You count every ratio outside of the range: with the wrong sign of the advantage the gradient "
+                 "still flows."),
+        opposite=(lambda r, A, eps: _binds(r, -A, eps).float().mean(),
+                  "You count the samples that moved the wrong way: those keep their gradient."),
+        above_only=(lambda r, A, eps: ((A > 0) & (r > 1 + eps)).float().mean(),
+                    "You count good actions only: bad ones below 1 - eps are clipped too."),
+        below_only=(lambda r, A, eps: ((A < 0) & (r < 1 - eps)).float().mean(),
+                    "You count bad actions only: good ones above 1 + eps are clipped too."),
+        zero_advantage=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A <= 0) & (r < 1 - eps)).float().mean(),
+                        "You count samples with an advantage of 0: they have no gradient to stop."),
+        number=(lambda r, A, eps: _binds(r, A, eps).sum().double(),
+                "That is their number; divide by the number of samples."),
         not_clipped=(lambda r, A, eps: 1 - _binds(r, A, eps).float().mean(), "That is the share which is NOT clipped.")),
     tip="Two corners of the plane of ratio and advantage. A boolean tensor has no mean until it is float.")
 
 # %% ../nbs/check.ipynb #lesson-05
 def _clipped_value(V, V_old, c): return V_old + (V - V_old).clamp(-c, c)
 
-exercise("value_loss", "05_value", "f(value, value_old, returns, clip_range) -> half the larger of the squared errors of V and of V clipped around V_old, elementwise", value.value_loss, "value value_old returns clip_range",
-    inputs=[(_t([3.]), _t([0.]), _t([2.]), 0.5), (_t([3.]), _t([0.]), _t([-1.]), 0.5), (_normal(3, 4, seed=15, scale=2), _normal(3, 4, seed=16), _normal(3, 4, seed=17, scale=2) + 1, 0.3)], wrt=("value",),
+exercise("value_loss", "05_value",
+         "f(value, value_old, returns, clip_range) -> half the larger of the squared errors of V and of V clipped around "
+         "V_old, elementwise", value.value_loss, "value value_old returns clip_range",
+    inputs=[(_t([3.]), _t([0.]), _t([2.]), 0.5), (_t([3.]), _t([0.]), _t([-1.]), 0.5),
+            (_normal(3, 4, seed=15, scale=2), _normal(3, 4, seed=16), _normal(3, 4, seed=17, scale=2) + 1, 0.3)],
+         wrt=("value",),
     mistakes=dict(
-        minimum=(lambda V, O, R, c: 0.5 * torch.minimum((V - R) ** 2, (_clipped_value(V, O, c) - R) ** 2), "You take the smaller error: the clip shall be pessimistic, so the larger loss."),
-        no_maximum=(lambda V, O, R, c: 0.5 * (_clipped_value(V, O, c) - R) ** 2, "You use the clipped value alone: outside of the range no gradient is left, even where V moved the wrong way."),
+        minimum=(lambda V, O, R, c: 0.5 * torch.minimum((V - R) ** 2, (_clipped_value(V, O, c) - R) ** 2),
+                 "You take the smaller error: the clip shall be pessimistic, so the larger loss."),
+        no_maximum=(lambda V, O, R, c: 0.5 * (_clipped_value(V, O, c) - R) ** 2,
+                    "You use the clipped value alone: outside of the range no gradient is left, even where V moved "
+                    "the wrong way."),
         no_clip=(lambda V, O, R, c: 0.5 * (V - R) ** 2, "Nothing is clipped."),
-        no_half=(lambda V, O, R, c: torch.maximum((V - R) ** 2, (_clipped_value(V, O, c) - R) ** 2), "The half is missing."),
-        clips_error=(lambda V, O, R, c: 0.5 * (V - R).clamp(-c, c) ** 2, "You clip the error, V around the return; it is the distance from V_old that is limited."),
-        around_0=(lambda V, O, R, c: 0.5 * torch.maximum((V - R) ** 2, (V.clamp(-c, c) - R) ** 2), "You clip V itself to [-clip_range, clip_range]; it is its distance from V_old that is limited."),
-        absolute=(lambda V, O, R, c: 0.5 * torch.maximum((V - R).abs(), (_clipped_value(V, O, c) - R).abs()), "The errors are not squared."),
-        mean=(lambda V, O, R, c: 0.5 * torch.maximum((V - R) ** 2, (_clipped_value(V, O, c) - R) ** 2).mean(), "You average: the loss of each element is asked for.") ),
+        no_half=(lambda V, O, R, c: torch.maximum((V - R) ** 2, (_clipped_value(V, O, c) - R) ** 2),
+                 "The half is missing."),
+        clips_error=(lambda V, O, R, c: 0.5 * (V - R).clamp(-c, c) ** 2,
+                     "You clip the error, V around the return; it is the distance from V_old that is limited."),
+        around_0=(lambda V, O, R, c: 0.5 * torch.maximum((V - R) ** 2, (V.clamp(-c, c) - R) ** 2),
+                  "You clip V itself to [-clip_range, clip_range]; it is its distance from V_old that is limited."),
+        absolute=(lambda V, O, R, c: 0.5 * torch.maximum((V - R).abs(), (_clipped_value(V, O, c) - R).abs()),
+                  "The errors are not squared."),
+        mean=(lambda V, O, R, c: 0.5 * torch.maximum((V - R) ** 2, (_clipped_value(V, O, c) - R) ** 2).mean(),
+              "You average: the loss of each element is asked for.") ),
     tip="Two squared errors: of V, and of V_old + clamp(V - V_old). Which of the two is the pessimistic one?",
-    picture=curves("value", torch.linspace(-2, 4, 301), {"$V_{old} = 0$, $R = 2$": dict(value_old=torch.tensor(0.0), returns=torch.tensor(2.0), clip_range=0.5), "$V_{old} = 0$, $R = 0.2$": dict(value_old=torch.tensor(0.0), returns=torch.tensor(0.2), clip_range=0.5)}))
+    picture=curves("value", torch.linspace(-2, 4, 301),
+                   {"$V_{old} = 0$, $R = 2$": dict(value_old=torch.tensor(0.0), returns=torch.tensor(2.0), clip_range=0.5),
+                    "$V_{old} = 0$, $R = 0.2$": dict(value_old=torch.tensor(0.0),
+                                                     returns=torch.tensor(0.2), clip_range=0.5)}))
 
 def _v(x): return x.var(unbiased=False)
 def _v32(x): return ((x - sum(x) / len(x)) ** 2).mean()
 _THIRDS = torch.full((100,), 1 / 3)
 
-exercise("explained_variance", "05_value", "f(value, returns) -> 1 - Var(R - V) / Var(R), 0-dim; 0 where the return is constant", value.explained_variance, "value returns",
-    inputs=[(_t([1., 2., 4.]), _t([2., 2., 8.])), (_t([3., 0., 1.]), _t([0., 1., 2.])), (_normal(20, seed=18) + 1, _normal(20, seed=19, scale=2) - 1)],
+exercise("explained_variance", "05_value",
+         "f(value, returns) -> 1 - Var(R - V) / Var(R), 0-dim; 0 where the return is constant",
+         value.explained_variance, "value returns",
+    inputs=[(_t([1., 2., 4.]), _t([2., 2., 8.])), (_t([3., 0., 1.]), _t([0., 1., 2.])),
+            (_normal(20, seed=18) + 1, _normal(20, seed=19, scale=2) - 1)],
     edges=[(_t([1., 2.]), _t([3., 3.])), (_THIRDS, _THIRDS)],
     mistakes=dict(
         unexplained=(lambda V, R: _v(R - V) / _v(R), "That is the share which is NOT explained: subtract it from 1."),
-        by_value=(lambda V, R: 1 - _v(R - V) / _v(V), "You divide by the variance of the values: it is the returns that are to be explained."),
-        squared_error=(lambda V, R: 1 - ((R - V) ** 2).mean() / _v(R), "You use the mean squared error: a constant offset then counts as unexplained. Use the variance of the error."),
-        correlation=(lambda V, R: torch.corrcoef(torch.stack([V, R]))[0, 1] ** 2, "That is the squared correlation: it is blind to a wrong scale, and never negative."),
-        clamped=(lambda V, R: (1 - _v(R - V) / _v(R)).clamp(min=0), "You cut off at 0: a negative value says that the value function is worse than a constant, which is worth knowing."),
-        of_value=(lambda V, R: _v(V) / _v(R), "That is the quotient of the variances: it is high for any value function that varies."),
+        by_value=(lambda V, R: 1 - _v(R - V) / _v(V),
+                  "You divide by the variance of the values: it is the returns that are to be explained."),
+        squared_error=(lambda V, R: 1 - ((R - V) ** 2).mean() / _v(R),
+                       "You use the mean squared error: a constant offset then counts as unexplained. Use the variance "
+                       "of the error."),
+        correlation=(lambda V, R: torch.corrcoef(torch.stack([V, R]))[0, 1] ** 2,
+                     "That is the squared correlation: it is blind to a wrong scale, and never negative."),
+        clamped=(lambda V, R: (1 - _v(R - V) / _v(R)).clamp(min=0),
+                 "You cut off at 0: a negative value says that the value function is worse than a constant, which is "
+                 "worth knowing."),
+        of_value=(lambda V, R: _v(V) / _v(R),
+                  "That is the quotient of the variances: it is high for any value function that varies."),
         std=(lambda V, R: 1 - (_v(R - V) / _v(R)).sqrt(), "You divide standard deviations; variances are asked for."),
-        zero_division=(lambda V, R: 1 - _v(R - V) / _v(R), "Right, but where the return is constant its variance, by which you divide, is 0 or next to it: the result is to be 0 there."),
-        exactly_0=(lambda V, R: torch.where(_v32(R.float()) == 0, 0.0, 1 - _v32((R - V).float()) / _v32(R.float())), "Right, but equal returns may have a variance above 0: their mean is rounded. Ask whether the variance is more than rounding, or whether all returns are equal.")),
+        zero_division=(lambda V, R: 1 - _v(R - V) / _v(R),
+                       "Right, but where the return is constant its variance, by which you divide, is 0 or next to it: the "
+                       "result is to be 0 there."),
+        exactly_0=(lambda V, R: torch.where(_v32(R.float()) == 0, 0.0, 1 - _v32((R - V).float()) / _v32(R.float())),
+                   "Right, but equal returns may have a variance above 0: their mean is rounded. Ask whether the variance "
+                   "is more than rounding, or whether all returns are equal.")),
     tip="Of the variance of the returns, how much is left when the values are subtracted?")
 
 # %% ../nbs/check.ipynb #lesson-06
 def _k3(d): return (-d).exp() - 1 + d
 
-exercise("kl_k3", "06_kl", "f(logp, logp_ref) -> k3, the estimate of KL(pi || pi_ref) from samples of pi, elementwise", lambda a, b: kl.kl_estimate(a, b, "k3"), "logp logp_ref",
+exercise("kl_k3", "06_kl", "f(logp, logp_ref) -> k3, the estimate of KL(pi || pi_ref) from samples of pi, elementwise",
+         lambda a, b: kl.kl_estimate(a, b, "k3"), "logp logp_ref",
     inputs=[(_t([-1.]), _t([-2.])), (_normal(2, 3, seed=20) - 2, _normal(2, 3, seed=21) - 2)],
     mistakes=dict(
-        flipped=(lambda a, b: _k3(b - a), "Your KL has the sign of the log-ratio flipped: with d = log pi - log pi_ref it is exp(-d) - 1 + d."),
+        flipped=(lambda a, b: _k3(b - a),
+                 "Your KL has the sign of the log-ratio flipped: with d = log pi - log pi_ref it is exp(-d) - 1 + d."),
         k1=(lambda a, b: a - b, "That is k1, the log-ratio itself: right on average, but negative for many samples."),
         k2=(lambda a, b: (a - b) ** 2 / 2, "That is k2, half the squared log-ratio."),
         no_one=(lambda a, b: (b - a).exp() + a - b, "The -1 is missing: where the policies agree the estimate must be 0."),
         no_linear=(lambda a, b: (b - a).exp() - 1, "The + d is missing: exp(-d) - 1 alone has mean 0 whatever the KL is."),
-        linear_sign=(lambda a, b: (b - a).exp() - 1 - (a - b), "The linear term has the wrong sign: with + d the slope at d = 0 is 0, and the estimate never negative."),
+        linear_sign=(lambda a, b: (b - a).exp() - 1 - (a - b),
+                     "The linear term has the wrong sign: with + d the slope at d = 0 is 0, and the estimate "
+                     "never negative."),
         minus_k1=(lambda a, b: b - a, "That is -k1: neither the kind nor the sign is right."),
         half=(lambda a, b: _k3(a - b) / 2, "There is a half too many: that belongs to k2.")),
-    tip="d = log pi - log pi_ref. Which function of d is 0 at d = 0, has slope 0 there, is never negative, and contains exp(-d)?",
+    tip="d = log pi - log pi_ref. Which function of d is 0 at d = 0, has slope 0 there, is never negative, and "
+        "contains exp(-d)?",
     picture=curves("logp", torch.linspace(-5, 0, 251), {r"$\log\pi_{ref} = -2$": dict(logp_ref=torch.tensor(-2.0))}))
 
-exercise("kl_loss", "06_kl", "f(logp, logp_ref, mask) -> a loss from samples of pi, of any value, whose gradient is that of KL(pi || pi_ref), a mean over what counts of log-ratio times gradient of logp, 0-dim; pi_ref is a constant", lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m), "logp logp_ref mask",
-    inputs=[(_t([-1., -3., -5.]), _t([-2., -2.5, -1.]), _t([True, True, False])), (_normal(2, 4, seed=22) - 2, _normal(2, 4, seed=23) - 2, _m("1100", "1111"))], wrt=("logp", "logp_ref"),
+exercise("kl_loss", "06_kl",
+         "f(logp, logp_ref, mask) -> a loss from samples of pi, of any value, whose gradient is that of KL(pi || pi_ref), "
+         "a mean over what counts of log-ratio times gradient of logp, 0-dim; pi_ref is a constant",
+         lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m), "logp logp_ref mask",
+    inputs=[(_t([-1., -3., -5.]), _t([-2., -2.5, -1.]), _t([True, True, False])),
+            (_normal(2, 4, seed=22) - 2, _normal(2, 4, seed=23) - 2, _m("1100", "1111"))], wrt=("logp", "logp_ref"),
     edges=[(_t([-1., NAN]), _t([-2., -1.]), _t([True, False]))], free=lambda a, b, m: _t(True),
     mistakes=dict(
-        k1=(lambda a, b, m: _mean(a - b.detach(), m), "That is the gradient of k1, in which the reference does not even occur: on average it is 0, however right the value of k1 is."),
-        k3=(lambda a, b, m: _mean(_k3(a - b.detach()), m), "That is the gradient of k3: on average that of the other KL, KL(pi_ref || pi)."),
-        no_half=(lambda a, b, m: _mean((a - b.detach()) ** 2, m), "The half is missing that belongs to k2: the slope must be the log-ratio, not twice that."),
+        k1=(lambda a, b, m: _mean(a - b.detach(), m),
+            "That is the gradient of k1, in which the reference does not even occur: on average it is 0, however right the "
+            "value of k1 is."),
+        k3=(lambda a, b, m: _mean(_k3(a - b.detach()), m),
+            "That is the gradient of k3: on average that of the other KL, KL(pi_ref || pi)."),
+        no_half=(lambda a, b, m: _mean((a - b.detach()) ** 2, m),
+                 "The half is missing that belongs to k2: the slope must be the log-ratio, not twice that."),
         into_reference=(lambda a, b, m: _mean((a - b) ** 2 / 2, m), "A gradient flows into the reference. Detach it."),
         no_gradient=(lambda a, b, m: _mean((a - b) ** 2 / 2, m).detach(), "There is no gradient: nothing will be learned."),
         no_mask=(lambda a, b, m: ((a - b.detach()) ** 2 / 2).nan_to_num().mean(), "The mask is not used."),
-        divides_by_all=(lambda a, b, m: _keep((a - b.detach()) ** 2 / 2, m).mean(), "The mean counts padding: divide by the number that counts."),
-        sign=(lambda a, b, m: -_mean((a - b.detach()) ** 2 / 2, m), "The sign is flipped: this loss would push the policy away from the reference."),
+        divides_by_all=(lambda a, b, m: _keep((a - b.detach()) ** 2 / 2, m).mean(),
+                        "The mean counts padding: divide by the number that counts."),
+        sign=(lambda a, b, m: -_mean((a - b.detach()) ** 2 / 2, m),
+              "The sign is flipped: this loss would push the policy away from the reference."),
         leak=(lambda a, b, m: ((a - b.detach()) ** 2 / 2 * m).sum() / m.sum(), LEAK)),
     tip="Which of k1, k2, k3 has the log-ratio as its slope? E[d grad log pi] is the gradient of the KL.")
 
 def _adapt(coef, measured, target, n, horizon): return kl.AdaptiveKLController(coef, target, horizon).update(measured, n)
 def _error(k, t): return min(max(k / t - 1, -0.2), 0.2)
 
-exercise("adaptive_kl", "06_kl", "f(coef, kl, target, n, horizon) -> the next coefficient, a number", _adapt, "coef kl target n horizon",
+exercise("adaptive_kl", "06_kl", "f(coef, kl, target, n, horizon) -> the next coefficient, a number", _adapt,
+         "coef kl target n horizon",
     inputs=[(0.5, 12.0, 6.0, 64, 1000), (0.5, 3.0, 6.0, 64, 1000), (0.3, 6.6, 6.0, 200, 1000), (2.0, 0.5, 0.55, 100, 400)],
     mistakes=dict(
-        flipped=(lambda c, k, t, n, h: c * (1 - _error(k, t) * n / h), "The coefficient falls where it should rise: a KL above the target must become more expensive."),
-        unclipped=(lambda c, k, t, n, h: c * (1 + (k / t - 1) * n / h), "The error is not clipped to [-0.2, 0.2]: one odd batch could change the coefficient many times over."),
-        clipped_above=(lambda c, k, t, n, h: c * (1 + min(k / t - 1, 0.2) * n / h), "The error is clipped from above only: a KL near 0 would make the coefficient fall five times as fast."),
-        clipped_below=(lambda c, k, t, n, h: c * (1 + max(k / t - 1, -0.2) * n / h), "The error is clipped from below only: it is the large KL of one odd batch that the clip is for."),
-        additive=(lambda c, k, t, n, h: c + _error(k, t) * n / h, "You add the error to the coefficient; it is a factor, so that the coefficient stays positive and its scale does not matter."),
-        no_horizon=(lambda c, k, t, n, h: c * (1 + _error(k, t)), "n / horizon is missing: the coefficient would change by 20% in each step."),
-        no_n=(lambda c, k, t, n, h: c * (1 + _error(k, t) / h), "n is missing: a batch of many answers counts for more than one of few."),
-        difference=(lambda c, k, t, n, h: c * (1 + min(max(k - t, -0.2), 0.2) * n / h), "Your error is kl - target, in nats; divide by the target."),
-        no_one=(lambda c, k, t, n, h: c * (1 + min(max(k / t, -0.2), 0.2) * n / h), "The -1 is missing in the error: at the target nothing should change.")),
-    tip="A relative error, clipped to plus or minus 0.2; a factor of 1 + error times the share of the horizon that has passed.")
+        flipped=(lambda c, k, t, n, h: c * (1 - _error(k, t) * n / h),
+                 "The coefficient falls where it should rise: a KL above the target must become more expensive."),
+        unclipped=(lambda c, k, t, n, h: c * (1 + (k / t - 1) * n / h),
+                   "The error is not clipped to [-0.2, 0.2]: one odd batch could change the coefficient many times over."),
+        clipped_above=(lambda c, k, t, n, h: c * (1 + min(k / t - 1, 0.2) * n / h),
+                       "The error is clipped from above only: a KL near 0 would make the coefficient fall five times "
+                       "as fast."),
+        clipped_below=(lambda c, k, t, n, h: c * (1 + max(k / t - 1, -0.2) * n / h),
+                       "The error is clipped from below only: it is the large KL of one odd batch that the clip is for."),
+        additive=(lambda c, k, t, n, h: c + _error(k, t) * n / h,
+                  "You add the error to the coefficient; it is a factor, so that the coefficient stays positive and its "
+                  "scale does not matter."),
+        no_horizon=(lambda c, k, t, n, h: c * (1 + _error(k, t)),
+                    "n / horizon is missing: the coefficient would change by 20% in each step."),
+        no_n=(lambda c, k, t, n, h: c * (1 + _error(k, t) / h),
+              "n is missing: a batch of many answers counts for more than one of few."),
+        difference=(lambda c, k, t, n, h: c * (1 + min(max(k - t, -0.2), 0.2) * n / h),
+                    "Your error is kl - target, in nats; divide by the target."),
+        no_one=(lambda c, k, t, n, h: c * (1 + min(max(k / t, -0.2), 0.2) * n / h),
+                "The -1 is missing in the error: at the target nothing should change.")),
+    tip="A relative error, clipped to plus or minus 0.2; a factor of 1 + error times the share of the horizon that "
+        "has passed.")
 
 # %% ../nbs/check.ipynb #lesson-07
 def _biased(x, m): return _mean((x - _mean(x, m)) ** 2, m)
 def _whiten(x, m, shift, mean, var): return _keep((x - mean) / (var + 1e-8).sqrt() + (0.0 if shift else mean), m)
 
-exercise("whiten", "07_whitening", "f(x, mask, shift_mean) -> variance 1 (biased) over what counts, mean removed or kept, 0 under the mask; 1e-8 is added to the variance", lambda x, m, s: whitening.whiten(x, m, s), "x mask shift_mean",
-    inputs=[(_t([1., 2., 6., 30.]), _t([True, True, True, False]), True), (_t([1., 2., 6., 30.]), _t([True, True, True, False]), False), (_normal(2, 4, seed=24, scale=2) + 3, _m("1100", "1111"), True), (_normal(2, 4, seed=25, scale=2) + 3, _m("1100", "1111"), False)],
-    edges=[(_t([2., 2.]), _t([True, True]), True), (_t([1., NAN, 4.]), _t([True, False, True]), False), (_t([0., 2e-5]), _t([True, True]), True)],
+exercise("whiten", "07_whitening",
+         "f(x, mask, shift_mean) -> variance 1 (biased) over what counts, mean removed or kept, 0 under the mask; 1e-8 is "
+         "added to the variance", lambda x, m, s: whitening.whiten(x, m, s), "x mask shift_mean",
+    inputs=[(_t([1., 2., 6., 30.]), _t([True, True, True, False]), True),
+            (_t([1., 2., 6., 30.]), _t([True, True, True, False]), False),
+            (_normal(2, 4, seed=24, scale=2) + 3, _m("1100", "1111"), True),
+            (_normal(2, 4, seed=25, scale=2) + 3, _m("1100", "1111"), False)],
+    edges=[(_t([2., 2.]), _t([True, True]), True), (_t([1., NAN, 4.]), _t([True, False, True]), False),
+           (_t([0., 2e-5]), _t([True, True]), True)],
     mistakes=dict(
-        unbiased=(lambda x, m, s: _whiten(x, m, s, _mean(x, m), x[m].var(unbiased=True)), "The variance is unbiased; here it is biased: divide by n, not by n - 1."),
-        zeros_count=(lambda x, m, s: _whiten(x, m, s, _keep(x, m).mean(), _v(_keep(x, m))), "The moments count padding, as zeros."),
-        no_mask=(lambda x, m, s: _whiten(x, m, s, x.mean(), _v(x)), "The moments count padding: the mask is used for the result only."),
-        mean_counts_padding=(lambda x, m, s: _whiten(x, m, s, _keep(x, m).mean(), _biased(x, m)), "The mean counts padding: its sum is divided by the number of all elements."),
-        always_shifts=(lambda x, m, s: _whiten(x, m, True, _mean(x, m), _biased(x, m)), "With shift_mean=False the mean must be put back after the division."),
-        mean_is_scaled=(lambda x, m, s: _whiten(x, m, True, _mean(x, m) if s else 0.0, _biased(x, m)), "With shift_mean=False you divide x as a whole: the mean is scaled with it. Subtract it, divide, and put it back as it was."),
-        never_shifts=(lambda x, m, s: _whiten(x, m, False, _mean(x, m), _biased(x, m)), "The mean is always put back: with shift_mean=True it must go."),
-        by_variance=(lambda x, m, s: _keep((x - _mean(x, m)) / (_biased(x, m) + 1e-8) + (0.0 if s else _mean(x, m)), m), "You divide by the variance; its square root gives variance 1."),
-        rows=(lambda x, m, s: torch.stack([_whiten(a, b, s, _mean(a, b), _biased(a, b)) for a, b in zip(x.reshape(-1, x.shape[-1]), m.reshape(-1, x.shape[-1]))]).reshape(x.shape), "You whiten each row by itself: the moments are those of the whole batch."),
-        padding_stays=(lambda x, m, s: (x - _mean(x, m)) / (_biased(x, m) + 1e-8).sqrt() + (0.0 if s else _mean(x, m)), "What does not count must be 0 in the result."),
-        no_eps=(lambda x, m, s: _keep((x - _mean(x, m)) / _biased(x, m).sqrt() + (0.0 if s else _mean(x, m)), m), "Right, but equal elements have variance 0, and you divide 0 by 0: add 1e-8 to the variance."),
-        eps_outside=(lambda x, m, s: _keep((x - _mean(x, m)) / (_biased(x, m).sqrt() + 1e-8) + (0.0 if s else _mean(x, m)), m), "Right, but you add eps to the standard deviation; here it is added to the variance. Elements that differ by less than 1e-4 are scaled up less."),
+        unbiased=(lambda x, m, s: _whiten(x, m, s, _mean(x, m), x[m].var(unbiased=True)),
+                  "The variance is unbiased; here it is biased: divide by n, not by n - 1."),
+        zeros_count=(lambda x, m, s: _whiten(x, m, s, _keep(x, m).mean(), _v(_keep(x, m))),
+                     "The moments count padding, as zeros."),
+        no_mask=(lambda x, m, s: _whiten(x, m, s, x.mean(), _v(x)),
+                 "The moments count padding: the mask is used for the result only."),
+        mean_counts_padding=(lambda x, m, s: _whiten(x, m, s, _keep(x, m).mean(), _biased(x, m)),
+                             "The mean counts padding: its sum is divided by the number of all elements."),
+        always_shifts=(lambda x, m, s: _whiten(x, m, True, _mean(x, m), _biased(x, m)),
+                       "With shift_mean=False the mean must be put back after the division."),
+        mean_is_scaled=(lambda x, m, s: _whiten(x, m, True, _mean(x, m) if s else 0.0, _biased(x, m)),
+                        "With shift_mean=False you divide x as a whole: the mean is scaled with it. Subtract it, divide, "
+                        "and put it back as it was."),
+        never_shifts=(lambda x, m, s: _whiten(x, m, False, _mean(x, m), _biased(x, m)),
+                      "The mean is always put back: with shift_mean=True it must go."),
+        by_variance=(lambda x, m, s: _keep((x - _mean(x, m)) / (_biased(x, m) + 1e-8) + (0.0 if s else _mean(x, m)), m),
+                     "You divide by the variance; its square root gives variance 1."),
+        rows=(lambda x, m, s: torch.stack([_whiten(a, b, s, _mean(a, b), _biased(a, b))
+                                           for a, b in zip(x.reshape(-1, x.shape[-1]),
+                                                           m.reshape(-1, x.shape[-1]))]).reshape(x.shape),
+              "You whiten each row by itself: the moments are those of the whole batch."),
+        padding_stays=(lambda x, m, s: (x - _mean(x, m)) / (_biased(x, m) + 1e-8).sqrt() + (0.0 if s else _mean(x, m)),
+                       "What does not count must be 0 in the result."),
+        no_eps=(lambda x, m, s: _keep((x - _mean(x, m)) / _biased(x, m).sqrt() + (0.0 if s else _mean(x, m)), m),
+                "Right, but equal elements have variance 0, and you divide 0 by 0: add 1e-8 to the variance."),
+        eps_outside=(lambda x, m, s: _keep((x - _mean(x, m)) / (_biased(x, m).sqrt() + 1e-8) + (0.0 if s else _mean(x, m)),
+                                           m), "Right, but you add eps to the standard deviation; here it is added to the "
+                                               "variance. Elements that differ by less than 1e-4 are scaled up less."),
         leak=(lambda x, m, s: ((x - _mean(x, m)) / (_biased(x, m) + 1e-8).sqrt() + (0.0 if s else _mean(x, m))) * m, LEAK)),
     tip="Masked mean, masked variance (biased), then one line. Where does the mean go when it is to be kept?")
 
@@ -655,17 +919,34 @@ def _merge(n, a, v, k, b, w):
 def _pooled(n, a, v, k, b, w): return (n * v + k * w) / (n + k)
 def _joint_mean(n, a, v, k, b, w): return (n * a + k * b) / (n + k)
 
-exercise("merge_moments", "07_whitening", "f(n_a, mean_a, var_a, n_b, mean_b, var_b) -> (n, mean, biased var) of both batches together", _merge, "n_a mean_a var_a n_b mean_b var_b",
+exercise("merge_moments", "07_whitening",
+         "f(n_a, mean_a, var_a, n_b, mean_b, var_b) -> (n, mean, biased var) of both batches together", _merge,
+         "n_a mean_a var_a n_b mean_b var_b",
     inputs=[(1, 0.0, 0.0, 1, 2.0, 0.0), (3, 1.0, 2.0, 6, 4.0, 0.5), (10, -3.0, 4.0, 2, 5.0, 1.5)],
     mistakes=dict(
-        mean_of_means=(lambda *x: (x[0] + x[3], (x[1] + x[4]) / 2, _pooled(*x) + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3]) ** 2), "You average the two means as if the batches had one size: weight them by their counts."),
-        no_between=(lambda *x: (x[0] + x[3], _joint_mean(*x), _pooled(*x)), "The variance between the batches is missing: two batches with different means spread more together than each of them."),
-        swapped_weights=(lambda *x: (x[0] + x[3], (x[3] * x[1] + x[0] * x[4]) / (x[0] + x[3]), _pooled(*x) + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3]) ** 2), "The weights of the means are swapped: each mean counts with its own number."),
-        adds_variances=(lambda *x: (x[0] + x[3], _joint_mean(*x), x[2] + x[5] + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3]) ** 2), "You add the variances up: weight them by their counts and divide by the sum."),
-        between_not_squared=(lambda *x: (x[0] + x[3], _joint_mean(*x), _pooled(*x) + x[0] * x[3] * abs(x[4] - x[1]) / (x[0] + x[3]) ** 2), "The distance of the means counts with its square."),
-        between_unnormalised=(lambda *x: (x[0] + x[3], _joint_mean(*x), _pooled(*x) + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3])), "The term between the batches is that of the SUM of squares: it too is divided by the count to be a variance."),
-        whole_distance=(lambda *x: (x[0] + x[3], _joint_mean(*x), _pooled(*x) + (x[4] - x[1]) ** 2), "The squared distance of the means is weighted by n_a n_b / (n_a + n_b)^2.")),
-    tip="Sums of squared deviations add up: n_a var_a + n_b var_b, plus what the two means differ. Test yourself on one element each.")
+        mean_of_means=(lambda *x: (x[0] + x[3], (x[1] + x[4]) / 2,
+                                   _pooled(*x) + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3]) ** 2),
+                       "You average the two means as if the batches had one size: weight them by their counts."),
+        no_between=(lambda *x: (x[0] + x[3], _joint_mean(*x), _pooled(*x)),
+                    "The variance between the batches is missing: two batches with different means spread more together "
+                    "than each of them."),
+        swapped_weights=(lambda *x: (x[0] + x[3], (x[3] * x[1] + x[0] * x[4]) / (x[0] + x[3]),
+                                     _pooled(*x) + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3]) ** 2),
+                         "The weights of the means are swapped: each mean counts with its own number."),
+        adds_variances=(lambda *x: (x[0] + x[3], _joint_mean(*x),
+                                    x[2] + x[5] + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3]) ** 2),
+                        "You add the variances up: weight them by their counts and divide by the sum."),
+        between_not_squared=(lambda *x: (x[0] + x[3], _joint_mean(*x),
+                                         _pooled(*x) + x[0] * x[3] * abs(x[4] - x[1]) / (x[0] + x[3]) ** 2),
+                             "The distance of the means counts with its square."),
+        between_unnormalised=(lambda *x: (x[0] + x[3], _joint_mean(*x),
+                                          _pooled(*x) + x[0] * x[3] * (x[4] - x[1]) ** 2 / (x[0] + x[3])),
+                              "The term between the batches is that of the SUM of squares: it too is divided by the count "
+                              "to be a variance."),
+        whole_distance=(lambda *x: (x[0] + x[3], _joint_mean(*x), _pooled(*x) + (x[4] - x[1]) ** 2),
+                        "The squared distance of the means is weighted by n_a n_b / (n_a + n_b)^2.")),
+    tip="Sums of squared deviations add up: n_a var_a + n_b var_b, plus what the two means differ. Test yourself on one "
+        "element each.")
 
 # %% ../nbs/check.ipynb #lesson-08
 def _recursion(delta, decay):
@@ -679,57 +960,103 @@ def _gae(r, V, next_V, cut_bootstrap, cut_recursion, delta_gamma, decay):
 _NO = lambda x: torch.zeros_like(x)
 _GAE_INPUTS = [(_t([1.]), _t([2.]), _t([5.]), _t([True]), _t([True]), 0.9, 0.8),
                (_t([1.]), _t([2.]), _t([5.]), _t([False]), _t([True]), 0.9, 0.8),
-               (_t([1., 0., 2.]), _t([0.5, 1., 3.]), _t([1., 3., 4.]), _t([False, False, False]), _t([False, False, False]), 0.9, 0.8),
-               (_normal(9, 2, seed=26), _normal(9, 2, seed=27) + 1, _normal(9, 2, seed=28) + 2, _m("00", "00", "10", "00", "01", "00", "00", "00", "00"), _m("00", "01", "10", "00", "01", "10", "00", "00", "01"), 0.9, 0.8)]
+               (_t([1., 0., 2.]), _t([0.5, 1., 3.]), _t([1., 3., 4.]), _t([False, False, False]),
+                _t([False, False, False]), 0.9, 0.8),
+               (_normal(9, 2, seed=26), _normal(9, 2, seed=27) + 1, _normal(9, 2, seed=28) + 2,
+                _m("00", "00", "10", "00", "01", "00", "00", "00", "00"),
+                _m("00", "01", "10", "00", "01", "10", "00", "00", "01"), 0.9, 0.8)]
 
-exercise("gae", "08_advantage", "f(rewards, values, next_values, terminated, done, gamma, lam) -> advantages, time first; terminated cuts the bootstrap, done (terminated or truncated) the recursion",
+exercise("gae", "08_advantage",
+         "f(rewards, values, next_values, terminated, done, gamma, lam) -> advantages, time first; terminated cuts the "
+         "bootstrap, done (terminated or truncated) the recursion",
     lambda *x: advantage.gae(*x)[0], "rewards values next_values terminated done gamma lam", inputs=_GAE_INPUTS,
     mistakes=dict(
-        bootstrap_crosses=(lambda r, V, W, e, d, g, l: _gae(r, V, W, _NO(e), d, g, g * l), "The bootstrap crosses a termination: nothing follows a terminal state, so V of what comes next must not count there."),
-        truncation_is_termination=(lambda r, V, W, e, d, g, l: _gae(r, V, W, d, d, g, g * l), "You cut the bootstrap with done: a truncated episode would have gone on, and next_values says what it was worth."),
-        recursion_crosses=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, e, g, g * l), "terminated cuts your recursion, but a truncation does not: the advantage of the next episode flows back into this one. Cut it with done."),
-        never_cut=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, _NO(d), g, g * l), "The recursion is never cut: the advantage of the next episode flows back into this one."),
-        no_cut_at_all=(lambda r, V, W, e, d, g, l: _gae(r, V, W, _NO(e), _NO(d), g, g * l), "Neither terminated nor done is used: bootstrap and recursion cross every end of an episode."),
-        flags_swapped=(lambda r, V, W, e, d, g, l: _gae(r, V, W, d, e, g, g * l), "The two flags are swapped: terminated belongs to the bootstrap, done to the recursion."),
-        no_lambda=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g, g), "lam is not used: the recursion decays by gamma times lam."),
-        no_gamma_in_recursion=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g, l), "The recursion decays by lam alone: gamma is missing there."),
-        no_gamma_in_bootstrap=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, 1.0, g * l), "gamma is missing in front of the next value."),
-        lambda_in_bootstrap=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g * l, g * l), "lam stands in front of the next value too: it belongs to the recursion only."),
-        only_deltas=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, _NO(d), g, 0.0), "Those are the temporal differences alone: the recursion is missing."),
-        next_row=(lambda r, V, W, e, d, g, l: _gae(r, V, torch.cat([V[1:], W[-1:]]), e, d, g, g * l), "You take values[t + 1] as the next value: after an end that is the first observation of another episode. next_values[t] is where step t led."),
-        no_baseline=(lambda r, V, W, e, d, g, l: _gae(r, _NO(V), W, e, d, g, g * l), "The value of the state itself is not subtracted."),
-        returns=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g, g * l) + V, "Those are the returns, advantages plus values; the advantages are asked for."),
-        cut_one_late=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, torch.cat([d[1:], _NO(d[:1])]), g, g * l), "The recursion is cut one step off: done[t] says that nothing after step t belongs to it."),
-        forward=(lambda r, V, W, e, d, g, l: _gae(r.flip(0), V.flip(0), W.flip(0), e.flip(0), d.flip(0), g, g * l).flip(0), "Your recursion runs forwards in time: the advantage of a step depends on what comes after it.")),
-    tip="delta = r + gamma (not terminated) V_next - V. Then backwards: A = delta + gamma lam (not done) A_next.", picture=steps(3, marks=("done", "terminated")))
+        bootstrap_crosses=(lambda r, V, W, e, d, g, l: _gae(r, V, W, _NO(e), d, g, g * l),
+                           "The bootstrap crosses a termination: nothing follows a terminal state, so V of what comes next "
+                           "must not count there."),
+        truncation_is_termination=(lambda r, V, W, e, d, g, l: _gae(r, V, W, d, d, g, g * l),
+                                   "You cut the bootstrap with done: a truncated episode would have gone on, and "
+                                   "next_values says what it was worth."),
+        recursion_crosses=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, e, g, g * l),
+                           "terminated cuts your recursion, but a truncation does not: the advantage of the next episode "
+                           "flows back into this one. Cut it with done."),
+        never_cut=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, _NO(d), g, g * l),
+                   "The recursion is never cut: the advantage of the next episode flows back into this one."),
+        no_cut_at_all=(lambda r, V, W, e, d, g, l: _gae(r, V, W, _NO(e), _NO(d), g, g * l),
+                       "Neither terminated nor done is used: bootstrap and recursion cross every end of an episode."),
+        flags_swapped=(lambda r, V, W, e, d, g, l: _gae(r, V, W, d, e, g, g * l),
+                       "The two flags are swapped: terminated belongs to the bootstrap, done to the recursion."),
+        no_lambda=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g, g),
+                   "lam is not used: the recursion decays by gamma times lam."),
+        no_gamma_in_recursion=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g, l),
+                               "The recursion decays by lam alone: gamma is missing there."),
+        no_gamma_in_bootstrap=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, 1.0, g * l),
+                               "gamma is missing in front of the next value."),
+        lambda_in_bootstrap=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g * l, g * l),
+                             "lam stands in front of the next value too: it belongs to the recursion only."),
+        only_deltas=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, _NO(d), g, 0.0),
+                     "Those are the temporal differences alone: the recursion is missing."),
+        next_row=(lambda r, V, W, e, d, g, l: _gae(r, V, torch.cat([V[1:], W[-1:]]), e, d, g, g * l),
+                  "You take values[t + 1] as the next value: after an end that is the first observation of another "
+                  "episode. next_values[t] is where step t led."),
+        no_baseline=(lambda r, V, W, e, d, g, l: _gae(r, _NO(V), W, e, d, g, g * l),
+                     "The value of the state itself is not subtracted."),
+        returns=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, d, g, g * l) + V,
+                 "Those are the returns, advantages plus values; the advantages are asked for."),
+        cut_one_late=(lambda r, V, W, e, d, g, l: _gae(r, V, W, e, torch.cat([d[1:], _NO(d[:1])]), g, g * l),
+                      "The recursion is cut one step off: done[t] says that nothing after step t belongs to it."),
+        forward=(lambda r, V, W, e, d, g, l: _gae(r.flip(0), V.flip(0), W.flip(0), e.flip(0), d.flip(0), g, g * l).flip(0),
+                 "Your recursion runs forwards in time: the advantage of a step depends on what comes after it.")),
+    tip="delta = r + gamma (not terminated) V_next - V. Then backwards: A = delta + gamma lam (not done) A_next.",
+    picture=steps(3, marks=("done", "terminated")))
 
-exercise("group_advantage", "08_advantage", "f(rewards (prompts, answers), eps) -> GRPO's advantages: less the mean of the group, divided by its unbiased standard deviation + eps", lambda r, eps: advantage.group_advantage(r, eps=eps), "rewards eps",
+exercise("group_advantage", "08_advantage",
+         "f(rewards (prompts, answers), eps) -> GRPO's advantages: less the mean of the group, divided by its unbiased "
+         "standard deviation + eps", lambda r, eps: advantage.group_advantage(r, eps=eps), "rewards eps",
     inputs=[(_t([1., 2., 6.], [0., 5., 4.]), 0.1), (_normal(3, 4, seed=29) + 2, 1e-4)],
     edges=[(_t([2., 2., 2.], [1., 1., 1.]), 1e-4)],
     mistakes=dict(
-        biased=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.std(1, unbiased=False, keepdim=True) + e), "The standard deviation is biased; here it is unbiased: divide by n - 1."),
+        biased=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.std(1, unbiased=False, keepdim=True) + e),
+                "The standard deviation is biased; here it is unbiased: divide by n - 1."),
         not_centred=(lambda r, e: r / (r.std(1, keepdim=True) + e), "The mean of the group is not subtracted."),
-        batch=(lambda r, e: (r - r.mean()) / (r.std() + e), "You take mean and deviation of the whole batch: an answer is compared with the others to the same prompt."),
-        batch_std=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.std() + e), "The deviation is that of the whole batch; the group's is asked for."),
+        batch=(lambda r, e: (r - r.mean()) / (r.std() + e),
+               "You take mean and deviation of the whole batch: an answer is compared with the others to the same prompt."),
+        batch_std=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.std() + e),
+                   "The deviation is that of the whole batch; the group's is asked for."),
         prompts=(lambda r, e: (r - r.mean(0)) / (r.std(0) + e), "You compare across prompts: a row is the group."),
-        no_division=(lambda r, e: r - r.mean(1, keepdim=True), "That is Dr. GRPO: the division by the standard deviation is missing."),
-        variance=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.var(1, keepdim=True) + e), "You divide by the variance, not by its square root."),
-        eps_inside=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.var(1, keepdim=True) + e).sqrt(), "You add eps to the variance; here it is added to the standard deviation."),
-        others=(lambda r, e: (r - (r.sum(1, keepdim=True) - r) / (r.shape[1] - 1)) / (r.std(1, keepdim=True) + e), "You subtract the mean of the others, as RLOO does; GRPO takes that of the whole group."),
-        no_eps=(lambda r, e: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True), "eps is not used: it is added to the standard deviation, so that equal answers get 0, not 0 / 0.")),
+        no_division=(lambda r, e: r - r.mean(1, keepdim=True),
+                     "That is Dr. GRPO: the division by the standard deviation is missing."),
+        variance=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.var(1, keepdim=True) + e),
+                  "You divide by the variance, not by its square root."),
+        eps_inside=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.var(1, keepdim=True) + e).sqrt(),
+                    "You add eps to the variance; here it is added to the standard deviation."),
+        others=(lambda r, e: (r - (r.sum(1, keepdim=True) - r) / (r.shape[1] - 1)) / (r.std(1, keepdim=True) + e),
+                "You subtract the mean of the others, as RLOO does; GRPO takes that of the whole group."),
+        no_eps=(lambda r, e: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True),
+                "eps is not used: it is added to the standard deviation, so that equal answers get 0, not 0 / 0.")),
     tip="Along the answers: subtract the mean, divide by the standard deviation plus eps. keepdim=True.")
 
-exercise("rloo_advantage", "08_advantage", "f(rewards (prompts, answers)) -> reward less the mean of the OTHER answers to the prompt", advantage.rloo_advantage, "rewards",
+exercise("rloo_advantage", "08_advantage",
+         "f(rewards (prompts, answers)) -> reward less the mean of the OTHER answers to the prompt",
+         advantage.rloo_advantage, "rewards",
     inputs=[(_t([[1., 2., 6.]]),), (_t([1., 2., 6.], [0., 5., 4.]),), (_normal(3, 4, seed=30) + 2,)],
     mistakes=dict(
-        with_itself=(lambda r: r - r.mean(1, keepdim=True), "Your baseline counts the answer itself: the advantage is too small by (G - 1) / G."),
-        sum_of_others=(lambda r: r - (r.sum(1, keepdim=True) - r), "Your baseline is the sum of the others; divide it by G - 1."),
-        divided_by_all=(lambda r: r - (r.sum(1, keepdim=True) - r) / r.shape[1], "You divide the sum of the others by G: there are G - 1 of them."),
-        all_prompts=(lambda r: r - (r.sum() - r) / (r.numel() - 1), "The others are those of the same prompt, not of the whole batch."),
-        wrong_dim=(lambda r: r - (r.sum(0) - r) / max(len(r) - 1, 1), "You compare across prompts: a row holds the answers to one prompt."),
-        standardised=(lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4), "That is GRPO: nothing is divided by a standard deviation here."),
-        sign=(lambda r: (r.sum(1, keepdim=True) - r) / (r.shape[1] - 1) - r, "The sign is flipped: a better answer has a positive advantage."),
-        largest=(lambda r: r - r.amax(1, keepdim=True), "Your baseline is the best of the group; the mean of the others is asked for.")),
+        with_itself=(lambda r: r - r.mean(1, keepdim=True),
+                     "Your baseline counts the answer itself: the advantage is too small by (G - 1) / G."),
+        sum_of_others=(lambda r: r - (r.sum(1, keepdim=True) - r),
+                       "Your baseline is the sum of the others; divide it by G - 1."),
+        divided_by_all=(lambda r: r - (r.sum(1, keepdim=True) - r) / r.shape[1],
+                        "You divide the sum of the others by G: there are G - 1 of them."),
+        all_prompts=(lambda r: r - (r.sum() - r) / (r.numel() - 1),
+                     "The others are those of the same prompt, not of the whole batch."),
+        wrong_dim=(lambda r: r - (r.sum(0) - r) / max(len(r) - 1, 1),
+                   "You compare across prompts: a row holds the answers to one prompt."),
+        standardised=(lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4),
+                      "That is GRPO: nothing is divided by a standard deviation here."),
+        sign=(lambda r: (r.sum(1, keepdim=True) - r) / (r.shape[1] - 1) - r,
+              "The sign is flipped: a better answer has a positive advantage."),
+        largest=(lambda r: r - r.amax(1, keepdim=True),
+                 "Your baseline is the best of the group; the mean of the others is asked for.")),
     tip="The sum of a row less the answer itself, over how many?")
 
 # %% ../nbs/check.ipynb #lesson-09
@@ -739,111 +1066,197 @@ def _end(m, shift=0): return torch.arange(m.shape[1]) == (m.sum(1, keepdim=True)
 _TOKENS = [(_t([5.]), _t([[-1., -2., -3.]]), _t([[-2., -1.5, -3.25]]), 0.5, _t([[True, True, False]])),
            (_t([5., -2., 3.]), _normal(3, 5, seed=31) - 2, _normal(3, 5, seed=32) - 2, 0.3, _m("11000", "11111", "11110"))]
 
-exercise("token_rewards", "09_reward", "f(scores (B,), logp (B, T), logp_ref, kl_coef, mask) -> -kl_coef times the log-ratio for each token, plus the score on the last one that counts; 0 under the mask",
+exercise("token_rewards", "09_reward",
+         "f(scores (B,), logp (B, T), logp_ref, kl_coef, mask) -> -kl_coef times the log-ratio for each token, plus the "
+         "score on the last one that counts; 0 under the mask",
     lambda *x: reward.token_rewards(*x)[0], "scores logp logp_ref kl_coef mask", inputs=_TOKENS,
-    edges=[(_t([5.]), _t([[-1., -2.]]), _t([[-2., -1.]]), 0.5, _t([[False, False]])), (_t([5.]), _t([[-1., NAN]]), _t([[-2., -1.]]), 0.5, _t([[True, False]])),
-           (_t([5.]), _t([[-1., -2., -3., -1.5]]), _t([[-2., -1.5, -3.25, -1.]]), 0.5, _m("0011")[None]), (_t([5.]), _t([[-1., -2., -3., -1.5]]), _t([[-2., -1.5, -3.25, -1.]]), 0.5, _m("1011")[None])],
+    edges=[(_t([5.]), _t([[-1., -2.]]), _t([[-2., -1.]]), 0.5, _t([[False, False]])),
+           (_t([5.]), _t([[-1., NAN]]), _t([[-2., -1.]]), 0.5, _t([[True, False]])),
+           (_t([5.]), _t([[-1., -2., -3., -1.5]]), _t([[-2., -1.5, -3.25, -1.]]), 0.5, _m("0011")[None]),
+           (_t([5.]), _t([[-1., -2., -3., -1.5]]), _t([[-2., -1.5, -3.25, -1.]]), 0.5, _m("1011")[None])],
     mistakes=dict(
-        last_column=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]).expand_as(m) == m.shape[1] - 1), "The score lands in the last column, which is padding in a short answer. It belongs to the last token that counts."),
-        every_token=(lambda s, a, b, c, m: _keep(-c * (a - b) + s[:, None], m), "Every token gets the score: the answer earns it once, with its last token."),
-        first_token=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]).expand_as(m) == 0), "The score lands on the first token."),
-        one_late=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, _end(m, 1)), "The score lands one position behind the last token: positions count from 0, so it is the length less one."),
-        replaces=(lambda s, a, b, c, m: torch.where(_last(m), s[:, None], _keep(-c * (a - b), m)), "The score takes the place of the last token's KL: add it, the last token pays like the others."),
+        last_column=(lambda s, a, b, c, m: _keep(-c * (a - b),
+                                                 m) + _paid(s, torch.arange(m.shape[1]).expand_as(m) == m.shape[1] - 1),
+                     "The score lands in the last column, which is padding in a short answer. It belongs to the last token "
+                     "that counts."),
+        every_token=(lambda s, a, b, c, m: _keep(-c * (a - b) + s[:, None], m),
+                     "Every token gets the score: the answer earns it once, with its last token."),
+        first_token=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]).expand_as(m) == 0),
+                     "The score lands on the first token."),
+        one_late=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, _end(m, 1)),
+                  "The score lands one position behind the last token: positions count from 0, so it is the length "
+                  "less one."),
+        replaces=(lambda s, a, b, c, m: torch.where(_last(m), s[:, None], _keep(-c * (a - b), m)),
+                  "The score takes the place of the last token's KL: add it, the last token pays like the others."),
         no_score=(lambda s, a, b, c, m: _keep(-c * (a - b), m), "The score is missing."),
-        spread=(lambda s, a, b, c, m: _keep(-c * (a - b) + s[:, None] / m.sum(1, keepdim=True).clamp(min=1), m), "You spread the score over the tokens; it is given whole, to the last one."),
-        kl_flipped=(lambda s, a, b, c, m: _keep(c * (a - b), m) + _paid(s, _last(m)), "Your KL has the sign of the log-ratio flipped: leaving the reference is paid for, not rewarded."),
+        spread=(lambda s, a, b, c, m: _keep(-c * (a - b) + s[:, None] / m.sum(1, keepdim=True).clamp(min=1), m),
+                "You spread the score over the tokens; it is given whole, to the last one."),
+        kl_flipped=(lambda s, a, b, c, m: _keep(c * (a - b), m) + _paid(s, _last(m)),
+                    "Your KL has the sign of the log-ratio flipped: leaving the reference is paid for, not rewarded."),
         no_kl=(lambda s, a, b, c, m: _paid(s, _last(m)), "The price of the KL is missing."),
         no_coef=(lambda s, a, b, c, m: _keep(b - a, m) + _paid(s, _last(m)), "kl_coef is not used."),
-        coef_on_score=(lambda s, a, b, c, m: c * (_keep(b - a, m) + _paid(s, _last(m))), "kl_coef multiplies the score too."),
-        k3=(lambda s, a, b, c, m: _keep(-c * _k3(a - b), m) + _paid(s, _last(m)), "You use k3: in the reward it is the plain log-ratio, whose sum over the answer has the right expectation."),
-        padding_pays=(lambda s, a, b, c, m: -c * (a - b) + _paid(s, _last(m)), "Padding pays KL too: under the mask the reward is 0."),
-        kl_everywhere=(lambda s, a, b, c, m: _keep((-c * (a - b) * m).sum(1, keepdim=True) + 0 * a, _last(m)) + _paid(s, _last(m)), "You put the KL of the whole answer on its last token: each token pays for itself."),
-        empty=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, torch.arange(m.shape[1]) == m.shape[1] - 1 - m.flip(1).long().argmax(1, keepdim=True)), "Right, but an answer in which nothing counts has no last token: yours pays the score in the last column."),
-        counts=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, _end(m) & m.any(1, keepdim=True)), "Right where the padding stands on the right. Otherwise the last token does not stand at the number of tokens less 1: look for the last True."),
+        coef_on_score=(lambda s, a, b, c, m: c * (_keep(b - a, m) + _paid(s, _last(m))),
+                       "kl_coef multiplies the score too."),
+        k3=(lambda s, a, b, c, m: _keep(-c * _k3(a - b), m) + _paid(s, _last(m)),
+            "You use k3: in the reward it is the plain log-ratio, whose sum over the answer has the right expectation."),
+        padding_pays=(lambda s, a, b, c, m: -c * (a - b) + _paid(s, _last(m)),
+                      "Padding pays KL too: under the mask the reward is 0."),
+        kl_everywhere=(lambda s, a, b, c, m: _keep((-c * (a - b) * m).sum(1, keepdim=True) + 0 * a,
+                                                   _last(m)) + _paid(s, _last(m)),
+                       "You put the KL of the whole answer on its last token: each token pays for itself."),
+        empty=(lambda s, a, b, c, m: _keep(-c * (a - b),
+                                           m) + _paid(s, torch.arange(m.shape[1]) == m.shape[1] - 1
+                                                      - m.flip(1).long().argmax(1, keepdim=True)),
+               "Right, but an answer in which nothing counts has no last token: yours pays the score in the last column."),
+        counts=(lambda s, a, b, c, m: _keep(-c * (a - b), m) + _paid(s, _end(m) & m.any(1, keepdim=True)),
+                "Right where the padding stands on the right. Otherwise the last token does not stand at the number of "
+                "tokens less 1: look for the last True."),
         leak=(lambda s, a, b, c, m: -c * (a - b) * m + _paid(s, _last(m)), LEAK)),
-    tip="Two parts: a price for each token, and the score at one position of each row. Which one, if rows have different lengths?", picture=steps(1, along=1))
+    tip="Two parts: a price for each token, and the score at one position of each row. Which one, if rows have "
+        "different lengths?", picture=steps(1, along=1))
 
 def _stops(t, stop): return (t == stop).cumsum(1)
 def _cut(t, pad, m): return torch.where(m, t, pad), m
 def _before(t, stop, pad): return torch.where(_stops(t, stop) - (t == stop).long() == 0, t, pad)
-_STOP = [(_t([[7, 2, 7, 5]]), 2, 0), (_t([7, 2, 7, 2, 5], [5, 7, 7, 6, 5], [2, 2, 3, 7, 9], [7, 3, 3, 3, 2]), 2, 0), (_t([1, 9, 4], [4, 4, 4]), 9, 1)]
+_STOP = [(_t([[7, 2, 7, 5]]), 2, 0), (_t([7, 2, 7, 2, 5], [5, 7, 7, 6, 5], [2, 2, 3, 7, 9], [7, 3, 3, 3, 2]), 2, 0),
+         (_t([1, 9, 4], [4, 4, 4]), 9, 1)]
 
-exercise("truncate_at_stop", "09_reward", "f(tokens (B, T), stop, pad) -> (tokens, mask): everything behind the first stop token becomes pad; the mask is True up to and including it", lambda t, s, p: reward.truncate_at_stop(t, s, p)[:2], "tokens stop pad", inputs=_STOP,
+exercise("truncate_at_stop", "09_reward",
+         "f(tokens (B, T), stop, pad) -> (tokens, mask): everything behind the first stop token becomes pad; the mask is "
+         "True up to and including it", lambda t, s, p: reward.truncate_at_stop(t, s, p)[:2],
+         "tokens stop pad", inputs=_STOP,
     mistakes=dict(
-        drops_stop=(lambda t, s, p: _cut(t, p, _stops(t, s) == 0), "The stop token itself is gone: it belongs to the answer, and the policy must learn to write it."),
-        last_stop=(lambda t, s, p: _cut(t, p, ((t == s).flip(1).cumsum(1).flip(1) > 0) | ~(t == s).any(1, keepdim=True)), "You cut at the last stop token; the answer ends at the first."),
-        only_stops=(lambda t, s, p: _cut(t, p, t != s), "You replace the stop tokens only: everything behind the first one must go."),
-        inverted=(lambda t, s, p: (torch.where((_stops(t, s) - (t == s).long()) == 0, t, p), (_stops(t, s) - (t == s).long()) > 0), "The mask is inverted: True means that a token counts."),
-        tokens_kept=(lambda t, s, p: (t.clone(), (_stops(t, s) - (t == s).long()) == 0), "The mask is right, but the tokens behind the stop are still there."),
-        mask_from_pad=(lambda t, s, p: (_before(t, s, p), _before(t, s, p) != p), "You read the mask off the padding: the policy may write the pad token too, and before the stop it counts like any other."),
-        stop_masked=(lambda t, s, p: (_before(t, s, p), _stops(t, s) == 0), "The tokens are right, but the stop token is not in the mask: the policy must learn to write it."),
-        one_more=(lambda t, s, p: _cut(t, p, torch.cat([torch.ones_like(t[:, :1], dtype=torch.bool), ((_stops(t, s) - (t == s).long()) == 0)[:, :-1]], 1)), "You keep one token too many: the stop token is the last."),
-        none_is_empty=(lambda t, s, p: _cut(t, p, ((_stops(t, s) - (t == s).long()) == 0) & (t == s).any(1, keepdim=True)), "A row without a stop token becomes empty: all of it counts."),
-        argmax=(lambda t, s, p: _cut(t, p, torch.arange(t.shape[1]) <= (t == s).long().argmax(1, keepdim=True)), "In a row without a stop token argmax gives 0, and only the first token is left: all of them count.")),
+        drops_stop=(lambda t, s, p: _cut(t, p, _stops(t, s) == 0),
+                    "The stop token itself is gone: it belongs to the answer, and the policy must learn to write it."),
+        last_stop=(lambda t, s, p: _cut(t, p, ((t == s).flip(1).cumsum(1).flip(1) > 0) | ~(t == s).any(1, keepdim=True)),
+                   "You cut at the last stop token; the answer ends at the first."),
+        only_stops=(lambda t, s, p: _cut(t, p, t != s),
+                    "You replace the stop tokens only: everything behind the first one must go."),
+        inverted=(lambda t, s, p: (torch.where((_stops(t, s) - (t == s).long()) == 0, t, p),
+                                   (_stops(t, s) - (t == s).long()) > 0),
+                  "The mask is inverted: True means that a token counts."),
+        tokens_kept=(lambda t, s, p: (t.clone(), (_stops(t, s) - (t == s).long()) == 0),
+                     "The mask is right, but the tokens behind the stop are still there."),
+        mask_from_pad=(lambda t, s, p: (_before(t, s, p), _before(t, s, p) != p),
+                       "You read the mask off the padding: the policy may write the pad token too, and before the stop it "
+                       "counts like any other."),
+        stop_masked=(lambda t, s, p: (_before(t, s, p), _stops(t, s) == 0),
+                     "The tokens are right, but the stop token is not in the mask: the policy must learn to write it."),
+        one_more=(lambda t, s, p: _cut(t, p, torch.cat([torch.ones_like(t[:, :1], dtype=torch.bool),
+                                                        ((_stops(t, s) - (t == s).long()) == 0)[:, :-1]], 1)),
+                  "You keep one token too many: the stop token is the last."),
+        none_is_empty=(lambda t, s, p: _cut(t, p, ((_stops(t, s) - (t == s).long()) == 0) & (t == s).any(1, keepdim=True)),
+                       "A row without a stop token becomes empty: all of it counts."),
+        argmax=(lambda t, s, p: _cut(t, p, torch.arange(t.shape[1]) <= (t == s).long().argmax(1, keepdim=True)),
+                "In a row without a stop token argmax gives 0, and only the first token is left: all of them count.")),
     tip="How many stop tokens stand before a position? cumsum tells.")
 
-exercise("reward_norm", "09_reward", "f(rewards, mean, std) -> (gain, bias) so that gain * rewards + bias has this mean and this (biased) standard deviation", lambda r, m, s: (lambda n: (n.gain, n.bias))(reward.RewardNorm().fit(r, m, s)), "rewards mean std",
+exercise("reward_norm", "09_reward",
+         "f(rewards, mean, std) -> (gain, bias) so that gain * rewards + bias has this mean and this (biased) "
+         "standard deviation",
+         lambda r, m, s: (lambda n: (n.gain, n.bias))(reward.RewardNorm().fit(r, m, s)), "rewards mean std",
     inputs=[(_t([1., 2., 6.]), 0.0, 1.0), (_t([1., 2., 6.]), 2.0, 3.0), (_normal(20, seed=33, scale=3) + 5, -1.0, 0.5)],
     mistakes=dict(
-        unbiased=(lambda r, m, s: (s / r.std(), m - s / r.std() * r.mean()), "The standard deviation is unbiased; here it is biased: divide by n."),
-        bias_without_gain=(lambda r, m, s: (s / _v(r).sqrt(), m - r.mean()), "The bias forgets the gain: it is added after the rewards were scaled, so the mean it removes is scaled too."),
-        no_target_mean=(lambda r, m, s: (s / _v(r).sqrt(), -s / _v(r).sqrt() * r.mean()), "The mean that is asked for is not used: yours gives mean 0."),
-        no_target_std=(lambda r, m, s: (1 / _v(r).sqrt(), m - r.mean() / _v(r).sqrt()), "The standard deviation that is asked for is not used: yours gives 1."),
-        gain_inverted=(lambda r, m, s: (_v(r).sqrt() / s, m - _v(r).sqrt() / s * r.mean()), "The gain is inverted: rewards that spread too far need a gain below 1."),
-        by_variance=(lambda r, m, s: (s / _v(r), m - s / _v(r) * r.mean()), "You divide by the variance, not by its square root."),
-        bias_sign=(lambda r, m, s: (s / _v(r).sqrt(), m + s / _v(r).sqrt() * r.mean()), "The bias has the wrong sign in front of the mean of the rewards: it is to be removed."),
-        bias_scaled=(lambda r, m, s: (s / _v(r).sqrt(), s / _v(r).sqrt() * (m - r.mean())), "The mean that is asked for is scaled by the gain: the bias is added after the scaling.")),
+        unbiased=(lambda r, m, s: (s / r.std(), m - s / r.std() * r.mean()),
+                  "The standard deviation is unbiased; here it is biased: divide by n."),
+        bias_without_gain=(lambda r, m, s: (s / _v(r).sqrt(), m - r.mean()),
+                           "The bias forgets the gain: it is added after the rewards were scaled, so the mean it removes "
+                           "is scaled too."),
+        no_target_mean=(lambda r, m, s: (s / _v(r).sqrt(), -s / _v(r).sqrt() * r.mean()),
+                        "The mean that is asked for is not used: yours gives mean 0."),
+        no_target_std=(lambda r, m, s: (1 / _v(r).sqrt(), m - r.mean() / _v(r).sqrt()),
+                       "The standard deviation that is asked for is not used: yours gives 1."),
+        gain_inverted=(lambda r, m, s: (_v(r).sqrt() / s, m - _v(r).sqrt() / s * r.mean()),
+                       "The gain is inverted: rewards that spread too far need a gain below 1."),
+        by_variance=(lambda r, m, s: (s / _v(r), m - s / _v(r) * r.mean()),
+                     "You divide by the variance, not by its square root."),
+        bias_sign=(lambda r, m, s: (s / _v(r).sqrt(), m + s / _v(r).sqrt() * r.mean()),
+                   "The bias has the wrong sign in front of the mean of the rewards: it is to be removed."),
+        bias_scaled=(lambda r, m, s: (s / _v(r).sqrt(), s / _v(r).sqrt() * (m - r.mean())),
+                     "The mean that is asked for is scaled by the gain: the bias is added after the scaling.")),
     tip="What does gain * r + bias do to the standard deviation? And to the mean, once the gain is known?")
 
 # %% ../nbs/check.ipynb #lesson-10
 def _ppo(a, b, A, V, R, H, m, eps, vc, ec, mean=_mean, policy=-1, entropy=-1, half=0.5, objective=_surrogate):
-    return policy * mean(objective((a - b).exp(), A, eps), m) + vc * mean(half * (V - R) ** 2, m) + entropy * ec * mean(H, m)
+    return policy * mean(objective((a - b).exp(), A, eps),
+                         m) + vc * mean(half * (V - R) ** 2, m) + entropy * ec * mean(H, m)
 def _ppo_reference(a, b, A, V, R, H, m, eps, vc, ec):
     policy = surrogate.clipped_surrogate(ratio.importance_ratio(a, b, m), masking.apply_mask(A, m), eps)
-    return -masking.masked_mean(policy, m) + vc * masking.masked_mean(value.value_loss(V, None, R), m) - ec * masking.masked_mean(H, m)
+    return -masking.masked_mean(policy, m) + vc * masking.masked_mean(value.value_loss(V, None, R),
+                                                                      m) - ec * masking.masked_mean(H, m)
 def _all(x, m): return x.mean()
 def _padded(x, m): return _keep(x, m).mean()
 def _total(x, m): return _keep(x, m).sum()
 def _optimistic(r, A, eps): return torch.maximum(r * A, _clip(r, eps) * A)
 
-exercise("ppo_loss", "10_ppo", "f(logp, logp_old, advantage, value, returns, entropy, mask, eps, value_coef, entropy_coef) -> the loss of a batch, 0-dim, to be minimised: clipped surrogate, half the squared error of the value, entropy bonus, each a mean over what counts",
+exercise("ppo_loss", "10_ppo",
+         "f(logp, logp_old, advantage, value, returns, entropy, mask, eps, value_coef, entropy_coef) -> the loss of a "
+         "batch, 0-dim, to be minimised: clipped surrogate, half the squared error of the value, entropy bonus, each a "
+         "mean over what counts",
     _ppo_reference, "logp logp_old advantage value returns entropy mask eps value_coef entropy_coef",
-    inputs=[(_t([-1., -2., -3.]), _t([-1.5, -2., -1.]), _t([1., -1., 9.]), _t([1., 2., 9.]), _t([2., 2.5, 0.]), _t([0.5, 0.25, 9.]), _t([True, True, False]), 0.2, 0.5, 0.1),
-            (_normal(2, 4, seed=34) - 2, _normal(2, 4, seed=35) - 2, _normal(2, 4, seed=36), _normal(2, 4, seed=37), _normal(2, 4, seed=38) + 1, _normal(2, 4, seed=39).exp(), _m("1100", "1111"), 0.3, 0.1, 0.02)], wrt=("logp", "value", "entropy"),
-    edges=[(_t([-1., NAN]), _t([-2., -1.]), _t([1., 1.]), _t([0., 1.]), _t([1., 1.]), _t([1., 1.]), _t([True, False]), 0.2, 0.5, 0.1)],
+    inputs=[(_t([-1., -2., -3.]), _t([-1.5, -2., -1.]), _t([1., -1., 9.]), _t([1., 2., 9.]), _t([2., 2.5, 0.]),
+             _t([0.5, 0.25, 9.]), _t([True, True, False]), 0.2, 0.5, 0.1),
+            (_normal(2, 4, seed=34) - 2, _normal(2, 4, seed=35) - 2, _normal(2, 4, seed=36), _normal(2, 4, seed=37),
+             _normal(2, 4, seed=38) + 1, _normal(2, 4, seed=39).exp(), _m("1100", "1111"), 0.3, 0.1, 0.02)],
+         wrt=("logp", "value", "entropy"),
+    edges=[(_t([-1., NAN]), _t([-2., -1.]), _t([1., 1.]), _t([0., 1.]), _t([1., 1.]), _t([1., 1.]),
+            _t([True, False]), 0.2, 0.5, 0.1)],
     mistakes=dict(
-        policy_sign=(lambda *x: _ppo(*x, policy=1), "The policy's objective has the wrong sign: it is to be maximised, and a loss is minimised."),
-        entropy_sign=(lambda *x: _ppo(*x, entropy=1), "The entropy has the wrong sign: a bonus is subtracted from a loss. Yours makes the policy certain as fast as it can."),
-        value_sign=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, -vc, ec), "The value's error has the wrong sign: it is to be minimised, and so is the loss."),
+        policy_sign=(lambda *x: _ppo(*x, policy=1),
+                     "The policy's objective has the wrong sign: it is to be maximised, and a loss is minimised."),
+        entropy_sign=(lambda *x: _ppo(*x, entropy=1),
+                      "The entropy has the wrong sign: a bonus is subtracted from a loss. Yours makes the policy certain "
+                      "as fast as it can."),
+        value_sign=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, -vc, ec),
+                    "The value's error has the wrong sign: it is to be minimised, and so is the loss."),
         no_half=(lambda *x: _ppo(*x, half=1.0), "The half of the squared error is missing."),
-        no_value_coef=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, 1.0, ec), "value_coef is not used."),
-        no_entropy_coef=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, vc, 1.0), "entropy_coef is not used."),
-        coefs_swapped=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, ec, vc), "The two coefficients are swapped."),
-        no_entropy=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, vc, 0.0), "The entropy bonus is missing."),
-        no_value=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, 0.0, ec), "The value's error is missing."),
-        total=(lambda *x: _ppo(*x, mean=_total), "You add up; a mean over what counts is asked for, so that the learning rate does not depend on the size of the batch."),
+        no_value_coef=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, 1.0, ec),
+                       "value_coef is not used."),
+        no_entropy_coef=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, vc, 1.0),
+                         "entropy_coef is not used."),
+        coefs_swapped=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, ec, vc),
+                       "The two coefficients are swapped."),
+        no_entropy=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, vc, 0.0),
+                    "The entropy bonus is missing."),
+        no_value=(lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, 0.0, ec),
+                  "The value's error is missing."),
+        total=(lambda *x: _ppo(*x, mean=_total),
+               "You add up; a mean over what counts is asked for, so that the learning rate does not depend on the size "
+               "of the batch."),
         no_mask=(lambda *x: _ppo(*x, mean=_all), "The mask is not used: the means count padding."),
         padded=(lambda *x: _ppo(*x, mean=_padded), "The means count padding: you divide by the number of all elements."),
-        no_minimum=(lambda *x: _ppo(*x, objective=lambda r, A, eps: _clip(r, eps) * A), "You clip on both sides, whatever the advantage: the minimum with the unclipped product is missing."),
-        maximum=(lambda *x: _ppo(*x, objective=_optimistic), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
+        no_minimum=(lambda *x: _ppo(*x, objective=lambda r, A, eps: _clip(r, eps) * A),
+                    "You clip on both sides, whatever the advantage: the minimum with the unclipped product is missing."),
+        maximum=(lambda *x: _ppo(*x, objective=_optimistic),
+                 "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is "
+                 "the larger one."),
         no_clip=(lambda *x: _ppo(*x, objective=lambda r, A, eps: r * A), "The ratio is not clipped."),
         ratio_inverted=(lambda a, b, *x: _ppo(b, a, *x), "The ratio is inverted: new over old."),
         leak=(lambda *x: _ppo(*x, mean=lambda v, m: (v * m).sum() / m.sum()), LEAK)),
     tip="Three means over what counts, three signs: what is to grow has a minus in a loss.")
 
-exercise("approx_kl", "10_ppo", "f(logp, logp_old, mask) -> mean of (r - 1) - log r over what counts, 0-dim, r = pi / pi_old: KL(pi_old || pi), from the samples of the old policy",
+exercise("approx_kl", "10_ppo",
+         "f(logp, logp_old, mask) -> mean of (r - 1) - log r over what counts, 0-dim, r = pi / pi_old: KL(pi_old || pi), "
+         "from the samples of the old policy",
     lambda a, b, m: masking.masked_mean(kl.kl_estimate(b, a, "k3"), m), "logp logp_old mask",
-    inputs=[(_t([-1., -3., -5.]), _t([-2., -2.5, -1.]), _t([True, True, False])), (_normal(2, 4, seed=40) - 2, _normal(2, 4, seed=41) - 2, _m("1100", "1111"))],
+    inputs=[(_t([-1., -3., -5.]), _t([-2., -2.5, -1.]), _t([True, True, False])),
+            (_normal(2, 4, seed=40) - 2, _normal(2, 4, seed=41) - 2, _m("1100", "1111"))],
     edges=[(_t([-1., NAN]), _t([-2., -1.]), _t([True, False]))],
     mistakes=dict(
         log_ratio=(lambda a, b, m: _mean(a - b, m), "That is the mean log-ratio: minus k1, negative on average."),
-        k1=(lambda a, b, m: _mean(b - a, m), "That is k1, -log r: right on average, but noisy, and negative for many batches. r - 1 is missing."),
+        k1=(lambda a, b, m: _mean(b - a, m),
+            "That is k1, -log r: right on average, but noisy, and negative for many batches. r - 1 is missing."),
         k2=(lambda a, b, m: _mean((a - b) ** 2 / 2, m), "That is k2, half the squared log-ratio."),
-        other_direction=(lambda a, b, m: _mean(_k3(a - b), m), "Your ratio is inverted: that is k3 for samples of the NEW policy. The batch came from the old one."),
-        no_one=(lambda a, b, m: _mean((a - b).exp() - (a - b), m), "The -1 is missing: without a change of the policy this must be 0."),
+        other_direction=(lambda a, b, m: _mean(_k3(a - b), m),
+                         "Your ratio is inverted: that is k3 for samples of the NEW policy. The batch came from the "
+                         "old one."),
+        no_one=(lambda a, b, m: _mean((a - b).exp() - (a - b), m),
+                "The -1 is missing: without a change of the policy this must be 0."),
         no_mask=(lambda a, b, m: _k3(b - a).nan_to_num().mean(), "The mask is not used."),
-        divides_by_all=(lambda a, b, m: _keep(_k3(b - a), m).mean(), "The mean counts padding: divide by the number that counts."),
-        ratio_of_mean=(lambda a, b, m: _mean(a - b, m).exp() - 1 - _mean(a - b, m), "You average the log-ratio first: the exponential of a mean is not the mean of the exponentials."),
+        divides_by_all=(lambda a, b, m: _keep(_k3(b - a), m).mean(),
+                        "The mean counts padding: divide by the number that counts."),
+        ratio_of_mean=(lambda a, b, m: _mean(a - b, m).exp() - 1 - _mean(a - b, m),
+                       "You average the log-ratio first: the exponential of a mean is not the mean of the exponentials."),
         leak=(lambda a, b, m: (_k3(b - a) * m).sum() / m.sum(), LEAK)),
     tip="Three terms of the log-ratio x = logp - logp_old: exp(x), 1 and x. At x = 0 they cancel.")
 
@@ -853,78 +1266,134 @@ def _grpo(a, b, ref, A, m, eps, beta, mean=None, objective=_surrogate, penalty=N
     mean = mean or (lambda x, m: _over_rows(_row_means(x, m), m))
     return mean(sign * objective((a - b.detach()).exp(), A[:, None] if each is None else each, eps) + beta * penalty(), m)
 def _selected(a, b, ref, A, m, *x): return *(_keep(v, m) for v in (a, b, ref)), A, m, *x
-def _grpo_reference(a, b, ref, A, m, eps, beta): return grpo.policy_loss(a, b, A, m, "grpo", logp_ref=ref, beta=beta, kl_kind="k3", eps_low=eps)[0]
+def _grpo_reference(a, b, ref, A, m, eps, beta):
+    return grpo.policy_loss(a, b, A, m, "grpo", logp_ref=ref, beta=beta, kl_kind="k3", eps_low=eps)[0]
 
-exercise("grpo_loss", "11_grpo", "f(logp (B, T), logp_old, logp_ref, advantage (B,), mask, eps, beta) -> GRPO's loss, 0-dim: -clipped surrogate + beta k3 for each token, mean over the tokens of each answer, then over the answers that have tokens",
+exercise("grpo_loss", "11_grpo",
+         "f(logp (B, T), logp_old, logp_ref, advantage (B,), mask, eps, beta) -> GRPO's loss, 0-dim: -clipped surrogate + "
+         "beta k3 for each token, mean over the tokens of each answer, then over the answers that have tokens",
     _grpo_reference, "logp logp_old logp_ref advantage mask eps beta",
-    inputs=[(_t([-1., -2.], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]), _m("10", "11"), 0.2, 0.1),
-            (_normal(3, 3, seed=42) - 2, _normal(3, 3, seed=43) - 2, _normal(3, 3, seed=44) - 2, _t([1.5, -0.5, 0.25]), _m("100", "111", "110"), 0.3, 0.2)], wrt=("logp",),
-    edges=[(_t([-1., NAN], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]), _m("10", "11"), 0.2, 0.1),
-           (_t([-1., -2.], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]), _m("11", "00"), 0.2, 0.1)],
+    inputs=[(_t([-1., -2.], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]),
+             _m("10", "11"), 0.2, 0.1),
+            (_normal(3, 3, seed=42) - 2, _normal(3, 3, seed=43) - 2, _normal(3, 3, seed=44) - 2, _t([1.5, -0.5, 0.25]),
+             _m("100", "111", "110"), 0.3, 0.2)], wrt=("logp",),
+    edges=[(_t([-1., NAN], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]),
+            _m("10", "11"), 0.2, 0.1),
+           (_t([-1., -2.], [-3., -1.]), _t([-1.5, -2.], [-2., -1.25]), _t([-1.25, -2.5], [-2., -1.5]), _t([1., -2.]),
+            _m("11", "00"), 0.2, 0.1)],
     mistakes=dict(
-        token_mean=(lambda *x: _grpo(*x, mean=_mean), "That is the mean over all tokens, as in DAPO: GRPO averages each answer first."),
-        padded_length=(lambda *x: _grpo(*x, mean=_padded), "The mean counts padding: each answer is divided by its own length."),
+        token_mean=(lambda *x: _grpo(*x, mean=_mean),
+                    "That is the mean over all tokens, as in DAPO: GRPO averages each answer first."),
+        padded_length=(lambda *x: _grpo(*x, mean=_padded),
+                       "The mean counts padding: each answer is divided by its own length."),
         no_mask=(lambda *x: _grpo(*x, mean=_all), "The mask is not used."),
-        along_tokens=(lambda *x: _grpo(*x, each=x[3].expand_as(x[0])), "The advantage of an answer is spread over the wrong dimension: (B,) lines up with the tokens. Use advantage[:, None]. It went unnoticed because here B = T."),
+        along_tokens=(lambda *x: _grpo(*x, each=x[3].expand_as(x[0])),
+                      "The advantage of an answer is spread over the wrong dimension: (B,) lines up with the tokens. Use "
+                      "advantage[:, None]. It went unnoticed because here B = T."),
         no_clip=(lambda *x: _grpo(*x, objective=lambda r, A, eps: r * A), "The ratio is not clipped."),
-        no_minimum=(lambda *x: _grpo(*x, objective=lambda r, A, eps: _clip(r, eps) * A), "You clip on both sides, whatever the advantage: the minimum is missing."),
-        maximum=(lambda *x: _grpo(*x, objective=_optimistic), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
-        ratio_inverted=(lambda a, b, ref, *x: _grpo(b, a, ref, *x, penalty=lambda: _k3(a - ref)), "The ratio is inverted: new over old."),
+        no_minimum=(lambda *x: _grpo(*x, objective=lambda r, A, eps: _clip(r, eps) * A),
+                    "You clip on both sides, whatever the advantage: the minimum is missing."),
+        maximum=(lambda *x: _grpo(*x, objective=_optimistic),
+                 "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is "
+                 "the larger one."),
+        ratio_inverted=(lambda a, b, ref, *x: _grpo(b, a, ref, *x, penalty=lambda: _k3(a - ref)),
+                        "The ratio is inverted: new over old."),
         sign=(lambda *x: _grpo(*x, sign=1), "The surrogate has the wrong sign in the loss."),
-        kl_sign=(lambda a, b, ref, A, m, eps, beta: _grpo(a, b, ref, A, m, eps, -beta), "The KL has the wrong sign: in a loss it is added."),
+        kl_sign=(lambda a, b, ref, A, m, eps, beta: _grpo(a, b, ref, A, m, eps, -beta),
+                 "The KL has the wrong sign: in a loss it is added."),
         no_kl=(lambda a, b, ref, A, m, eps, beta: _grpo(a, b, ref, A, m, eps, 0.0), "The KL is missing."),
-        kl_flipped=(lambda a, b, ref, *x: _grpo(a, b, ref, *x, penalty=lambda: _k3(ref - a)), "Your KL has the sign of the log-ratio flipped: exp(log pi_ref - log pi) - (log pi_ref - log pi) - 1."),
+        kl_flipped=(lambda a, b, ref, *x: _grpo(a, b, ref, *x, penalty=lambda: _k3(ref - a)),
+                    "Your KL has the sign of the log-ratio flipped: exp(log pi_ref - log pi) - (log pi_ref - log pi) - 1."),
         kl_k1=(lambda a, b, ref, *x: _grpo(a, b, ref, *x, penalty=lambda: a - ref), "Your KL is k1; GRPO uses k3."),
-        kl_to_old=(lambda a, b, ref, *x: _grpo(a, b, b, *x), "Your KL is to the old policy; it is measured against the reference."),
-        empty_is_zero=(lambda *x: _grpo(*_selected(*x), mean=lambda v, m: _row_means(v, m).mean()), "Right, but an answer without tokens counts as 0 in the mean over answers: leave it out."),
-        zero_by_zero=(lambda *x: _grpo(*_selected(*x), mean=lambda v, m: (_keep(v, m).sum(1) / m.sum(1)).mean()), "Right, but an answer without tokens is 0 / 0, and makes everything NaN."),
+        kl_to_old=(lambda a, b, ref, *x: _grpo(a, b, b, *x),
+                   "Your KL is to the old policy; it is measured against the reference."),
+        empty_is_zero=(lambda *x: _grpo(*_selected(*x), mean=lambda v, m: _row_means(v, m).mean()),
+                       "Right, but an answer without tokens counts as 0 in the mean over answers: leave it out."),
+        zero_by_zero=(lambda *x: _grpo(*_selected(*x), mean=lambda v, m: (_keep(v, m).sum(1) / m.sum(1)).mean()),
+                      "Right, but an answer without tokens is 0 / 0, and makes everything NaN."),
         leak=(lambda *x: _grpo(*x, mean=lambda v, m: _over_rows((v * m).sum(1) / m.sum(1).clamp(min=1), m)), LEAK)),
-    tip="Token by token first: the loss of PPO and the price of KL. Then two means. The advantage has one number for each row.")
+    tip="Token by token first: the loss of PPO and the price of KL. Then two means. The advantage has one number for "
+        "each row.")
 
-exercise("dpo_loss", "11_grpo", "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of whole answers, mean over the pairs, 0-dim", grpo.dpo_loss, "chosen rejected ref_chosen ref_rejected beta",
-    inputs=[(_t([-4.]), _t([-7.]), _t([-5.]), _t([-6.]), 0.5), (_normal(4, seed=45, scale=3) - 9, _normal(4, seed=46, scale=3) - 9, _normal(4, seed=47, scale=3) - 9, _normal(4, seed=48, scale=3) - 9, 0.3)],
+exercise("dpo_loss", "11_grpo",
+         "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of whole answers, mean "
+         "over the pairs, 0-dim", grpo.dpo_loss, "chosen rejected ref_chosen ref_rejected beta",
+    inputs=[(_t([-4.]), _t([-7.]), _t([-5.]), _t([-6.]), 0.5),
+            (_normal(4, seed=45, scale=3) - 9, _normal(4, seed=46, scale=3) - 9, _normal(4, seed=47, scale=3) - 9,
+             _normal(4, seed=48, scale=3) - 9, 0.3)],
     edges=[(_t([-400.]), _t([-7.]), _t([-5.]), _t([-6.]), 0.5)],
     mistakes=dict(
-        no_reference=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c - r)).mean(), "The reference is missing: what counts is by how much the policy prefers an answer MORE than the reference does."),
-        swapped=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (r - q - c + p)).mean(), "Chosen and rejected are swapped: the rejected answer would become more probable."),
-        reference_added=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c + p - r - q)).mean(), "The reference is added; a log-ratio subtracts it."),
+        no_reference=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c - r)).mean(),
+                      "The reference is missing: what counts is by how much the policy prefers an answer MORE than the "
+                      "reference does."),
+        swapped=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (r - q - c + p)).mean(),
+                 "Chosen and rejected are swapped: the rejected answer would become more probable."),
+        reference_added=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c + p - r - q)).mean(),
+                         "The reference is added; a log-ratio subtracts it."),
         no_beta=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(c - p - r + q).mean(), "beta is not used."),
-        beta_outside=(lambda c, r, p, q, b: -b * torch.nn.functional.logsigmoid(c - p - r + q).mean(), "beta multiplies the loss; it belongs inside of the sigmoid, to the margin."),
+        beta_outside=(lambda c, r, p, q, b: -b * torch.nn.functional.logsigmoid(c - p - r + q).mean(),
+                      "beta multiplies the loss; it belongs inside of the sigmoid, to the margin."),
         no_log=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).mean(), "The logarithm is missing."),
-        sign=(lambda c, r, p, q, b: torch.nn.functional.logsigmoid(b * (c - p - r + q)).mean(), "The sign is flipped: a loss is minus the log-likelihood."),
-        total=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c - p - r + q)).sum(), "You add the pairs up; their mean is asked for."),
-        mean_first=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid((b * (c - p - r + q)).mean()), "You average the margins first: each pair has a loss of its own."),
-        underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), "Right, but in float32 the sigmoid of -200 is 0 and exp(200) is inf, and so is the logarithm: use logsigmoid.")),
-    tip="Two log-ratios against the reference, their difference times beta, and the loss of a coin that should have shown heads.")
+        sign=(lambda c, r, p, q, b: torch.nn.functional.logsigmoid(b * (c - p - r + q)).mean(),
+              "The sign is flipped: a loss is minus the log-likelihood."),
+        total=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid(b * (c - p - r + q)).sum(),
+               "You add the pairs up; their mean is asked for."),
+        mean_first=(lambda c, r, p, q, b: -torch.nn.functional.logsigmoid((b * (c - p - r + q)).mean()),
+                    "You average the margins first: each pair has a loss of its own."),
+        underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(),
+                   "Right, but in float32 the sigmoid of -200 is 0 and exp(200) is inf, and so is the logarithm: "
+                   "use logsigmoid.")),
+    tip="Two log-ratios against the reference, their difference times beta, and the loss of a coin that should have "
+        "shown heads.")
 
 def _kept(a, b, A, m, delta, mean=_row_means, bad=lambda A: A < 0): return ~(bad(A) & (mean(b - a, m) > delta))
 
-exercise("off_policy_sequence_mask", "11_grpo", "f(logp (B, T), logp_old, advantage (B,), mask, threshold) -> (B,) boolean, False for each answer with a negative advantage and a mean over its tokens of log pi_old - log pi above the threshold",
-    lambda a, b, A, m, delta: grpo.off_policy_sequence_mask(a, b, A, delta, m)[:, 0], "logp logp_old advantage mask threshold",
-    inputs=[(_t([-3., -2., -1.], [-3., -2., -1.]), _t([-1., -2., -1.], [-1., -2., -1.]), _t([-1., 1.]), _m("111", "111"), 0.5),
-            (_t([-1., -1., -1.], [-1., -2.5, -1.], [-1., -3., -9.], [-4., -1., -1.], [-1.5, -1.5, -1.5], [-1., -2., -1.], [-1., -2.5, -1.]), _t([-2., -3., -1.], [-1., -1., -1.], [-1., -2., -1.], [-1., -1., -1.], [-1., -1., -1.], [-1., -2., -1.], [-2.5, -1., -1.]), _t([-1., -1., -0.5, 0., -1., -1., -1.]), _m("111", "111", "110", "111", "111", "111", "111"), 0.6),
-            (_t([-3., -2., -1., -2.], [-2., -2., -9., -9.]), _t([-1., -1., -1., -1.], [-1., -1., -1., -1.]), _t([-1., -2.]), _m("1111", "1100"), 0.9),
+exercise("off_policy_sequence_mask", "11_grpo",
+         "f(logp (B, T), logp_old, advantage (B,), mask, threshold) -> (B,) boolean, False for each answer with a negative "
+         "advantage and a mean over its tokens of log pi_old - log pi above the threshold",
+    lambda a, b, A, m, delta: grpo.off_policy_sequence_mask(a, b, A, delta, m)[:, 0],
+    "logp logp_old advantage mask threshold",
+    inputs=[(_t([-3., -2., -1.], [-3., -2., -1.]), _t([-1., -2., -1.], [-1., -2., -1.]), _t([-1., 1.]),
+             _m("111", "111"), 0.5),
+            (_t([-1., -1., -1.], [-1., -2.5, -1.], [-1., -3., -9.], [-4., -1., -1.], [-1.5, -1.5, -1.5], [-1., -2., -1.],
+                [-1., -2.5, -1.]), _t([-2., -3., -1.], [-1., -1., -1.], [-1., -2., -1.], [-1., -1., -1.], [-1., -1., -1.],
+                                      [-1., -2., -1.], [-2.5, -1., -1.]), _t([-1., -1., -0.5, 0., -1., -1., -1.]),
+             _m("111", "111", "110", "111", "111", "111", "111"), 0.6),
+            (_t([-3., -2., -1., -2.], [-2., -2., -9., -9.]), _t([-1., -1., -1., -1.], [-1., -1., -1., -1.]), _t([-1., -2.]),
+             _m("1111", "1100"), 0.9),
             (_t([-1.5, -2.], [-2., -2.]), _t([-1., -1.5], [-1., -1.]), _t([-1., -1.]), _m("11", "11"), 0.5)],
     edges=[(_t([-3., NAN], [-1., -2.]), _t([-1., -1.], [-1., -2.]), _t([-1., -1.]), _m("10", "11"), 0.5)],
     mistakes=dict(
         inverted=(lambda *x: ~_kept(*x), "That is True for the answers that are to be left out."),
-        any_sign=(lambda *x: _kept(*x, bad=lambda A: A < INF), "You leave out good answers too: they may be learned from, however far the policy has gone."),
-        good_ones=(lambda *x: _kept(*x, bad=lambda A: A > 0), "You leave out the good answers: it is the bad ones that do harm from afar."),
-        either=(lambda a, b, A, m, delta: ~((A < 0) | (_row_means(b - a, m) > delta)), "One of the two conditions is enough for you: an answer is left out where both hold."),
-        zero=(lambda *x: _kept(*x, bad=lambda A: A <= 0), "You leave out an answer with an advantage of 0: negative means below 0."),
-        at_threshold=(lambda a, b, A, m, delta: ~((A < 0) & (_row_means(b - a, m) >= delta)), "You leave out an answer that is exactly as far as the threshold: far is beyond it."),
-        flipped=(lambda a, b, *x: _kept(b, a, *x), "Your log-ratio is flipped: far are answers that have become improbable, log pi_old - log pi."),
-        absolute=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d, m).abs()), "You leave out bad answers that have become more probable, too: those must be unlearned."),
-        ratios=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d.exp(), m)), "You average the ratios pi_old / pi; the threshold is for the mean of their logarithms."),
-        each_token=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).amax(1)), "One far token is not enough: the mean over the tokens of the answer counts."),
-        total=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).sum(1)), "That is the sum over the tokens, by which long answers are always far: take the mean."),
-        padded_length=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).mean(1)), "The mean counts padding: divide by the number of tokens of the answer."),
+        any_sign=(lambda *x: _kept(*x, bad=lambda A: A < INF),
+                  "You leave out good answers too: they may be learned from, however far the policy has gone."),
+        good_ones=(lambda *x: _kept(*x, bad=lambda A: A > 0),
+                   "You leave out the good answers: it is the bad ones that do harm from afar."),
+        either=(lambda a, b, A, m, delta: ~((A < 0) | (_row_means(b - a, m) > delta)),
+                "One of the two conditions is enough for you: an answer is left out where both hold."),
+        zero=(lambda *x: _kept(*x, bad=lambda A: A <= 0),
+              "You leave out an answer with an advantage of 0: negative means below 0."),
+        at_threshold=(lambda a, b, A, m, delta: ~((A < 0) & (_row_means(b - a, m) >= delta)),
+                      "You leave out an answer that is exactly as far as the threshold: far is beyond it."),
+        flipped=(lambda a, b, *x: _kept(b, a, *x),
+                 "Your log-ratio is flipped: far are answers that have become improbable, log pi_old - log pi."),
+        absolute=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d, m).abs()),
+                  "You leave out bad answers that have become more probable, too: those must be unlearned."),
+        ratios=(lambda *x: _kept(*x, mean=lambda d, m: _row_means(d.exp(), m)),
+                "You average the ratios pi_old / pi; the threshold is for the mean of their logarithms."),
+        each_token=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).amax(1)),
+                    "One far token is not enough: the mean over the tokens of the answer counts."),
+        total=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).sum(1)),
+               "That is the sum over the tokens, by which long answers are always far: take the mean."),
+        padded_length=(lambda *x: _kept(*x, mean=lambda d, m: _keep(d, m).mean(1)),
+                       "The mean counts padding: divide by the number of tokens of the answer."),
         no_mask=(lambda *x: _kept(*x, mean=lambda d, m: d.mean(1)), "The mask is not used."),
         leak=(lambda *x: _kept(*x, mean=lambda d, m: (d * m).sum(1) / m.sum(1)), LEAK)),
     tip="Two conditions, both must hold for an answer to be left out. One is about its advantage, the other a masked mean.")
 
 # %% ../nbs/check.ipynb #lesson-12
-def _online(z, m=-INF, s=0.0, factor=lambda old, new: math.exp(old - new), term=lambda x, old, new: math.exp(x - new), out=lambda m, s: m + math.log(s) if s > 0 else -INF):
+def _online(z, m=-INF, s=0.0, factor=lambda old, new: math.exp(old - new), term=lambda x, old, new: math.exp(x - new),
+            out=lambda m, s: m + math.log(s) if s > 0 else -INF):
     "What has come so far, logit by logit; a maximum of -inf adds nothing."
     found = []
     for x in z.tolist():
@@ -941,101 +1410,184 @@ def _online_from_inf(z):
         out.append(m + s.log())
     return torch.stack(out)
 
-exercise("online_logsumexp", "12_kernels", "f(z (V,)) -> the log-sum-exp of what has come so far, after each logit, (V,); in one pass, without a second look", lambda z: z.logcumsumexp(0), "z",
+exercise("online_logsumexp", "12_kernels",
+         "f(z (V,)) -> the log-sum-exp of what has come so far, after each logit, (V,); in one pass, without a second look",
+         lambda z: z.logcumsumexp(0), "z",
     inputs=[(_t([1., 3., 2.]),), (_t([0., -1., 2., 0.5, 4.]),), (_normal(7, seed=54, scale=2),)],
     edges=[(_t([1000., 1001.]),), (_t([-1000., -1002.]),), (_t([-INF, 2., -INF, 3.]),), (_t([0., 2000.]),)],
     mistakes=dict(
-        no_correction=(lambda z: _online(z, factor=lambda old, new: 1.0), "The sum is not corrected when the maximum moves: what was added before is measured from the old one. Multiply it by exp(m_old - m_new)."),
-        correction_inverted=(lambda z: _online(z, factor=lambda old, new: math.exp(min(new - old, 700)) if old > -INF else 0.0), "The correction is inverted: measured from a larger maximum, the old terms become smaller, by exp(m_old - m_new)."),
-        old_maximum=(lambda z: _online(z, term=lambda x, old, new: math.exp(min(x - old, 700)) if old > -INF else 1.0), "The new logit is measured from the old maximum: move the maximum first."),
-        new_maximum_only=(lambda z: _online(z, factor=lambda old, new: 0.0 if new > old else 1.0), "When the maximum moves you begin the sum anew: what came before still counts, by exp(m_old - m_new)."),
-        counts_zero=(lambda z: _online(z, 0.0, 1.0), "You start from m = 0 and s = 1: that is a logit of 0 which is not there."),
-        not_added=(lambda z: _online(z, out=lambda m, s: math.log(s) if s > 0 else -INF), "The maximum is missing: log s is measured from it, so add it again."),
+        no_correction=(lambda z: _online(z, factor=lambda old, new: 1.0),
+                       "The sum is not corrected when the maximum moves: what was added before is measured from the old "
+                       "one. Multiply it by exp(m_old - m_new)."),
+        correction_inverted=(lambda z: _online(z, factor=lambda old, new: math.exp(min(new - old, 700)) if old > -INF
+                                               else 0.0), "The correction is inverted: measured from a larger maximum, the "
+                                                          "old terms become smaller, by exp(m_old - m_new)."),
+        old_maximum=(lambda z: _online(z, term=lambda x, old, new: math.exp(min(x - old, 700)) if old > -INF else 1.0),
+                     "The new logit is measured from the old maximum: move the maximum first."),
+        new_maximum_only=(lambda z: _online(z, factor=lambda old, new: 0.0 if new > old else 1.0),
+                          "When the maximum moves you begin the sum anew: what came before still counts, by "
+                          "exp(m_old - m_new)."),
+        counts_zero=(lambda z: _online(z, 0.0, 1.0),
+                     "You start from m = 0 and s = 1: that is a logit of 0 which is not there."),
+        not_added=(lambda z: _online(z, out=lambda m, s: math.log(s) if s > 0 else -INF),
+                   "The maximum is missing: log s is measured from it, so add it again."),
         no_log=(lambda z: _online(z, out=lambda m, s: m + s), "The logarithm of the sum is missing."),
         maximum=(lambda z: z.cummax(0).values, "That is the largest logit so far: the others count too."),
         only_last=(lambda z: z.logsumexp(0), "That is the last number alone: it is asked for after each logit."),
-        overflow=(lambda z: z.exp().cumsum(0).log(), "Right, but exp(1000) is inf and exp(-1000) is 0: measure the logits from the largest so far."),
-        starts_at_zero=(lambda z: _online(z, 0.0), "Right, but your maximum starts at 0: logits far below it vanish. Start it at -inf, or at the first logit."),
-        minus_inf_first=(_online_from_inf, "Right, but while nothing but -inf has come, m_old - m_new is -inf - (-inf), which is NaN, and stays. The sum is 0 then."),
-        second_look=(lambda z: z.max() + (z - z.max()).exp().cumsum(0).log(), "Right, but you take the maximum of the whole row first, which is a second look; and where it comes late, all that came before vanishes.")),
-    tip="Keep m, the largest so far, and s, the sum of exp(z - m). What happens to s when m moves? And while m is still -inf?")
+        overflow=(lambda z: z.exp().cumsum(0).log(),
+                  "Right, but exp(1000) is inf and exp(-1000) is 0: measure the logits from the largest so far."),
+        starts_at_zero=(lambda z: _online(z, 0.0),
+                        "Right, but your maximum starts at 0: logits far below it vanish. Start it at -inf, or at the "
+                        "first logit."),
+        minus_inf_first=(_online_from_inf,
+                         "Right, but while nothing but -inf has come, m_old - m_new is -inf - (-inf), which is NaN, and "
+                         "stays. The sum is 0 then."),
+        second_look=(lambda z: z.max() + (z - z.max()).exp().cumsum(0).log(),
+                     "Right, but you take the maximum of the whole row first, which is a second look; and where it comes "
+                     "late, all that came before vanishes.")),
+    tip="Keep m, the largest so far, and s, the sum of exp(z - m). What happens to s when m moves? And while m is "
+        "still -inf?")
 
-exercise("combine_steps", "12_kernels", "f(x, d, x_later, d_later) -> (x, d): two steps of y_t = x_t + d_t y_{t+1} as one, elementwise; nothing gets past d = 0", lambda x, d, X, D: (x + torch.where(d == 0, 0.0, d * X), d * D), "x d x_later d_later",
-    inputs=[(_t([1.]), _t([0.5]), _t([4.]), _t([0.25])), (_normal(5, seed=55), _t([0.9, 0.5, 0., 0.8, 1.]), _normal(5, seed=56), _t([0.7, 0., 0.6, 0.3, 0.9]))],
+exercise("combine_steps", "12_kernels",
+         "f(x, d, x_later, d_later) -> (x, d): two steps of y_t = x_t + d_t y_{t+1} as one, elementwise; nothing gets "
+         "past d = 0", lambda x, d, X, D: (x + torch.where(d == 0, 0.0, d * X), d * D), "x d x_later d_later",
+    inputs=[(_t([1.]), _t([0.5]), _t([4.]), _t([0.25])),
+            (_normal(5, seed=55), _t([0.9, 0.5, 0., 0.8, 1.]), _normal(5, seed=56), _t([0.7, 0., 0.6, 0.3, 0.9]))],
     edges=[(_t([1., 2., 3.]), _t([0., 0.5, 0.5]), _t([NAN, 4., NAN]), _t([0.5, 0.5, 0.5]))],
     mistakes=dict(
-        no_decay=(lambda x, d, X, D: (x + X, d * D), "What comes later is not multiplied by d, the decay of the step here."),
-        later_decay=(lambda x, d, X, D: (x + D * X, d * D), "You multiply the later x by its own decay: between the two steps stands the decay of the first."),
-        both_decays=(lambda x, d, X, D: (x + d * D * X, d * D), "The later x is multiplied by both decays: its own stands behind it, not before it."),
-        swapped=(lambda x, d, X, D: (X + D * x, d * D), "Here and later are swapped: y looks ahead, so the later step is the one that is multiplied."),
-        adds_decays=(lambda x, d, X, D: (x + d * X, d + D), "You add the decays: what comes after both is multiplied by one, then by the other."),
-        first_decay=(lambda x, d, X, D: (x + d * X, d), "The decay of the pair is that of the first step alone: what comes after both is reached through both."),
-        last_decay=(lambda x, d, X, D: (x + d * X, D), "The decay of the pair is that of the later step alone: what comes after both is reached through both."),
-        cut_leaks=(lambda x, d, X, D: (x + d * X, d * D), "Right, but 0 times NaN is NaN: where d is 0, leave the later x out instead of multiplying it."),
-        hides=(lambda x, d, X, D: (x + d * X.nan_to_num(), d * D), "Right, but a NaN behind a d that is not 0 is gone as well, and it must be seen. Leave the later x out where d is 0, and only there.")),
+        no_decay=(lambda x, d, X, D: (x + X, d * D),
+                  "What comes later is not multiplied by d, the decay of the step here."),
+        later_decay=(lambda x, d, X, D: (x + D * X, d * D),
+                     "You multiply the later x by its own decay: between the two steps stands the decay of the first."),
+        both_decays=(lambda x, d, X, D: (x + d * D * X, d * D),
+                     "The later x is multiplied by both decays: its own stands behind it, not before it."),
+        swapped=(lambda x, d, X, D: (X + D * x, d * D),
+                 "Here and later are swapped: y looks ahead, so the later step is the one that is multiplied."),
+        adds_decays=(lambda x, d, X, D: (x + d * X, d + D),
+                     "You add the decays: what comes after both is multiplied by one, then by the other."),
+        first_decay=(lambda x, d, X, D: (x + d * X, d),
+                     "The decay of the pair is that of the first step alone: what comes after both is reached "
+                     "through both."),
+        last_decay=(lambda x, d, X, D: (x + d * X, D),
+                    "The decay of the pair is that of the later step alone: what comes after both is reached "
+                    "through both."),
+        cut_leaks=(lambda x, d, X, D: (x + d * X, d * D),
+                   "Right, but 0 times NaN is NaN: where d is 0, leave the later x out instead of multiplying it."),
+        hides=(lambda x, d, X, D: (x + d * X.nan_to_num(), d * D),
+               "Right, but a NaN behind a d that is not 0 is gone as well, and it must be seen. Leave the later x out "
+               "where d is 0, and only there.")),
     tip="Put y' = x_later + d_later y'' into y = x + d y'. What stands alone, and what stands before y''?")
 
 # %% ../nbs/check.ipynb #lesson-20
 def _shifted(d, first): return torch.cat([first[None], d[:-1]])
-_DONE = [(_t([[False], [True], [False], [False]]), _t([False])), (_m("001", "100", "010", "000", "001"), _t([True, False, False]))]
+_DONE = [(_t([[False], [True], [False], [False]]), _t([False])),
+         (_m("001", "100", "010", "000", "001"), _t([True, False, False]))]
 
-exercise("data_rows", "20_rollout", "f(done (T, N), resetting (N,)) -> which steps are data, (T, N) boolean: in next-step mode the step after an end only resets; resetting says whether the first step of this rollout does", lambda d, r: ~_shifted(d, r), "done resetting", inputs=_DONE,
+exercise("data_rows", "20_rollout",
+         "f(done (T, N), resetting (N,)) -> which steps are data, (T, N) boolean: in next-step mode the step after an end "
+         "only resets; resetting says whether the first step of this rollout does", lambda d, r: ~_shifted(d, r),
+         "done resetting", inputs=_DONE,
     mistakes=dict(
-        last_step=(lambda d, r: ~d, "You drop the last step of each episode, which is data like any other: it is the step AFTER it that only resets."),
-        everything=(lambda d, r: torch.ones_like(d), "You keep everything: the steps that only reset have no meaning, neither action nor reward."),
-        one_early=(lambda d, r: ~torch.cat([d[1:], torch.zeros_like(d[:1])]), "You shift the wrong way: the reset comes after the end, not before it."),
-        forgets_start=(lambda d, r: ~_shifted(d, torch.zeros_like(r)), "The first step is always data for you: an episode that ended with the previous rollout resets in the first step of this one."),
-        drops_start=(lambda d, r: ~_shifted(d, torch.ones_like(r)), "The first step is never data for you: it is, unless resetting says otherwise."),
+        last_step=(lambda d, r: ~d,
+                   "You drop the last step of each episode, which is data like any other: it is the step AFTER it that "
+                   "only resets."),
+        everything=(lambda d, r: torch.ones_like(d),
+                    "You keep everything: the steps that only reset have no meaning, neither action nor reward."),
+        one_early=(lambda d, r: ~torch.cat([d[1:], torch.zeros_like(d[:1])]),
+                   "You shift the wrong way: the reset comes after the end, not before it."),
+        forgets_start=(lambda d, r: ~_shifted(d, torch.zeros_like(r)),
+                       "The first step is always data for you: an episode that ended with the previous rollout resets in "
+                       "the first step of this one."),
+        drops_start=(lambda d, r: ~_shifted(d, torch.ones_like(r)),
+                     "The first step is never data for you: it is, unless resetting says otherwise."),
         inverted=(lambda d, r: _shifted(d, r), "The mask is inverted: True means data."),
-        both=(lambda d, r: ~(d | _shifted(d, r)), "You drop the last step of an episode AND the reset after it: the last step is data.")),
+        both=(lambda d, r: ~(d | _shifted(d, r)),
+              "You drop the last step of an episode AND the reset after it: the last step is data.")),
     tip="Which flag, of which step, says that step t does nothing but reset?")
 
-exercise("one_step_target", "20_rollout", "f(rewards, next_values, terminated, truncated, gamma) -> what V of each observation should have been, judged by one step, elementwise", lambda r, v, e, c, g: r + g * torch.where(e, 0.0, v), "rewards next_values terminated truncated gamma",
-    inputs=[(_t([1.]), _t([5.]), _t([True]), _t([False]), 0.9), (_t([1.]), _t([5.]), _t([False]), _t([True]), 0.9), (_t([1., 2., -1., 0.5]), _t([5., 3., 4., 2.]), _t([False, True, False, False]), _t([False, False, True, False]), 0.8)],
+exercise("one_step_target", "20_rollout",
+         "f(rewards, next_values, terminated, truncated, gamma) -> what V of each observation should have been, judged by "
+         "one step, elementwise", lambda r, v, e, c, g: r + g * torch.where(e, 0.0, v),
+         "rewards next_values terminated truncated gamma",
+    inputs=[(_t([1.]), _t([5.]), _t([True]), _t([False]), 0.9), (_t([1.]), _t([5.]), _t([False]), _t([True]), 0.9),
+            (_t([1., 2., -1., 0.5]), _t([5., 3., 4., 2.]), _t([False, True, False, False]),
+             _t([False, False, True, False]), 0.8)],
     mistakes=dict(
-        done_cuts=(lambda r, v, e, c, g: r + g * v * ~(e | c), "You treat truncation as termination: a truncated episode would have gone on, and its next value counts."),
+        done_cuts=(lambda r, v, e, c, g: r + g * v * ~(e | c),
+                   "You treat truncation as termination: a truncated episode would have gone on, and its next "
+                   "value counts."),
         never_cut=(lambda r, v, e, c, g: r + g * v, "The bootstrap crosses a termination: after it there is nothing."),
         flags_swapped=(lambda r, v, e, c, g: r + g * v * ~c, "The flags are swapped: it is the termination that cuts."),
         no_gamma=(lambda r, v, e, c, g: r + v * ~e, "gamma is not used."),
-        gamma_on_reward=(lambda r, v, e, c, g: g * (r + v * ~e), "gamma multiplies the reward too: only what comes later is discounted."),
+        gamma_on_reward=(lambda r, v, e, c, g: g * (r + v * ~e),
+                         "gamma multiplies the reward too: only what comes later is discounted."),
         reward_only=(lambda r, v, e, c, g: r + 0 * v, "The next value is missing."),
-        inverted=(lambda r, v, e, c, g: r + g * v * e, "The flag is inverted: the next value counts unless the episode has terminated."),
-        no_reward_at_end=(lambda r, v, e, c, g: (r + g * v) * ~e, "The reward of the last step is lost: termination cuts the future, not the step itself.")),
+        inverted=(lambda r, v, e, c, g: r + g * v * e,
+                  "The flag is inverted: the next value counts unless the episode has terminated."),
+        no_reward_at_end=(lambda r, v, e, c, g: (r + g * v) * ~e,
+                          "The reward of the last step is lost: termination cuts the future, not the step itself.")),
     tip="What is earned now, plus what is still to come. When is nothing to come?")
 
 # %% ../nbs/check.ipynb #lesson-21
-def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=_surrogate, policy=-1, value=1, entropy=-1, half=0.5, mean=torch.mean):
+def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=_surrogate, policy=-1, value=1, entropy=-1,
+                  half=0.5, mean=torch.mean):
     return policy * mean(objective(ratio, A, eps)) + value * cv * mean(half * (V - R) ** 2) + entropy * ch * mean(H)
 
-exercise("control_loss", "21_cartpole", "f(ratio, advantage, value, returns, entropy, eps, value_coef, entropy_coef) -> PPO's whole loss for control (eq. 9, to be minimised), 0-dim: the clipped surrogate, half the squared error of the value, the entropy; each a mean over the batch",
-    lambda r, A, V, R, H, eps, cv, ch: -surrogate.clipped_surrogate(r, A, eps).mean() + cv * value.value_loss(V, V, R).mean() - ch * H.mean(), "ratio advantage value returns entropy eps value_coef entropy_coef",
+exercise("control_loss", "21_cartpole",
+         "f(ratio, advantage, value, returns, entropy, eps, value_coef, entropy_coef) -> PPO's whole loss for control "
+         "(eq. 9, to be minimised), 0-dim: the clipped surrogate, half the squared error of the value, the entropy; each a "
+         "mean over the batch",
+    lambda r, A, V, R, H, eps, cv, ch: -surrogate.clipped_surrogate(r, A, eps).mean() + cv
+    * value.value_loss(V, V, R).mean() - ch * H.mean(), "ratio advantage value returns entropy eps value_coef entropy_coef",
     inputs=[(_t([1.5, 0.9]), _t([1., -1.]), _t([1., 2.]), _t([2., 0.]), _t([0.6, 0.5]), 0.2, 0.5, 0.1),
-            (_t([0.5, 1.1, 1.6, 0.95]), _t([-2., 0.5, -3., 3.]), _normal(4, seed=52), _normal(4, seed=53) + 1, _t([0.1, 0.4, 0.3, 0.6]), 0.3, 0.25, 0.4)], wrt=("ratio", "value", "entropy"),
+            (_t([0.5, 1.1, 1.6, 0.95]), _t([-2., 0.5, -3., 3.]), _normal(4, seed=52), _normal(4, seed=53) + 1,
+             _t([0.1, 0.4, 0.3, 0.6]), 0.3, 0.25, 0.4)], wrt=("ratio", "value", "entropy"),
     mistakes=dict(
-        policy_sign=(lambda *x: _control_loss(*x, policy=1), "The surrogate has the wrong sign: it is maximised, and a loss is minimised."),
-        value_sign=(lambda *x: _control_loss(*x, value=-1), "The value's error has the wrong sign: it is to become smaller, so it is added."),
-        entropy_sign=(lambda *x: _control_loss(*x, entropy=1), "The entropy has the wrong sign: it is a bonus, so a loss subtracts it. As it stands, the policy is paid for exploring less."),
-        no_half=(lambda *x: _control_loss(*x, half=1.0), "The half is missing before the squared error: the value counts for twice its coefficient."),
+        policy_sign=(lambda *x: _control_loss(*x, policy=1),
+                     "The surrogate has the wrong sign: it is maximised, and a loss is minimised."),
+        value_sign=(lambda *x: _control_loss(*x, value=-1),
+                    "The value's error has the wrong sign: it is to become smaller, so it is added."),
+        entropy_sign=(lambda *x: _control_loss(*x, entropy=1),
+                      "The entropy has the wrong sign: it is a bonus, so a loss subtracts it. As it stands, the policy is "
+                      "paid for exploring less."),
+        no_half=(lambda *x: _control_loss(*x, half=1.0),
+                 "The half is missing before the squared error: the value counts for twice its coefficient."),
         coefs_swapped=(lambda *x: _control_loss(*x[:6], x[7], x[6]), "The two coefficients are swapped."),
         no_value_coef=(lambda *x: _control_loss(*x[:6], 1.0, x[7]), "value_coef is not used."),
         no_entropy_coef=(lambda *x: _control_loss(*x[:7], 1.0), "entropy_coef is not used."),
         no_entropy=(lambda *x: _control_loss(*x[:7], 0.0), "The entropy is missing."),
         no_value=(lambda *x: _control_loss(*x[:6], 0.0, x[7]), "The value's error is missing."),
         no_clip=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: r * A), "The ratio is not clipped."),
-        no_minimum=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: _clip(r, eps) * A), "You clip on both sides, whatever the advantage: the minimum is missing."),
-        minimum_of_means=(lambda r, A, *x: _control_loss(r, A, *x, objective=lambda r, A, eps: torch.minimum((r * A).mean(), (_clip(r, eps) * A).mean())), "You take the minimum of the two means: the smaller one counts in each sample, then comes the mean."),
-        maximum=(lambda *x: _control_loss(*x, objective=_optimistic), "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is the larger one."),
-        total=(lambda *x: _control_loss(*x, mean=torch.sum), "You add up; a mean over the batch is asked for, so that the learning rate does not depend on its size.")),
+        no_minimum=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: _clip(r, eps) * A),
+                    "You clip on both sides, whatever the advantage: the minimum is missing."),
+        minimum_of_means=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: torch.minimum(
+                              (r * A).mean(), (_clip(r, eps) * A).mean())),
+                          "You take the minimum of the two means: the smaller one counts in each sample, then comes the mean."),
+        maximum=(lambda *x: _control_loss(*x, objective=_optimistic),
+                 "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is "
+                 "the larger one."),
+        total=(lambda *x: _control_loss(*x, mean=torch.sum),
+               "You add up; a mean over the batch is asked for, so that the learning rate does not depend on its size.")),
     tip="Three means and two coefficients. Ask of each: should it grow or shrink? A loss shrinks.")
 
-exercise("annealed_rate", "21_cartpole", "f(iteration, iterations, start, power) -> the learning rate of an iteration, counted from 0, a number: start times the share of iterations that is left, to the power", lambda i, n, start, power: start * (1 - i / n) ** power, "iteration iterations start power",
+exercise("annealed_rate", "21_cartpole",
+         "f(iteration, iterations, start, power) -> the learning rate of an iteration, counted from 0, a number: start "
+         "times the share of iterations that is left, to the power",
+         lambda i, n, start, power: start * (1 - i / n) ** power, "iteration iterations start power",
     inputs=[(0, 40, 0.003, 2.0), (10, 40, 0.003, 2.0), (39, 40, 0.5, 1.0), (20, 50, 0.5, 0.0), (1, 4, 0.5, 3.0)],
     mistakes=dict(
-        grows=(lambda i, n, s, p: s * (i / n) ** p, "That is the share that has passed: the rate would begin at 0 and grow."),
-        counts_from_1=(lambda i, n, s, p: s * (1 - (i + 1) / n) ** p, "You count iterations from 1: the first would not have the whole rate, and the last would learn nothing."),
-        last_is_0=(lambda i, n, s, p: s * (1 - i / (n - 1)) ** p, "The rate is 0 in the last iteration: its data would be collected for nothing. Divide by all iterations."),
+        grows=(lambda i, n, s, p: s * (i / n) ** p,
+               "That is the share that has passed: the rate would begin at 0 and grow."),
+        counts_from_1=(lambda i, n, s, p: s * (1 - (i + 1) / n) ** p,
+                       "You count iterations from 1: the first would not have the whole rate, and the last would "
+                       "learn nothing."),
+        last_is_0=(lambda i, n, s, p: s * (1 - i / (n - 1)) ** p,
+                   "The rate is 0 in the last iteration: its data would be collected for nothing. Divide by "
+                   "all iterations."),
         linear=(lambda i, n, s, p: s * (1 - i / n), "power is not used: that is a straight line."),
-        power_inside=(lambda i, n, s, p: s * (1 - (i / n) ** p), "You raise the share that has PASSED to the power: the rate stays high for long and falls at the end. The share that is left is asked for."),
+        power_inside=(lambda i, n, s, p: s * (1 - (i / n) ** p),
+                      "You raise the share that has PASSED to the power: the rate stays high for long and falls at the "
+                      "end. The share that is left is asked for."),
         start_too=(lambda i, n, s, p: (s * (1 - i / n)) ** p, "start is raised to the power as well."),
         times=(lambda i, n, s, p: s * p * (1 - i / n), "You multiply by the power."),
         exponential=(lambda i, n, s, p: s * math.exp(-p * i / n), "That is exponential decay, which ends above 0.")),
@@ -1044,41 +1596,69 @@ exercise("annealed_rate", "21_cartpole", "f(iteration, iterations, start, power)
 # %% ../nbs/check.ipynb #lesson-34
 def _position_reference(m): return m.long().cumsum(-1) - m.long()
 
-exercise("position_ids", "34_rlhf", "f(mask (B, T)) -> the position of each token as if there were no padding, int64: how many real tokens stand before it; 0 on left padding, anything on right padding", _position_reference, "mask",
-    inputs=[(_m("001", "111"),), (_m("00111", "11111", "01111"),), (_m("00110", "11100"),)], free=lambda m: ~m & (m.cumsum(1) > 0),
+exercise("position_ids", "34_rlhf",
+         "f(mask (B, T)) -> the position of each token as if there were no padding, int64: how many real tokens stand "
+         "before it; 0 on left padding, anything on right padding", _position_reference, "mask",
+    inputs=[(_m("001", "111"),), (_m("00111", "11111", "01111"),), (_m("00110", "11100"),)],
+    free=lambda m: ~m & (m.cumsum(1) > 0),
     mistakes=dict(
-        columns=(lambda m: torch.arange(m.shape[1]).expand_as(m), "Those are the columns: under left padding the first word of a short query would stand at a position that a model has learned for later words."),
+        columns=(lambda m: torch.arange(m.shape[1]).expand_as(m),
+                 "Those are the columns: under left padding the first word of a short query would stand at a position that "
+                 "a model has learned for later words."),
         from_1=(lambda m: m.long().cumsum(1), "Positions count from 0: the token itself does not stand before itself."),
-        minus_1=(lambda m: m.long().cumsum(1) - 1, "Right for real tokens, but padding on the left gets position -1, for which a model has no embedding."),
-        ones=(lambda m: (m.long().cumsum(1) - 1).masked_fill(~m, 1), "Padding on the left gets 1, as in some libraries, which mask it away later; here it is 0."),
-        from_right=(lambda m: m.long().flip(1).cumsum(1).flip(1) - m.long(), "You count the tokens that come after; those before are asked for."),
+        minus_1=(lambda m: m.long().cumsum(1) - 1,
+                 "Right for real tokens, but padding on the left gets position -1, for which a model has no embedding."),
+        ones=(lambda m: (m.long().cumsum(1) - 1).masked_fill(~m, 1),
+              "Padding on the left gets 1, as in some libraries, which mask it away later; here it is 0."),
+        from_right=(lambda m: m.long().flip(1).cumsum(1).flip(1) - m.long(),
+                    "You count the tokens that come after; those before are asked for."),
         padding_counts=(lambda m: (~m).long().cumsum(1) - (~m).long(), "You count padding, not words."),
-        shifted_back=(lambda m: (torch.arange(m.shape[1]) - (~m).sum(1, keepdim=True)).clamp(min=0), "You subtract the number of all padding, right padding included: only what stands before a token shifts it.")),
+        shifted_back=(lambda m: (torch.arange(m.shape[1]) - (~m).sum(1, keepdim=True)).clamp(min=0),
+                      "You subtract the number of all padding, right padding included: only what stands before a "
+                      "token shifts it.")),
     tip="A running sum over the mask, less the token itself.")
 
 def _parts(x, m): return zip(x, m)
 
-exercise("microbatch_loss", "34_rlhf", "f(losses, masks) -> from lists of microbatches, (b, T) each, the mean over all tokens that count, 0-dim", lambda x, m: masking.masked_mean(torch.cat(x), torch.cat(m)), "losses masks",
+exercise("microbatch_loss", "34_rlhf",
+         "f(losses, masks) -> from lists of microbatches, (b, T) each, the mean over all tokens that count, 0-dim",
+         lambda x, m: masking.masked_mean(torch.cat(x), torch.cat(m)), "losses masks",
     inputs=[([_t([[1., 2., 9.]]), _t([[4., 5., 6.]])], [_t([[True, True, False]]), _t([[True, True, True]])]),
-            ([_normal(2, 4, seed=49), _normal(2, 4, seed=50) + 2, _normal(1, 4, seed=51) - 1], [_m("1000", "1100"), _m("1111", "1110"), _m("1100")[None]])],
+            ([_normal(2, 4, seed=49), _normal(2, 4, seed=50) + 2, _normal(1, 4, seed=51) - 1],
+             [_m("1000", "1100"), _m("1111", "1110"), _m("1100")[None]])],
     mistakes=dict(
-        mean_of_means=(lambda x, m: sum(_mean(a, b) for a, b in _parts(x, m)) / len(x), "That is the mean of the microbatches' means: a token in a microbatch of short answers weighs more. Weight each mean by its share of the tokens."),
-        sum_of_means=(lambda x, m: sum(_mean(a, b) for a, b in _parts(x, m)), "You add up the means of the microbatches: the loss grows with their number."),
-        by_rows=(lambda x, m: sum(_mean(a, b) * len(a) for a, b in _parts(x, m)) / sum(map(len, x)), "You weight the microbatches by their answers; a mean over tokens weights them by tokens."),
-        padded=(lambda x, m: _keep(torch.cat(x), torch.cat(m)).mean(), "The mean counts padding: divide by the number of tokens that count."),
-        answers=(lambda x, m: _row_means(torch.cat(x), torch.cat(m)).mean(), "You average the answers' means: here each token weighs the same."),
-        total=(lambda x, m: _keep(torch.cat(x), torch.cat(m)).sum(), "That is the sum; divide by the number of tokens that count in the whole batch."),
-        last=(lambda x, m: sum(_keep(a, b).sum() for a, b in _parts(x, m)) / m[-1].sum(), "You divide by the tokens of the last microbatch; all of them count.")),
+        mean_of_means=(lambda x, m: sum(_mean(a, b) for a, b in _parts(x, m)) / len(x),
+                       "That is the mean of the microbatches' means: a token in a microbatch of short answers weighs more. "
+                       "Weight each mean by its share of the tokens."),
+        sum_of_means=(lambda x, m: sum(_mean(a, b) for a, b in _parts(x, m)),
+                      "You add up the means of the microbatches: the loss grows with their number."),
+        by_rows=(lambda x, m: sum(_mean(a, b) * len(a) for a, b in _parts(x, m)) / sum(map(len, x)),
+                 "You weight the microbatches by their answers; a mean over tokens weights them by tokens."),
+        padded=(lambda x, m: _keep(torch.cat(x), torch.cat(m)).mean(),
+                "The mean counts padding: divide by the number of tokens that count."),
+        answers=(lambda x, m: _row_means(torch.cat(x), torch.cat(m)).mean(),
+                 "You average the answers' means: here each token weighs the same."),
+        total=(lambda x, m: _keep(torch.cat(x), torch.cat(m)).sum(),
+               "That is the sum; divide by the number of tokens that count in the whole batch."),
+        last=(lambda x, m: sum(_keep(a, b).sum() for a, b in _parts(x, m)) / m[-1].sum(),
+              "You divide by the tokens of the last microbatch; all of them count.")),
     tip="Count the tokens of the whole batch first. What does each microbatch then contribute?")
 
-exercise("answer_penalty", "34_rlhf", "f(scores (B,), ended (B,), penalty) -> the score of an answer that ended, the penalty in its place otherwise", reward.apply_penalty, "scores ended penalty",
-    inputs=[(_t([3.]), _t([False]), -1.0), (_t([3.]), _t([True]), -1.0), (_t([2., -3., 0.5, -0.25]), _t([True, False, False, True]), -2.0)],
+exercise("answer_penalty", "34_rlhf",
+         "f(scores (B,), ended (B,), penalty) -> the score of an answer that ended, the penalty in its place otherwise",
+         reward.apply_penalty, "scores ended penalty",
+    inputs=[(_t([3.]), _t([False]), -1.0), (_t([3.]), _t([True]), -1.0),
+            (_t([2., -3., 0.5, -0.25]), _t([True, False, False, True]), -2.0)],
     mistakes=dict(
-        subtracts=(lambda s, e, p: torch.where(e, s, s + p), "You lower the score by the penalty: a good answer that never ends would still pay. The penalty takes the place of the score."),
+        subtracts=(lambda s, e, p: torch.where(e, s, s + p),
+                   "You lower the score by the penalty: a good answer that never ends would still pay. The penalty takes "
+                   "the place of the score."),
         inverted=(lambda s, e, p: torch.where(e, p, s), "The flag is inverted: answers that ended are punished."),
         everyone=(lambda s, e, p: torch.full_like(s, p), "Every answer gets the penalty."),
         no_penalty=(lambda s, e, p: s.clone(), "No answer gets the penalty."),
-        zero=(lambda s, e, p: s * e, "An answer without an end gets 0, not the penalty: where scores are often negative that is a reward."),
-        minimum=(lambda s, e, p: torch.where(e, s, s.clamp(max=p)), "You keep scores below the penalty: it takes the place of every score."),
+        zero=(lambda s, e, p: s * e,
+              "An answer without an end gets 0, not the penalty: where scores are often negative that is a reward."),
+        minimum=(lambda s, e, p: torch.where(e, s, s.clamp(max=p)),
+                 "You keep scores below the penalty: it takes the place of every score."),
         sign=(lambda s, e, p: torch.where(e, s, -p), "The penalty has its sign already: yours is a reward.")),
     tip="One torch.where.")

@@ -31,7 +31,8 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .runs import MOST_SEEDS, Misfit, Run, bootstrap_interval, launched, pick_device, stop_on_interrupt, write_table
+from .runs import (MOST_SEEDS, Misfit, Run, bootstrap_interval, launched, pick_device,
+                             stop_on_interrupt, write_table)
 
 # %% ../nbs/cli.ipynb #parser
 class UsageError(Exception):
@@ -59,7 +60,8 @@ def in_one_line(act, # Called without arguments
     except UsageError as e: words, code = e, 2
     except (FloatingPointError, SeedFailed) as e: words, code = e, 1
     except (MemoryError, RuntimeError) as e:
-        if not (isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(e)): raise     # PyTorch's, which need not be loaded here
+        if not (isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(e)):
+            raise  # PyTorch's, which need not be loaded here
         words, code = f"not enough memory: {e}", 1
     except KeyboardInterrupt: words, code = "interrupted", 130
     print("rlhf-notes:", " ".join(str(words).split()), file=sys.stderr)
@@ -113,10 +115,14 @@ def add_options(parser: argparse.ArgumentParser, # Where to
     for f in fields(config):
         if only and f.name not in only or f.name in but: continue
         if isinstance(f.default, bool):
-            parser.add_argument("--" + f.name.replace("_", "-"), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=f"{f.metadata['help']} (default: {'yes' if f.default else 'no'})")
+            parser.add_argument("--" + f.name.replace("_", "-"), action=argparse.BooleanOptionalAction,
+                                default=argparse.SUPPRESS,
+                                help=f"{f.metadata['help']} (default: {'yes' if f.default else 'no'})")
             continue
-        parser.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), default=argparse.SUPPRESS, choices=f.metadata["choices"] or None,
-                            metavar={int: "N", float: "X", str: f.name.upper()}[type(f.default)], help=f"{f.metadata['help']} (default: {f.default})")
+        parser.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), default=argparse.SUPPRESS,
+                            choices=f.metadata["choices"] or None,
+                            metavar={int: "N", float: "X", str: f.name.upper()}[type(f.default)],
+                            help=f"{f.metadata['help']} (default: {f.default})")
 
 def given(args: argparse.Namespace, # From the parser
           config: type, # A dataclass of options
@@ -141,11 +147,18 @@ class Task:
 
 CONTROL = "rlhf_notes.control.cartpole"
 TASKS = {
-    "cartpole": Task(PPOConfig, CONTROL, "ppo", "Balance a pole on a cart by pushing left or right. A random policy lasts about 20 steps; an episode ends at 500; 475 on average is solved.", ("env",)),
-    "pendulum": Task(PendulumConfig, CONTROL, "ppo", "Swing a pendulum up and hold it there, with a torque too weak to lift it. A random policy earns about -1200; -200 on average is solved.", ("env",)),
-    "rlhf": Task(RLHFConfig, "rlhf_notes.language.rlhf", "ppo", "Teach a tiny GPT-2, from a human's choices between its texts, to write reviews that the human likes. It is pretrained, a reward model learns from the choices, and the language model from the reward model.",
+    "cartpole": Task(PPOConfig, CONTROL, "ppo",
+                     "Balance a pole on a cart by pushing left or right. A random policy lasts about 20 steps; an episode "
+                     "ends at 500; 475 on average is solved.", ("env",)),
+    "pendulum": Task(PendulumConfig, CONTROL, "ppo",
+                     "Swing a pendulum up and hold it there, with a torque too weak to lift it. A random policy earns "
+                     "about -1200; -200 on average is solved.", ("env",)),
+    "rlhf": Task(RLHFConfig, "rlhf_notes.language.rlhf", "ppo",
+                 "Teach a tiny GPT-2, from a human's choices between its texts, to write reviews that the human likes. It "
+                 "is pretrained, a reward model learns from the choices, and the language model from the reward model.",
                  columns=RLHF_COLUMNS, threads=2),
-    "train": Task(PPOConfig, CONTROL, "ppo", "Train on any environment of Gymnasium with Box observations and Discrete or Box actions."),
+    "train": Task(PPOConfig, CONTROL, "ppo",
+                  "Train on any environment of Gymnasium with Box observations and Discrete or Box actions."),
 }
 DEMO = ("cartpole", "pendulum", "rlhf")
 
@@ -153,7 +166,8 @@ DEMO = ("cartpole", "pendulum", "rlhf")
 def versions() -> dict: # Name -> version
     "What a result depends on besides the options."
     from importlib.metadata import version
-    return {"rlhf_notes": __version__, "python": sys.version.split()[0], **{name: version(name) for name in ("torch", "numpy", "gymnasium", "transformers")}}
+    return {"rlhf_notes": __version__, "python": sys.version.split()[0],
+            **{name: version(name) for name in ("torch", "numpy", "gymnasium", "transformers")}}
 
 def check_task(config, # What to do
                out: Path | None = None, # The run directory to be written; None if nothing in it will be replaced
@@ -168,7 +182,8 @@ def check_task(config, # What to do
     from rlhf_notes.language.rlhf import Processes, check_processes, make_world
     count = launched("SIZE", 1)
     check_processes(config, count)
-    if out is not None and config.model and Path(config.model).is_dir() and Path(config.model).resolve().is_relative_to(out.resolve()):
+    if (out is not None and config.model and Path(config.model).is_dir()
+        and Path(config.model).resolve().is_relative_to(out.resolve())):
         raise ValueError(f"model must lie outside of the run directory {out}, whose files are replaced, got {config.model}")
     if count > 1: device = Processes(config.device).device                         # each of several has one of its own
     return {"world": make_world(config, device)}
@@ -185,7 +200,8 @@ def new_run(task: str, # A name in TASKS
            ) -> Run: # Ready to be trained
     "A run directory for a task."
     together = {"processes": launched("SIZE", 1)} if task == "rlhf" else {}
-    place = {"model": str(Path(config.model).absolute())} if getattr(config, "model", "") and Path(config.model).is_dir() else {}         # the same from wherever it is resumed
+    place = ({"model": str(Path(config.model).absolute())} if getattr(config, "model", "")
+             and Path(config.model).is_dir() else {})         # the same from wherever it is resumed
     about = {"task": task, "algo": TASKS[task].algo, **asdict(config), **place, **together, **more, "versions": versions()}
     return Run(out, about) if in_company() else Run.create(out, about, overwrite)
 
@@ -194,13 +210,20 @@ def old_run(task: str, # A name in TASKS
            ) -> tuple: # Its config and the run
     "A run of a task that was interrupted."
     run, names = Run.resume(path), [f.name for f in fields(TASKS[task].config)]
-    if run.config.get("task") != task: raise ValueError(f"resume must be a run of {task}, got {path}, a run of {run.config.get('task')}")
-    if missing := [n for n in names if n not in run.config]: raise ValueError(f"resume must be a run whose config.json is whole, got {path}, which lacks {', '.join(missing)}")
+    if run.config.get("task") != task:
+        raise ValueError(f"resume must be a run of {task}, got {path}, a run of {run.config.get('task')}")
+    if missing := [n for n in names if n not in run.config]:
+        raise ValueError(f"resume must be a run whose config.json is whole, got {path}, which lacks {', '.join(missing)}")
     begun, now = run.config.get("processes"), launched("SIZE", 1)
-    if begun not in (None, now): raise ValueError(f"resume must be a run of as many processes as there are now, {now}, got {path}, begun with {begun}")
+    if begun not in (None, now):
+        raise ValueError(f"resume must be a run of as many processes as there are now, {now}, got {path}, begun "
+                         f"with {begun}")
     summary = run.path / "summary.json"
-    if summary.exists() and not json.loads(summary.read_text(encoding="utf-8")).get("interrupted"): raise ValueError(f"resume must be a run that was interrupted, got {path}, which is finished")
-    if isinstance(ppo := run.checkpoint.get("ppo"), dict) and ppo.get("collector", ppo) is None: raise ValueError(f"resume must be a run whose environments can be saved, got {path}: those of {run.config['env']} ({run.config['vectorization']}) cannot, its checkpoint holds the agent alone")
+    if summary.exists() and not json.loads(summary.read_text(encoding="utf-8")).get("interrupted"):
+        raise ValueError(f"resume must be a run that was interrupted, got {path}, which is finished")
+    if isinstance(ppo := run.checkpoint.get("ppo"), dict) and ppo.get("collector", ppo) is None:
+        raise ValueError(f"resume must be a run whose environments can be saved, got {path}: those of {run.config['env']} "
+                         f"({run.config['vectorization']}) cannot, its checkpoint holds the agent alone")
     config = TASKS[task].config(**{n: run.config[n] for n in names})
     if hasattr(config, "env"):
         from rlhf_notes.control.cartpole import check_start
@@ -236,7 +259,8 @@ def seeds_table(summaries: list, # Of one task, a seed each
     def cell(value): return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     numbers = [[s[c] for s in summaries] for c in columns]
     names = [*(s["seed"] for s in summaries), "low", "mean", "high"]
-    return [("seed", *columns)] + [(str(name), *map(cell, row)) for name, row in zip(names, [*zip(*numbers), *zip(*map(ends, numbers))])]
+    return [("seed", *columns)] + [(str(name), *map(cell, row))
+                                   for name, row in zip(names, [*zip(*numbers), *zip(*map(ends, numbers))])]
 
 def aligned(rows: list, # Of strings
            ) -> str: # Lines
@@ -248,12 +272,15 @@ def outcome(s: dict, # The summary of a run that is finished
            ) -> str: # One line
     "How good it has become."
     if s["task"] == "rlhf":
-        return (f"what the human thinks of its answers: {s['true_score_sft']:.2f} before, {s['true_score']:.2f} after; the later one is better in {s['win_rate_vs_sft']:.1%}; "
+        return (f"what the human thinks of its answers: {s['true_score_sft']:.2f} before, {s['true_score']:.2f} after; the "
+                f"later one is better in {s['win_rate_vs_sft']:.1%}; "
                 f"{s['valid']:.1%} have an end; KL {s['kl']:.1f} nats")
     verdict = {None: "nobody says from where on it is solved", True: "solved", False: "NOT solved"}[s["solved"]]
     own = [name for name, task in TASKS.items() if task.fixed and task.config().env == s["env"]]
-    if s["task"] == "train" and s["solved"] is False and own: verdict += f"; `rlhf-notes {own[0]}` has options for this environment"
-    return (f"return over {s['eval_episodes']} fresh episodes: {s['eval_return_mean']:.1f} (std {s['eval_return_std']:.1f}) greedy, "
+    if s["task"] == "train" and s["solved"] is False and own:
+        verdict += f"; `rlhf-notes {own[0]}` has options for this environment"
+    return (f"return over {s['eval_episodes']} fresh episodes: {s['eval_return_mean']:.1f} "
+            f"(std {s['eval_return_std']:.1f}) greedy, "
             f"{s['eval_sampled_return_mean']:.1f} (std {s['eval_sampled_return_std']:.1f}) sampled: {verdict}")
 
 def before_and_after(run: Run, # Of rlhf
@@ -264,13 +291,15 @@ def before_and_after(run: Run, # Of rlhf
     first, last = (min(samples, key=lambda r: sign * int(r["iteration"]))["iteration"] for sign in (1, -1))
     texts = {(r["iteration"], r["query"]): (f"{float(r['true_score']):5.2f}", r["answer"]) for r in reversed(samples)}
     asked = list(dict.fromkeys(r["query"] for r in samples))[:queries]
-    return "\n".join(f"{query}\n" + "\n".join(f"  {name:7} {' '.join(texts[when, query])}" for name, when in (("before", first), ("after", last))) for query in asked)
+    return "\n".join(f"{query}\n" + "\n".join(f"  {name:7} {' '.join(texts[when, query])}"
+                                              for name, when in (("before", first), ("after", last))) for query in asked)
 
 def report(s: dict, # The summary of a run
            run: Run, # Where it stands
           ) -> str: # A few lines
     "What came of a run."
-    head, curve = f"{s['task']}, seed {s['seed']}: {s['steps']} {'answers' if s['task'] == 'rlhf' else 'steps'} in {s['wall_seconds']:.1f} s on {s['device']}", run.path / "curve.svg"
+    head, curve = (f"{s['task']}, seed {s['seed']}: {s['steps']} {'answers' if s['task'] == 'rlhf' else 'steps'} in "
+                   f"{s['wall_seconds']:.1f} s on {s['device']}", run.path / "curve.svg")
     if s["interrupted"]:
         try: old_run(s["task"], run.path); further = f"continue with: rlhf-notes {s['task']} --resume {run.path}"
         except ValueError as e: further = f"it cannot be continued: {e}"
@@ -293,7 +322,9 @@ def train_command(args) -> int: # The exit code
             run = new_run(task, config, out, args.overwrite)
         else:
             also = [*options, *["out"] * (args.out is not None), *["overwrite"] * args.overwrite]
-            if also: raise ValueError(f"resume must stand alone, since every option comes from the run's config.json, got --{also[0].replace('_', '-')} as well")
+            if also:
+                raise ValueError("resume must stand alone, since every option comes from the run's config.json, got "
+                                 f"--{also[0].replace('_', '-')} as well")
             config, run = old_run(task, args.resume)
             made = check_task(config)
         follows = in_company()
@@ -316,7 +347,8 @@ class _Flag:
     def is_set(self): return self.event.is_set() or not parent_process().is_alive()
 
 def _seeds_in_a_process(task, runs, event, threads):
-    with stop_on_interrupt(_Flag(event)) as stop, listened(): sys.exit(in_one_line(lambda: _some_seeds(task, runs, stop, threads)))
+    with stop_on_interrupt(_Flag(event)) as stop, listened():
+        sys.exit(in_one_line(lambda: _some_seeds(task, runs, stop, threads)))
 
 def train_seeds(task: str, # A name in TASKS
                 runs: list, # (config, run) of each seed
@@ -328,7 +360,8 @@ def train_seeds(task: str, # A name in TASKS
         else:
             spawn = get_context("spawn")
             stop = spawn.Event()
-            processes = [spawn.Process(target=_seeds_in_a_process, args=(task, runs[i::jobs], stop, 1), daemon=True) for i in range(min(jobs, len(runs)))]
+            processes = [spawn.Process(target=_seeds_in_a_process, args=(task, runs[i::jobs], stop, 1), daemon=True)
+                         for i in range(min(jobs, len(runs)))]
             term = signal.signal(signal.SIGTERM, lambda *_: asked.own.set())
             try:
                 handler = signal.signal(signal.SIGINT, signal.SIG_IGN)             # which they inherit, until they begin
@@ -341,8 +374,10 @@ def train_seeds(task: str, # A name in TASKS
             finally: signal.signal(signal.SIGTERM, term)
             codes = {p.exitcode for p in processes} - {0, 130}
             if max(codes, default=0) > 0: raise SeedFailed("a seed has failed, as said above")
-            if codes and not asked.is_set(): raise SeedFailed(f"a process that trained seeds was ended by signal {-min(codes)}")
-    summaries = [json.loads(path.read_text(encoding="utf-8")) for _, run in runs if (path := run.path / "summary.json").exists()]
+            if codes and not asked.is_set():
+                raise SeedFailed(f"a process that trained seeds was ended by signal {-min(codes)}")
+    summaries = [json.loads(path.read_text(encoding="utf-8"))
+                 for _, run in runs if (path := run.path / "summary.json").exists()]
     return [s for s in summaries if not s["interrupted"]]
 
 def check_count(name: str, # Of the option, for the message
@@ -360,8 +395,10 @@ def seeds_command(args, options) -> int: # The exit code
         for name, value in (("resume", args.resume), ("seed", options.get("seed"))):
             if value is not None: raise ValueError(f"{name} must not stand beside --seeds, got both")
         check_count("seeds", args.seeds, MOST_SEEDS); check_count("jobs", jobs)
-        if launched("SIZE", 1) > 1: raise ValueError("seeds must be trained by one command each where several processes train together")
-        configs, out = [TASKS[task].config(**options, seed=seed) for seed in range(args.seeds)], args.out or Path("runs") / f"{task}-seeds"
+        if launched("SIZE", 1) > 1:
+            raise ValueError("seeds must be trained by one command each where several processes train together")
+        configs, out = ([TASKS[task].config(**options, seed=seed) for seed in range(args.seeds)],
+                        args.out or Path("runs") / f"{task}-seeds")
         check_task(configs[0], out)
         paths = [out / f"seed{config.seed}" for config in configs]
         Run.check(out, args.overwrite)
@@ -369,12 +406,18 @@ def seeds_command(args, options) -> int: # The exit code
         run = new_run(task, configs[0], out, args.overwrite, seeds=args.seeds)
         runs = [(config, new_run(task, config, path, overwrite=True)) for config, path in zip(configs, paths)]
     summaries = train_seeds(task, runs, jobs)
-    interrupted, solved = len(summaries) < args.seeds, {"solved": sum(bool(s["solved"]) for s in summaries)} if summaries and all(s.get("solved") is not None for s in summaries) else {}
-    run.finish({"task": task, "algo": run.config["algo"], "seeds": args.seeds, "finished": [s["seed"] for s in summaries], **solved, "interrupted": interrupted, "wall_seconds": time.perf_counter() - start})
-    if interrupted: print(f"interrupted: {len(summaries)} of {args.seeds} seeds are finished, each in a directory of its own in {out}"); return 130
+    interrupted, solved = (len(summaries) < args.seeds,
+                           {"solved": sum(bool(s["solved"]) for s in summaries)} if summaries
+                           and all(s.get("solved") is not None for s in summaries) else {})
+    run.finish({"task": task, "algo": run.config["algo"], "seeds": args.seeds, "finished": [s["seed"] for s in summaries],
+                **solved, "interrupted": interrupted, "wall_seconds": time.perf_counter() - start})
+    if interrupted:
+        print(f"interrupted: {len(summaries)} of {args.seeds} seeds are finished, each in a directory of its own in {out}")
+        return 130
     rows = seeds_table(summaries, TASKS[task].columns)
     write_table(out / "seeds.csv", [dict(zip(rows[0], row)) for row in rows[1:]])
-    print("\n".join(f"{name}: {mean} (95% interval {low} to {high})" for name, low, mean, high in zip(rows[0][1:], *(r[1:] for r in rows[-3:])) if mean))
+    print("\n".join(f"{name}: {mean} (95% interval {low} to {high})"
+                    for name, low, mean, high in zip(rows[0][1:], *(r[1:] for r in rows[-3:])) if mean))
     if solved: print(f"solved: {solved['solved']} of {args.seeds}")
     print(out / "seeds.csv")
     return 0
@@ -391,28 +434,35 @@ def demo(args) -> int: # The exit code
             made[task], about = check_task(config, args.out / task), args.out / task / "config.json"
             Run.check(args.out / task, overwrite=True)
             if about.exists() and not json.loads(about.read_text(encoding="utf-8")).get("demo"):
-                raise ValueError(f"out must be a directory whose runs an earlier demo has written, got {args.out}, where the run in {task} is none of a demo's")
+                raise ValueError(f"out must be a directory whose runs an earlier demo has written, got {args.out}, where "
+                                 f"the run in {task} is none of a demo's")
         runs = {task: new_run(task, config, args.out / task, overwrite=True, demo=True) for task, config in configs.items()}
     for task, run in runs.items():
-        print(f"{task}: {TASKS[task].about}\nTraining from scratch with {TASKS[task].algo.upper()}{f' for {configs[task].steps:,} steps' if task != 'rlhf' else ''} ...", flush=True)
+        print(f"{task}: {TASKS[task].about}\nTraining from scratch with "
+              f"{TASKS[task].algo.upper()}{f' for {configs[task].steps:,} steps' if task != 'rlhf' else ''} ...",
+              flush=True)
         summaries.append(train(task, configs[task], run, **made[task]))
         if summaries[-1]["interrupted"]: print(report(summaries[-1], run)); return 130
     *control, s = summaries
     rows = [("task", "return", "with sampled actions", "solved", "training")]
-    rows += [(c["task"], f"{c['eval_return_mean']:.1f}", f"{c['eval_sampled_return_mean']:.1f}", "yes" if c["solved"] else "NO", f"{c['wall_seconds']:.1f} s") for c in control]
-    print(f"\n{aligned(rows)}\neach return is the mean over {control[0]['eval_episodes']} fresh episodes\n\nrlhf, {s['wall_seconds']:.1f} s: {outcome(s)}\n{before_and_after(runs['rlhf'])}")
+    rows += [(c["task"], f"{c['eval_return_mean']:.1f}", f"{c['eval_sampled_return_mean']:.1f}",
+              "yes" if c["solved"] else "NO", f"{c['wall_seconds']:.1f} s") for c in control]
+    print(f"\n{aligned(rows)}\neach return is the mean over {control[0]['eval_episodes']} fresh episodes\n\nrlhf, "
+          f"{s['wall_seconds']:.1f} s: {outcome(s)}\n{before_and_after(runs['rlhf'])}")
     print(f"\n{time.perf_counter() - start:.1f} s in all. Look next at")
     for run in runs.values(): print(f"  {run.path / 'curve.svg'}")
-    print(f"  tensorboard --logdir {args.out}\n  nbs/control/21_cartpole.ipynb and nbs/language/34_rlhf.ipynb, where every line of it is explained")
+    print(f"  tensorboard --logdir {args.out}\n  nbs/control/21_cartpole.ipynb and nbs/language/34_rlhf.ipynb, where every "
+          "line of it is explained")
     return 0 if all(c["solved"] for c in control) and s["win_rate_vs_sft"] >= WON else 1
 
 def compare_command(args) -> int: # The exit code
     "`rlhf-notes compare`."
-    os.environ.setdefault("OMP_NUM_THREADS", "1")                                  # NumPy and PyTorch read it when they are loaded, just below
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # NumPy and PyTorch read it when they are loaded, just below
     with usage_errors():
         check_count("seeds", args.seeds, MOST_SEEDS); check_count("iterations", args.iterations)
         for seed in (args.seed, args.seed + args.seeds - 1): TASKS[args.task].config(seed=seed)
-        if args.device is not None and args.task != "rlhf": raise ValueError(f"device must come with --task rlhf, got it with {args.task}, which is raced on the cpu")
+        if args.device is not None and args.task != "rlhf":
+            raise ValueError(f"device must come with --task rlhf, got it with {args.task}, which is raced on the cpu")
     return compare_language(args) if args.task == "rlhf" else compare_control(args)
 
 def comparison(args: argparse.Namespace, # task, seed, seeds, out, overwrite
@@ -423,24 +473,33 @@ def comparison(args: argparse.Namespace, # task, seed, seeds, out, overwrite
     "A directory for a comparison."
     from importlib.metadata import version
     there = versions() | ({peer: version(peer)} if peer else {})
-    with usage_errors(): return Run.create(args.out or Path("runs") / f"compare-{args.task}", {"task": "compare", "of": args.task, "seed": args.seed, "seeds": args.seeds, **more, "contenders": about, "versions": there}, args.overwrite)
+    with usage_errors():
+        return Run.create(args.out or Path("runs") / f"compare-{args.task}",
+                          {"task": "compare", "of": args.task, "seed": args.seed, "seeds": args.seeds, **more,
+                           "contenders": about, "versions": there}, args.overwrite)
 
 def compare_language(args) -> int: # The exit code
     "Our loop and TRL's, by turns."
-    with usage_errors(): device = pick_device(args.device or "cpu", auto="cuda")             # before TRL is loaded, which takes its time
+    # before TRL is loaded, which takes its time
+    with usage_errors(): device = pick_device(args.device or "cpu", auto="cuda")
     from rlhf_notes.language import compare
     about = {name: words for name, (_, _, words) in compare.contenders().items()}
     theirs = any(name.startswith("trl") for name in about)
     run = comparison(args, about, "trl" if theirs else None, device=device)
-    if not theirs: print("TRL is not installed, or not for the versions of its libraries that are, and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
-    print(f"rlhf on {device}, seeds {args.seed} to {args.seed + args.seeds - 1}, {args.iterations} iterations each: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
+    if not theirs:
+        print("TRL is not installed, or not for the versions of its libraries that are, and is left out; to have it: pip "
+              "install 'rlhf_notes[crosscheck]'")
+    print(f"rlhf on {device}, seeds {args.seed} to {args.seed + args.seeds - 1}, {args.iterations} iterations each: "
+          + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
     rows, path = [], run.path / "compare.csv"
     def done(row):
         rows.append(row)
         write_table(path, rows)
-        print(f"seed {row['seed']}, {row['contender']}: {1000 * row['seconds_per_iteration']:.0f} ms for an iteration, {row['tokens_per_second']:,.0f} tokens in a second, true score {row['true_score']:.2f}", flush=True)
+        print(f"seed {row['seed']}, {row['contender']}: {1000 * row['seconds_per_iteration']:.0f} ms for an iteration, "
+              f"{row['tokens_per_second']:,.0f} tokens in a second, true score {row['true_score']:.2f}", flush=True)
     compare.compare(args.seeds, args.iterations, done, args.seed, device=device)
-    print(f"\n{aligned(compare.table(rows))}\n\nMedians over the seeds; times ours with 95% intervals, against the same algorithm.\n{path}")
+    print(f"\n{aligned(compare.table(rows))}\n\nMedians over the seeds; times ours with 95% intervals, against the same "
+          f"algorithm.\n{path}")
     return 0
 
 def compare_control(args) -> int: # The exit code
@@ -448,74 +507,107 @@ def compare_control(args) -> int: # The exit code
     from rlhf_notes.control import compare
     about = {c.name: c.about for c in compare.contenders(args.task)}
     run = comparison(args, about, "stable-baselines3" if "sb3-zoo" in about else None)
-    if "sb3-zoo" not in about: print("stable-baselines3 is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
-    print(f"{args.task}, seeds {args.seed} to {args.seed + args.seeds - 1}, evaluated every {compare.EVERY[args.task]:,} steps: " + "; ".join(f"{name}: {words}" for name, words in about.items()), flush=True)
+    if "sb3-zoo" not in about:
+        print("stable-baselines3 is not installed and is left out; to have it: pip install 'rlhf_notes[crosscheck]'")
+    print(f"{args.task}, seeds {args.seed} to {args.seed + args.seeds - 1}, evaluated every "
+          f"{compare.EVERY[args.task]:,} steps: " + "; ".join(f"{name}: {words}" for name, words in about.items()),
+          flush=True)
     rows, path = [], run.path / "compare.csv"
     def done(row):
         rows.append(row)
         write_table(path, rows)
-        crossed = f"crossed after {row['sampled_steps']:,} steps, {row['sampled_seconds']:.2f} s" if row["sampled_steps"] else f"not crossed within {row['steps']:,} steps, {row['seconds']:.2f} s"
+        crossed = (f"crossed after {row['sampled_steps']:,} steps, {row['sampled_seconds']:.2f} s" if row["sampled_steps"]
+                   else f"not crossed within {row['steps']:,} steps, {row['seconds']:.2f} s")
         print(f"seed {row['seed']}, {row['contender']}: {crossed}", flush=True)
     compare.compare(args.task, args.seeds, done, args.seed)
     print("\n" + aligned(compare.table(rows)))
-    print(f"\nMedians over the seeds, of training alone; times ours with 95% intervals; crossed: the mean return of 100 fresh episodes with sampled actions reached the threshold.\n{path}")
+    print("\nMedians over the seeds, of training alone; times ours with 95% intervals; crossed: the mean return of 100 "
+          f"fresh episodes with sampled actions reached the threshold.\n{path}")
     return 0
 
 def bench_command(args) -> int: # The exit code
     "`rlhf-notes bench`."
     with usage_errors():
         check_count("rounds", args.rounds)
-        Run.check(args.out, args.overwrite)                                        # before PyTorch is loaded, which takes its time
+        Run.check(args.out, args.overwrite)  # before PyTorch is loaded, which takes its time
         device = pick_device(args.device, auto="cuda")
         if device == "mps": raise ValueError("device must be auto, cpu or cuda, got 'mps'")
-        run = Run.create(args.out, {"task": "bench", "size": args.size, "only": args.task, "rounds": args.rounds, "device": device, "versions": versions()}, args.overwrite)
+        run = Run.create(args.out, {"task": "bench", "size": args.size, "only": args.task, "rounds": args.rounds,
+                                    "device": device, "versions": versions()}, args.overwrite)
     from rlhf_notes.studies import speed
     rows, path = [], run.path / "bench.csv"
-    print(f"{speed.device_name(device)}: every method by turns, {args.rounds} rounds; what is not installed is left out", flush=True)
+    print(f"{speed.device_name(device)}: every method by turns, {args.rounds} rounds; what is not installed is left out",
+          flush=True)
     def done(new):
         rows.extend(new)
         write_table(path, rows)
         for r in new:
-            if r["method"] == "ours": print(f"{r['task']}, {r['shape']}, {r['dtype']}, {r['passes']}: {r['milliseconds']:.2f} ms", flush=True)
-    speed.bench((args.size,), device, args.rounds, done=done, left_out=lambda words: print(words, flush=True), tasks=tuple(t for t in speed.TASKS if args.task in (None, t.replace(" ", "-"))))
+            if r["method"] == "ours":
+                print(f"{r['task']}, {r['shape']}, {r['dtype']}, {r['passes']}: {r['milliseconds']:.2f} ms", flush=True)
+    speed.bench((args.size,), device, args.rounds, done=done, left_out=lambda words: print(words, flush=True),
+                tasks=tuple(t for t in speed.TASKS if args.task in (None, t.replace(" ", "-"))))
     print("\n" + aligned(speed.table(rows)))
-    print(f"\nx ours: time over that of ours in the same round, the median of the rounds. extra: memory beyond the inputs and what was asked for, at the worst moment. of the bandwidth: the bytes that must move, over the time, as a part of what a copy reaches.\n{path}")
+    print("\nx ours: time over that of ours in the same round, the median of the rounds. extra: memory beyond the inputs "
+          "and what was asked for, at the worst moment. of the bandwidth: the bytes that must move, over the time, as a "
+          f"part of what a copy reaches.\n{path}")
     return 0
 
 # %% ../nbs/cli.ipynb #main
 def make_parser() -> Parser: # Of the whole command
     "The parser of `rlhf-notes`."
-    parser = Parser(prog="rlhf-notes", description="Train agents with the formulas of PPO, GRPO and RLHF, each explained in a notebook.", allow_abbrev=False)
+    parser = Parser(prog="rlhf-notes",
+                    description="Train agents with the formulas of PPO, GRPO and RLHF, each explained in a notebook.",
+                    allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"rlhf-notes {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, task in TASKS.items():
-        p = commands.add_parser(name, help=task.about.split(". ")[0].rstrip("."), description=task.about, allow_abbrev=False)
+        p = commands.add_parser(name, help=task.about.split(". ")[0].rstrip("."),
+                                description=task.about, allow_abbrev=False)
         add_options(p, task.config, but=task.fixed)
         p.add_argument("--out", type=Path, metavar="DIR", help=f"run directory to write (default: runs/{name}-seedN)")
         p.add_argument("--overwrite", action="store_true", help="replace the run that is there")
-        p.add_argument("--resume", type=Path, metavar="DIR", help="continue an interrupted run, with the options it was started with")
-        p.add_argument("--seeds", type=int, metavar="K", help="train with the seeds 0 to K - 1 and write seeds.csv, with means and 95%% intervals")
-        p.add_argument("--jobs", type=int, metavar="N", help="with --seeds: processes side by side, of one thread each (default: 1)")
+        p.add_argument("--resume", type=Path, metavar="DIR",
+                       help="continue an interrupted run, with the options it was started with")
+        p.add_argument("--seeds", type=int, metavar="K",
+                       help="train with the seeds 0 to K - 1 and write seeds.csv, with means and 95%% intervals")
+        p.add_argument("--jobs", type=int, metavar="N",
+                       help="with --seeds: processes side by side, of one thread each (default: 1)")
         p.set_defaults(run=train_command, parser=p)
-    p = commands.add_parser("demo", help="run every training with its defaults", description="Run every training with its defaults and show what came of it.", allow_abbrev=False)
+    p = commands.add_parser("demo", help="run every training with its defaults",
+                            description="Run every training with its defaults and show what came of it.",
+                            allow_abbrev=False)
     add_options(p, PPOConfig, only=("seed", "device"))
-    p.add_argument("--out", type=Path, metavar="DIR", default=Path("runs") / "demo", help="where the run directories go; those of an earlier demo are replaced (default: runs/demo)")
+    p.add_argument("--out", type=Path, metavar="DIR", default=Path("runs") / "demo",
+                   help="where the run directories go; those of an earlier demo are replaced (default: runs/demo)")
     p.set_defaults(run=demo, parser=p)
-    p = commands.add_parser("compare", help="race against other implementations", description="Train ours and those of other libraries, where they are installed, by turns: for CartPole and Pendulum stable-baselines3 and a loop like CleanRL's, and how long each took to the threshold; for rlhf TRL, and how long an iteration takes.", allow_abbrev=False)
+    p = commands.add_parser("compare", help="race against other implementations",
+                            description="Train ours and those of other libraries, where they are installed, by turns: for "
+                                        "CartPole and Pendulum stable-baselines3 and a loop like CleanRL's, and how long "
+                                        "each took to the threshold; for rlhf TRL, and how long an iteration takes.",
+                                        allow_abbrev=False)
     p.add_argument("--task", choices=DEMO, default="cartpole", help="what to train (default: cartpole)")
     p.add_argument("--seed", type=int, metavar="N", default=0, help="the first seed (default: 0)")
     p.add_argument("--seeds", type=int, metavar="K", default=5, help="how many seeds, one after the other (default: 5)")
     p.add_argument("--iterations", type=int, metavar="N", default=20, help="rlhf: iterations of each (default: 20)")
-    p.add_argument("--device", help="rlhf: where to compute: auto, cpu, cuda or mps; auto is a GPU if there is one (default: cpu)")
+    p.add_argument("--device",
+                   help="rlhf: where to compute: auto, cpu, cuda or mps; auto is a GPU if there is one (default: cpu)")
     p.add_argument("--out", type=Path, metavar="DIR", help="directory for compare.csv (default: runs/compare-TASK)")
     p.add_argument("--overwrite", action="store_true", help="replace the comparison that is there")
     p.set_defaults(run=compare_command, parser=p)
-    p = commands.add_parser("bench", help="time the fast formulas", description="Time log-probability, entropy and GAE, ours and those of naive code, DI-engine, TRL and Liger-Kernel where they are installed, by turns on one device, with the memory that each needs.", allow_abbrev=False)
-    p.add_argument("--size", choices=("small", "medium", "large"), default="small", help="logits: 8x128x32000, 16x256x50257 or 4x1024x128256, of which the naive methods need 1, 7 and 17 GB (default: small)")
-    p.add_argument("--task", choices=("log-probability", "entropy", "both", "from-hidden-states", "GAE"), help="time one thing alone (default: all)")
+    p = commands.add_parser("bench", help="time the fast formulas",
+                            description="Time log-probability, entropy and GAE, ours and those of naive code, DI-engine, "
+                                        "TRL and Liger-Kernel where they are installed, by turns on one device, with the "
+                                        "memory that each needs.", allow_abbrev=False)
+    p.add_argument("--size", choices=("small", "medium", "large"), default="small",
+                   help="logits: 8x128x32000, 16x256x50257 or 4x1024x128256, of which the naive methods need 1, 7 and 17 "
+                        "GB (default: small)")
+    p.add_argument("--task", choices=("log-probability", "entropy", "both", "from-hidden-states", "GAE"),
+                   help="time one thing alone (default: all)")
     p.add_argument("--rounds", type=int, metavar="N", default=7, help="how often each method is timed (default: 7)")
-    p.add_argument("--device", default="auto", help="where to compute: auto, cpu or cuda; auto is a GPU if there is one (default: auto)")
-    p.add_argument("--out", type=Path, metavar="DIR", default=Path("runs") / "bench", help="directory for bench.csv (default: runs/bench)")
+    p.add_argument("--device", default="auto",
+                   help="where to compute: auto, cpu or cuda; auto is a GPU if there is one (default: auto)")
+    p.add_argument("--out", type=Path, metavar="DIR", default=Path("runs") / "bench",
+                   help="directory for bench.csv (default: runs/bench)")
     p.add_argument("--overwrite", action="store_true", help="replace the benchmark that is there")
     p.set_defaults(run=bench_command, parser=p)
     return parser
@@ -525,10 +617,13 @@ def parse(argv: list | None = None, # The words after `rlhf-notes`; those of the
     "The arguments; one that is not known is answered with the nearest that is."
     args, unknown = make_parser().parse_known_args(argv)
     if unknown:
-        word, options = unknown[0].split("=")[0], [s for a in args.parser._actions for s in a.option_strings if s.startswith("--")]
+        word, options = (unknown[0].split("=")[0],
+                         [s for a in args.parser._actions for s in a.option_strings if s.startswith("--")])
         near = difflib.get_close_matches(word, options, n=1, cutoff=0.7)
-        if args.command in TASKS and word.removeprefix("--") in TASKS[args.command].fixed: hint = f"; to choose it: rlhf-notes train {word}"
-        else: hint = f"; did you mean {near[0]}?" if near else f"; expected {', '.join(options)}" if len(options) < 9 else ""
+        if args.command in TASKS and word.removeprefix("--") in TASKS[args.command].fixed:
+            hint = f"; to choose it: rlhf-notes train {word}"
+        else:
+            hint = f"; did you mean {near[0]}?" if near else f"; expected {', '.join(options)}" if len(options) < 9 else ""
         args.parser.error(f"unrecognized argument {unknown[0]!r}{hint}")
     return args
 

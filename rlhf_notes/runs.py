@@ -38,7 +38,8 @@ def option(default, # The default; its type is the type of the option
           ): # A field of a dataclass
     "A field of a dataclass with its explanation and its range."
     limit = MAX_WHOLE if isinstance(default, int) else MAX_FLOAT
-    return field(default=default, metadata=dict(help=help, low=-limit if low is None else low, high=limit if high is None else high, open_low=open_low, choices=choices))
+    return field(default=default, metadata=dict(help=help, low=-limit if low is None else low,
+                                                high=limit if high is None else high, open_low=open_low, choices=choices))
 
 def check_options(config, # An instance of a dataclass whose fields were made by `option`
                  ):
@@ -47,11 +48,13 @@ def check_options(config, # An instance of a dataclass whose fields were made by
     for f in fields(config):
         value, rule = getattr(config, f.name), f.metadata
         if rule["choices"]: check_choice(f.name, value, rule["choices"])
-        elif isinstance(f.default, str) and not isinstance(value, str): raise TypeError(f"{f.name} must be a string, got {type(value).__name__}")
+        elif isinstance(f.default, str) and not isinstance(value, str):
+            raise TypeError(f"{f.name} must be a string, got {type(value).__name__}")
         elif isinstance(f.default, bool): check_flag(f.name, value)
         elif isinstance(f.default, int): check_whole(f.name, value, rule["low"], rule["high"], rule["open_low"])
         elif isinstance(f.default, float): check_number(f.name, value, rule["low"], rule["high"], rule["open_low"])
-        if isinstance(value, float): object.__setattr__(config, f.name, float(value))              # np.float64 is a float too, but no checkpoint can be read that holds it
+        # np.float64 is a float too, but no checkpoint can be read that holds it
+        if isinstance(value, float): object.__setattr__(config, f.name, float(value))
 
 # %% ../nbs/runs.ipynb #device
 def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
@@ -62,11 +65,14 @@ def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto": return "cuda" if auto == "cuda" and gpus else "cpu"
     if name == "mps":
-        if not torch.backends.mps.is_available(): raise ValueError(f"device 'mps' is not there: torch {torch.__version__} sees no Apple GPU; use cpu or auto")
+        if not torch.backends.mps.is_available():
+            raise ValueError(f"device 'mps' is not there: torch {torch.__version__} sees no Apple GPU; use cpu or auto")
         return name
     number = name.removeprefix("cuda").removeprefix(":") or "0"
-    if name != "cpu" and not (name.startswith("cuda") and number.isdecimal()): raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}")
-    if name != "cpu" and int(number) >= gpus: raise ValueError(f"device {name!r} is not there: torch {torch.__version__} sees {gpus} CUDA GPUs; use cpu or auto")
+    if name != "cpu" and not (name.startswith("cuda") and number.isdecimal()):
+        raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}")
+    if name != "cpu" and int(number) >= gpus:
+        raise ValueError(f"device {name!r} is not there: torch {torch.__version__} sees {gpus} CUDA GPUs; use cpu or auto")
     return name
 
 # %% ../nbs/runs.ipynb #launched
@@ -79,8 +85,11 @@ def launched(what: str, # "SIZE" or "RANK"
     found = {name: os.environ[name] for name in names[what] if name in os.environ}
     for name, value in found.items():
         if not value.isdecimal(): raise ValueError(f"{name}, from the environment, must be an integer, got {value!r}")
-        if what == "SIZE" and not int(value): raise ValueError(f"{name}, from the environment, must be at least 1, got {value!r}")
-        if what == "SIZE" and int(value) > 1 and not os.environ.keys() & names["RANK"]: raise ValueError(f"{name}, from the environment, must come with a rank, as accelerate launch, torchrun and mpirun set it, got {value!r} alone")
+        if what == "SIZE" and not int(value):
+            raise ValueError(f"{name}, from the environment, must be at least 1, got {value!r}")
+        if what == "SIZE" and int(value) > 1 and not os.environ.keys() & names["RANK"]:
+            raise ValueError(f"{name}, from the environment, must come with a rank, as accelerate launch, torchrun and "
+                             f"mpirun set it, got {value!r} alone")
     return max(map(int, found.values()), default=alone)
 
 # %% ../nbs/runs.ipynb #atomic
@@ -99,7 +108,8 @@ def write_atomically(path: Path, # Where to
 # %% ../nbs/runs.ipynb #table
 def _cell(value):
     "A number as it stands in metrics.csv: nine digits tell any two float32 apart."
-    return "" if value is None or isinstance(value, float) and math.isnan(value) else f"{value:.9g}" if isinstance(value, float) else str(value)
+    return ("" if value is None or isinstance(value, float) and math.isnan(value) else f"{value:.9g}"
+            if isinstance(value, float) else str(value))
 
 def write_table(path: Path, # Where to
                 rows: list, # Dicts with the same keys: number, string or None; as for metrics.csv
@@ -129,17 +139,19 @@ def _object(path):
 
 def _readable(name, path):
     "TensorBoard knows no file names but those in UTF-8."
-    if "\N{REPLACEMENT CHARACTER}" in os.fsencode(path).decode(errors="replace"): raise ValueError(f"{name} must be a path in UTF-8, got {os.fsencode(path)!r}")
+    if "\N{REPLACEMENT CHARACTER}" in os.fsencode(path).decode(errors="replace"):
+        raise ValueError(f"{name} must be a path in UTF-8, got {os.fsencode(path)!r}")
 
 class Misfit(ValueError):
     "A checkpoint is not one of the run that config.json describes."
 
 class Run:
     "A run directory: `Run.create` a new one or `Run.resume` one that was interrupted."
-    FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json", "seeds.csv", "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv")
+    FILES = ("config.json", "metrics.csv", "checkpoint.pt", "curve.svg", "summary.json", "seeds.csv", "compare.csv",
+             "sft.csv", "reward_model.csv", "samples.csv", "bench.csv")
     DIRECTORIES = ("policy",)
     ELSEWHERE = ("device", "model", "processes", "versions")      # what may be another when a run is continued
-    UNFINISHED = tuple(f".{name}.tmp" for name in FILES + DIRECTORIES)     # left by a process that was killed while it wrote
+    UNFINISHED = tuple(f".{name}.tmp" for name in FILES + DIRECTORIES)  # left by a process that was killed while it wrote
 
     def __init__(self,
                  path: Path, # The directory
@@ -162,7 +174,7 @@ class Run:
         path.mkdir(parents=True, exist_ok=True)
         for seed in cls._seeds(path, there):
             cls._delete([p for p in seed.iterdir() if p.name != "config.json"])
-            (seed / "config.json").unlink()                                # the last to go, as long as there is more to delete this is a run
+            (seed / "config.json").unlink()  # the last to go, as long as there is more to delete this is a run
             if not any(seed.iterdir()): seed.rmdir()
         cls._delete([p for p in there if p.name != "config.json"])
         write_atomically(path / "config.json", json.dumps(_plain(config), indent=1) + "\n")
@@ -180,11 +192,18 @@ class Run:
         there = sorted(path.iterdir()) if path.exists() else []
         nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
         runs = (path, *cls._seeds(path, there)) if cls._is_run(path) else ()
-        for p in (nearest, *runs, *(Path(below) for run in runs for name in cls.DIRECTORIES for below, *_ in os.walk(run / name))):
-            if p.is_dir() and not os.access(p, os.W_OK | os.X_OK): raise ValueError(f"out must be a directory that may be written to, got {path}, where {p} may not")
+        for p in (nearest, *runs,
+                  *(Path(below) for run in runs for name in cls.DIRECTORIES for below, *_ in os.walk(run / name))):
+            if p.is_dir() and not os.access(p, os.W_OK | os.X_OK):
+                raise ValueError(f"out must be a directory that may be written to, got {path}, where {p} may not")
         whole = [p for p in there if p.name not in cls.UNFINISHED]
-        if whole and not cls._is_run(path): raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds {whole[0].name}")
-        if whole and not overwrite: raise ValueError(f"out must be a new directory, got {path}, which holds a run: {f'continue it with --resume {path}, or ' * cls._unfinished(path)}replace it with --overwrite")
+        if whole and not cls._is_run(path):
+            raise ValueError(f"out must be a new or empty directory or an earlier run, got {path}, which holds "
+                             f"{whole[0].name}")
+        if whole and not overwrite:
+            raise ValueError(f"out must be a new directory, got {path}, which holds a run: "
+                             f"{f'continue it with --resume {path}, or ' * cls._unfinished(path)}replace it "
+                             "with --overwrite")
         return there
 
     @staticmethod
@@ -195,7 +214,9 @@ class Run:
     @staticmethod
     def _unfinished(path):
         "Is there a checkpoint, and no word of an end?"
-        try: return (path / "checkpoint.pt").exists() and bool(not (path / "summary.json").exists() or _object(path / "summary.json").get("interrupted"))
+        try:
+            return ((path / "checkpoint.pt").exists()
+                    and bool(not (path / "summary.json").exists() or _object(path / "summary.json").get("interrupted")))
         except (OSError, ValueError): return False
 
     @classmethod
@@ -209,7 +230,8 @@ class Run:
     def _delete(cls, there):
         for old in there:
             if old.name in cls.FILES or old.name.startswith("events.out.tfevents."): old.unlink()
-            elif old.name in cls.DIRECTORIES + cls.UNFINISHED: old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
+            elif old.name in cls.DIRECTORIES + cls.UNFINISHED:
+                old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
 
     @classmethod
     def resume(cls,
@@ -220,22 +242,31 @@ class Run:
         path = Path(path)
         _readable("resume", path)
         for name in ("config.json", "checkpoint.pt"):
-            if not (path / name).is_file(): raise ValueError(f"resume must be a run directory with a checkpoint, got {path}, which has no {name}")
-        if not os.access(path, os.W_OK | os.X_OK): raise ValueError(f"resume must be a run directory that may be written to, got {path}")
+            if not (path / name).is_file():
+                raise ValueError(f"resume must be a run directory with a checkpoint, got {path}, which has no {name}")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ValueError(f"resume must be a run directory that may be written to, got {path}")
         try:
             config = _object(path / "config.json")
             if (path / "summary.json").exists(): _object(path / "summary.json")
-            if spoiled := zipfile.ZipFile(path / "checkpoint.pt").testzip(): raise ValueError(f"checkpoint.pt has changed since it was written, in {spoiled}")
+            if spoiled := zipfile.ZipFile(path / "checkpoint.pt").testzip():
+                raise ValueError(f"checkpoint.pt has changed since it was written, in {spoiled}")
             saved = torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")
             rows, state, begun = saved["rows"], saved["state"], saved.get("config", config)         # older ones do not say
-        except Exception as e: raise ValueError(f"resume must be a run directory whose files can be read, got {path}: {type(e).__name__}: {e}") from e
-        lines = (path / "metrics.csv").read_text(encoding="utf-8").splitlines(True) if (path / "metrics.csv").exists() else []
-        if rows and len(lines) < rows + 1: raise ValueError(f"resume must be a run directory with {rows} rows in metrics.csv, as its checkpoint says, got {path} with {max(len(lines) - 1, 0)}")
+        except Exception as e:
+            raise ValueError(f"resume must be a run directory whose files can be read, got {path}: "
+                             f"{type(e).__name__}: {e}") from e
+        lines = ((path / "metrics.csv").read_text(encoding="utf-8").splitlines(True)
+                 if (path / "metrics.csv").exists() else [])
+        if rows and len(lines) < rows + 1:
+            raise ValueError(f"resume must be a run directory with {rows} rows in metrics.csv, as its checkpoint says, got "
+                             f"{path} with {max(len(lines) - 1, 0)}")
         run = cls(path, config, rows, state)
         with run.fitting():
             if not isinstance(state, dict): raise TypeError(f"its state is a {type(state).__name__}")
             for name in begun.keys() - cls.ELSEWHERE:
-                if begun[name] != config.get(name): raise ValueError(f"it was written with {name} = {begun[name]!r}, and there stands {config.get(name)!r}")
+                if begun[name] != config.get(name):
+                    raise ValueError(f"it was written with {name} = {begun[name]!r}, and there stands {config.get(name)!r}")
         return run
 
     @contextmanager
@@ -243,7 +274,9 @@ class Run:
         "Inside, where a checkpoint is taken up, every error is a `Misfit` in one line."
         try: yield self.checkpoint
         except MemoryError: raise
-        except Exception as e: raise Misfit(f"resume must be a run directory whose checkpoint fits its config.json, got {self.path}: {shorten(f'{type(e).__name__}: {e}', 250)}") from e
+        except Exception as e:
+            raise Misfit(f"resume must be a run directory whose checkpoint fits its config.json, got {self.path}: "
+                         f"{shorten(f'{type(e).__name__}: {e}', 250)}") from e
 
     def log(self,
             row: dict, # Column -> number; None where there is none yet; the same columns each time
@@ -270,7 +303,9 @@ class Run:
                        ):
         "Replace the checkpoint, in one step."
         import torch
-        write_atomically(self.path / "checkpoint.pt", lambda p: torch.save({"rows": self.rows, "state": state, "config": json.loads(json.dumps(_plain(self.config)))}, p))
+        write_atomically(self.path / "checkpoint.pt",
+                         lambda p: torch.save({"rows": self.rows, "state": state,
+                                               "config": json.loads(json.dumps(_plain(self.config)))}, p))
 
     def save_figure(self,
                     draw, # draw(figure): draws on a matplotlib figure
@@ -322,12 +357,13 @@ def stop_on_interrupt(also=None, # Another flag to heed, with `.is_set()`; None 
         if stop.own.is_set(): raise KeyboardInterrupt
         stop.own.set()
     handler.stop = stop
-    if threading.current_thread() is not threading.main_thread(): yield stop; return    # elsewhere signals cannot be handled
+    if threading.current_thread() is not threading.main_thread(): yield stop; return  # elsewhere signals cannot be handled
     before = signal.signal(signal.SIGINT, handler)
     try: yield stop
     finally:
         signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-        if stop.own.is_set() and hasattr(before, "stop"): before.stop.own.set()            # one inside another: the outer one is to know
+        # one inside another: the outer one is to know
+        if stop.own.is_set() and hasattr(before, "stop"): before.stop.own.set()
 
 # %% ../nbs/runs.ipynb #diverged
 def diverged(where: str, # Stage and iteration
@@ -344,7 +380,8 @@ def progress_bar(total: int, # Units in all
                 ): # A tqdm bar: `.update(n)`, `.set_postfix(...)`, `.close()`
     "A progress bar on stderr; silent if that is not a terminal."
     from tqdm import tqdm
-    return tqdm(total=total, initial=initial, desc=label, unit=unit, unit_scale=True, disable=not sys.stderr.isatty(), dynamic_ncols=True, mininterval=0.2)
+    return tqdm(total=total, initial=initial, desc=label, unit=unit, unit_scale=True, disable=not sys.stderr.isatty(),
+                dynamic_ncols=True, mininterval=0.2)
 
 # %% ../nbs/runs.ipynb #interval
 def bootstrap_interval(values, # Numbers, one for each seed
@@ -357,8 +394,10 @@ def bootstrap_interval(values, # Numbers, one for each seed
     from rlhf_notes.formulas.arguments import check_choice, check_number
     try: x = np.asarray(values, float)
     except (TypeError, ValueError): x = np.empty(0)
-    if x.ndim != 1 or not len(x) or not np.isfinite(x).all(): raise ValueError(f"values must be finite numbers, at least one, got {values!r}")
-    check_number("level", level, 0, 1, open_low=True, open_high=True); check_number("resamples", resamples, low=1); check_choice("statistic", statistic, ("mean", "median"))
+    if x.ndim != 1 or not len(x) or not np.isfinite(x).all():
+        raise ValueError(f"values must be finite numbers, at least one, got {values!r}")
+    check_number("level", level, 0, 1, open_low=True, open_high=True)
+    check_number("resamples", resamples, low=1); check_choice("statistic", statistic, ("mean", "median"))
     drawn = np.random.default_rng(0).choice(x, (resamples, len(x)))
     return tuple(float(q) for q in np.quantile(getattr(np, statistic)(drawn, 1), [(1 - level) / 2, (1 + level) / 2]))
 
@@ -370,7 +409,8 @@ def wilson_interval(count: int, # How many had it, in [0, total]
     "Interval of a share (Wilson 1927): also where none or all had it."
     from statistics import NormalDist
     from rlhf_notes.formulas.arguments import check_number, check_whole
-    check_whole("total", total, low=1); check_whole("count", count, 0, total); check_number("level", level, 0, 1, open_low=True, open_high=True)
+    check_whole("total", total, low=1)
+    check_whole("count", count, 0, total); check_number("level", level, 0, 1, open_low=True, open_high=True)
     z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
     middle, half = count + z2 / 2, math.sqrt(z2 * (count * (total - count) / total + z2 / 4))
     return (middle - half) / (total + z2) if count else 0.0, (middle + half) / (total + z2) if count < total else 1.0

@@ -25,15 +25,18 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 # %% ../nbs/viz.ipynb #style-code
-COLORS = dict(blue="#0072B2", orange="#D55E00", green="#009E73", purple="#CC79A7", sky="#56B4E9", yellow="#E69F00", black="#222222", grey="#767676")
+COLORS = dict(blue="#0072B2", orange="#D55E00", green="#009E73", purple="#CC79A7", sky="#56B4E9", yellow="#E69F00",
+              black="#222222", grey="#767676")
 LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1))]
 
-INK = dict(blue="#0072B2", orange="#B84F00", green="#007A59", purple="#A24F7A", sky="#1F77A8", yellow="#8F6200", black="#222222", grey="#666666")
+INK = dict(blue="#0072B2", orange="#B84F00", green="#007A59", purple="#A24F7A", sky="#1F77A8", yellow="#8F6200",
+           black="#222222", grey="#666666")
 
 def style():
     "Set the style of all figures: vector graphics, white background, colours and line styles that read without colour."
     rcParams.update({
-        "figure.figsize": (7.2, 3.0), "figure.dpi": 100, "figure.constrained_layout.use": True, "figure.facecolor": "white", "savefig.facecolor": "white",
+        "figure.figsize": (7.2, 3.0), "figure.dpi": 100, "figure.constrained_layout.use": True, "figure.facecolor": "white",
+        "savefig.facecolor": "white",
         "axes.prop_cycle": plt.cycler(color=list(COLORS.values())[:6]) + plt.cycler(linestyle=LINES),
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True,
         "axes.titlesize": 11, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
@@ -67,7 +70,8 @@ def plot_with_gradient(functions: dict, # Label -> elementwise function of a ten
     for label, f in functions.items():
         y, grad = value_and_gradient(f, x)
         axes[0].plot(x, y, label=label); axes[1].plot(x, grad, label=label)
-    axes[0].set(xlabel=xlabel, ylabel=ylabel, title=ylabel); axes[1].set(xlabel=xlabel, ylabel="gradient", title="its gradient")
+    axes[0].set(xlabel=xlabel, ylabel=ylabel, title=ylabel)
+    axes[1].set(xlabel=xlabel, ylabel="gradient", title="its gradient")
     axes[0].legend()
     return axes
 
@@ -89,11 +93,13 @@ def value_text(value, # Of a parameter
 
 def _dial(name, dial):
     if not isinstance(dial, Dial): dial = Dial(dial)
-    if isinstance(dial.values, (str, bytes)) or not hasattr(dial.values, "__iter__"): raise TypeError(f"{name} must be a sequence of values or a Dial of one, got {dial.values!r}")
+    if isinstance(dial.values, (str, bytes)) or not hasattr(dial.values, "__iter__"):
+        raise TypeError(f"{name} must be a sequence of values or a Dial of one, got {dial.values!r}")
     values = [v.item() if isinstance(v, (np.generic, torch.Tensor)) else v for v in dial.values]
     if not values: raise ValueError(f"{name} must have at least one value, got none")
     start = values[0] if dial.start is ... else dial.start
-    if start not in values: raise ValueError(f"{name} must start at one of its values, {', '.join(map(str, values))}; got {start!r}")
+    if start not in values:
+        raise ValueError(f"{name} must start at one of its values, {', '.join(map(str, values))}; got {start!r}")
     return Dial(tuple(values), dial.label or name, start, dial.show or value_text)
 
 # %% ../nbs/viz.ipynb #frame
@@ -106,7 +112,8 @@ def _draw(draw, values):
         figure = returned if isinstance(returned, Figure) else plt.gcf()
     finally:
         for number in set(plt.get_fignums()) - before: plt.close(number)
-    if not figure.axes: raise ValueError(f"draw must draw on the current figure or return one, but drew nothing at {values}")
+    if not figure.axes:
+        raise ValueError(f"draw must draw on the current figure or return one, but drew nothing at {values}")
     return figure
 
 def _settle(figures):
@@ -119,18 +126,22 @@ def _settle(figures):
         for ax, place in zip(figure.axes, places): ax.set_position(place)
     return figures
 
-def _round(text, digits): return re.sub(r"-?\d+\.\d+", lambda m: f"{round(float(m[0]), digits) + 0:g}" if abs(float(m[0])) < 1e4 else m[0], text)
+def _round(text, digits):
+    return re.sub(r"-?\d+\.\d+", lambda m: f"{round(float(m[0]), digits) + 0:g}" if abs(float(m[0])) < 1e4 else m[0], text)
 
 def _svg(figure):
     "A figure as an XML tree, without what no viewer needs."
     file = io.BytesIO()
-    with plt.rc_context({"svg.hashsalt": "rlhf_notes", "svg.fonttype": "path"}): figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    with plt.rc_context({"svg.hashsalt": "rlhf_notes", "svg.fonttype": "path"}):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     root = ElementTree.fromstring(file.getvalue())
     for e in root.iter():
         e.tag, e.text, e.tail = e.tag.split("}")[-1], None, None
         e.attrib = {k.split("}")[-1]: v for k, v in e.attrib.items()}
-        for k in {"d", "x", "y", "width", "height"} & e.attrib.keys(): e.set(k, re.sub(r"\s*([A-Za-z])\s*", r"\1", _round(e.get(k), 2)).strip() if k == "d" else _round(e.get(k), 2))
-        if "transform" in e.attrib: e.set("transform", re.sub(r"translate\([^)]*\)", lambda m: _round(m[0], 2), e.get("transform")))
+        for k in {"d", "x", "y", "width", "height"} & e.attrib.keys():
+            e.set(k, re.sub(r"\s*([A-Za-z])\s*", r"\1", _round(e.get(k), 2)).strip() if k == "d" else _round(e.get(k), 2))
+        if "transform" in e.attrib:
+            e.set("transform", re.sub(r"translate\([^)]*\)", lambda m: _round(m[0], 2), e.get("transform")))
         if "style" in e.attrib: e.set("style", re.sub(r"([:;]) ", r"\1", e.get("style")))
     return root
 
@@ -149,7 +160,8 @@ def _refer(e, names):
     for x in e.iter():
         x.attrib.pop("id", None)
         if x.get("href", "").startswith("#"): x.set("href", "#" + names[x.get("href")[1:]])
-        for k in {"clip-path", "style"} & x.attrib.keys(): x.set(k, re.sub(r"url\(#([^)]+)\)", lambda m: f"url(#{names[m[1]]})", x.get(k)))
+        for k in {"clip-path", "style"} & x.attrib.keys():
+            x.set(k, re.sub(r"url\(#([^)]+)\)", lambda m: f"url(#{names[m[1]]})", x.get(k)))
 
 def _share(roots):
     "The texts of the frames, and the store of all that occurs twice."
@@ -162,8 +174,9 @@ def _share(roots):
                 old = item.attrib.pop("id"); _refer(item, names); names[old] = store.name(_text(item))
             parents[defs].remove(defs)
         _refer(root, names)
-        for e in list(root.iter("g")):                                    # a word or a number: its letters apart from its place
-            if len(e) > 1 and {c.tag for c in e} == {"use"}: letters = ElementTree.Element("g"); letters.extend(e); e[:] = [letters]
+        for e in list(root.iter("g")):  # a word or a number: its letters apart from its place
+            if len(e) > 1 and {c.tag for c in e} == {"use"}:
+                letters = ElementTree.Element("g"); letters.extend(e); e[:] = [letters]
         for e in root.iter():                                             # groups of one that say nothing
             for i, child in enumerate(e):
                 while child.tag == "g" and len(child) == 1 and not child.attrib: e[i] = child = child[0]
@@ -195,7 +208,9 @@ _SCRIPT = f"""for (const slider of document.querySelectorAll('[data-slider="{_NA
 def _frame(svg, alt, hidden=False):
     "A frame as HTML. How lines end and meet is said here: matplotlib says it in a style sheet, which would hold for the whole page."
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-    svg = re.sub(r"^<svg[^>]*>", f'<svg viewBox="0 0 {size[1]} {size[2]}" aria-hidden="true" focusable="false" style="display:block;width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt">', svg)
+    svg = re.sub(r"^<svg[^>]*>",
+                 f'<svg viewBox="0 0 {size[1]} {size[2]}" aria-hidden="true" focusable="false" '
+                 'style="display:block;width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt">', svg)
     return f'<div role="img" aria-label="{html.escape(alt)}"{" hidden" * hidden} style="max-width:{size[1]}pt">{svg}</div>'
 
 class Slider:
@@ -209,26 +224,38 @@ class Slider:
         self.combinations = [dict(zip(dials, values)) for values in product(*(d.values for d in dials.values()))]
         self.start = self.combinations.index({name: d.start for name, d in dials.items()})
         self.alts = [alt(**values) if callable(alt) else alt for values in self.combinations]
-        if not all(isinstance(a, str) and a for a in self.alts): raise ValueError(f"alt must be a text, or a function of {', '.join(dials)} that returns one, got {alt!r}")
-        self.frames, self.store = _share([_svg(figure) for figure in _settle([_draw(draw, values) for values in self.combinations])])
+        if not all(isinstance(a, str) and a for a in self.alts):
+            raise ValueError(f"alt must be a text, or a function of {', '.join(dials)} that returns one, got {alt!r}")
+        self.frames, self.store = _share([_svg(figure)
+                                          for figure in _settle([_draw(draw, values) for values in self.combinations])])
 
-    def __repr__(self): return f"Slider of {len(self.frames)} frames: " + ", ".join(f"{d.label} ({len(d.values)} values)" for d in self.dials.values())
+    def __repr__(self):
+        return f"Slider of {len(self.frames)} frames: " + ", ".join(f"{d.label} ({len(d.values)} values)"
+                                                                    for d in self.dials.values())
 
     def shared(self) -> str: # HTML; nothing that is seen
         "What the frames refer to."
-        return f'<svg width="0" height="0" style="position:absolute" aria-hidden="true" focusable="false"><defs>{self.store}</defs></svg>'
+        return ('<svg width="0" height="0" style="position:absolute" aria-hidden="true" '
+                f'focusable="false"><defs>{self.store}</defs></svg>')
 
     def html(self) -> str: # The same for the same pictures
         "All frames, range inputs, and the script that joins them."
         controls = []
         for d in self.dials.values():
             texts, at = [d.show(v) for v in d.values], d.values.index(d.start)
-            controls.append(f'<label style="display:flex;flex:1 1 14em;align-items:center;gap:.6em;color:inherit"><span>{html.escape(d.label)}</span>'
-                            f'<input type="range" min="0" max="{len(texts) - 1}" step="1" value="{at}" autocomplete="off" aria-valuetext="{html.escape(texts[at])}" data-texts="{html.escape(json.dumps(texts, ensure_ascii=False))}" style="flex:1;min-width:5em;min-height:24px;accent-color:#0072B2">'
-                            f'<span aria-hidden="true" style="min-width:{max(map(len, texts)) * 0.65:.1f}em">{html.escape(texts[at])}</span></label>')
+            controls.append('<label style="display:flex;flex:1 1 '
+                            f'14em;align-items:center;gap:.6em;color:inherit"><span>{html.escape(d.label)}</span>'
+                            f'<input type="range" min="0" max="{len(texts) - 1}" step="1" value="{at}" autocomplete="off" '
+                            f'aria-valuetext="{html.escape(texts[at])}" '
+                            f'data-texts="{html.escape(json.dumps(texts, ensure_ascii=False))}" '
+                            'style="flex:1;min-width:5em;min-height:24px;accent-color:#0072B2">'
+                            '<span aria-hidden="true" '
+                            f'style="min-width:{max(map(len, texts)) * 0.65:.1f}em">{html.escape(texts[at])}</span></label>')
         frames = "".join(_frame(svg, alt, i != self.start) for i, (svg, alt) in enumerate(zip(self.frames, self.alts)))
         names = html.escape(", ".join(d.label for d in self.dials.values()))
-        text = (f'<div data-slider="{_NAME}" role="group" aria-label="Figure with a slider: {names}" style="color:inherit;margin:.5em 0"><div style="display:flex;flex-wrap:wrap;gap:.2em 1.5em;margin:.3em 0">{"".join(controls)}</div>'
+        text = (f'<div data-slider="{_NAME}" role="group" aria-label="Figure with a slider: {names}" '
+                'style="color:inherit;margin:.5em 0"><div style="display:flex;flex-wrap:wrap;gap:.2em 1.5em;margin:.3em '
+                f'0">{"".join(controls)}</div>'
                 f'{self.shared()}{frames}</div><script>{_SCRIPT}</script>')
         return text.replace(_NAME, "s" + sha256(text.encode()).hexdigest()[:6])
 
@@ -236,7 +263,10 @@ class Slider:
         "The same with the sliders of ipywidgets; ImportError without it."
         import ipywidgets
         picture = ipywidgets.HTML()
-        sliders = [ipywidgets.SelectionSlider(options=[(d.show(v), i) for i, v in enumerate(d.values)], value=d.values.index(d.start), description=d.label, style=dict(description_width="initial"), layout=dict(width="95%", max_width="40em"))
+        sliders = [ipywidgets.SelectionSlider(options=[(d.show(v), i) for i, v in enumerate(d.values)],
+                                              value=d.values.index(d.start), description=d.label,
+                                              style=dict(description_width="initial"),
+                                              layout=dict(width="95%", max_width="40em"))
                    for d in self.dials.values()]
         def show(_=None):
             k = 0
@@ -275,9 +305,11 @@ def film(draw, # draw(ax, t) draws the state of step t
         ) -> Figure: # 7.2 x 2.8 inches
     "Some states of an episode side by side, and below them a number over time, with a mark for each of the pictures."
     trace, steps = np.asarray(trace, float), list(steps)
-    if trace.ndim != 1 or not 0 < len(trace) <= length: raise ValueError(f"trace must be one number for each of 1 to {length} steps, got shape {trace.shape}")
+    if trace.ndim != 1 or not 0 < len(trace) <= length:
+        raise ValueError(f"trace must be one number for each of 1 to {length} steps, got shape {trace.shape}")
     figure = Figure(figsize=(7.2, 2.8), layout="none")
-    grid = figure.add_gridspec(2, len(steps), left=0.09, right=0.98, top=0.81, bottom=0.16, height_ratios=(1.1, 1), hspace=0.12, wspace=0.05)
+    grid = figure.add_gridspec(2, len(steps), left=0.09, right=0.98, top=0.81, bottom=0.16, height_ratios=(1.1, 1),
+                               hspace=0.12, wspace=0.05)
     for i, t in enumerate(steps):
         ax = figure.add_subplot(grid[0, i])
         if t < len(trace): draw(ax, t)
@@ -295,7 +327,8 @@ def film(draw, # draw(ax, t) draws the state of step t
     return figure
 
 # %% ../nbs/viz.ipynb #strip
-_SIGNED = LinearSegmentedColormap.from_list("signed", [COLORS["yellow"], "#ffffff", COLORS["sky"]])      # black letters read on all of it
+# black letters read on all of it
+_SIGNED = LinearSegmentedColormap.from_list("signed", [COLORS["yellow"], "#ffffff", COLORS["sky"]])
 
 def token_strip(tokens, # The words of an answer, (T,)
                 rows: dict, # Label -> a number for each token, (T,): log-probability, KL, reward, ...
@@ -305,12 +338,15 @@ def token_strip(tokens, # The words of an answer, (T,)
                ) -> Figure: # 0.62 inches for each token and 0.34 for each row
     "Numbers of each token of an answer, as colours and as text."
     tokens = list(tokens)
-    if not tokens or not rows: raise ValueError(f"tokens and rows must hold at least one each, got {len(tokens)} tokens and {len(rows)} rows")
+    if not tokens or not rows:
+        raise ValueError(f"tokens and rows must hold at least one each, got {len(tokens)} tokens and {len(rows)} rows")
     counts = np.ones(len(tokens), bool) if counts is None else np.asarray(counts, bool)
     values = {label: np.asarray(row, float) for label, row in rows.items()}
     for name, row in {"counts": counts, **values}.items():
-        if row.shape != (len(tokens),): raise ValueError(f"{name} must have a number for each of {len(tokens)} tokens, got shape {row.shape}")
-    if unknown := set(limits or {}) - set(rows): raise ValueError(f"limits must name rows, {', '.join(rows)}; got {', '.join(sorted(unknown))}")
+        if row.shape != (len(tokens),):
+            raise ValueError(f"{name} must have a number for each of {len(tokens)} tokens, got shape {row.shape}")
+    if unknown := set(limits or {}) - set(rows):
+        raise ValueError(f"limits must name rows, {', '.join(rows)}; got {', '.join(sorted(unknown))}")
     for label, limit in (limits or {}).items():
         if not 0 < limit < np.inf: raise ValueError(f"limits must be above 0 and finite, got {limit} for {label!r}")
     left, top = 1.15, 0.55
@@ -323,8 +359,14 @@ def token_strip(tokens, # The words of an answer, (T,)
             share = float(np.clip(v / largest, -1, 1)) if counts[x] and not np.isnan(v) else 0.0
             colour = _SIGNED(0.5 + 0.5 * round(share, 1)) if counts[x] else "#eeeeee"
             ax.add_patch(plt.Rectangle((x, y), 0.96, 0.92, facecolor=colour, linewidth=0, clip_on=False))
-            if counts[x] or np.isfinite(v): ax.text(x + 0.48, y + 0.48, f"{v + 0:.2f}".replace("-0.00", "0.00").replace("inf", "\N{INFINITY}").replace("-", "\N{MINUS SIGN}"), ha="center", va="center", fontsize=8, color=COLORS["black"] if counts[x] else INK["grey"])
-    for x, token in enumerate(tokens): ax.text(x + 0.48, -0.15, token, parse_math=False, ha="center", va="bottom", fontsize=min(8.5, 75 / max(1, *map(len, tokens))), color=COLORS["black"] if counts[x] else INK["grey"])
+            if counts[x] or np.isfinite(v):
+                ax.text(x + 0.48, y + 0.48,
+                        f"{v + 0:.2f}".replace("-0.00",
+                                               "0.00").replace("inf", "\N{INFINITY}").replace("-", "\N{MINUS SIGN}"),
+                        ha="center", va="center", fontsize=8, color=COLORS["black"] if counts[x] else INK["grey"])
+    for x, token in enumerate(tokens):
+        ax.text(x + 0.48, -0.15, token, parse_math=False, ha="center", va="bottom",
+                fontsize=min(8.5, 75 / max(1, *map(len, tokens))), color=COLORS["black"] if counts[x] else INK["grey"])
     for y, label in enumerate(rows): ax.text(-0.12, y + 0.48, label, ha="right", va="center", fontsize=9)
     ax.set(xlim=(0, len(tokens)), ylim=(len(rows), 0)); ax.axis("off")
     figure.text(0.01, 1 - 0.06 / height, title, fontsize=10, va="top")

@@ -142,4 +142,6 @@ def test_every_listed_break_was_made_and_caught():
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "breaks").glob("*.json")), ids=lambda p: p.stem)
 def test_every_listed_break_can_be_made(path):
     module = next((ROOT / "rlhf_notes").rglob(path.stem.replace(".", "/") + ".py")).read_text(encoding="utf-8")
-    assert not [b["why"] for b in json.loads(path.read_text(encoding="utf-8")) if module.count(b["old"]) != 1]
+    breaks = json.loads(path.read_text(encoding="utf-8"))
+    assert not [b["why"] for b in breaks if module.count(b["old"]) != 1]
+    for b in breaks: ast.parse(module.replace(b["old"], b["new"]), b["why"])                # what is no Python would be caught by anything

@@ -10,6 +10,7 @@ With --tests-first the notebook is run only where the tests notice nothing, and 
 CSV holds already are not made again.
 """
 import argparse
+import ast
 import csv
 import json
 import os
@@ -47,6 +48,7 @@ def replace_once(path, old, new):
     else:
         if text.count(old) != 1: raise ValueError(f"{path}: {old!r} stands there {text.count(old)} times, expected once")
         text = text.replace(old, new)
+        ast.parse(text)                                       # what is no Python would be caught by anything
     path.write_text(text, encoding="utf-8")
 
 

@@ -24,7 +24,8 @@ from torch.optim.adam import adam
 
 from .config import PPOConfig
 from .policy import Agent, distribution
-from .rollout import Collector, Rollout, autoreset_mode, find_spec, float32, make_envs, minibatches, savable
+from .rollout import (Collector, Rollout, autoreset_mode, find_spec, float32, make_envs,
+                                        minibatches, savable)
 from ..formulas.advantage import gae
 from ..formulas.arguments import check_whole
 from ..formulas.kl import kl_estimate
@@ -45,7 +46,8 @@ def draw_cartpole(ax, # Matplotlib axes
     x, _, angle, _ = (float(v) for v in state)
     ax.plot([-2.4, 2.4], [0, 0], color=COLORS["grey"], linewidth=1, linestyle="-")
     ax.add_patch(Rectangle((x - 0.3, -0.15), 0.6, 0.3, color=COLORS["black"]))
-    ax.plot([x, x + np.sin(angle)], [0.1, 0.1 + np.cos(angle)], color=COLORS["orange"], linewidth=3, linestyle="-", solid_capstyle="round")
+    ax.plot([x, x + np.sin(angle)], [0.1, 0.1 + np.cos(angle)], color=COLORS["orange"], linewidth=3, linestyle="-",
+            solid_capstyle="round")
     ax.set(xlim=(x - 1.1, x + 1.1), ylim=(-0.4, 1.3), aspect="equal", xticks=[], yticks=[]); ax.grid(False)
     for side in ax.spines.values(): side.set_visible(False)
 
@@ -71,7 +73,8 @@ def make_batch(agent: Agent, # That collected the rollout
     "Log-probabilities, values, and by GAE the advantages and returns of each step."
     (out, values), next_values = agent(rollout.obs), agent.value(rollout.next_obs)
     terminated = rollout.terminated if config.truncation == "bootstrap" else rollout.done
-    advantages, returns = gae(rollout.rewards, values, next_values, terminated, rollout.done | ~rollout.valid, config.gamma, config.lam)
+    advantages, returns = gae(rollout.rewards, values, next_values, terminated, rollout.done | ~rollout.valid,
+                              config.gamma, config.lam)
     if config.whitening == "rollout": advantages = whiten(advantages, rollout.valid)
     logp = agent.head.logp(out, rollout.actions)
     return Batch(*(x[rollout.valid] for x in (rollout.obs, rollout.actions, logp, values, advantages, returns)))
@@ -107,7 +110,9 @@ def check_env(env_id: str, # A name
     try:
         autoreset_mode(envs); distribution(envs.single_action_space)
         try: envs.reset(seed=0)
-        except Exception as e: raise ValueError(f"env must be an environment that can be reset, got {env_id!r}: {str(e) or type(e).__name__}") from e
+        except Exception as e:
+            raise ValueError(f"env must be an environment that can be reset, got {env_id!r}: "
+                             f"{str(e) or type(e).__name__}") from e
     finally: envs.close()
 
 # %% ../../nbs/control/21_cartpole.ipynb #health
@@ -142,7 +147,8 @@ class Scaling:
                  obs_size: int, # Numbers in an observation
                 ):
         self.config, self.seen = config, RunningMoments((obs_size,))
-        self.earned, self.running = RunningMoments(()), torch.zeros(config.num_envs)         # moments of the discounted return so far, and that return
+        # moments of the discounted return so far, and that return
+        self.earned, self.running = RunningMoments(()), torch.zeros(config.num_envs)
 
     def obs(self, obs): # (N, obs_size) array -> the same
         "Observations for the policy; those of the first rollout are left as they are."
@@ -151,7 +157,8 @@ class Scaling:
 
     def __call__(self, rollout): # A rollout -> one with the observations that the policy saw, and scaled rewards
         "Scale a rollout, then learn from it for the next."
-        obs, next_obs = (torch.from_numpy(self.obs(x.flatten(0, 1).numpy())).reshape(x.shape) for x in (rollout.obs, rollout.next_obs))
+        obs, next_obs = (torch.from_numpy(self.obs(x.flatten(0, 1).numpy())).reshape(x.shape)
+                         for x in (rollout.obs, rollout.next_obs))
         if self.config.normalize_obs: take_in(self.seen, "observations", rollout.obs, rollout.valid)
         rewards = rollout.rewards * self.config.reward_scale
         if self.config.normalize_rewards:
@@ -170,7 +177,8 @@ class Scaling:
                         state: dict, # From `state_dict`
                        ):
         "Continue from a checkpoint."
-        self.seen.load_state_dict(state["seen"]); self.earned.load_state_dict(state["earned"]); self.running = state["running"].clone()
+        self.seen.load_state_dict(state["seen"])
+        self.earned.load_state_dict(state["earned"]); self.running = state["running"].clone()
 
 # %% ../../nbs/control/21_cartpole.ipynb #vector
 def one_vector(module: nn.Module, # Its parameters become views; they keep their values
@@ -180,7 +188,8 @@ def one_vector(module: nn.Module, # Its parameters become views; they keep their
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach().clone())
     vector.grad = torch.zeros_like(vector)
     sizes = [p.numel() for p in parameters]
-    for p, x, g in zip(parameters, vector.detach().split(sizes), vector.grad.split(sizes)): p.data, p.grad = x.view_as(p), g.view_as(p)
+    for p, x, g in zip(parameters, vector.detach().split(sizes), vector.grad.split(sizes)):
+        p.data, p.grad = x.view_as(p), g.view_as(p)
     return vector
 
 @torch.no_grad()
@@ -233,9 +242,11 @@ class PPO:
         env_seed, seed = seeds(config.seed)[:2]
         self.envs = make_envs(config.env, config.num_envs, config.vectorization)
         self.collector = Collector(self.envs, env_seed)
-        self.rng, self.generator = np.random.default_rng(seed), torch.Generator(self.device).manual_seed(seed)               # of the actions, and of the minibatches
+        # of the actions, and of the minibatches
+        self.rng, self.generator = np.random.default_rng(seed), torch.Generator(self.device).manual_seed(seed)
         obs_size = self.collector.obs.shape[1]
-        self.agent = Agent(obs_size, self.envs.single_action_space, config, torch.Generator().manual_seed(seed)).to(self.device)
+        self.agent = Agent(obs_size, self.envs.single_action_space, config,
+                           torch.Generator().manual_seed(seed)).to(self.device)
         self.weights = one_vector(self.agent)
         self.optimizer = Adam(self.weights, config.adam_eps)
         self.scaling = Scaling(config, obs_size)
@@ -272,13 +283,15 @@ class PPO:
 
         self.iteration += 1; self.episodes += len(episodes); self.recent.extend(episodes)
         return_mean, length_mean = np.mean(self.recent, axis=0).tolist() if self.recent else (None, None)
-        return dict(iteration=self.iteration, steps=self.iteration * c.batch, episodes=self.episodes, return_mean=return_mean, length_mean=length_mean,
+        return dict(iteration=self.iteration, steps=self.iteration * c.batch, episodes=self.episodes,
+                    return_mean=return_mean, length_mean=length_mean,
                     **dict(zip([*parts, "grad_norm"], torch.stack(logs).view(-1, len(parts) + 1).mean(0).tolist())),
                     **health(self.agent, batch, clip), learning_rate=learning_rate)
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends."
-        return dict(agent=self.agent.state_dict(), optimizer=self.optimizer.state_dict(), scaling=self.scaling.state_dict(), collector=self.collector.state_dict() if savable(self.envs) else None,
+        return dict(agent=self.agent.state_dict(), optimizer=self.optimizer.state_dict(), scaling=self.scaling.state_dict(),
+                    collector=self.collector.state_dict() if savable(self.envs) else None,
                     generator=self.generator.get_state(), rng=json.dumps(self.rng.bit_generator.state),
                     iteration=self.iteration, episodes=self.episodes, recent=[list(e) for e in self.recent])
 
@@ -286,7 +299,9 @@ class PPO:
                         state: dict, # From `state_dict` of a PPO with the same config
                        ):
         "Continue from a checkpoint; ValueError if the environments could not be saved."
-        if state["collector"] is None: raise ValueError(f"resume must be a run whose environments can be saved, got one of {self.config.env} ({self.config.vectorization}): only its agent was")
+        if state["collector"] is None:
+            raise ValueError(f"resume must be a run whose environments can be saved, got one of {self.config.env} "
+                             f"({self.config.vectorization}): only its agent was")
         for name in ("agent", "optimizer", "scaling", "collector"): getattr(self, name).load_state_dict(state[name])
         self.generator.set_state(state["generator"]); self.rng.bit_generator.state = json.loads(state["rng"])
         self.iteration, self.episodes = state["iteration"], state["episodes"]
@@ -297,12 +312,15 @@ def check_start(config: PPOConfig, # What to do
                 run: Run | None = None, # To be continued from its checkpoint
                ):
     "ValueError unless a training can begin here: all that it needs is made once, and given back."
-    if (together := launched("SIZE", 1)) > 1: raise ValueError(f"{config.env} must be trained by one process, got {together} that were launched together")
+    if (together := launched("SIZE", 1)) > 1:
+        raise ValueError(f"{config.env} must be trained by one process, got {together} that were launched together")
     check_env(config.env, config.vectorization)
     try:
         ppo = PPO(config)
         np.empty((2, config.num_steps, *ppo.collector.obs.shape), np.float32)
-    except (MemoryError, RuntimeError) as e: raise ValueError(f"num_envs, num_steps and hidden must fit into memory, got {config.num_envs}, {config.num_steps} and {config.hidden}: {str(e) or type(e).__name__}") from e
+    except (MemoryError, RuntimeError) as e:
+        raise ValueError(f"num_envs, num_steps and hidden must fit into memory, got {config.num_envs}, {config.num_steps} "
+                         f"and {config.hidden}: {str(e) or type(e).__name__}") from e
     try:
         if run is not None:
             with run.fitting() as state: ppo.load_state_dict(state["ppo"]); dict(state["clock"])
@@ -326,7 +344,9 @@ def evaluate(choose, # choose(obs (N, obs_size) array) -> actions for the enviro
             returns += np.where(running, reward, 0)
             running &= ~(terminated | truncated)
             if not running.any(): break
-        else: warnings.warn(f"{env_id} names no max_episode_steps: {running.sum()} of {episodes} episodes were cut off after {longest:,} steps")
+        else:
+            warnings.warn(f"{env_id} names no max_episode_steps: {running.sum()} of {episodes} episodes were cut off after "
+                          f"{longest:,} steps")
     finally: envs.close()
     return torch.from_numpy(returns)
 
@@ -345,7 +365,8 @@ def score(ppo: PPO, # In training or after it
           greedy: bool, # The most probable action, or drawn as in training
          ) -> torch.Tensor: # The return of each of 100 fresh episodes
     "The policy as it is now on fresh environments; KeyboardInterrupt when `ppo.stop` is set."
-    policy = ppo.policy(None if greedy else np.random.default_rng((seed, 1)))           # `seed` alone would be the environments' own stream
+    # `seed` alone would be the environments' own stream
+    policy = ppo.policy(None if greedy else np.random.default_rng((seed, 1)))
     def choose(obs):
         if ppo.stop is not None and ppo.stop.is_set(): raise KeyboardInterrupt
         return ppo.agent.head.for_env(policy(obs))
@@ -366,7 +387,8 @@ CHECKPOINT_EVERY = 10.0      # seconds between two checkpoints of a run that goe
 def check_numbers(row: dict, # Of metrics
                  ):
     "FloatingPointError if a number is NaN; the explained variance of returns that are all alike is none."
-    if bad := [name for name, value in row.items() if value is not None and math.isnan(value) and name != "explained_variance"]:
+    if bad := [name for name, value in row.items() if value is not None and math.isnan(value)
+               and name != "explained_variance"]:
         raise diverged(f"iteration {row['iteration']}", ", ".join(f"{name} is nan" for name in bad))
 
 def train(config: PPOConfig, # What to do
@@ -391,16 +413,21 @@ def train(config: PPOConfig, # What to do
                 check_numbers(row)
                 rows.append(row)
                 if run is not None: run.log(row, row["steps"])
-                if enough is not None and clock["steps_to_solve"] is None and len(ppo.recent) == RECENT and row["return_mean"] >= enough:
+                if (enough is not None and clock["steps_to_solve"] is None and len(ppo.recent) == RECENT
+                    and row["return_mean"] >= enough):
                     clock |= dict(steps_to_solve=row["steps"], seconds_to_solve=clock["wall_seconds"])
                 if run is not None and before - saved > CHECKPOINT_EVERY: save(); saved = before
-                bar.set_postfix({"return": row["return_mean"], "kl": row["kl_k3"], "clipped": row["clip_fraction"]}, refresh=False); bar.update(config.batch)
+                bar.set_postfix({"return": row["return_mean"], "kl": row["kl_k3"], "clipped": row["clip_fraction"]},
+                                refresh=False)
+                bar.update(config.batch)
         if run is not None: save()
-        final, interrupted = dict.fromkeys(SCORES) | dict(solved=None if enough is None else False), ppo.iteration < config.iterations
+        final, interrupted = (dict.fromkeys(SCORES) | dict(solved=None if enough is None else False),
+                              ppo.iteration < config.iterations)
         try:
             if not interrupted: final = scores(ppo)
         except KeyboardInterrupt: interrupted = True
-        summary = dict(task=task, env=config.env, algo="ppo", seed=config.seed, device=ppo.device, steps=ppo.iteration * config.batch, interrupted=interrupted, **clock, **final)
+        summary = dict(task=task, env=config.env, algo="ppo", seed=config.seed, device=ppo.device,
+                       steps=ppo.iteration * config.batch, interrupted=interrupted, **clock, **final)
         if run is not None:
             run.save_figure(lambda figure: plot_run(figure, rows, summary))
             run.finish(summary)
@@ -415,15 +442,18 @@ def plot_run(figure, # A matplotlib figure
     from rlhf_notes.viz import COLORS
     (top, kl), (clip, ev) = figure.subplots(2, 2, sharex=True)
     steps = [r["steps"] for r in rows]
-    def line(ax, column, title): ax.plot(steps, [np.nan if r[column] is None else r[column] for r in rows]); ax.set_title(title)
+    def line(ax, column, title):
+        ax.plot(steps, [np.nan if r[column] is None else r[column] for r in rows]); ax.set_title(title)
     line(top, "return_mean", f"return, mean of the last {RECENT} episodes")
     enough = threshold(summary["env"])
     if enough is not None: top.axhline(enough, color=COLORS["grey"], linestyle=":", label=f"solved: {enough:g}")
     if summary["eval_return_mean"] is not None:
         top.plot(summary["steps"], summary["eval_return_mean"], "o", color=COLORS["green"], label="evaluated, greedy")
-        top.plot(summary["steps"], summary["eval_sampled_return_mean"], "x", color=COLORS["orange"], label="evaluated, sampled")
+        top.plot(summary["steps"], summary["eval_sampled_return_mean"], "x", color=COLORS["orange"],
+                 label="evaluated, sampled")
     if named := top.get_legend_handles_labels()[0]: figure.legend(handles=named, loc="outside lower center", ncols=3)
-    line(kl, "kl_k3", "KL(old, new), nats ($k_3$)"); line(clip, "clip_fraction", "clip fraction"); line(ev, "explained_variance", "explained variance (below -1 not shown)")
+    line(kl, "kl_k3", "KL(old, new), nats ($k_3$)")
+    line(clip, "clip_fraction", "clip fraction"); line(ev, "explained_variance", "explained variance (below -1 not shown)")
     ev.set_ylim(-1, 1.05)
     for ax in (clip, ev): ax.set_xlabel(f"environment steps{'; interrupted' * summary['interrupted']}")
     figure.suptitle(f"{summary['task']}, seed {summary['seed']}", fontsize=10, color=COLORS["grey"])

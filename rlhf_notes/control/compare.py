@@ -24,8 +24,10 @@ from ..runs import bootstrap_interval
 
 # %% ../../nbs/control/23_compare.ipynb #single
 SINGLE_FILE = {     # as CleanRL publishes them, in ppo.py and in ppo_continuous_action.py
-    "cartpole": dict(num_envs=4, num_steps=128, total=500_000, learning_rate=2.5e-4, minibatches=4, epochs=4, entropy_coef=0.01),
-    "pendulum": dict(num_envs=1, num_steps=2048, total=1_000_000, learning_rate=3e-4, minibatches=32, epochs=10, entropy_coef=0.0),
+    "cartpole": dict(num_envs=4, num_steps=128, total=500_000, learning_rate=2.5e-4, minibatches=4,
+                     epochs=4, entropy_coef=0.01),
+    "pendulum": dict(num_envs=1, num_steps=2048, total=1_000_000, learning_rate=3e-4, minibatches=32,
+                     epochs=10, entropy_coef=0.0),
 }
 
 def _normalised(env, gamma): # A single environment -> one with clipped actions, and with observations and rewards normalised and clipped
@@ -52,8 +54,10 @@ class SingleFile:
                  value_coef: float = 0.5, # Weight of the value loss
                  max_grad_norm: float = 0.5, # Longer gradients are shortened
                 ):
-        self.T, self.batch, self.iterations, self.iteration = num_steps, num_envs * num_steps, total // (num_envs * num_steps), 0
-        self.learning_rate, self.minibatches, self.epochs, self.entropy_coef, self.value_coef = learning_rate, minibatches, epochs, entropy_coef, value_coef
+        self.T, self.batch, self.iterations, self.iteration = (num_steps, num_envs * num_steps,
+                                                               total // (num_envs * num_steps), 0)
+        self.learning_rate, self.minibatches, self.epochs = learning_rate, minibatches, epochs
+        self.entropy_coef, self.value_coef = entropy_coef, value_coef
         self.gamma, self.lam, self.clip, self.max_grad_norm = gamma, lam, clip, max_grad_norm
         torch.manual_seed(seed)
         space = gym.spec(env_id).make().action_space
@@ -64,14 +68,16 @@ class SingleFile:
         self.envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
         size, outputs = self.envs.single_observation_space.shape[0], int(space.n) if self.discrete else space.shape[0]
         self.low, self.high = (None, None) if self.discrete else (space.low, space.high)
-        self.actor, self.critic, self.log_std = mlp(size, outputs, 0.01), mlp(size, 1, 1.0), nn.Parameter(torch.zeros(1, outputs))
+        self.actor, self.critic, self.log_std = (mlp(size, outputs, 0.01), mlp(size, 1, 1.0),
+                                                 nn.Parameter(torch.zeros(1, outputs)))
         self.parameters = [*self.actor.parameters(), *self.critic.parameters()] + [self.log_std] * (not self.discrete)
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate, eps=1e-5)
         self.obs, self.done = torch.tensor(self.envs.reset(seed=seed)[0], dtype=torch.float32), torch.zeros(num_envs)
 
     def _distribution(self, obs):
         out = self.actor(obs)
-        return torch.distributions.Categorical(logits=out) if self.discrete else torch.distributions.Independent(torch.distributions.Normal(out, self.log_std.expand_as(out).exp()), 1)
+        return (torch.distributions.Categorical(logits=out) if self.discrete
+                else torch.distributions.Independent(torch.distributions.Normal(out, self.log_std.expand_as(out).exp()), 1))
 
     def _collect(self):
         steps, rewards = [], []
@@ -82,12 +88,14 @@ class SingleFile:
                 steps.append((self.obs, action, pi.log_prob(action), self.critic(self.obs).squeeze(-1), self.done))
             obs, reward, terminated, truncated, _ = self.envs.step(action.numpy())
             rewards.append(torch.tensor(reward, dtype=torch.float32))
-            self.obs, self.done = torch.tensor(obs, dtype=torch.float32), torch.tensor(terminated | truncated, dtype=torch.float32)
+            self.obs, self.done = (torch.tensor(obs, dtype=torch.float32),
+                                   torch.tensor(terminated | truncated, dtype=torch.float32))
         return [torch.stack(x) for x in zip(*steps)], torch.stack(rewards)
 
     @torch.no_grad()
     def _advantages(self, rewards, values, dones):
-        advantages, advantage, value, alive = torch.zeros_like(rewards), 0.0, self.critic(self.obs).squeeze(-1), 1 - self.done
+        advantages, advantage, value, alive = (torch.zeros_like(rewards), 0.0,
+                                               self.critic(self.obs).squeeze(-1), 1 - self.done)
         for t in reversed(range(self.T)):
             delta = rewards[t] + self.gamma * value * alive - values[t]
             advantages[t] = advantage = delta + self.gamma * self.lam * alive * advantage
@@ -100,7 +108,9 @@ class SingleFile:
         (obs, actions, logp_old, values, dones), rewards = self._collect()
         advantages = self._advantages(rewards, values, dones)
         returns = advantages + values
-        obs, actions, logp_old, values, advantages, returns = (x.flatten(0, 1) for x in (obs, actions, logp_old, values, advantages, returns))
+        obs, actions, logp_old, values, advantages, returns = (x.flatten(0, 1)
+                                                               for x in (obs, actions, logp_old, values,
+                                                                         advantages, returns))
         for _ in range(self.epochs):
             for rows in torch.randperm(self.batch).split(self.batch // self.minibatches):
                 pi, value = self._distribution(obs[rows]), self.critic(obs[rows]).squeeze(-1)
@@ -132,19 +142,27 @@ class SingleFile:
 
 # %% ../../nbs/control/23_compare.ipynb #peers
 ZOO = {             # rl-zoo's hyperparams/ppo.yml; a function falls from its value to 0 in a straight line
-    "cartpole": dict(total=100_000, n_envs=8, n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0,
+    "cartpole": dict(total=100_000, n_envs=8, n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98,
+                     n_epochs=20, ent_coef=0.0,
                      learning_rate=lambda left: 1e-3 * left, clip_range=lambda left: 0.2 * left),
-    "pendulum": dict(total=100_000, n_envs=4, n_steps=1024, gae_lambda=0.95, gamma=0.9, n_epochs=10, ent_coef=0.0, learning_rate=1e-3, clip_range=0.2, use_sde=True, sde_sample_freq=4),
+    "pendulum": dict(total=100_000, n_envs=4, n_steps=1024, gae_lambda=0.95, gamma=0.9, n_epochs=10, ent_coef=0.0,
+                     learning_rate=1e-3, clip_range=0.2, use_sde=True, sde_sample_freq=4),
 }
 
 def equal(config: PPOConfig, # Ours
          ) -> dict: # For `StableBaselines`
     "Our hyperparameters in the words of stable-baselines3."
-    return dict(total=config.iterations * config.batch, n_envs=config.num_envs, n_steps=config.num_steps, batch_size=config.batch // config.minibatches, n_epochs=config.epochs,
-                gamma=config.gamma, gae_lambda=config.lam, learning_rate=lambda left: config.learning_rate * left ** config.lr_anneal, clip_range=lambda left: config.clip * left ** config.clip_anneal,
-                ent_coef=config.entropy_coef, vf_coef=config.value_coef / 2, max_grad_norm=config.max_grad_norm, reward_scale=config.reward_scale,
-                policy_kwargs=dict(net_arch=dict(pi=[config.hidden] * 2, vf=[config.hidden] * 2), activation_fn={"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[config.activation],
-                                   ortho_init=config.init == "orthogonal", log_std_init=config.log_std, optimizer_kwargs=dict(eps=config.adam_eps)))
+    return dict(total=config.iterations * config.batch, n_envs=config.num_envs, n_steps=config.num_steps,
+                batch_size=config.batch // config.minibatches, n_epochs=config.epochs,
+                gamma=config.gamma, gae_lambda=config.lam,
+                learning_rate=lambda left: config.learning_rate * left ** config.lr_anneal,
+                clip_range=lambda left: config.clip * left ** config.clip_anneal,
+                ent_coef=config.entropy_coef, vf_coef=config.value_coef / 2, max_grad_norm=config.max_grad_norm,
+                reward_scale=config.reward_scale,
+                policy_kwargs=dict(net_arch=dict(pi=[config.hidden] * 2, vf=[config.hidden] * 2),
+                                   activation_fn={"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[config.activation],
+                                   ortho_init=config.init == "orthogonal", log_std_init=config.log_std,
+                                   optimizer_kwargs=dict(eps=config.adam_eps)))
 
 class StableBaselines:
     "PPO of stable-baselines3, an iteration at a time."
@@ -158,8 +176,10 @@ class StableBaselines:
                 ):
         from stable_baselines3 import PPO as Theirs
         from stable_baselines3.common.env_util import make_vec_env
-        scaled = None if reward_scale == 1 else lambda env: gym.wrappers.TransformReward(env, lambda reward: reward_scale * reward)
-        self.model = Theirs("MlpPolicy", make_vec_env(env_id, n_envs, seed=seed, wrapper_class=scaled), seed=seed, device="cpu", **settings)
+        scaled = (None if reward_scale == 1
+                  else lambda env: gym.wrappers.TransformReward(env, lambda reward: reward_scale * reward))
+        self.model = Theirs("MlpPolicy", make_vec_env(env_id, n_envs, seed=seed, wrapper_class=scaled), seed=seed,
+                            device="cpu", **settings)
         self.total, self.callback = self.model._setup_learn(total)
         self.batch = n_envs * self.model.n_steps
 
@@ -198,7 +218,8 @@ class Ours:
 # %% ../../nbs/control/23_compare.ipynb #race
 CONFIGS = {"cartpole": PPOConfig, "pendulum": PendulumConfig}
 EVERY = {"cartpole": 1024, "pendulum": 4096}           # steps between two evaluations
-COLUMNS = ("task", "seed", "contender", "greedy_steps", "greedy_seconds", "sampled_steps", "sampled_seconds", "steps", "seconds")
+COLUMNS = ("task", "seed", "contender", "greedy_steps", "greedy_seconds", "sampled_steps",
+           "sampled_seconds", "steps", "seconds")
 
 @dataclass(frozen=True)
 class Contender:
@@ -213,12 +234,16 @@ def contenders(task: str, # "cartpole" or "pendulum"
               ) -> list: # Of `Contender`; those of stable-baselines3 if it is installed
     "All that can be raced here."
     config, env_id = CONFIGS[task](), CONFIGS[task]().env
-    found = [Contender("ours", "our defaults", lambda seed: Ours(CONFIGS[task](seed=seed)), config.iterations * config.batch, True)]
+    found = [Contender("ours", "our defaults", lambda seed: Ours(CONFIGS[task](seed=seed)),
+                       config.iterations * config.batch, True)]
     if importlib.util.find_spec("stable_baselines3") is not None:
         zoo, same = ZOO[task], equal(config)
-        found += [Contender("sb3-zoo", "stable-baselines3, rl-zoo's settings", lambda seed: StableBaselines(env_id, seed, **zoo), zoo["total"], False),
-                  Contender("sb3-equal", "stable-baselines3, our settings", lambda seed: StableBaselines(env_id, seed, **same), same["total"], True)]
-    return found + [Contender("single-file", "a loop like CleanRL's", lambda seed: SingleFile(env_id, seed, **SINGLE_FILE[task]), 200_000, False)]
+        found += [Contender("sb3-zoo", "stable-baselines3, rl-zoo's settings",
+                            lambda seed: StableBaselines(env_id, seed, **zoo), zoo["total"], False),
+                  Contender("sb3-equal", "stable-baselines3, our settings",
+                            lambda seed: StableBaselines(env_id, seed, **same), same["total"], True)]
+    return found + [Contender("single-file", "a loop like CleanRL's",
+                              lambda seed: SingleFile(env_id, seed, **SINGLE_FILE[task]), 200_000, False)]
 
 def look(trainer, # With `policy`
          env_id: str, # Where
@@ -230,7 +255,8 @@ def look(trainer, # With `policy`
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(action_seed)
         return dict(greedy=evaluate(trainer.policy(), greedy_seed, env_id=env_id).mean().item(),
-                    sampled=evaluate(trainer.policy(np.random.default_rng(action_seed)), sampled_seed, env_id=env_id).mean().item())
+                    sampled=evaluate(trainer.policy(np.random.default_rng(action_seed)), sampled_seed,
+                                     env_id=env_id).mean().item())
 
 def race(contender: Contender, # Who
          task: str, # "cartpole" or "pendulum"
@@ -241,7 +267,8 @@ def race(contender: Contender, # Who
     row = dict.fromkeys(COLUMNS) | dict(task=task, seed=seed, contender=contender.name)
     trainer, steps, seconds, due = contender.make(seed), 0, 0.0, every
     gc.collect()
-    while steps + trainer.batch <= contender.budget and (contender.whole or row["greedy_steps"] is None or row["sampled_steps"] is None):
+    while steps + trainer.batch <= contender.budget and (contender.whole or row["greedy_steps"] is None
+                                                         or row["sampled_steps"] is None):
         start = time.perf_counter()
         trainer.iterate()
         seconds += time.perf_counter() - start
@@ -250,7 +277,8 @@ def race(contender: Contender, # Who
         due += every * (1 + (steps - due) // every)
         if row["greedy_steps"] is not None and row["sampled_steps"] is not None: continue
         for how, mean in look(trainer, env_id, seed, steps).items():
-            if mean >= threshold(env_id) and row[f"{how}_steps"] is None: row |= {f"{how}_steps": steps, f"{how}_seconds": round(seconds, 4)}
+            if mean >= threshold(env_id) and row[f"{how}_steps"] is None:
+                row |= {f"{how}_steps": steps, f"{how}_seconds": round(seconds, 4)}
     return row | dict(steps=steps, seconds=round(seconds, 4))
 
 def compare(task: str, # "cartpole" or "pendulum"
@@ -261,7 +289,7 @@ def compare(task: str, # "cartpole" or "pendulum"
     "All contenders on all seeds, by turns."
     torch.set_num_threads(1)
     field = contenders(task)
-    for contender in field: contender.make(0).iterate()                   # what is done once in a process is done before any clock runs
+    for contender in field: contender.make(0).iterate()  # what is done once in a process is done before any clock runs
     rows = []
     for seed in range(first, first + seeds):
         for i in range(len(field)):
@@ -281,7 +309,8 @@ def ratios(rows: list, # From `compare`, of one task
     if how == "speed": values, censored = [(a["steps"] / a["seconds"]) / (b["steps"] / b["seconds"]) for b, a in pairs], 0
     elif any(a[f"{how}_seconds"] is None for _, a in pairs): return None
     else:
-        values = [(b["seconds"] if b[f"{how}_seconds"] is None else b[f"{how}_seconds"]) / a[f"{how}_seconds"] for b, a in pairs]
+        values = [(b["seconds"] if b[f"{how}_seconds"] is None else b[f"{how}_seconds"]) / a[f"{how}_seconds"]
+                  for b, a in pairs]
         censored = sum(b[f"{how}_seconds"] is None for b, _ in pairs)
     low, high = bootstrap_interval(values, statistic="median")
     return dict(median=float(np.median(values)), low=low, high=high, censored=censored)
@@ -292,15 +321,18 @@ def table(rows: list, # From `compare`, of one task
     def middle(own, column, digits):
         values = [r[column] if r[column] is not None else np.inf for r in own]
         value = float(np.median(values))
-        return f"{value:,.{digits}f}" if np.isfinite(value) else f"> {np.median([r[column.split('_')[1]] for r in own]):,.{digits}f}"
+        return (f"{value:,.{digits}f}" if np.isfinite(value)
+                else f"> {np.median([r[column.split('_')[1]] for r in own]):,.{digits}f}")
     def ratio(name, how):
         if name == "ours": return "1"
         r = ratios(rows, name, how)
         return "-" if r is None else f"{'≥ ' * bool(r['censored'])}{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]"
-    lines = [("contender", "crossed", "steps", "seconds", "times ours", "greedy: crossed", "seconds", "times ours", "steps/s", "our speed to its")]
+    lines = [("contender", "crossed", "steps", "seconds", "times ours", "greedy: crossed", "seconds", "times ours",
+              "steps/s", "our speed to its")]
     for name in dict.fromkeys(r["contender"] for r in sorted(rows, key=lambda r: (r["seed"], r["contender"] != "ours"))):
         own = [r for r in rows if r["contender"] == name]
         crossed = {how: f"{sum(r[f'{how}_steps'] is not None for r in own)} of {len(own)}" for how in ("sampled", "greedy")}
-        lines.append((name, crossed["sampled"], middle(own, "sampled_steps", 0), middle(own, "sampled_seconds", 2), ratio(name, "sampled"), crossed["greedy"], middle(own, "greedy_seconds", 2), ratio(name, "greedy"),
+        lines.append((name, crossed["sampled"], middle(own, "sampled_steps", 0), middle(own, "sampled_seconds", 2),
+                      ratio(name, "sampled"), crossed["greedy"], middle(own, "greedy_seconds", 2), ratio(name, "greedy"),
                       f"{np.median([r['steps'] / r['seconds'] for r in own]):,.0f}", ratio(name, "speed")))
     return lines

@@ -20,40 +20,53 @@ class PPOConfig:
     "Hyperparameters of PPO for control; the defaults are for CartPole."
     env: str = option("CartPole-v1", "a name that Gymnasium knows: Box observations, Discrete or Box actions")
     seed: int = option(0, "of the environments, the first weights, the actions and the minibatches", low=0, high=MAX_SEED)
-    device: str = option("auto", "where to compute: auto, cpu, cuda or mps; auto is the cpu, which is faster for networks this small")
-    vectorization: str = option("auto", "how environments run side by side: auto (the environment's own way, else sync), sync (in turn), async (a process each)", choices=VECTORIZATIONS)
+    device: str = option("auto", "where to compute: auto, cpu, cuda or mps; auto is the cpu, which is faster for "
+                                 "networks this small")
+    vectorization: str = option("auto", "how environments run side by side: auto (the environment's own way, else sync), "
+                                        "sync (in turn), async (a process each)", choices=VECTORIZATIONS)
     steps: int = option(40_000, "environment steps in all; what does not fill a last iteration is left out", low=1)
     num_envs: int = option(32, "environments side by side", low=1)
     num_steps: int = option(32, "steps of each environment in an iteration", low=2)
     epochs: int = option(4, "passes over the data of an iteration", low=1)
     minibatches: int = option(8, "parts into which a pass is cut: one gradient step each", low=1)
     learning_rate: float = option(3e-3, "of Adam, at the start", low=0, open_low=True)
-    lr_anneal: float = option(1.0, "power of the share of steps that is left, by which the learning rate falls: 0 not at all, 1 in a straight line to 0, 2 faster at first", low=0)
+    lr_anneal: float = option(1.0, "power of the share of steps that is left, by which the learning rate falls: 0 not at "
+                                   "all, 1 in a straight line to 0, 2 faster at first", low=0)
     adam_eps: float = option(1e-5, "epsilon of Adam", low=0, open_low=True)
     gamma: float = option(0.98, "discount of a reward one step later", low=0, high=1)
     lam: float = option(0.95, "lambda of GAE: 0 trusts the value function, 1 the rewards", low=0, high=1)
-    truncation: str = option("bootstrap", "what follows an episode that was cut off: bootstrap (what the value function expects) or terminate (nothing, as if it had ended)", choices=TRUNCATIONS)
-    whitening: str = option("rollout", "advantages have mean 0 and variance 1 in each minibatch, in each rollout, or none of both", choices=WHITENINGS)
-    clip: float = option(0.2, "how far the ratio of new to old probability may pay, either way from 1", low=0, high=1, open_low=True)
+    truncation: str = option("bootstrap",
+                             "what follows an episode that was cut off: bootstrap (what the value function expects) or "
+                             "terminate (nothing, as if it had ended)", choices=TRUNCATIONS)
+    whitening: str = option("rollout",
+                            "advantages have mean 0 and variance 1 in each minibatch, in each rollout, or none of both",
+                            choices=WHITENINGS)
+    clip: float = option(0.2, "how far the ratio of new to old probability may pay, either way from 1", low=0,
+                         high=1, open_low=True)
     clip_anneal: float = option(0.0, "power by which the clip falls, as for the learning rate", low=0)
-    target_kl: float = option(0.0, "no further pass over the data of an iteration once the policy has moved so far, in nats; 0 = no limit", low=0)
+    target_kl: float = option(0.0, "no further pass over the data of an iteration once the policy has moved so far, in "
+                                   "nats; 0 = no limit", low=0)
     entropy_coef: float = option(0.0, "weight of the entropy bonus", low=0)
     value_coef: float = option(0.5, "weight of the value loss", low=0)
     value_clip: float = option(0.0, "how far a value may move in an iteration, in units of the return; 0 = no limit", low=0)
     max_grad_norm: float = option(0.5, "a gradient longer than this is shortened to it", low=0, open_low=True)
     normalize_obs: bool = option(False, "observations have mean 0 and variance 1, by running moments")
-    normalize_rewards: bool = option(False, "rewards are divided by the running standard deviation of the discounted return")
+    normalize_rewards: bool = option(False, "rewards are divided by the running standard deviation of the "
+                                            "discounted return")
     reward_scale: float = option(1.0, "what rewards are multiplied by, in training alone", low=0, open_low=True)
     hidden: int = option(64, "width of the two hidden layers", low=1)
     activation: str = option("tanh", "of the hidden layers", choices=("tanh", "relu", "silu"))
     init: str = option("orthogonal", "of the weights: orthogonal, or PyTorch's default", choices=("orthogonal", "default"))
-    log_std: float = option(0.0, "of the first Gaussian policy: log of its standard deviation, in units of the action (with squash, before the tanh)", low=-10, high=10)
+    log_std: float = option(0.0, "of the first Gaussian policy: log of its standard deviation, in units of the action "
+                                 "(with squash, before the tanh)", low=-10, high=10)
     squash: bool = option(False, "a Gaussian's actions are brought between their bounds by tanh instead of being clipped")
 
     def __post_init__(self):
         check_options(self)
-        if self.batch % self.minibatches: raise ValueError(f"minibatches must divide num_envs * num_steps = {self.batch}, got {self.minibatches}")
-        if self.steps < self.batch: raise ValueError(f"steps must be at least num_envs * num_steps = {self.batch}, got {self.steps}")
+        if self.batch % self.minibatches:
+            raise ValueError(f"minibatches must divide num_envs * num_steps = {self.batch}, got {self.minibatches}")
+        if self.steps < self.batch:
+            raise ValueError(f"steps must be at least num_envs * num_steps = {self.batch}, got {self.steps}")
 
     @property
     def batch(self) -> int: # In environment steps
@@ -75,8 +88,10 @@ class PendulumConfig(PPOConfig):
     epochs: int = option(6, "passes over the data of an iteration", low=1)
     minibatches: int = option(4, "parts into which a pass is cut: one gradient step each", low=1)
     learning_rate: float = option(5e-3, "of Adam, at the start", low=0, open_low=True)
-    lr_anneal: float = option(2.0, "power of the share of steps that is left, by which the learning rate falls: 0 not at all, 1 in a straight line to 0, 2 faster at first", low=0)
+    lr_anneal: float = option(2.0, "power of the share of steps that is left, by which the learning rate falls: 0 not at "
+                                   "all, 1 in a straight line to 0, 2 faster at first", low=0)
     gamma: float = option(0.95, "discount of a reward one step later", low=0, high=1)
     reward_scale: float = option(0.1, "what rewards are multiplied by, in training alone", low=0, open_low=True)
     activation: str = option("silu", "of the hidden layers", choices=("tanh", "relu", "silu"))
-    log_std: float = option(1.0, "of the first Gaussian policy: log of its standard deviation, in units of the action (with squash, before the tanh)", low=-10, high=10)
+    log_std: float = option(1.0, "of the first Gaussian policy: log of its standard deviation, in units of the action "
+                                 "(with squash, before the tanh)", low=-10, high=10)

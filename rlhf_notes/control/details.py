@@ -61,11 +61,13 @@ def bounded_both_ways(surrogate): # `clipped_surrogate`, without dual clip
 
 def across_ends(gae): # `advantage.gae`, whose recursion stops at `done`
     "The recursion does not stop where an episode ends: what follows in the next one is credited to this one."
-    return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(rewards, values, next_values, terminated, torch.zeros_like(done), gamma, lam)
+    return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(
+        rewards, values, next_values, terminated, torch.zeros_like(done), gamma, lam)
 
 def no_end(gae): # `advantage.gae`, whose bootstrap is 0 at `terminated`
     "The value function is asked what comes after the end, as if there were something."
-    return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(rewards, values, next_values, torch.zeros_like(terminated), done, gamma, lam)
+    return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(
+        rewards, values, next_values, torch.zeros_like(terminated), done, gamma, lam)
 
 def seams_kept(make_batch): # `cartpole.make_batch`, which leaves such steps out
     "The step in which an environment is only reset, its action ignored, is learned from like any other."
@@ -89,7 +91,8 @@ def thinned(Agent): # `policy.Agent`, without dropout
             out = obs
             for layer in self.policy:
                 out = layer(out)
-                if torch.is_grad_enabled() and not isinstance(layer, nn.Linear): out = out * (torch.rand(out.shape, generator=self.chance) >= 0.1) / 0.9
+                if torch.is_grad_enabled() and not isinstance(layer, nn.Linear):
+                    out = out * (torch.rand(out.shape, generator=self.chance) >= 0.1) / 0.9
             return out, self.value(obs)
     return Thinned
 
@@ -103,13 +106,18 @@ DETAILS = {
     "last layer 1": Detail("the policy's last layer begins at gain 1, not 0.01", "core 2", swap=(policy, "mlp", loud)),
     "adam eps 1e-8": Detail("Adam's epsilon as PyTorch has it", "core 3", dict(adam_eps=1e-8)),
     "constant rate": Detail("the learning rate does not fall", "core 4", dict(lr_anneal=0.0)),
-    "linear rate": Detail("the learning rate falls in a straight line, not squared", "core 4", dict(lr_anneal=1.0), tasks=("pendulum",)),
-    "squared rate": Detail("the learning rate falls squared, not in a straight line", "core 4", dict(lr_anneal=2.0), tasks=("cartpole",)),
-    "truncation is end": Detail("an episode that was cut off counts as one that ended", "core 5", dict(truncation="terminate")),
-    "end is truncation": Detail("an episode that ended counts as one that was cut off", "core 5", swap=(cartpole, "gae", no_end), tasks=("cartpole",)),
+    "linear rate": Detail("the learning rate falls in a straight line, not squared", "core 4", dict(lr_anneal=1.0),
+                          tasks=("pendulum",)),
+    "squared rate": Detail("the learning rate falls squared, not in a straight line", "core 4", dict(lr_anneal=2.0),
+                           tasks=("cartpole",)),
+    "truncation is end": Detail("an episode that was cut off counts as one that ended", "core 5",
+                                dict(truncation="terminate")),
+    "end is truncation": Detail("an episode that ended counts as one that was cut off", "core 5",
+                                swap=(cartpole, "gae", no_end), tasks=("cartpole",)),
     "lambda 1": Detail("the rewards alone are trusted", "core 5", dict(lam=1.0)),
     "lambda 0": Detail("the value function alone is trusted", "core 5", dict(lam=0.0)),
-    "GAE across ends": Detail("GAE runs on from one episode into the one before", "core 5", swap=(cartpole, "gae", across_ends)),
+    "GAE across ends": Detail("GAE runs on from one episode into the one before", "core 5",
+                              swap=(cartpole, "gae", across_ends)),
     "seams are data": Detail("resets are learned from", "", swap=(cartpole, "make_batch", seams_kept)),
     "no minibatches": Detail("one gradient step in a pass", "core 6", dict(minibatches=1)),
     "1 epoch": Detail("one pass over the data", "core 6", dict(epochs=1)),
@@ -120,7 +128,8 @@ DETAILS = {
     "whitening per minibatch": Detail("advantages whitened in each minibatch", "core 7", dict(whitening="minibatch")),
     "no clip": Detail("ratio times advantage, not clipped", "core 8", swap=(cartpole, "clipped_surrogate", unclipped)),
     "dual clip 3": Detail("dual clip at 3", "", swap=(cartpole, "clipped_surrogate", doubly_clipped)),
-    "dual clip, any sign": Detail("dual clip at 3, for positive advantages too", "", swap=(cartpole, "clipped_surrogate", bounded_both_ways)),
+    "dual clip, any sign": Detail("dual clip at 3, for positive advantages too", "",
+                                  swap=(cartpole, "clipped_surrogate", bounded_both_ways)),
     "falling clip": Detail("the clip falls in a straight line to 0", "core 8", dict(clip_anneal=1.0)),
     "stop at KL 0.005": Detail("no further pass once the policy has moved 0.005 nats", "", dict(target_kl=0.005)),
     "value clip 0.2": Detail("the value loss is clipped, at 0.2 in units of the return", "core 9", dict(value_clip=0.2)),
@@ -128,12 +137,16 @@ DETAILS = {
     "long gradients": Detail("gradients of any length", "core 11", dict(max_grad_norm=1e9)),
     "dropout": Detail("dropout of 0.1 in the update", "", swap=(cartpole, "Agent", thinned)),
     "shared trunk": Detail("policy and value share their hidden layers", "core 13", swap=(cartpole, "Agent", shared_trunk)),
-    "log std 0": Detail("the standard deviation begins at 1, not at 2.7", "continuous 2", dict(log_std=0.0), tasks=("pendulum",)),
-    "fixed std": Detail("the standard deviation is not learned", "continuous 2", swap=(policy, "distribution", fixed_std), tasks=("pendulum",)),
-    "tanh squash": Detail("tanh brings actions between their bounds", "continuous 5", dict(squash=True), tasks=("pendulum",)),
+    "log std 0": Detail("the standard deviation begins at 1, not at 2.7", "continuous 2", dict(log_std=0.0),
+                        tasks=("pendulum",)),
+    "fixed std": Detail("the standard deviation is not learned", "continuous 2", swap=(policy, "distribution", fixed_std),
+                        tasks=("pendulum",)),
+    "tanh squash": Detail("tanh brings actions between their bounds", "continuous 5", dict(squash=True),
+                          tasks=("pendulum",)),
     "normalised obs": Detail("observations are normalised and clipped", "continuous 6", dict(normalize_obs=True)),
     "normalised rewards": Detail("rewards are normalised and clipped", "continuous 8", dict(normalize_rewards=True)),
-    "reward scale 1": Detail("rewards as they come, not a tenth of them", "continuous 8", dict(reward_scale=1.0), tasks=("pendulum",)),
+    "reward scale 1": Detail("rewards as they come, not a tenth of them", "continuous 8", dict(reward_scale=1.0),
+                             tasks=("pendulum",)),
     "tanh": Detail("hidden layers with tanh, not silu", "", dict(activation="tanh"), tasks=("pendulum",)),
     "silu": Detail("hidden layers with silu, not tanh", "", dict(activation="silu"), tasks=("cartpole",)),
     "relu": Detail("hidden layers with relu", "", dict(activation="relu")),
@@ -147,7 +160,8 @@ def experiments(task: str, # "cartpole" or "pendulum"
     return [INTACT, UNTRAINED, *(name for name, d in DETAILS.items() if task in d.tasks)]
 
 # %% ../../nbs/control/24_details.ipynb #try
-DIALS = ("kl_k3", "clip_fraction", "explained_variance", "entropy", "grad_norm", "value_loss")       # what is logged in each iteration and tells how an update went
+# what is logged in each iteration and tells how an update went
+DIALS = ("kl_k3", "clip_fraction", "explained_variance", "entropy", "grad_norm", "value_loss")
 
 def attempt(task: str, # "cartpole" or "pendulum"
             name: str, # From `experiments`
@@ -164,9 +178,12 @@ def attempt(task: str, # "cartpole" or "pendulum"
         evaluation_seeds = np.random.SeedSequence((seed, 2)).generate_state(config.iterations).tolist()
         while ppo.iteration < config.iterations and name != UNTRAINED:
             rows.append(ppo.iterate())
-            if first is None and ppo.iteration % every == 0 and score(ppo, evaluation_seeds[ppo.iteration - 1], False).mean() >= threshold(config.env): first = rows[-1]["steps"]
+            if (first is None and ppo.iteration % every == 0
+                and score(ppo, evaluation_seeds[ppo.iteration - 1], False).mean() >= threshold(config.env)):
+                first = rows[-1]["steps"]
         final = scores(ppo)
-    return dict(greedy=final["eval_return_mean"], sampled=final["eval_sampled_return_mean"], first_sampled_steps=first, **{d: float(np.mean([r[d] for r in rows])) if rows else None for d in DIALS})
+    return dict(greedy=final["eval_return_mean"], sampled=final["eval_sampled_return_mean"], first_sampled_steps=first,
+                **{d: float(np.mean([r[d] for r in rows])) if rows else None for d in DIALS})
 
 # %% ../../nbs/control/24_details.ipynb #verdict
 ENOUGH = 5           # seeds below which there is no verdict
@@ -214,9 +231,12 @@ def compare(rows: list, # name, seed, and numbers (None = there is none), each a
         base = base_of(name)
         seeds = sorted(set(runs) & set(by.get(base, ())))
         if not seeds or base == name: continue
-        def pairs(column): return [(runs[s][column], by[base][s][column]) for s in seeds if None not in (runs[s][column], by[base][s][column])]
+        def pairs(column):
+            return [(runs[s][column], by[base][s][column])
+                    for s in seeds if None not in (runs[s][column], by[base][s][column])]
         differences = [x - y for x, y in pairs(score)]
         word, mean, low, high = verdict(differences, gain[base])
         told = {d: deviation([x - y for x, y in p], [y for _, y in p]) for d in dials if (p := pairs(d))}
-        table[name] = dict(verdict=word, mean=mean, low=low, high=high, differences=differences, seeds=seeds, score=sum(runs[s][score] for s in seeds) / len(seeds), dials=told)
+        table[name] = dict(verdict=word, mean=mean, low=low, high=high, differences=differences, seeds=seeds,
+                           score=sum(runs[s][score] for s in seeds) / len(seeds), dials=told)
     return table

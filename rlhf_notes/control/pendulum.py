@@ -58,7 +58,8 @@ def play(ppo: PPO, # Trained, or not
         ) -> Replay: # Of `steps` steps
     "Play one episode and keep its states."
     with gym.make(ppo.config.env, max_episode_steps=steps + 1) as env:
-        if not isinstance(env.unwrapped, PendulumEnv): raise ValueError(f"ppo must play Pendulum, got one for {ppo.config.env}")
+        if not isinstance(env.unwrapped, PendulumEnv):
+            raise ValueError(f"ppo must play Pendulum, got one for {ppo.config.env}")
         obs, _ = env.reset(seed=seed)
         if start is not None: env.unwrapped.state = np.array(start, float); obs = observation(*start)
         policy, states, torques, rewards = ppo.policy(rng), [env.unwrapped.state], [], []
@@ -66,7 +67,8 @@ def play(ppo: PPO, # Trained, or not
             action = ppo.agent.head.for_env(policy(np.asarray(obs, np.float32)[None]))[0]
             obs, reward, _, _, _ = env.step(action)
             states.append(env.unwrapped.state); torques.append(action[0]); rewards.append(reward)
-    return Replay(np.array(states), np.clip(torques, -PendulumEnv().max_torque, PendulumEnv().max_torque), np.array(rewards))
+    return Replay(np.array(states),
+                  np.clip(torques, -PendulumEnv().max_torque, PendulumEnv().max_torque), np.array(rewards))
 
 # %% ../../nbs/control/22_pendulum.ipynb #surface
 def value_surface(ppo: PPO, # Of Pendulum, without reward normalisation
@@ -76,7 +78,8 @@ def value_surface(ppo: PPO, # Of Pendulum, without reward normalisation
     "V of each pair of an angle and a speed."
     obs = observation(np.asarray(angles)[None], np.asarray(speeds)[:, None])
     seen = ppo.scaling.obs(obs.reshape(-1, 3)).reshape(obs.shape)
-    with torch.no_grad(): return ppo.agent.value(torch.from_numpy(seen).to(ppo.device)).cpu().numpy() / ppo.config.reward_scale
+    with torch.no_grad():
+        return ppo.agent.value(torch.from_numpy(seen).to(ppo.device)).cpu().numpy() / ppo.config.reward_scale
 
 def draw_surface(ax, # Matplotlib axes
                  values, # From `value_surface`, for angles in [-pi, pi] and speeds in [-8, 8]
@@ -86,13 +89,17 @@ def draw_surface(ax, # Matplotlib axes
                 ): # The image, for a colour bar
     "The value function over angle and speed, with upright in the middle."
     from rlhf_notes.viz import COLORS
-    image = ax.imshow(values, origin="lower", extent=(-np.pi, np.pi, -8, 8), aspect="auto", cmap="cividis", vmin=low, vmax=high)
+    image = ax.imshow(values, origin="lower", extent=(-np.pi, np.pi, -8, 8), aspect="auto", cmap="cividis",
+                      vmin=low, vmax=high)
     if states is not None:
         angle, speed = (np.asarray(states)[:, 0] + np.pi) % (2 * np.pi) - np.pi, np.asarray(states)[:, 1]
         over = np.flatnonzero(np.abs(np.diff(angle)) > np.pi) + 1             # over the edge: the line starts anew
-        ax.plot(np.insert(angle, over, np.nan), np.insert(speed, over, np.nan), color="white", linewidth=0.8, linestyle="-", marker=".", markersize=3)
+        ax.plot(np.insert(angle, over, np.nan), np.insert(speed, over, np.nan), color="white", linewidth=0.8, linestyle="-",
+                marker=".", markersize=3)
         ax.plot(angle[0], speed[0], "o", color=COLORS["orange"], markersize=6)
-    ax.set(xticks=[-np.pi, 0, np.pi], xticklabels=[r"$-\pi$", "0", r"$\pi$"], xlabel="angle", xlim=(-np.pi, np.pi), ylim=(-8, 8)); ax.grid(False)
+    ax.set(xticks=[-np.pi, 0, np.pi], xticklabels=[r"$-\pi$", "0", r"$\pi$"], xlabel="angle",
+           xlim=(-np.pi, np.pi), ylim=(-8, 8))
+    ax.grid(False)
     return image
 
 # %% ../../nbs/control/22_pendulum.ipynb #filmstrip
@@ -124,7 +131,8 @@ def make_rendered(env_id: str, # A name that Gymnasium knows
     "An environment to be filmed; ValueError if it cannot be rendered."
     try: env = gym.make(env_id, render_mode="rgb_array")
     except TypeError as e: raise not_rendered(env_id, "it takes no render_mode") from e
-    why = "it ignores render_mode" if env.render_mode != "rgb_array" else "it has no render()" if type(env.unwrapped).render is gym.Env.render else None
+    why = ("it ignores render_mode" if env.render_mode != "rgb_array" else "it has no render()"
+           if type(env.unwrapped).render is gym.Env.render else None)
     if why is not None: env.close(); raise not_rendered(env_id, why)
     return env
 
@@ -136,8 +144,10 @@ def record_video(ppo: PPO, # Trained, of any environment that Gymnasium can rend
     "Record one episode with Gymnasium's RecordVideo; needs moviepy and pygame, and no display."
     path = Path(path)
     if path.suffix != ".mp4": raise ValueError(f"path must end in .mp4, got {path}")
-    if missing := [m for m in ("moviepy", "pygame") if find_spec(m) is None]: raise ModuleNotFoundError(f"record_video needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    with gym.wrappers.RecordVideo(make_rendered(ppo.config.env), str(path.parent), episode_trigger=lambda episode: True, name_prefix=path.stem) as film:
+    if missing := [m for m in ("moviepy", "pygame") if find_spec(m) is None]:
+        raise ModuleNotFoundError(f"record_video needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    with gym.wrappers.RecordVideo(make_rendered(ppo.config.env), str(path.parent), episode_trigger=lambda episode: True,
+                                  name_prefix=path.stem) as film:
         (obs, _), policy, done = film.reset(seed=seed), ppo.policy(rng), False
         while not done:
             obs, _, terminated, truncated, _ = film.step(ppo.agent.head.for_env(policy(np.asarray(obs, np.float32).reshape(1, -1)))[0])

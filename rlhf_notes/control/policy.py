@@ -38,14 +38,16 @@ def mlp(inputs: int, # Width of the input
         if init == "orthogonal": nn.init.orthogonal_(linear.weight, g, generator); nn.init.zeros_(linear.bias)
         else:
             bound = linear.in_features ** -0.5
-            nn.init.uniform_(linear.weight, -bound, bound, generator); nn.init.uniform_(linear.bias, -bound, bound, generator)
+            nn.init.uniform_(linear.weight, -bound, bound, generator)
+            nn.init.uniform_(linear.bias, -bound, bound, generator)
     return nn.Sequential(*layers)
 
 def numpy_mlp(net: nn.Sequential, # From `mlp`
               activation: str, # Its activation
              ): # (..., inputs) array -> (..., outputs) array, float32
     "A copy of the network as it is now, in NumPy: for sixteen observations PyTorch's overhead is many times the arithmetic."
-    layers = [(linear.weight.detach().cpu().numpy().T.copy(), linear.bias.detach().cpu().numpy().copy()) for linear in net[::2]]
+    layers = [(linear.weight.detach().cpu().numpy().T.copy(), linear.bias.detach().cpu().numpy().copy())
+              for linear in net[::2]]
     act = ACTIVATIONS[activation][1]
     def forward(x):
         for w, b in layers[:-1]: x = act(x @ w + b)
@@ -120,7 +122,8 @@ class Gaussian(nn.Module):
     def for_env(self, actions): # (B, N) -> (B, *shape of the space)
         "What the environment is told."
         told = self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low) if self.squash else actions
-        return np.clip(told, self.low, self.high).reshape(*actions.shape[:-1], *self.shape)            # a squashed one too: its last digit may be rounded over the bound
+        # a squashed one too: its last digit may be rounded over the bound
+        return np.clip(told, self.low, self.high).reshape(*actions.shape[:-1], *self.shape)
 
 # %% ../../nbs/control/18_policy.ipynb #distribution
 def distribution(space: gym.Space, # Of the actions of one environment
@@ -129,7 +132,8 @@ def distribution(space: gym.Space, # Of the actions of one environment
                 ) -> nn.Module: # `Categorical` or `Gaussian`
     "The distribution that fits the actions of an environment."
     if isinstance(space, gym.spaces.Discrete): return Categorical(space)
-    if not isinstance(space, gym.spaces.Box) or not np.issubdtype(space.dtype, np.floating): raise ValueError(f"env must have Discrete actions, or a Box of floats, got {space}")
+    if not isinstance(space, gym.spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        raise ValueError(f"env must have Discrete actions, or a Box of floats, got {space}")
     if 0 in space.shape: raise ValueError(f"env must have actions of one number at least, got {space}")
     with np.errstate(over="ignore", invalid="ignore"): wide = not np.isfinite(space.high - space.low).all()
     if squash and wide: raise ValueError(f"squash must have bounds whose distance is a number, got {space}")

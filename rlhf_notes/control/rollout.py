@@ -49,7 +49,9 @@ def _making(env_id):
     "Inside, whatever goes wrong is ours to tell: an environment may fail in any way."
     try: yield
     except MemoryError: raise
-    except Exception as e: raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: {str(e) or type(e).__name__}") from e
+    except Exception as e:
+        raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: "
+                         f"{str(e) or type(e).__name__}") from e
 
 def find_spec(env_id: str, # A name that Gymnasium knows, or one behind the module that makes it known: "module:Name-v0"
              ) -> gym.envs.registration.EnvSpec: # What Gymnasium knows of it
@@ -75,7 +77,8 @@ def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
         raise ValueError(f"env must have Box observations, got {env_id!r} with {envs.single_observation_space}")
     if 0 in envs.single_observation_space.shape:
         envs.close()
-        raise ValueError(f"env must have observations of one number at least, got {env_id!r} with {envs.single_observation_space}")
+        raise ValueError(f"env must have observations of one number at least, got {env_id!r} with "
+                         f"{envs.single_observation_space}")
     return envs
 
 # %% ../../nbs/control/20_rollout.ipynb #autoreset
@@ -84,12 +87,15 @@ def autoreset_mode(envs: gym.vector.VectorEnv, # Whose metadata say
     "When a vector environment resets those of its environments that have ended."
     mode = envs.metadata.get("autoreset_mode", "NextStep")             # gymnasium 1.0 knew no other and did not say
     mode = getattr(mode, "value", mode)
-    if mode not in ("NextStep", "SameStep"): raise ValueError(f"envs must reset themselves, autoreset_mode NextStep or SameStep, got {mode}")
+    if mode not in ("NextStep", "SameStep"):
+        raise ValueError(f"envs must reset themselves, autoreset_mode NextStep or SameStep, got {mode}")
     return mode
 
 # %% ../../nbs/control/20_rollout.ipynb #env-state
-ENV_ARRAYS = ("state", "steps", "prev_done")      # all that Gymnasium's vectorised CartPole remembers, besides its random generator
-_FIXED = ("spec", "action_space", "observation_space", "metadata", "render_mode", "_np_random", "_cached_spec", "_saved_kwargs")
+# all that Gymnasium's vectorised CartPole remembers, besides its random generator
+ENV_ARRAYS = ("state", "steps", "prev_done")
+_FIXED = ("spec", "action_space", "observation_space", "metadata", "render_mode", "_np_random",
+          "_cached_spec", "_saved_kwargs")
 _OF_WRAPPERS = ("env", "_previous_data")
 _BIT_GENERATORS = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 
@@ -101,13 +107,15 @@ def _layers(env):
         env = env.env
 
 def _plain(x):
-    if type(x) is np.ndarray and x.ndim or isinstance(x, np.generic): return x.dtype.kind in "biuf" and x.dtype.itemsize <= 8 and x.dtype.isnative
-    return x is None or type(x) in (bool, int, float, str) or type(x) in (list, tuple) and all(map(_plain, x))          # an enum would come back as a number
+    if type(x) is np.ndarray and x.ndim or isinstance(x, np.generic):
+        return x.dtype.kind in "biuf" and x.dtype.itemsize <= 8 and x.dtype.isnative
+    # an enum would come back as a number
+    return x is None or type(x) in (bool, int, float, str) or type(x) in (list, tuple) and all(map(_plain, x))
 
-def _pygame(x): return type(x).__module__.partition(".")[0] == "pygame"                                          # a window, which is no memory
+def _pygame(x): return type(x).__module__.partition(".")[0] == "pygame"  # a window, which is no memory
 
 def _tensor(x): return torch.from_numpy(np.array(x)) if isinstance(x, (np.ndarray, np.generic)) else x
-def _array(x): return np.array(x.numpy())[()] if isinstance(x, torch.Tensor) else x                                # [()]: a scalar is one again
+def _array(x): return np.array(x.numpy())[()] if isinstance(x, torch.Tensor) else x  # [()]: a scalar is one again
 def _each(one, x, memo):
     "x with `one` of each number and array in it; what was the same object twice is so again."
     if id(x) not in memo: memo[id(x)] = type(x)(_each(one, y, memo) for y in x) if isinstance(x, (list, tuple)) else one(x)
@@ -128,11 +136,15 @@ def _check_attributes(env):
     "ValueError if something else than numbers and arrays is among the attributes, or an array that shows part of another."
     found = {f"{layer}.{k}": v for layer, attributes in _attributes(env) for k, v in attributes.items()}
     for name, v in found.items():
-        if not _plain(v): raise ValueError(f"envs must keep their state in numbers and arrays to be saved, got {name}, a {type(v).__name__}")
+        if not _plain(v):
+            raise ValueError(f"envs must keep their state in numbers and arrays to be saved, got {name}, a "
+                             f"{type(v).__name__}")
     arrays = [pair for name, v in found.items() for pair in _arrays(name, v)]
     for view, x in arrays:
         for name, y in arrays if x.base is not None else ():
-            if x is not y and np.shares_memory(x, y): raise ValueError(f"envs must keep their state in arrays that share no memory to be saved, got {name} and {view}")
+            if x is not y and np.shares_memory(x, y):
+                raise ValueError(f"envs must keep their state in arrays that share no memory to be saved, got {name} "
+                                 f"and {view}")
 
 def _spaces(x):
     "The spaces in x, each of which has a random generator of its own."
@@ -141,16 +153,21 @@ def _spaces(x):
 
 def _drawing(env):
     "Who has a random generator from which a single environment may draw: itself, and the spaces of all layers. Names and objects."
-    spaces = {id(s): (f"{type(layer).__name__}.{name}", s) for layer in _layers(env) for name in ("action_space", "observation_space") for s in _spaces(getattr(layer, name, None))}
+    spaces = {id(s): (f"{type(layer).__name__}.{name}", s) for layer in _layers(env)
+              for name in ("action_space", "observation_space") for s in _spaces(getattr(layer, name, None))}
     return [(type(env.unwrapped).__name__, env.unwrapped), *spaces.values()]
 
 def _save_random(name, owner):
     "The state of a random generator in JSON; None for that of a space which has none yet."
     if isinstance(owner, gym.Space) and owner._np_random is None: return None
     r = owner.np_random
-    bits = r.bit_generator if type(r) is np.random.Generator else r._bit_generator if type(r) is np.random.RandomState else r
-    if type(bits) not in _BIT_GENERATORS: raise ValueError(f"envs must draw from a random generator of NumPy's to be saved, got {name}.np_random, a {type(bits).__name__}")
-    return json.dumps(bits.state if type(r) is np.random.Generator else r.get_state(legacy=False), default=lambda array: array.tolist())
+    bits = (r.bit_generator if type(r) is np.random.Generator else r._bit_generator
+            if type(r) is np.random.RandomState else r)
+    if type(bits) not in _BIT_GENERATORS:
+        raise ValueError(f"envs must draw from a random generator of NumPy's to be saved, got {name}.np_random, a "
+                         f"{type(bits).__name__}")
+    return json.dumps(bits.state if type(r) is np.random.Generator else r.get_state(legacy=False),
+                      default=lambda array: array.tolist())
 
 def _load_random(owner, state):
     if state is None: return
@@ -174,17 +191,21 @@ def _set_single_state(env, state):
 def env_state(envs: gym.vector.VectorEnv, # Gymnasium's vectorised CartPole, or single environments stepped in turn that keep their state in numbers and arrays
              ) -> dict: # What a checkpoint must hold
     "Everything on which the future of the environments depends; ValueError if it is not known where that stands."
-    if isinstance(envs, gym.vector.VectorWrapper): raise ValueError(f"envs must not be wrapped to be saved, got {type(envs).__name__}, whose memory would be lost")
+    if isinstance(envs, gym.vector.VectorWrapper):
+        raise ValueError(f"envs must not be wrapped to be saved, got {type(envs).__name__}, whose memory would be lost")
     if type(envs) is gym.vector.SyncVectorEnv:
         return {"envs": [_single_state(e) for e in envs.envs], "autoreset": torch.from_numpy(envs._autoreset_envs.copy())}
-    if type(envs) is not CartPoleVectorEnv or envs.state is None: raise ValueError(f"envs must keep their state in the arrays {', '.join(ENV_ARRAYS)}, or be stepped in turn (sync), to be saved, got {type(envs).__name__}, of which neither is known")
-    return {"random": _save_random(type(envs).__name__, envs), **{name: torch.from_numpy(getattr(envs, name).copy()) for name in ENV_ARRAYS}}
+    if type(envs) is not CartPoleVectorEnv or envs.state is None:
+        raise ValueError(f"envs must keep their state in the arrays {', '.join(ENV_ARRAYS)}, or be stepped in turn (sync), "
+                         f"to be saved, got {type(envs).__name__}, of which neither is known")
+    return {"random": _save_random(type(envs).__name__, envs),
+            **{name: torch.from_numpy(getattr(envs, name).copy()) for name in ENV_ARRAYS}}
 
 def savable(envs: gym.vector.VectorEnv, # Any
            ) -> bool: # Does `env_state` know where their state stands?
     "Can a run in these environments be resumed?"
     try: env_state(envs)
-    except Exception: return False                             # an environment may fail in any way, and the agent is to be saved all the same
+    except Exception: return False  # an environment may fail in any way, and the agent is to be saved all the same
     return True
 
 def set_env_state(envs: gym.vector.VectorEnv, # Of the kind that the state came from, reset at least once
@@ -238,7 +259,8 @@ class Collector:
             if self.mode == "NextStep": self.resetting = done
             elif done.any(): next_obs[t, done] = float32(np.stack(info["final_obs"][done]))
             episodes += self._count(rewards[t], done, valid[t])
-        return Rollout(*(torch.from_numpy(x) for x in (obs, actions, rewards, next_obs, terminated, truncated, valid))), episodes
+        return (Rollout(*(torch.from_numpy(x) for x in (obs, actions, rewards, next_obs, terminated, truncated, valid))),
+                episodes)
 
     def _count(self, reward, done, valid):
         self.episode_return += reward * valid; self.episode_length += valid
@@ -249,7 +271,8 @@ class Collector:
 
     def state_dict(self) -> dict: # What a checkpoint must hold
         "Where the environments and the unfinished episodes stand."
-        return {"envs": env_state(self.envs), **{name: torch.from_numpy(getattr(self, name).copy()) for name in self.ARRAYS}}
+        return {"envs": env_state(self.envs),
+                **{name: torch.from_numpy(getattr(self, name).copy()) for name in self.ARRAYS}}
 
     def load_state_dict(self,
                         state: dict, # From `state_dict`

@@ -10,7 +10,8 @@ __all__ = ['GROUP_SCALES', 'discounted_returns', 'gae', 'gae_tokens', 'group_adv
 import torch
 
 from . import kernels
-from .arguments import at_least_float32, check_boolean, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape
+from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_mask,
+                                           check_ndim, check_number, check_same_shape)
 from .masking import _deviation, _variance, apply_mask
 from .whitening import whiten
 
@@ -106,12 +107,15 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
         lam: float = 0.95, # 0 = trust the values, 1 = trust the episode, in [0, 1]
        ) -> tuple[torch.Tensor, torch.Tensor]: # (advantages, returns), each (T, N) or (T,), float32 or better; returns = advantages + values
     "Generalised advantage estimation (Schulman et al. 2016, eq. 16). Gradients flow through it: callers pass detached values."
-    check_float(rewards=rewards, values=values, next_values=next_values); _check_steps(rewards, terminated=terminated, done=done)
+    check_float(rewards=rewards, values=values, next_values=next_values)
+    _check_steps(rewards, terminated=terminated, done=done)
     check_same_shape(rewards=rewards, values=values, next_values=next_values)
     check_number("gamma", gamma, low=0, high=1); check_number("lam", lam, low=0, high=1)
     rewards, values, next_values = at_least_float32(rewards), at_least_float32(values), at_least_float32(next_values)
-    if _many(rewards) and not kernels.usable(rewards) and not any(t.requires_grad for t in (rewards, values, next_values)) and rewards.dtype == values.dtype == next_values.dtype:
-        delta = _unless(terminated, gamma, rewards).mul_(next_values).add_(rewards).sub_(values)             # as below, in less memory; NaN where 0 meets an infinite value
+    if (_many(rewards) and not kernels.usable(rewards) and not any(t.requires_grad for t in (rewards, values, next_values))
+        and rewards.dtype == values.dtype == next_values.dtype):
+        # as below, in less memory; NaN where 0 meets an infinite value
+        delta = _unless(terminated, gamma, rewards).mul_(next_values).add_(rewards).sub_(values)
         if _finite_sums(delta):
             decay = _unless(done, gamma * lam, delta)
             advantages = _blocks(delta, decay, in_place=True)
@@ -133,13 +137,15 @@ def gae_tokens(rewards: torch.Tensor, # Reward of each token, (B, T)
                lam: float = 0.95, # 0 = trust the values, 1 = trust the episode, in [0, 1]
               ) -> tuple[torch.Tensor, torch.Tensor]: # (advantages, returns), each (B, T), float32 or better; 0 where the mask is False
     "GAE over the tokens that count, as if each row had been cut together; a row is one episode that terminates with its last token."
-    check_float(rewards=rewards, values=values); check_ndim(2, rewards=rewards); check_same_shape(rewards=rewards, values=values); check_mask(mask, rewards=rewards)
+    check_float(rewards=rewards, values=values)
+    check_ndim(2, rewards=rewards); check_same_shape(rewards=rewards, values=values); check_mask(mask, rewards=rewards)
     check_number("gamma", gamma, low=0, high=1); check_number("lam", lam, low=0, high=1)
     (rewards, counts), (values, _) = _tokens(rewards, mask), _tokens(values, mask)
     here_or_later = values if mask is None else _accumulate(values, (~counts).to(values), dim=1)
     next_values = torch.cat([here_or_later[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     delta = torch.where(counts, rewards + gamma * next_values - values, 0.0)
-    advantages = torch.where(counts, _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(~counts, 1), dim=1), 0.0)
+    advantages = torch.where(counts, _accumulate(delta, torch.full_like(delta, gamma * lam).masked_fill(~counts, 1), dim=1),
+                             0.0)
     return advantages, advantages + values
 
 # %% ../../nbs/formulas/08_advantage.ipynb #group
@@ -157,7 +163,8 @@ def group_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G
                     eps: float = 1e-4, # Added to the standard deviation, >= 0, in units of the rewards
                    ) -> torch.Tensor: # (P, G), float32 or better; 0 for a group of one, or of equals
     "How far each answer lies above the mean of its group, in standard deviations or as it is (GRPO, Shao et al. 2024)."
-    check_float(rewards=rewards); check_ndim(2, rewards=rewards); check_choice("scale", scale, GROUP_SCALES); check_number("eps", eps, low=0)
+    check_float(rewards=rewards)
+    check_ndim(2, rewards=rewards); check_choice("scale", scale, GROUP_SCALES); check_number("eps", eps, low=0)
     rewards = at_least_float32(rewards)
     advantages = _deviation(rewards, dim=1)
     if scale is None or not rewards.numel(): return advantages
@@ -169,7 +176,9 @@ def rloo_advantage(rewards: torch.Tensor, # Score of each answer, (P prompts, G 
     "How far each answer lies above the mean of the *other* answers to its prompt (Kool et al. 2019; Ahmadian et al. 2024)."
     check_float(rewards=rewards); check_ndim(2, rewards=rewards)
     G = rewards.shape[1]
-    if G < 2: raise ValueError(f"rewards must have at least 2 answers to each prompt, for one alone has no others, got shape {tuple(rewards.shape)}")
+    if G < 2:
+        raise ValueError("rewards must have at least 2 answers to each prompt, for one alone has no others, got shape "
+                         f"{tuple(rewards.shape)}")
     return _deviation(at_least_float32(rewards), dim=1) * (G / (G - 1))
 
 # %% ../../nbs/formulas/08_advantage.ipynb #reinforce-pp
@@ -179,10 +188,12 @@ def reinforce_pp_advantage(token_rewards: torch.Tensor, # Reward of each token, 
                            baseline: torch.Tensor | None = None, # (B,) in units of the rewards, subtracted from each return of a sequence: its group's mean score; None = 0
                           ) -> torch.Tensor: # (B, T), float32 or better: mean 0 and variance 1 over what counts; 0 where the mask is False
     "Discounted return of each token, less the baseline of its sequence, whitened over the batch (REINFORCE++, Hu 2025)."
-    check_float(["baseline"], token_rewards=token_rewards, baseline=baseline); check_ndim(2, token_rewards=token_rewards); check_mask(mask, token_rewards=token_rewards)
+    check_float(["baseline"], token_rewards=token_rewards, baseline=baseline)
+    check_ndim(2, token_rewards=token_rewards); check_mask(mask, token_rewards=token_rewards)
     check_number("gamma", gamma, low=0, high=1)
     if baseline is not None and baseline.shape != token_rewards.shape[:1]:
-        raise ValueError(f"baseline must have one number for each sequence, shape {tuple(token_rewards.shape[:1])}, got {tuple(baseline.shape)}")
+        raise ValueError(f"baseline must have one number for each sequence, shape {tuple(token_rewards.shape[:1])}, got "
+                         f"{tuple(baseline.shape)}")
     rewards, counts = _tokens(token_rewards, mask)
     returns = _accumulate(rewards, torch.full_like(rewards, gamma).masked_fill(~counts, 1), dim=1)
     return whiten(returns if baseline is None else returns - at_least_float32(baseline)[:, None], mask)

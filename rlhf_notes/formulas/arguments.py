@@ -28,7 +28,8 @@ def check_float(optional=(), # Names that may be None
     "Each of `tensors` must be a floating-point tensor."
     check_tensor(optional, **tensors)
     for name, x in tensors.items():
-        if x is not None and not x.is_floating_point(): raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
 
 def check_real(**tensors, # What came, as name=value
               ):
@@ -42,14 +43,16 @@ def check_integer(**tensors, # What came, as name=value
     "Each of `tensors` must be a tensor of integers."
     check_tensor(**tensors)
     for name, x in tensors.items():
-        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool: raise TypeError(f"{name} must have an integer dtype, got {x.dtype}")
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{name} must have an integer dtype, got {x.dtype}")
 
 def check_boolean(means, # What True says, for the message
                   **tensors, # What came, as name=value
                  ):
     "Each of `tensors` must be a boolean tensor."
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor): raise TypeError(f"{name} must be a boolean torch.Tensor, got {type(x).__name__}")
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a boolean torch.Tensor, got {type(x).__name__}")
         if x.dtype != torch.bool: raise TypeError(f"{name} must be boolean (True = {means}), got {x.dtype}")
 
 def check_same_shape(**tensors, # What came, as name=value; the first gives the shape, None passes
@@ -67,7 +70,8 @@ def check_ndim(*ndims, # The numbers of dimensions that are allowed
     for name, x in tensors.items():
         if x is not None and x.ndim not in ndims:
             wanted = " or ".join(map(str, ndims))
-            raise ValueError(f"{name} must have {wanted} dimension{'s' * (ndims != (1,))}, got {x.ndim}: shape {tuple(x.shape)}")
+            raise ValueError(f"{name} must have {wanted} dimension{'s' * (ndims != (1,))}, got {x.ndim}: shape "
+                             f"{tuple(x.shape)}")
 
 def check_mask(mask, # Boolean tensor or None
                **tensor, # The one tensor that it masks, as name=tensor
@@ -91,8 +95,10 @@ def check_number(name, # Name of the argument, for the message
     "`value` must be a finite int or float of Python's between `low` and `high`."
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}{_hint(value)}")
-    if not abs(value) <= sys.float_info.max or value < low or value > high or (open_low and value == low) or (open_high and value == high):
-        interval = f"{'(' if open_low or low == -math.inf else '['}{low}, {high}{')' if open_high or high == math.inf else ']'}"
+    if (not abs(value) <= sys.float_info.max or value < low or value > high or (open_low and value == low)
+        or (open_high and value == high)):
+        interval = (f"{'(' if open_low or low == -math.inf else '['}{low}, "
+                    f"{high}{')' if open_high or high == math.inf else ']'}")
         raise ValueError(f"{name} must be in {interval}, got {value}")
 
 def check_whole(name, # Name of the argument, for the message
@@ -116,7 +122,8 @@ def check_choice(name, # Name of the argument, for the message
                  choices, # The known names
                 ):
     "`value` must be one of `choices`."
-    if value not in tuple(choices): raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if value not in tuple(choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 def under_its_name(name, # What the caller calls the argument
                    f, # A function whose errors call it `index`

@@ -13,7 +13,8 @@ from collections import namedtuple
 import torch
 
 from .advantage import rloo_advantage
-from .arguments import at_least_float32, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape, under_its_name
+from .arguments import (at_least_float32, check_choice, check_float, check_mask, check_ndim,
+                                           check_number, check_same_shape, under_its_name)
 from .kl import KL_KINDS, kl_estimate
 from .logprob import efficient_method
 from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean, masked_sum
@@ -27,9 +28,11 @@ grpo_info = namedtuple("grpo_info", "approx_kl clipfrac")
 
 def _token_logps(log_prob_fn, action, weight, **logits):
     "Log-probabilities of `action` under each of `logits`; what does not count is 0 and has no gradient."
-    if not callable(log_prob_fn): raise TypeError(f"log_prob_fn must be a function of logits and index, got {log_prob_fn!r}")
+    if not callable(log_prob_fn):
+        raise TypeError(f"log_prob_fn must be a function of logits and index, got {log_prob_fn!r}")
     named = _named(**logits)
-    check_float(**named); check_ndim(3, **named); check_same_shape(**named); _check_action(action, "vocabulary", logit_new=logits["logit_new"])
+    check_float(**named)
+    check_ndim(3, **named); check_same_shape(**named); _check_action(action, "vocabulary", logit_new=logits["logit_new"])
     _check_weight(weight, "mean", action=action)
     counts = _counts(weight)
     def logp(z): return under_its_name("data.action", log_prob_fn, z, action)
@@ -50,7 +53,8 @@ def _group_error(logp, logp_old, adv, weight, clip_ratio, info):
     counts = _counts(weight)
     ratio = importance_ratio(logp, logp_old, counts)
     loss = -clipped_surrogate(ratio, apply_mask(at_least_float32(adv).unsqueeze(1).expand_as(ratio), counts), clip_ratio)
-    return loss, info(masked_mean(logp_old - logp, counts).item(), clip_fraction(ratio, eps_low=clip_ratio, kind="outside", mask=counts).item())
+    return loss, info(masked_mean(logp_old - logp, counts).item(),
+                      clip_fraction(ratio, eps_low=clip_ratio, kind="outside", mask=counts).item())
 
 def grpo_policy_error(data: grpo_policy_data, # logit_new, logit_old, logit_ref: (B, S, V); action: (B, S), integers; adv: (B,), one for each answer; weight: (B, S) or None
                       log_prob_fn=efficient_method, # (logits, index) -> log-probabilities: `naive_method`, `less_efficient_method`, `efficient_method`, or `selective_log_softmax`
@@ -60,9 +64,12 @@ def grpo_policy_error(data: grpo_policy_data, # logit_new, logit_old, logit_ref:
     "GRPO's loss with DI-engine's interface: mean over the tokens of each answer, then over the answers (Shao et al. 2024, eq. 3 and 4)."
     logit_new, logit_old, logit_ref, action, adv, weight = _as(grpo_policy_data, data)
     check_number("clip_ratio", clip_ratio, low=0, high=1, open_low=True); check_number("beta", beta, low=0)
-    logp, logp_old, logp_ref = _token_logps(log_prob_fn, action, weight, logit_new=logit_new, logit_old=logit_old, logit_ref=logit_ref)
+    logp, logp_old, logp_ref = _token_logps(log_prob_fn, action, weight, logit_new=logit_new, logit_old=logit_old,
+                                            logit_ref=logit_ref)
     check_float(**_named(adv=adv))
-    if adv.shape != action.shape[:1]: raise ValueError(f"data.adv must have one number for each answer, shape {tuple(action.shape[:1])}, got {tuple(adv.shape)}")
+    if adv.shape != action.shape[:1]:
+        raise ValueError(f"data.adv must have one number for each answer, shape {tuple(action.shape[:1])}, got "
+                         f"{tuple(adv.shape)}")
     loss, info = _group_error(logp, logp_old, adv, weight, clip_ratio, grpo_info)
     if beta: loss = loss + beta * kl_estimate(logp, logp_ref.detach(), "k3")
     return _sequence_mean(loss, weight), info
@@ -81,7 +88,8 @@ def rloo_policy_error(data: rloo_policy_data, # logit_new, logit_old: (B, S, V);
     logp, logp_old = _token_logps(log_prob_fn, action, weight, logit_new=logit_new, logit_old=logit_old)
     check_float(**_named(reward=reward)); check_ndim(1, 2, **_named(reward=reward))
     if reward.numel() != len(action) or len(reward) < 2:
-        raise ValueError(f"data.reward must have one number for each of the {len(action)} answers, (K,) or (K, prompts) with K >= 2 answers to each prompt, got shape {tuple(reward.shape)}")
+        raise ValueError(f"data.reward must have one number for each of the {len(action)} answers, (K,) or (K, prompts) "
+                         f"with K >= 2 answers to each prompt, got shape {tuple(reward.shape)}")
     adv = rloo_advantage(reward.reshape(len(reward), -1).T).T.flatten()
     loss, info = _group_error(logp, logp_old, adv, weight, clip_ratio, rloo_info)
     return _sequence_mean(loss, weight), info
@@ -121,16 +129,22 @@ _SURROGATES = ("ppo", "grpo", "dr_grpo", "dapo", "gspo")
 def _bounds(variant, eps_low, eps_high, dual_clip, tau):
     "The clip range: what was given, else the variant's own; what a variant does not have is refused."
     _, low, high = POLICY_VARIANTS[variant]
-    if dual_clip is not None and variant not in _SURROGATES: raise ValueError(f"dual_clip must be None for variant={variant!r}, got {dual_clip}; it belongs to {', '.join(map(repr, _SURROGATES))}")
-    if not isinstance(tau, (tuple, list)) or len(tau) != 2: raise TypeError(f"tau must be a pair of numbers, the steepness for A > 0 and for the rest, got {tau!r}")
+    if dual_clip is not None and variant not in _SURROGATES:
+        raise ValueError(f"dual_clip must be None for variant={variant!r}, got {dual_clip}; it belongs to "
+                         f"{', '.join(map(repr, _SURROGATES))}")
+    if not isinstance(tau, (tuple, list)) or len(tau) != 2:
+        raise TypeError(f"tau must be a pair of numbers, the steepness for A > 0 and for the rest, got {tau!r}")
     for t in tau: check_number("tau", t, low=0, open_low=True)
     if variant == "sapo":
         for name, eps in dict(eps_low=eps_low, eps_high=eps_high).items():
-            if eps is not None: raise ValueError(f"{name} must be None for variant='sapo', which has a gate, tau, in place of a clip range; got {eps}")
+            if eps is not None:
+                raise ValueError(f"{name} must be None for variant='sapo', which has a gate, tau, in place of a clip "
+                                 f"range; got {eps}")
         return None, None
     if eps_high is None: eps_high = high if eps_low is None else eps_low
     if eps_low is None: eps_low = low
-    check_number("eps_low", eps_low, low=0, high=math.inf if variant == "gmpo" else 1, open_low=True); check_number("eps_high", eps_high, low=0, open_low=True)
+    check_number("eps_low", eps_low, low=0, high=math.inf if variant == "gmpo" else 1, open_low=True)
+    check_number("eps_high", eps_high, low=0, open_low=True)
     return eps_low, eps_high
 
 def _each_token(advantage, logp):
@@ -138,7 +152,8 @@ def _each_token(advantage, logp):
     check_float(advantage=advantage)
     B, T = logp.shape
     if advantage.shape not in ((B,), (B, 1), (B, T)):
-        raise ValueError(f"advantage must have one number for each answer, ({B},) or ({B}, 1), or for each token, ({B}, {T}), got {tuple(advantage.shape)}")
+        raise ValueError(f"advantage must have one number for each answer, ({B},) or ({B}, 1), or for each token, "
+                         f"({B}, {T}), got {tuple(advantage.shape)}")
     return at_least_float32(advantage.unsqueeze(1) if advantage.ndim == 1 else advantage).expand(B, T)
 
 def policy_loss(logp: torch.Tensor, # log pi of the tokens, with gradient, (B, T)
@@ -157,8 +172,10 @@ def policy_loss(logp: torch.Tensor, # log pi of the tokens, with gradient, (B, T
                 length: int | None = None, # Aggregation "constant": the length to divide by, in tokens; T by default
                ) -> tuple[torch.Tensor, dict]: # 0-dim loss; dict of detached 0-dim tensors: policy_loss, kl, ratio, clip_fraction, approx_kl
     "The policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO or GMPO from token log-probabilities."
-    check_choice("variant", variant, POLICY_VARIANTS); check_float(["logp_ref"], logp=logp, logp_old=logp_old, logp_ref=logp_ref); check_ndim(2, logp=logp)
-    check_same_shape(logp=logp, logp_old=logp_old, logp_ref=logp_ref); check_mask(mask, logp=logp); check_number("beta", beta, low=0); check_choice("kl_kind", kl_kind, KL_KINDS)
+    check_choice("variant", variant, POLICY_VARIANTS)
+    check_float(["logp_ref"], logp=logp, logp_old=logp_old, logp_ref=logp_ref); check_ndim(2, logp=logp)
+    check_same_shape(logp=logp, logp_old=logp_old, logp_ref=logp_ref)
+    check_mask(mask, logp=logp); check_number("beta", beta, low=0); check_choice("kl_kind", kl_kind, KL_KINDS)
     if aggregation is None: aggregation = POLICY_VARIANTS[variant][0]
     check_choice("aggregation", aggregation, AGGREGATION_MODES)
     eps_low, eps_high = _bounds(variant, eps_low, eps_high, dual_clip, tau)
@@ -184,10 +201,13 @@ def off_policy_sequence_mask(logp: torch.Tensor, # log pi of the tokens, under t
                              mask: torch.Tensor | None = None, # (B, T) boolean, True = counts; None = everything counts
                             ) -> torch.Tensor: # (B, 1) boolean, True = learn from this answer
     "False for each answer with a negative advantage and a mean of log pi_old - log pi above `threshold` (DeepSeek-V3.2, 2025, eq. 9)."
-    check_float(logp=logp, logp_old=logp_old, advantage=advantage); check_ndim(2, logp=logp); check_same_shape(logp=logp, logp_old=logp_old); check_mask(mask, logp=logp)
+    check_float(logp=logp, logp_old=logp_old, advantage=advantage)
+    check_ndim(2, logp=logp); check_same_shape(logp=logp, logp_old=logp_old); check_mask(mask, logp=logp)
     check_number("threshold", threshold, low=0)
     B = len(logp)
-    if advantage.shape not in ((B,), (B, 1)): raise ValueError(f"advantage must have one number for each answer, ({B},) or ({B}, 1), got {tuple(advantage.shape)}")
+    if advantage.shape not in ((B,), (B, 1)):
+        raise ValueError(f"advantage must have one number for each answer, ({B},) or ({B}, 1), got "
+                         f"{tuple(advantage.shape)}")
     distance = masked_mean(at_least_float32(logp_old) - at_least_float32(logp), mask, dim=1)
     return ~((advantage.reshape(B) < 0) & (distance > threshold)).unsqueeze(1)
 
@@ -203,8 +223,12 @@ def dpo_loss(chosen_logp: torch.Tensor, # log pi of the chosen answers, summed o
              kind: str = "sigmoid", # One of `DPO_KINDS`: "sigmoid", DPO; "ipo", the squared distance of the lead from 1 / (2 beta)
             ) -> torch.Tensor: # 0-dim, float32 or better
     "Direct preference optimisation: -log sigmoid(beta h), h the log-ratio of the chosen less that of the rejected (Rafailov et al. 2023, eq. 7; label smoothing: Mitchell 2023); or IPO: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17)."
-    logps = dict(chosen_logp=chosen_logp, rejected_logp=rejected_logp, ref_chosen_logp=ref_chosen_logp, ref_rejected_logp=ref_rejected_logp)
-    check_float(**logps); check_same_shape(**logps); check_number("beta", beta, low=0, open_low=True); check_number("label_smoothing", label_smoothing, low=0, high=0.5); check_choice("kind", kind, DPO_KINDS)
+    logps = dict(chosen_logp=chosen_logp, rejected_logp=rejected_logp, ref_chosen_logp=ref_chosen_logp,
+                 ref_rejected_logp=ref_rejected_logp)
+    check_float(**logps)
+    check_same_shape(**logps)
+    check_number("beta", beta, low=0, open_low=True)
+    check_number("label_smoothing", label_smoothing, low=0, high=0.5); check_choice("kind", kind, DPO_KINDS)
     chosen, rejected, ref_chosen, ref_rejected = map(at_least_float32, logps.values())
     h = (chosen - ref_chosen.detach()) - (rejected - ref_rejected.detach())
     if kind == "sigmoid": lead, won = beta * h, torch.nn.functional.logsigmoid

@@ -25,22 +25,25 @@ def _triton_is_here():
 def usable(x: torch.Tensor, # What is to be computed with
           ) -> bool: # Is it on a CUDA device (or is Triton interpreting), and is Triton installed?
     "Can the kernels be used for `x`?"
-    return (x.device.type == "cuda" and torch.version.cuda is not None or interpreted() and x.device.type == "cpu") and x.dtype != torch.float64 and _triton_is_here()
+    return ((x.device.type == "cuda" and torch.version.cuda is not None or interpreted() and x.device.type == "cpu")
+            and x.dtype != torch.float64 and _triton_is_here())
 
 def eager(x: torch.Tensor, # What is to be computed with
          ) -> bool: # Is `x` a tensor like any other, and neither a compiler nor torch.func is watching?
     "May the numbers of `x` be looked at, and memory be written to?"
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return (type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active())
 
 # %% ../../nbs/formulas/12_kernels.ipynb #rows
 @cache
 def _rows():
     "The two kernels for rows of logits, compiled when they are first used."
-    global tl                                             # a kernel sees the names of its module, not those of a function around it
+    global tl  # a kernel sees the names of its module, not those of a function around it
     import triton, triton.language as tl
 
     @triton.jit
-    def forward(Z, I, LOGP, H, TOP, TOTAL, V, T, per_part, stride_part, stride_row, inv_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    def forward(Z, I, LOGP, H, TOP, TOTAL, V, T, per_part, stride_part, stride_row, inv_temperature, ENTROPY: tl.constexpr,
+                BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         z_row = Z + (row // per_part) * stride_part + (row % per_part) * stride_row
         scale = inv_temperature * 1.4426950408889634
@@ -73,7 +76,8 @@ def _rows():
         tl.store(TOTAL + row, total)
 
     @triton.jit
-    def backward(Z, I, G, A, B, TOP, OUT, SILENT, V, per_part, stride_part, stride_row, inv_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    def backward(Z, I, G, A, B, TOP, OUT, SILENT, V, per_part, stride_part, stride_row, inv_temperature,
+                 ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = lanes < V
@@ -81,8 +85,10 @@ def _rows():
         if tl.load(SILENT + row) != 0:
             tl.store(out, tl.zeros([BLOCK], OUT.dtype.element_ty), mask=inside)
         else:
-            z = tl.load(Z + (row // per_part) * stride_part + (row % per_part) * stride_row + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-            x = tl.maximum((z - tl.load(TOP + row)) * (inv_temperature * 1.4426950408889634), -1e4, propagate_nan=tl.PropagateNan.ALL)
+            z = tl.load(Z + (row // per_part) * stride_part + (row % per_part) * stride_row + lanes, mask=inside,
+                        other=float("-inf")).to(tl.float32)
+            x = tl.maximum((z - tl.load(TOP + row)) * (inv_temperature * 1.4426950408889634), -1e4,
+                           propagate_nan=tl.PropagateNan.ALL)
             weight = tl.load(A + row)
             if ENTROPY: weight = weight + tl.load(B + row) * x
             grad = tl.exp2(x) * weight + tl.where(lanes == tl.load(I + row), tl.load(G + row), 0.0)
@@ -93,7 +99,8 @@ def _rows():
 def _layout(logits):
     "Logits of which each word lies beside the next, and how their rows lie: rows in a part, and the steps from part to part and from row to row."
     if logits.stride(-1) != 1: logits = logits.contiguous()
-    z = logits if logits.ndim == 3 else logits[None] if logits.ndim == 2 else logits[None, None] if logits.ndim == 1 else logits.flatten(0, -3)
+    z = (logits if logits.ndim == 3 else logits[None] if logits.ndim == 2 else logits[None, None] if logits.ndim == 1
+         else logits.flatten(0, -3))
     return z, (max(1, z.shape[1]), z.stride(0), z.stride(1))
 
 def _block(V): return min(4096, max(16, 1 << (V - 1).bit_length()))
@@ -108,7 +115,9 @@ def forward_rows(logits, # (..., V), float32, float16 or bfloat16
     out = [torch.zeros((*logits.shape[:-1], 1), dtype=torch.float32, device=logits.device) for _ in range(4)]
     rows, V = out[0].numel(), logits.shape[-1]
     with torch.cuda.device_of(z):
-        if rows: _rows()[0][(rows,)](z, index.contiguous(), *out, V, rows, *layout, 1 / temperature, ENTROPY=entropy, BLOCK=_block(V), num_warps=8)
+        if rows:
+            _rows()[0][(rows,)](z, index.contiguous(), *out, V, rows, *layout, 1 / temperature, ENTROPY=entropy,
+                                BLOCK=_block(V), num_warps=8)
     return out
 
 def backward_rows(logits, index, temperature, # As above
@@ -119,23 +128,29 @@ def backward_rows(logits, index, temperature, # As above
                   out=None, # Where it goes, of the logits' shape and dtype; it may be the logits; None = a new tensor
                  ): # (..., V), dtype of the logits
     "The gradient with respect to the logits, in one read and one write."
-    (z, layout), out = _layout(logits), torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
+    (z, layout), out = (_layout(logits),
+                        torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out)
     constant, slope, silent = -g / (temperature * total), torch.zeros_like(total), g == 0
     if h is not None:
-        constant, slope, silent = constant - h * (H - total.log()) / (temperature * total), -h * 0.6931471805599453 / (temperature * total), silent & (h == 0)
+        constant, slope, silent = (constant - h * (H - total.log()) / (temperature * total),
+                                   -h * 0.6931471805599453 / (temperature * total), silent & (h == 0))
         silent = silent | (total == 0)
     rows, V = total.numel(), logits.shape[-1]
     block = _block(V)
     with torch.cuda.device_of(z):
-        if rows: _rows()[1][(rows, -(-V // block))](z, index.contiguous(), (g / temperature).contiguous(), constant.contiguous(), slope.contiguous(), top, out, silent.to(torch.int32).contiguous(), V, *layout, 1 / temperature, ENTROPY=h is not None, BLOCK=block, num_warps=8)
-    torch.autograd.graph.increment_version(out)                       # a kernel writes unseen: who keeps the logits for a gradient has to hear of it
+        if rows:
+            _rows()[1][(rows, -(-V // block))](z, index.contiguous(), (g / temperature).contiguous(), constant.contiguous(),
+                                               slope.contiguous(), top, out, silent.to(torch.int32).contiguous(), V,
+                                               *layout, 1 / temperature, ENTROPY=h is not None, BLOCK=block, num_warps=8)
+    # a kernel writes unseen: who keeps the logits for a gradient has to hear of it
+    torch.autograd.graph.increment_version(out)
     return out
 
 # %% ../../nbs/formulas/12_kernels.ipynb #gae
 @cache
 def _scan():
     "The kernel of the recursion."
-    global tl, _combine                                          # a kernel sees the names of its module, not those of a function around it
+    global tl, _combine  # a kernel sees the names of its module, not those of a function around it
     import triton, triton.language as tl
 
     @triton.jit
@@ -170,5 +185,6 @@ def scan(x: torch.Tensor, # (T, N) or (T,), float32 or float64
     T, N = x.shape[0], x[0].numel() if len(x) else 0
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        if y.numel(): _scan()[(N,)](x, decay, y, T, N, 1, FORWARD=forward, BLOCK=min(1024, max(2, 1 << (T - 1).bit_length())))
+        if y.numel():
+            _scan()[(N,)](x, decay, y, T, N, 1, FORWARD=forward, BLOCK=min(1024, max(2, 1 << (T - 1).bit_length())))
     return y

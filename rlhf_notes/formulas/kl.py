@@ -8,7 +8,8 @@ __all__ = ['KL_KINDS', 'kl_estimate', 'calculate_kl_div', 'exact_kl', 'kl_loss',
 # %% ../../nbs/formulas/06_kl.ipynb #export-imports
 import torch
 
-from .arguments import at_least_float32, check_choice, check_flag, check_float, check_mask, check_number, check_same_shape, float64_if_possible
+from .arguments import (at_least_float32, check_choice, check_flag, check_float, check_mask,
+                                           check_number, check_same_shape, float64_if_possible)
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio
 
@@ -21,7 +22,8 @@ def _k3(d):
     small, series = torch.where(near, d, 0.0), 1.0
     for n in range(11, 2, -1): series = 1 - small / n * series
     x = bounded_log_ratio(-d)
-    return torch.where(near, small.square() / 2 * series, torch.expm1(x) + torch.maximum(d, -x))     # the maximum is d; where x was limited it keeps e^x ahead
+    # the maximum is d; where x was limited it keeps e^x ahead
+    return torch.where(near, small.square() / 2 * series, torch.expm1(x) + torch.maximum(d, -x))
 
 def _estimate(d, kind):
     return d if kind == "k1" else d.square() / 2 if kind == "k2" else _k3(d)
@@ -31,7 +33,8 @@ def kl_estimate(logp: torch.Tensor, # log pi of actions that pi drew, (...)
                 kind: str = "k1", # One of `KL_KINDS`: "k1" d, "k2" d^2 / 2, "k3" exp(-d) - 1 + d, where d = logp - logp_ref
                ) -> torch.Tensor: # (...), float32 or better, in nats
     "Estimate of KL(pi || pi_ref) from each sample (Schulman 2020)."
-    check_float(logp=logp, logp_ref=logp_ref); check_same_shape(logp=logp, logp_ref=logp_ref); check_choice("kind", kind, KL_KINDS)
+    check_float(logp=logp, logp_ref=logp_ref)
+    check_same_shape(logp=logp, logp_ref=logp_ref); check_choice("kind", kind, KL_KINDS)
     return _estimate(at_least_float32(logp) - at_least_float32(logp_ref), kind)
 
 def calculate_kl_div(log_ratio: torch.Tensor, # log pi - log pi_ref of actions that pi drew, (...)
@@ -61,7 +64,9 @@ def kl_loss(logp: torch.Tensor, # log pi of the sampled actions, with gradient, 
             straight_through: bool = False, # Value of `kind`, slope of k2 (known as "k1+" and "k3+"); a `ratio` is then a constant weight
            ) -> torch.Tensor: # 0-dim, float32 or better, in nats
     "Mean estimate of KL(pi || pi_ref) over what counts, as a loss: k2, or any kind with `straight_through`, or k1 and k3 with `ratio`, has the KL's own gradient."
-    check_float(["ratio"], logp=logp, logp_ref=logp_ref, ratio=ratio); check_same_shape(logp=logp, logp_ref=logp_ref, ratio=ratio); check_mask(mask, logp=logp); check_flag("straight_through", straight_through)
+    check_float(["ratio"], logp=logp, logp_ref=logp_ref, ratio=ratio)
+    check_same_shape(logp=logp, logp_ref=logp_ref, ratio=ratio)
+    check_mask(mask, logp=logp); check_flag("straight_through", straight_through)
     logp, logp_ref = apply_mask(logp, mask), apply_mask(logp_ref.detach(), mask)
     k = kl_estimate(logp, logp_ref, kind)
     if straight_through:
@@ -107,7 +112,8 @@ class FixedKLController:
                         state: dict, # As `state_dict` gave it
                        ):
         "Continue from a checkpoint."
-        if not isinstance(state, dict) or set(state) != {"coef"}: raise ValueError(f"state must be a dict with the one key 'coef', got {state!r}")
+        if not isinstance(state, dict) or set(state) != {"coef"}:
+            raise ValueError(f"state must be a dict with the one key 'coef', got {state!r}")
         check_number("coef", state["coef"], low=0, open_low=self._above_zero)
         self.coef = float(state["coef"])
 
@@ -119,7 +125,8 @@ class AdaptiveKLController(FixedKLController):
                  target: float = 6.0, # KL of whole answers to hold, in nats, > 0
                  horizon: float = 10000, # Answers within which beta changes by a factor of at most about 1.22, > 0
                 ):
-        check_number("init", init, low=0, open_low=True); check_number("target", target, low=0, open_low=True); check_number("horizon", horizon, low=0, open_low=True)
+        check_number("init", init, low=0, open_low=True)
+        check_number("target", target, low=0, open_low=True); check_number("horizon", horizon, low=0, open_low=True)
         super().__init__(init)
         self.target, self.horizon = target, horizon
 
@@ -131,6 +138,8 @@ class AdaptiveKLController(FixedKLController):
         check_number("n", n, low=0)
         error = min(max(_number(kl) / self.target - 1, -0.2), 0.2)
         factor = 1 + error * n / self.horizon
-        if factor <= 0: raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays above 0 at an error of {error:g}, got {n}")
+        if factor <= 0:
+            raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays above 0 at an error of "
+                             f"{error:g}, got {n}")
         self.coef = float(self.coef * factor)
         return self.coef

@@ -15,19 +15,22 @@ from functools import cache
 import torch
 
 from . import kernels
-from .arguments import at_least_float32, check_flag, check_float, check_integer, check_mask, check_ndim, check_number, check_same_shape, check_whole
+from .arguments import (at_least_float32, check_flag, check_float, check_integer, check_mask, check_ndim,
+                                           check_number, check_same_shape, check_whole)
 from .masking import apply_mask, masked_sum
 
 # %% ../../nbs/formulas/02_logprob.ipynb #selective
 def _check_logits(logits, temperature=1.0):
     check_float(logits=logits); check_number("temperature", temperature, low=0, open_low=True)
     if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits must have at least 1 dimension, the last of which is a vocabulary of at least 1 word; got shape {tuple(logits.shape)}")
+        raise ValueError("logits must have at least 1 dimension, the last of which is a vocabulary of at least 1 word; "
+                         f"got shape {tuple(logits.shape)}")
 
 def _check_index(index, logits):
     check_integer(index=index)
     if index.shape != logits.shape[:-1]:
-        raise ValueError(f"index must have the shape of logits without the vocabulary, {tuple(logits.shape[:-1])}, got {tuple(index.shape)}")
+        raise ValueError(f"index must have the shape of logits without the vocabulary, {tuple(logits.shape[:-1])}, got "
+                         f"{tuple(index.shape)}")
 
 def _scaled(logits, temperature):
     "logits / temperature, up to a shift of each row."
@@ -39,7 +42,8 @@ def _check_inplace(inplace_backward, logits):
     if not inplace_backward or not kernels.eager(logits): return
     owner = logits._base if logits._is_view() else logits
     if owner.is_leaf and owner.requires_grad:
-        raise ValueError("inplace_backward needs logits that were computed from something, got a leaf (or a view of one), whose values would be overwritten with their gradient")
+        raise ValueError("inplace_backward needs logits that were computed from something, got a leaf (or a view of one), "
+                         "whose values would be overwritten with their gradient")
 
 def _pick(x, index):
     "The element of each row of `x` that `index` names."
@@ -80,15 +84,17 @@ def selective_log_softmax(logits: torch.Tensor, # (..., V), any float dtype; -in
                           inplace_backward: bool = False, # May the gradient be written over the logits? For those that nobody looks at afterwards
                          ) -> torch.Tensor: # log pi of the chosen words, in nats, float32 or better, (...); 0 where nothing counts
     "log softmax(logits / temperature) of the chosen words, in float32 or better; keeps nothing of the logits' size for the backward pass."
-    _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
+    _check_logits(logits, temperature)
+    _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
     index = apply_mask(index.long(), mask, 0)
     if _by_rows(logits): return apply_mask(_LogProb.apply(logits, index, temperature, False, inplace_backward)[0], mask)
     return apply_mask(_SelectiveLogSoftmax.apply(logits, index, temperature), mask)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #chunks
-_WHOLE, _CHUNK = 2**20, 9 * 2**16     # logits: so many are still taken in one piece; so many for each thread make a piece where there are more
+# logits: so many are still taken in one piece; so many for each thread make a piece where there are more
+_WHOLE, _CHUNK = 2**20, 9 * 2**16
 _LOG2_E = 1 / math.log(2)
-_HEAVY = 2.0**64                      # a row that weighs more, measured by its chosen word, is measured by its largest logit instead
+_HEAVY = 2.0**64  # a row that weighs more, measured by its chosen word, is measured by its largest logit instead
 
 def _by_rows(logits):
     "Are these logits worth the trouble?"
@@ -101,7 +107,7 @@ def _piece(logits, copies):
 def _pieces(size, logits, *others):
     "The logits in pieces of `size` rows, (R, V), with the rows (R, ...) of `others` that belong to them; views of everything."
     try: rows = logits.view(-1, logits.shape[-1])
-    except RuntimeError:                                      # rows that do not follow one another: part by part of the first dimension
+    except RuntimeError:  # rows that do not follow one another: part by part of the first dimension
         for part in zip(logits, *others): yield from _pieces(size, *part)
         return
     yield from zip(rows.split(size), *(t.reshape(-1, t.shape[-1]).split(size) for t in others))
@@ -130,7 +136,8 @@ def _forward_rows(logits, index, temperature, entropy):
     if not total.numel(): return chosen, product, reference, total
     size = _piece(logits, 1 + entropy)
     x, e = _buffers(size, logits, dtype, entropy)
-    def weigh(z, total, shift, far=None): torch.sum(torch.exp2(_exponents(z, shift, far, scale, x[:len(z)]), out=e[:len(z)]), -1, keepdim=True, out=total)
+    def weigh(z, total, shift, far=None):
+        torch.sum(torch.exp2(_exponents(z, shift, far, scale, x[:len(z)]), out=e[:len(z)]), -1, keepdim=True, out=total)
     if not entropy:
         for z, *row in _pieces(size, logits, total, *_base(reference, scale)): weigh(_upcast(z, x), *row)
     if entropy or not total.sum() < _HEAVY:                    # (NaN is not below anything)
@@ -139,15 +146,18 @@ def _forward_rows(logits, index, temperature, entropy):
             top = (z := _upcast(z, x)).amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
             r.copy_(top if entropy else torch.where(s < _HEAVY, r, top))
             weigh(z, s, *_base(r, scale))
-            if entropy: torch.sum(x[:len(z)].clamp_(min=-1e4).mul_(e[:len(z)]), -1, keepdim=True, out=product_)      # 2^-1e4 is 0, and so is 2^-1e4 times -1e4
+            # 2^-1e4 is 0, and so is 2^-1e4 times -1e4
+            if entropy: torch.sum(x[:len(z)].clamp_(min=-1e4).mul_(e[:len(z)]), -1, keepdim=True, out=product_)
     shift, *far = _base(reference, scale)
     x = shift + scale * (chosen.double() - (far[0] if far else 0))
-    logp = ((x - total.double().log2()) / _LOG2_E).clamp(max=0)                                   # rounding may lift a certain word above 0
-    return logp.to(dtype), torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy else product, reference, total
+    logp = ((x - total.double().log2()) / _LOG2_E).clamp(max=0)  # rounding may lift a certain word above 0
+    return (logp.to(dtype), torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy
+            else product, reference, total)
 
 def _backward_rows(logits, index, temperature, g, h, H, reference, total, out=None):
     "The gradient of g log pi + h entropy with respect to the logits, in their dtype; into `out`, which may be the logits. h may be None. All but logits and index (..., 1)."
-    dtype, out = total.dtype, _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)) if out is None else out
+    dtype, out = (total.dtype,
+                  _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)) if out is None else out)
     if not total.numel(): return out
     constant, slope, scale = -g / (temperature * total), torch.zeros_like(total), _scale(temperature, dtype)
     if h is not None:
@@ -157,14 +167,14 @@ def _backward_rows(logits, index, temperature, g, h, H, reference, total, out=No
     size = _piece(logits, 1 + two)
     x, e = _buffers(size, logits, dtype, two)
     pieces = _pieces(size, logits, index.unsqueeze(-1), out, g / temperature, constant, slope, *_base(reference, scale))
-    for z, i, o, g_, a, b, shift, *far in reversed([*pieces]):               # the forward pass has left the last ones in the cache
+    for z, i, o, g_, a, b, shift, *far in reversed([*pieces]):  # the forward pass has left the last ones in the cache
         x_, e_ = x[:len(z)], o if o.dtype == dtype else e[:len(z)]
         z, far = _upcast(z, x), far[0] if far else None
         if h is None: torch.exp2(_exponents(z, shift, far, scale, e_), out=e_).mul_(a)
         else: torch.exp2(_exponents(z, shift, far, scale, x_).clamp_(min=-1e4), out=e_).mul_(x_.mul_(b).add_(a))
         e_.scatter_add_(-1, i, g_)
         if e_ is not o: o.copy_(e_)
-    silent = g == 0 if h is None else (g == 0) & (h == 0)                                           # a row without a gradient has none, whatever its logits are
+    silent = g == 0 if h is None else (g == 0) & (h == 0)  # a row without a gradient has none, whatever its logits are
     return out.masked_fill_(silent, 0) if silent.any() else out
 
 def _upcast(z, x):
@@ -195,22 +205,26 @@ class _LogProb(torch.autograd.Function):
     def backward(ctx, g, h):
         logits, index, reference, total, *H = ctx.saved_tensors
         if g is None and h is None: return None, None, None, None, None
-        if torch.is_grad_enabled(): return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None, None
+        if torch.is_grad_enabled():
+            return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None, None
         g, h = torch.zeros_like(total) if g is None else g.unsqueeze(-1), None if h is None else h.unsqueeze(-1)
-        out = logits.detach() if ctx.inplace and logits.is_contiguous() else None             # rows with others between them may share their memory
-        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total, out=out), None, None, None, None
+        # rows with others between them may share their memory
+        out = logits.detach() if ctx.inplace and logits.is_contiguous() else None
+        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total,
+                                            out=out), None, None, None, None
 
 def _differentiable_gradient(logits, index, temperature, g, h):
     "The gradient of g log pi + h entropy, for those who want the gradient of that."
     def entropy(z): return _whole_entropy(z, temperature, ~_nothing_asked(z, h.unsqueeze(-1)).squeeze(-1))
-    pairs = [(f, d) for f, d in ((lambda z: _SelectiveLogSoftmax.apply(z, index, temperature), g), (entropy, h)) if d is not None]
+    pairs = [(f, d) for f, d in ((lambda z: _SelectiveLogSoftmax.apply(z, index, temperature), g), (entropy, h))
+             if d is not None]
     return torch.autograd.grad([f(logits) for f, _ in pairs], logits, [d for _, d in pairs], create_graph=True)[0]
 
 def _large_pages(x):
     "`x`, for whose memory Linux is asked to hand out pages of 2 MiB instead of 4 KiB: they cost a fraction of the time. Elsewhere, just `x`."
     if x.nbytes >= 2**23 and (madvise := _madvise()):
         first, last = -(-x.data_ptr() // 2**12) * 2**12, (x.data_ptr() + x.nbytes) // 2**12 * 2**12
-        madvise(first, last - first, 14)                                       # MADV_HUGEPAGE; it is advice, and may be declined
+        madvise(first, last - first, 14)  # MADV_HUGEPAGE; it is advice, and may be declined
     return x
 
 @cache
@@ -253,7 +267,8 @@ def _whole_entropy(logits, temperature, mask):
     "By the definition, impossible words left out; for logits that are taken in one piece."
     possible = logits != -torch.inf if mask is None else (logits != -torch.inf) & mask.unsqueeze(-1)
     z = torch.where(possible, at_least_float32(logits), torch.where(possible.any(-1, keepdim=True), -torch.inf, 0.0))
-    logp = torch.log_softmax(_scaled(z, temperature), -1).clamp(min=torch.finfo(torch.float32).min)         # 0 times minus infinity would be NaN
+    # 0 times minus infinity would be NaN
+    logp = torch.log_softmax(_scaled(z, temperature), -1).clamp(min=torch.finfo(torch.float32).min)
     return masked_sum(-logp.exp() * logp, possible, dim=-1)
 
 def entropy_from_logits(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
@@ -262,9 +277,11 @@ def entropy_from_logits(logits: torch.Tensor, # (..., V), any float dtype; -inf 
                         inplace_backward: bool = False, # May the gradient be written over the logits?
                        ) -> torch.Tensor: # In nats, from 0 to log V, float32 or better, (...); 0 where nothing counts or no word is possible
     "Entropy of softmax(logits / temperature), -sum p log p; its gradient is 0 where a logit is -inf."
-    _check_logits(logits, temperature); check_mask(mask, **{"logits[..., 0]": logits[..., 0]}); _check_inplace(inplace_backward, logits)
+    _check_logits(logits, temperature)
+    check_mask(mask, **{"logits[..., 0]": logits[..., 0]}); _check_inplace(inplace_backward, logits)
     if not _by_rows(logits): return _whole_entropy(logits, temperature, mask)
-    return apply_mask(_LogProb.apply(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device), temperature, True, inplace_backward)[1], mask)
+    return apply_mask(_LogProb.apply(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device),
+                                     temperature, True, inplace_backward)[1], mask)
 
 def log_probs_and_entropy(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
                           index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
@@ -273,9 +290,12 @@ def log_probs_and_entropy(logits: torch.Tensor, # (..., V), any float dtype; -in
                           inplace_backward: bool = False, # May the gradient be written over the logits?
                          ) -> tuple[torch.Tensor, torch.Tensor]: # (log pi of the chosen words, entropy), in nats, float32 or better, (...) each; 0 where nothing counts
     "`selective_log_softmax` and `entropy_from_logits` from one read of the logits."
-    _check_logits(logits, temperature); _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
-    if not _by_rows(logits): return selective_log_softmax(logits, index, temperature, mask), entropy_from_logits(logits, temperature, mask)
-    return tuple(apply_mask(y, mask) for y in _LogProb.apply(logits, apply_mask(index.long(), mask, 0), temperature, True, inplace_backward))
+    _check_logits(logits, temperature)
+    _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
+    if not _by_rows(logits):
+        return selective_log_softmax(logits, index, temperature, mask), entropy_from_logits(logits, temperature, mask)
+    return tuple(apply_mask(y, mask)
+                 for y in _LogProb.apply(logits, apply_mask(index.long(), mask, 0), temperature, True, inplace_backward))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #linear
 def _heads(chunk, hidden, weight, bias, *others):
@@ -289,7 +309,8 @@ class _LinearLogProb(torch.autograd.Function):
     "(log pi, entropy) of hidden @ weight.T + bias, some rows at a time; keeps two numbers of each row."
     @staticmethod
     def forward(ctx, hidden, weight, bias, index, temperature, chunk, entropy):
-        out = [_by(hidden, "forward_rows")(z, i, temperature, entropy) for z, _, i in _heads(chunk, hidden, weight, bias, index)]
+        out = [_by(hidden, "forward_rows")(z, i, temperature, entropy)
+               for z, _, i in _heads(chunk, hidden, weight, bias, index)]
         logp, H, reference, total = (torch.cat(x) for x in zip(*out))
         ctx.save_for_backward(hidden, weight, bias, index, H, reference, total)
         ctx.temperature, ctx.chunk = temperature, chunk
@@ -300,11 +321,14 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, h):
         (hidden, weight, bias, *rest), T = ctx.saved_tensors, ctx.temperature
-        if torch.is_grad_enabled():                           # for those who want the gradient of that: with all logits at once
-            inputs, logits = [t for t, need in zip((hidden, weight, bias), ctx.needs_input_grad) if need], torch.nn.functional.linear(hidden, weight, bias)
-            found = iter(torch.autograd.grad(logits, inputs, _differentiable_gradient(logits, rest[0], T, g, h), create_graph=True))
+        if torch.is_grad_enabled():  # for those who want the gradient of that: with all logits at once
+            inputs, logits = ([t for t, need in zip((hidden, weight, bias), ctx.needs_input_grad) if need],
+                              torch.nn.functional.linear(hidden, weight, bias))
+            found = iter(torch.autograd.grad(logits, inputs,
+                                             _differentiable_gradient(logits, rest[0], T, g, h), create_graph=True))
             return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None, None
-        need, by = ctx.needs_input_grad, [torch.zeros_like(rest[-1]) if g is None else g.unsqueeze(-1), *([] if h is None else [h.unsqueeze(-1)])]
+        need, by = ctx.needs_input_grad, [torch.zeros_like(rest[-1]) if g is None else g.unsqueeze(-1),
+                                          *([] if h is None else [h.unsqueeze(-1)])]
         d_hidden = torch.empty_like(hidden) if need[0] else None
         d_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need[1] else None
         d_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need[2] else None
@@ -315,7 +339,8 @@ class _LinearLogProb(torch.autograd.Function):
             if need[1]: d_weight.addmm_(dz.t(), x) if d_weight.dtype == x.dtype else d_weight.add_(dz.t() @ x)
             if need[2]: d_bias += dz.sum(0, dtype=d_bias.dtype)
             first += len(x)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+        return (d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
+                None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None)
 
 def linear_log_probs(hidden: torch.Tensor, # What is under the language model's head, (..., d), any float dtype
                      weight: torch.Tensor, # The head's weights, (V, d)
@@ -327,24 +352,36 @@ def linear_log_probs(hidden: torch.Tensor, # What is under the language model's 
                      mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                     ) -> torch.Tensor | tuple: # log pi of the chosen words, in nats, float32 or better, (...); with `entropy`, (log pi, entropy)
     "`selective_log_softmax` of hidden @ weight.T + bias (and `entropy_from_logits`), without ever holding these logits (a second derivative does); gradients go to hidden, weight and bias."
-    check_float(optional=("bias",), hidden=hidden, weight=weight, bias=bias); check_integer(index=index); check_ndim(2, weight=weight); check_mask(mask, index=index)
+    check_float(optional=("bias",), hidden=hidden, weight=weight, bias=bias)
+    check_integer(index=index); check_ndim(2, weight=weight); check_mask(mask, index=index)
     check_number("temperature", temperature, low=0, open_low=True); check_flag("entropy", entropy)
     if chunk is not None: check_whole("chunk", chunk, low=1)
     V, d = weight.shape
-    if V == 0: raise ValueError(f"weight must have a row for each word of a vocabulary of at least 1, got shape {tuple(weight.shape)}")
-    if hidden.ndim == 0 or hidden.shape[-1] != d: raise ValueError(f"hidden must end in the width of weight, {d}, got shape {tuple(hidden.shape)}")
-    if index.shape != hidden.shape[:-1]: raise ValueError(f"index must have the shape of hidden without its width, {tuple(hidden.shape[:-1])}, got {tuple(index.shape)}")
-    if bias is not None and bias.shape != (V,): raise ValueError(f"bias must have one number for each word, shape {(V,)}, got {tuple(bias.shape)}")
+    if V == 0:
+        raise ValueError("weight must have a row for each word of a vocabulary of at least 1, got shape "
+                         f"{tuple(weight.shape)}")
+    if hidden.ndim == 0 or hidden.shape[-1] != d:
+        raise ValueError(f"hidden must end in the width of weight, {d}, got shape {tuple(hidden.shape)}")
+    if index.shape != hidden.shape[:-1]:
+        raise ValueError(f"index must have the shape of hidden without its width, {tuple(hidden.shape[:-1])}, got "
+                         f"{tuple(index.shape)}")
+    if bias is not None and bias.shape != (V,):
+        raise ValueError(f"bias must have one number for each word, shape {(V,)}, got {tuple(bias.shape)}")
     index, kind = apply_mask(index.long(), mask, 0), hidden.device.type
     if mask is not None: hidden = apply_mask(hidden, mask.unsqueeze(-1).expand_as(hidden))
-    if torch.is_autocast_enabled(kind): hidden, weight, bias = (t if t is None or t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in (hidden, weight, bias))
+    if torch.is_autocast_enabled(kind):
+        hidden, weight, bias = (t if t is None or t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind))
+                                for t in (hidden, weight, bias))
     for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != hidden.dtype: raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {t.dtype}")
+        if t is not None and t.dtype != hidden.dtype:
+            raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {t.dtype}")
     if not kernels.eager(hidden) or kind not in ("cpu", "cuda") or chunk is None and index.numel() * V <= _WHOLE:
         logits = torch.nn.functional.linear(hidden, weight, bias)
-        return log_probs_and_entropy(logits, index, temperature, mask) if entropy else selective_log_softmax(logits, index, temperature, mask)
+        return (log_probs_and_entropy(logits, index, temperature, mask) if entropy
+                else selective_log_softmax(logits, index, temperature, mask))
     with torch.autocast(kind, enabled=False):
-        both = _LinearLogProb.apply(hidden.reshape(-1, d), weight, bias, index.reshape(-1), temperature, chunk or max(1, _LINEAR_CHUNK // V), entropy)
+        both = _LinearLogProb.apply(hidden.reshape(-1, d), weight, bias, index.reshape(-1), temperature,
+                                    chunk or max(1, _LINEAR_CHUNK // V), entropy)
     logp, H = (apply_mask(y.view(index.shape), mask) for y in both)
     return (logp, H) if entropy else logp
 
@@ -355,7 +392,9 @@ def _dimensions(mask, **tensors):
     "The tensors in float32 or better, with 1 where the mask is False."
     check_float(**tensors); check_same_shape(**tensors)
     (name, x), *_ = tensors.items()
-    if x.ndim == 0 or x.shape[-1] == 0: raise ValueError(f"{name} must have at least 1 dimension, the last of which is that of the action, of at least 1 number; got shape {tuple(x.shape)}")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{name} must have at least 1 dimension, the last of which is that of the action, of at least 1 "
+                         f"number; got shape {tuple(x.shape)}")
     check_mask(mask, **{f"{name}[..., 0]": x[..., 0]})
     each = None if mask is None else mask.unsqueeze(-1).expand_as(x)
     return [apply_mask(at_least_float32(t), each, 1.0) for t in tensors.values()]

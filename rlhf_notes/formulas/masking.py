@@ -8,7 +8,8 @@ __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'mask
 # %% ../../nbs/formulas/01_masking.ipynb #export-imports
 import torch
 
-from .arguments import at_least_float32, check_choice, check_flag, check_mask, check_ndim, check_real, check_tensor, check_whole
+from .arguments import (at_least_float32, check_choice, check_flag, check_mask, check_ndim, check_real,
+                                           check_tensor, check_whole)
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
 def _as_dtype(fill, x):
@@ -29,9 +30,11 @@ def apply_mask(x: torch.Tensor, # (...)
 def _check_dim(dim, x):
     "None, a dimension of x, or a tuple of different ones."
     if dim is None: return
-    n, dims = max(x.ndim, 1), dim if isinstance(dim, (tuple, list)) else (dim,)            # a 0-dim tensor lets itself be summed over dimension 0
+    # a 0-dim tensor lets itself be summed over dimension 0
+    n, dims = max(x.ndim, 1), dim if isinstance(dim, (tuple, list)) else (dim,)
     for d in dims:
-        if isinstance(d, bool) or not isinstance(d, int): raise TypeError(f"dim must be an integer, a tuple of them or None, got {dim!r}")
+        if isinstance(d, bool) or not isinstance(d, int):
+            raise TypeError(f"dim must be an integer, a tuple of them or None, got {dim!r}")
         if not -n <= d < n: raise ValueError(f"dim must be from {-n} to {n - 1} for x of shape {tuple(x.shape)}, got {dim}")
     if len({d % n for d in dims}) < len(dims): raise ValueError(f"dim must name each dimension once, got {dim}")
 
@@ -88,7 +91,8 @@ def aggregate_loss(loss: torch.Tensor, # Loss of each token, (B, T)
                    length: int | None = None, # For "constant": the length L_max to divide by, in tokens; T by default
                   ) -> torch.Tensor: # 0-dim, float32 or better
     "One number from the losses of a batch of tokens; 0 where nothing counts."
-    check_real(loss=loss); check_ndim(2, loss=loss); check_mask(mask, loss=loss); check_choice("mode", mode, AGGREGATION_MODES)
+    check_real(loss=loss)
+    check_ndim(2, loss=loss); check_mask(mask, loss=loss); check_choice("mode", mode, AGGREGATION_MODES)
     if length is not None: check_whole("length", length, low=0, open_low=True)
     has_tokens = _count(loss, mask, 1) > 0
     if mode == "token-mean": return masked_mean(loss, mask)

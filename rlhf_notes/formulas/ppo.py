@@ -12,7 +12,8 @@ from collections import namedtuple
 
 import torch
 
-from .arguments import at_least_float32, check_boolean, check_choice, check_flag, check_float, check_integer, check_number, check_real, check_same_shape, under_its_name
+from .arguments import (at_least_float32, check_boolean, check_choice, check_flag, check_float,
+                                           check_integer, check_number, check_real, check_same_shape, under_its_name)
 from .kl import KL_KINDS, kl_loss
 from .logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax
 from .masking import apply_mask, masked_mean, masked_sum
@@ -21,10 +22,14 @@ from .surrogate import clip_fraction, clipped_surrogate
 from .value import value_loss
 
 # %% ../../nbs/formulas/10_ppo.ipynb #data
-ppo_data = namedtuple("ppo_data", "logit_new logit_old action value_new value_old adv return_ weight logit_pretrained", defaults=[None])
-ppo_data_continuous = namedtuple("ppo_data_continuous", "mu_sigma_new mu_sigma_old action value_new value_old adv return_ weight logit_pretrained", defaults=[None])
+ppo_data = namedtuple("ppo_data",
+                      "logit_new logit_old action value_new value_old adv return_ weight logit_pretrained", defaults=[None])
+ppo_data_continuous = namedtuple("ppo_data_continuous",
+                                 "mu_sigma_new mu_sigma_old action value_new value_old adv return_ weight logit_pretrained",
+                                 defaults=[None])
 ppo_policy_data = namedtuple("ppo_policy_data", "logit_new logit_old action adv weight logit_pretrained", defaults=[None])
-ppo_policy_data_continuous = namedtuple("ppo_policy_data_continuous", "mu_sigma_new mu_sigma_old action adv weight logit_pretrained", defaults=[None])
+ppo_policy_data_continuous = namedtuple("ppo_policy_data_continuous",
+                                        "mu_sigma_new mu_sigma_old action adv weight logit_pretrained", defaults=[None])
 ppo_value_data = namedtuple("ppo_value_data", "value_new value_old return_ weight")
 ppo_loss = namedtuple("ppo_loss", "policy_loss value_loss entropy_loss kl_div")
 ppo_policy_loss = namedtuple("ppo_policy_loss", "policy_loss entropy_loss kl_div")
@@ -34,7 +39,9 @@ def _as(kind, data):
     "`data` as the namedtuple `kind`: any tuple with its fields in its order will do."
     if not isinstance(data, tuple): raise TypeError(f"data must be a {kind.__name__}, got {type(data).__name__}")
     try: return kind(*data)
-    except TypeError: raise TypeError(f"data must be a {kind.__name__} with the fields {', '.join(kind._fields)}, got {len(data)} fields") from None
+    except TypeError:
+        raise TypeError(f"data must be a {kind.__name__} with the fields {', '.join(kind._fields)}, got "
+                        f"{len(data)} fields") from None
 
 def _named(**fields):
     "The fields under the name that an error should give them."
@@ -51,7 +58,8 @@ def _check_weight(weight, reduction, **like):
     (name, x), = like.items()
     check_choice("reduction", reduction, PPO_REDUCTIONS)
     if weight is None: return
-    if not isinstance(weight, torch.Tensor): raise TypeError(f"data.weight must be a torch.Tensor or None, got {type(weight).__name__}")
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"data.weight must be a torch.Tensor or None, got {type(weight).__name__}")
     check_real(**_named(weight=weight)); check_same_shape(**_named(**{name: x, "weight": weight}))
 
 def _reduce(x, weight, reduction):
@@ -93,9 +101,13 @@ def _check_adv(adv, weight, reduction, **like):
 def _check_action(action, choices, **logits):
     "An integer for each row of the logits; `choices` is what their last dimension holds."
     (name, z), = logits.items()
-    if z.ndim == 0 or z.shape[-1] == 0: raise ValueError(f"data.{name} must have at least 1 dimension, the last of which, the {choices}, has at least 1 element; got shape {tuple(z.shape)}")
+    if z.ndim == 0 or z.shape[-1] == 0:
+        raise ValueError(f"data.{name} must have at least 1 dimension, the last of which, the {choices}, has at least 1 "
+                         f"element; got shape {tuple(z.shape)}")
     check_integer(**_named(action=action))
-    if action.shape != z.shape[:-1]: raise ValueError(f"data.action must have the shape of data.{name} without the {choices}, {tuple(z.shape[:-1])}, got {tuple(action.shape)}")
+    if action.shape != z.shape[:-1]:
+        raise ValueError(f"data.action must have the shape of data.{name} without the {choices}, {tuple(z.shape[:-1])}, "
+                         f"got {tuple(action.shape)}")
 
 def _check_clips(clip_ratio, dual_clip, kl_type):
     check_number("clip_ratio", clip_ratio, low=0, high=1, open_low=True)
@@ -112,13 +124,17 @@ def ppo_policy_error(data: ppo_policy_data, # logit_new, logit_old: (..., N); ac
     "PPO's policy loss for discrete actions or tokens, with DI-engine's interface (Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5)."
     logit_new, logit_old, action, adv, weight, logit_pretrained = _as(ppo_policy_data, data)
     _check_clips(clip_ratio, dual_clip, kl_type); check_flag("entropy_bonus", entropy_bonus)
-    if isinstance(logit_new, (dict, tuple)): raise TypeError(f"data.logit_new must be a torch.Tensor, got {type(logit_new).__name__}; for mu and sigma there are ppo_error_continuous and ppo_policy_error_continuous")
+    if isinstance(logit_new, (dict, tuple)):
+        raise TypeError(f"data.logit_new must be a torch.Tensor, got {type(logit_new).__name__}; for mu and sigma there "
+                        "are ppo_error_continuous and ppo_policy_error_continuous")
     logits = _named(logit_new=logit_new, logit_old=logit_old, logit_pretrained=logit_pretrained)
-    check_float(["data.logit_pretrained"], **logits); check_same_shape(**logits); _check_action(action, "actions", logit_new=logit_new)
+    check_float(["data.logit_pretrained"], **logits)
+    check_same_shape(**logits); _check_action(action, "actions", logit_new=logit_new)
     _check_adv(adv, weight, reduction, action=action)
     counts = _counts(weight)
     if counts is not None and counts.shape != action.shape: counts = counts.unsqueeze(-1).expand_as(action)
-    logp, logp_old = (under_its_name("data.action", selective_log_softmax, z, action, mask=counts) for z in (logit_new, logit_old))
+    logp, logp_old = (under_its_name("data.action", selective_log_softmax, z, action, mask=counts)
+                      for z in (logit_new, logit_old))
     logp_ref = None if logit_pretrained is None else selective_log_softmax(logit_pretrained, action, mask=counts)
     entropy = entropy_from_logits(logit_new, mask=counts) if entropy_bonus else torch.zeros_like(logp)
     return _policy_error(logp, logp_old, logp_ref, entropy, adv, weight, clip_ratio, dual_clip, kl_type, reduction)
@@ -129,8 +145,10 @@ def _mu_sigma(name, x, counts=None):
     try: mu, sigma = (x["mu"], x["sigma"]) if isinstance(x, dict) else x
     except (KeyError, TypeError, ValueError):
         for_logits = "; for logits there are ppo_error and ppo_policy_error" if isinstance(x, torch.Tensor) else ""
-        raise TypeError(f"data.{name} must be a dict with mu and sigma, or the pair of them, got {type(x).__name__}{for_logits}") from None
-    check_float(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma}); check_same_shape(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma})
+        raise TypeError(f"data.{name} must be a dict with mu and sigma, or the pair of them, got "
+                        f"{type(x).__name__}{for_logits}") from None
+    check_float(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma})
+    check_same_shape(**{f"data.{name} mu": mu, f"data.{name} sigma": sigma})
     if mu.ndim == 0: raise ValueError(f"data.{name} mu must have at least 1 dimension, got 0: shape ()")
     return (mu.unsqueeze(-1), sigma.unsqueeze(-1)) if mu.ndim == 1 else (mu, sigma)
 
@@ -147,7 +165,8 @@ def ppo_policy_error_continuous(data: ppo_policy_data_continuous, # mu_sigma_new
     ref = None if pretrained is None else _mu_sigma("logit_pretrained", pretrained)
     check_float(**_named(action=action))
     if action.ndim == 1: action = action.unsqueeze(-1)
-    check_same_shape(**_named(**{"mu_sigma_new mu": new[0], "mu_sigma_old mu": old[0], "logit_pretrained mu": None if ref is None else ref[0], "action": action}))
+    check_same_shape(**_named(**{"mu_sigma_new mu": new[0], "mu_sigma_old mu": old[0],
+                                 "logit_pretrained mu": None if ref is None else ref[0], "action": action}))
     _check_adv(adv, weight, reduction, **{"mu_sigma_new mu[..., 0]": new[0][..., 0]})
     counts = _counts(weight)
     if counts is not None and counts.ndim < action.ndim - 1: counts = counts.unsqueeze(-1).expand(action.shape[:-1])
@@ -166,14 +185,17 @@ def ppo_value_error(data: ppo_value_data, # value_new, value_old, return_: (...)
     value_new, value_old, return_, weight = _as(ppo_value_data, data)
     check_number("clip_ratio", clip_ratio, low=0, open_low=True); check_flag("use_value_clip", use_value_clip)
     values = _named(value_new=value_new, value_old=value_old, return_=return_)
-    check_float([] if use_value_clip else ["data.value_old"], **values); check_same_shape(**values); _check_weight(weight, reduction, value_new=value_new)
-    return _reduce(value_loss(value_new, value_old, return_, clip_ratio if use_value_clip else None, mask=_counts(weight)), weight, reduction)
+    check_float([] if use_value_clip else ["data.value_old"], **values)
+    check_same_shape(**values); _check_weight(weight, reduction, value_new=value_new)
+    return _reduce(value_loss(value_new, value_old, return_, clip_ratio if use_value_clip else None, mask=_counts(weight)),
+                   weight, reduction)
 
 # %% ../../nbs/formulas/10_ppo.ipynb #error
 def _policy_and_value(kind, policy_error, data, clip_ratio, use_value_clip, dual_clip, kl_type, reduction):
     "Losses of both parts of `data`, a `kind`, whose policy's part goes to `policy_error`."
     new, old, action, value_new, value_old, adv, return_, weight, pretrained = _as(kind, data)
-    policy, info = policy_error((new, old, action, adv, weight, pretrained), clip_ratio, dual_clip, kl_type=kl_type, reduction=reduction)
+    policy, info = policy_error((new, old, action, adv, weight, pretrained), clip_ratio, dual_clip, kl_type=kl_type,
+                                reduction=reduction)
     value = ppo_value_error((value_new, value_old, return_, weight), clip_ratio, use_value_clip, reduction)
     return ppo_loss(policy.policy_loss, value, policy.entropy_loss, policy.kl_div), info
 
@@ -195,7 +217,8 @@ def ppo_error_continuous(data: ppo_data_continuous, # The fields of `ppo_policy_
                          reduction: str = "mean", # As in `ppo_policy_error_continuous`
                         ) -> tuple[ppo_loss, ppo_info]: # 0-dim losses policy_loss, value_loss, entropy_loss (to be maximised), kl_div; floats approx_kl, clipfrac
     "PPO's losses for Gaussian actions, with DI-engine's interface: `ppo_policy_error_continuous` and `ppo_value_error` in one call."
-    return _policy_and_value(ppo_data_continuous, ppo_policy_error_continuous, data, clip_ratio, use_value_clip, dual_clip, kl_type, reduction)
+    return _policy_and_value(ppo_data_continuous, ppo_policy_error_continuous, data, clip_ratio, use_value_clip,
+                             dual_clip, kl_type, reduction)
 
 def shape_fn_ppo(args: tuple, # Positional arguments of a call of `ppo_error` or `ppo_policy_error`
                  kwargs: dict, # Its keyword arguments
@@ -213,7 +236,9 @@ class PPOLoss(torch.nn.Module):
                  value_coeff: float = 0.1, # Weight of the value loss, >= 0
                 ):
         super().__init__()
-        check_number("epsilon", epsilon, low=0, high=1, open_low=True); check_number("value_clip_range", value_clip_range, low=0, open_low=True); check_number("value_coeff", value_coeff, low=0)
+        check_number("epsilon", epsilon, low=0, high=1, open_low=True)
+        check_number("value_clip_range", value_clip_range, low=0, open_low=True)
+        check_number("value_coeff", value_coeff, low=0)
         self.epsilon, self.value_clip_range, self.value_coeff = epsilon, value_clip_range, value_coeff
 
     def forward(self,
@@ -229,13 +254,16 @@ class PPOLoss(torch.nn.Module):
         "loss = policy loss + value_coeff * value loss, each the mean over what its mask lets count."
         policy = dict(pi_logprobs=pi_logprobs, pi_old_logprobs=pi_old_logprobs, advantages=advantages)
         values = dict(phi_values=phi_values, phi_old_values=phi_old_values, returns=returns)
-        for tensors, masks in ((policy, dict(padding_masks=padding_masks)), (values, dict(value_padding_masks=value_padding_masks))):
+        for tensors, masks in ((policy, dict(padding_masks=padding_masks)),
+                               (values, dict(value_padding_masks=value_padding_masks))):
             check_float(**tensors); check_same_shape(**tensors, **masks)
             for name, mask in masks.items():
                 if mask is not None: check_boolean("counts", **{name: mask})
         ratio = importance_ratio(pi_logprobs, pi_old_logprobs, padding_masks)
         advantages = apply_mask(advantages, padding_masks)
         policy_loss = -masked_mean(clipped_surrogate(ratio, advantages, self.epsilon), padding_masks)
-        v_loss = masked_mean(value_loss(phi_values, phi_old_values, returns, self.value_clip_range, value_padding_masks), value_padding_masks)
+        v_loss = masked_mean(value_loss(phi_values, phi_old_values, returns, self.value_clip_range, value_padding_masks),
+                             value_padding_masks)
         clipfrac = clip_fraction(ratio, advantages, self.epsilon, mask=padding_masks)
-        return policy_loss + self.value_coeff * v_loss, policy_loss.detach(), v_loss.detach(), masked_mean(ratio, padding_masks).detach(), clipfrac.detach()
+        return (policy_loss + self.value_coeff * v_loss, policy_loss.detach(), v_loss.detach(),
+                masked_mean(ratio, padding_masks).detach(), clipfrac.detach())

@@ -9,7 +9,8 @@ __all__ = ['RATIO_LEVELS', 'bounded_log_ratio', 'importance_ratio', 'effective_s
 import torch
 from torch.nn.functional import pad
 
-from .arguments import at_least_float32, check_choice, check_float, check_mask, check_ndim, check_number, check_same_shape
+from .arguments import (at_least_float32, check_choice, check_float, check_mask, check_ndim,
+                                           check_number, check_same_shape)
 from .masking import apply_mask, masked_mean
 
 # %% ../../nbs/formulas/03_ratio.ipynb #bounded
@@ -56,7 +57,8 @@ def truncated_importance_weight(logp_old: torch.Tensor, # log pi_old of the toke
                                 mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
                                ) -> torch.Tensor: # (...), float32 or better, in (0, cap], without gradient; 1 where nothing counts
     "min(pi_old / pi_rollout, C) of each token, a constant by which its objective is multiplied (Yao et al. 2025; Espeholt et al. 2018, section 4.1)."
-    check_float(logp_old=logp_old, logp_rollout=logp_rollout); check_same_shape(logp_old=logp_old, logp_rollout=logp_rollout); check_mask(mask, logp_old=logp_old)
+    check_float(logp_old=logp_old, logp_rollout=logp_rollout)
+    check_same_shape(logp_old=logp_old, logp_rollout=logp_rollout); check_mask(mask, logp_old=logp_old)
     check_number("cap", cap, low=1)
     weight = importance_ratio(logp_old, logp_rollout, mask).detach()
     return weight.clamp(max=cap)

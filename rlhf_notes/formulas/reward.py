@@ -10,7 +10,8 @@ __all__ = ['PENALTY_MODES', 'best_of_n_loss', 'bradley_terry_loss', 'RewardNorm'
 import torch
 from torch.nn.functional import logsigmoid
 
-from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_integer, check_mask, check_ndim, check_number,
+from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_integer,
+                                           check_mask, check_ndim, check_number,
                                            check_same_shape, check_whole, under_its_name)
 from .kl import kl_estimate
 from .logprob import selective_log_softmax
@@ -24,8 +25,10 @@ def best_of_n_loss(rewards: torch.Tensor, # Rewards of N answers to each prompt,
     "Mean cross entropy of the preferred answer under softmax(rewards) (Ziegler et al. 2019, eq. 1)."
     check_float(rewards=rewards); check_ndim(2, rewards=rewards); check_integer(best=best)
     if best.shape != rewards.shape[:1]:
-        raise ValueError(f"best must have one index for each row of rewards, shape {tuple(rewards.shape[:1])}, got {tuple(best.shape)}")
-    if rewards.shape[1] == 0: raise ValueError(f"rewards must have at least 1 answer to each prompt, got shape {tuple(rewards.shape)}")
+        raise ValueError(f"best must have one index for each row of rewards, shape {tuple(rewards.shape[:1])}, got "
+                         f"{tuple(best.shape)}")
+    if rewards.shape[1] == 0:
+        raise ValueError(f"rewards must have at least 1 answer to each prompt, got shape {tuple(rewards.shape)}")
     return -masked_mean(under_its_name("best", selective_log_softmax, rewards, best))
 
 def bradley_terry_loss(chosen: torch.Tensor, # Rewards of the preferred answers, (...)
@@ -62,7 +65,8 @@ class RewardNorm:
         if rewards.mean.ndim: raise ValueError(f"rewards must have moments of shape (), got {tuple(rewards.mean.shape)}")
         mean_D, std_D = rewards.mean.item(), rewards.var.sqrt().item()
         if std_D <= 1e-12 * abs(mean_D):
-            raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with mean {mean_D} and standard deviation {std_D}")
+            raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with mean {mean_D} and standard "
+                             f"deviation {std_D}")
         self.gain = float(std / std_D)
         self.bias = float(mean - self.gain * mean_D)
         return self
@@ -82,7 +86,8 @@ class RewardNorm:
                         state: dict, # From `state_dict`
                        ):
         "Continue from a checkpoint."
-        if not isinstance(state, dict) or set(state) != {"gain", "bias"}: raise ValueError(f"state must be a dict with the keys 'gain' and 'bias', got {state!r}")
+        if not isinstance(state, dict) or set(state) != {"gain", "bias"}:
+            raise ValueError(f"state must be a dict with the keys 'gain' and 'bias', got {state!r}")
         self.__init__(state["gain"], state["bias"])
 
 # %% ../../nbs/formulas/09_reward.ipynb #token-rewards
@@ -93,12 +98,15 @@ def token_rewards(scores: torch.Tensor, # Score of each answer, (B,)
                   mask: torch.Tensor | None = None, # (B, T) boolean, True = counts; None = everything counts
                  ) -> tuple[torch.Tensor, torch.Tensor]: # (rewards, kl_penalty), each (B, T), float32 or better, no gradient, 0 under the mask; rewards = kl_penalty + score
     "-beta (log pi - log pi_ref) for each token, plus the score on the last one that counts (Ziegler et al. 2019, eq. 2)."
-    check_float(scores=scores, logp=logp, logp_ref=logp_ref); check_ndim(2, logp=logp); check_mask(mask, logp=logp); check_number("kl_coef", kl_coef, low=0)
-    if scores.shape != logp.shape[:1]: raise ValueError(f"scores must have one score for each row of logp, shape {tuple(logp.shape[:1])}, got {tuple(scores.shape)}")
+    check_float(scores=scores, logp=logp, logp_ref=logp_ref)
+    check_ndim(2, logp=logp); check_mask(mask, logp=logp); check_number("kl_coef", kl_coef, low=0)
+    if scores.shape != logp.shape[:1]:
+        raise ValueError(f"scores must have one score for each row of logp, shape {tuple(logp.shape[:1])}, got "
+                         f"{tuple(scores.shape)}")
     if mask is None: mask = torch.ones_like(logp, dtype=torch.bool)
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)                            # of those that count, none is left behind it
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # of those that count, none is left behind it
     kl = kl_estimate(logp, logp_ref, "k1")
-    kl_penalty = apply_mask(-kl_coef * kl, mask) if kl_coef else torch.zeros_like(kl)             # 0 times infinity would be NaN
+    kl_penalty = apply_mask(-kl_coef * kl, mask) if kl_coef else torch.zeros_like(kl)  # 0 times infinity would be NaN
     rewards = kl_penalty + apply_mask(at_least_float32(scores)[:, None].expand_as(last), last)
     return rewards.detach(), kl_penalty.detach()
 
@@ -107,7 +115,8 @@ def _check_token(tokens, **ids):
     info = torch.iinfo(tokens.dtype)
     for name, value in ids.items():
         check_whole(name, value)
-        if not info.min <= value <= info.max: raise ValueError(f"{name} must fit in {tokens.dtype}, the dtype of tokens, got {value}")
+        if not info.min <= value <= info.max:
+            raise ValueError(f"{name} must fit in {tokens.dtype}, the dtype of tokens, got {value}")
 
 def truncate_at_stop(tokens: torch.Tensor, # Answers, (B, T), integer
                      stop_token: int, # The token that ends an answer
@@ -115,7 +124,9 @@ def truncate_at_stop(tokens: torch.Tensor, # Answers, (B, T), integer
                      after: int = 0, # First position at which a stop token counts, >= 0
                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: # tokens (B, T); mask (B, T): True up to and including the stop token; found (B,)
     "Everything behind the first stop token at position `after` or later becomes padding (code of Ziegler et al. 2019)."
-    check_integer(tokens=tokens); check_ndim(2, tokens=tokens); _check_token(tokens, stop_token=stop_token, pad_token=pad_token); check_whole("after", after, low=0)
+    check_integer(tokens=tokens)
+    check_ndim(2, tokens=tokens)
+    _check_token(tokens, stop_token=stop_token, pad_token=pad_token); check_whole("after", after, low=0)
     stop = (tokens == stop_token) & (torch.arange(tokens.shape[1], device=tokens.device) >= after)
     mask = stop.cumsum(1) - stop.long() == 0                                       # no stop token stands before
     return torch.where(mask, tokens, pad_token), mask, stop.any(1)
@@ -143,5 +154,6 @@ def overlong_penalty(lengths: torch.Tensor, # Length of each answer, in tokens, 
     "DAPO's soft punishment of long answers (Yu et al. 2025, eq. 13)."
     if isinstance(lengths, torch.Tensor) and lengths.is_floating_point(): check_float(lengths=lengths)
     else: check_integer(lengths=lengths)
-    check_number("max_length", max_length, low=0, open_low=True); check_number("buffer", buffer, low=0, high=max_length, open_low=True)
+    check_number("max_length", max_length, low=0, open_low=True)
+    check_number("buffer", buffer, low=0, high=max_length, open_low=True)
     return ((max_length - buffer - at_least_float32(lengths)) / buffer).clamp(-1, 0)

@@ -15,7 +15,8 @@ from .masking import masked_mean
 def _check_pair(ratio, advantage, optional=()):
     check_float(optional, ratio=ratio, advantage=advantage)
     if advantage is not None and advantage.shape != ratio.shape:
-        raise ValueError(f"advantage must have the shape of ratio, {tuple(ratio.shape)}, got {tuple(advantage.shape)}: for one advantage per answer use "
+        raise ValueError(f"advantage must have the shape of ratio, {tuple(ratio.shape)}, got {tuple(advantage.shape)}: for "
+                         "one advantage per answer use "
                          "advantage.unsqueeze(-1), and .expand_as(ratio) if the ratio is per token")
 
 def _clip_range(eps_low, eps_high):
@@ -48,7 +49,8 @@ def clip_fraction(ratio: torch.Tensor, # Importance ratio pi / pi_old, (...)
                  ) -> torch.Tensor: # 0-dim, float32 or better: a share, from 0 to 1
     "Share of the samples that are clipped by `clipped_surrogate` (without dual clip), by either definition; 0 if nothing counts."
     _check_pair(ratio, advantage, ["advantage"]); check_mask(mask, ratio=ratio); check_choice("kind", kind, CLIP_KINDS)
-    if kind == "binding" and advantage is None: raise ValueError('advantage must be given for kind="binding", got None; kind="outside" needs none')
+    if kind == "binding" and advantage is None:
+        raise ValueError('advantage must be given for kind="binding", got None; kind="outside" needs none')
     lower, upper = _clip_range(eps_low, eps_high)
     r = at_least_float32(ratio)
     if kind == "outside": return masked_mean((r < lower) | (r > upper), mask)

@@ -16,7 +16,8 @@ from .masking import apply_mask, masked_mean, masked_var
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
 def _errors(value, value_old, returns, clip_range, mask=None):
     "V - R, or clip(V) - R where that is the larger; and where it is."
-    check_float(["value_old"], value=value, value_old=value_old, returns=returns); check_same_shape(value=value, value_old=value_old, returns=returns); check_mask(mask, value=value)
+    check_float(["value_old"], value=value, value_old=value_old, returns=returns)
+    check_same_shape(value=value, value_old=value_old, returns=returns); check_mask(mask, value=value)
     V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns.detach()))
     error = V - R
     if clip_range is None: return error, torch.zeros_like(error, dtype=torch.bool)
@@ -54,7 +55,8 @@ def explained_variance(value: torch.Tensor, # V, (...)
     "Share of the variance of the returns that the value function explains, 1 - Var(R - V) / Var(R)."
     check_float(value=value, returns=returns); check_same_shape(value=value, returns=returns); check_mask(mask, value=value)
     V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns))
-    size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=torch.finfo(R.dtype).tiny)         # so that no square overflows or vanishes
+    # so that no square overflows or vanishes
+    size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=torch.finfo(R.dtype).tiny)
     variance, rounding = masked_var(R / size, mask), 8 * torch.finfo(R.dtype).eps
     varies = ~(variance <= rounding ** 2 * masked_mean((R / size).square(), mask))              # NaN as well
     left = masked_var(torch.where(varies, R - V, 0.0) / size, mask)

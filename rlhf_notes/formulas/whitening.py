@@ -22,9 +22,12 @@ def whiten(x: torch.Tensor, # (...)
            eps: float = 1e-8, # Added to the variance, >= 0, in units of `x` squared
           ) -> torch.Tensor: # (...), float32 or better: variance 1 over what counts; 0 where the mask is False
     "`x` scaled to variance 1 over everything that counts, its mean removed or kept (code of Ziegler et al. 2019)."
-    check_float(x=x); check_mask(mask, x=x); check_number("eps", eps, low=0); check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
+    check_float(x=x)
+    check_mask(mask, x=x)
+    check_number("eps", eps, low=0); check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
     x = apply_mask(at_least_float32(x), mask)
-    mean = masked_mean(x, mask)                  # comes first, so backwards its share is added last: one element alone gets a gradient of exactly 1
+    # comes first, so backwards its share is added last: one element alone gets a gradient of exactly 1
+    mean = masked_mean(x, mask)
     deviation = _deviation(x, mask)
     size = pad(deviation.detach().abs().flatten(), (0, 1)).amax().clamp(min=max(math.sqrt(eps), 1e-20))
     deviation, eps = deviation / size, eps / size / size
@@ -60,7 +63,8 @@ class RunningMoments:
         "The mask as one boolean for each observation, with dimensions of size 1 for the elements of an observation."
         check_float(x=x)
         shape, batch_dims = self.mean.shape, x.ndim - self.mean.ndim
-        if batch_dims < 0 or x.shape[batch_dims:] != shape: raise ValueError(f"x must have a shape that ends in {tuple(shape)}, got {tuple(x.shape)}")
+        if batch_dims < 0 or x.shape[batch_dims:] != shape:
+            raise ValueError(f"x must have a shape that ends in {tuple(shape)}, got {tuple(x.shape)}")
         if mask is None: mask = torch.ones(x.shape[:batch_dims], dtype=torch.bool, device=x.device)
         check_mask(mask, observations=x.new_empty(x.shape[:batch_dims]))
         return mask.reshape(mask.shape + (1,) * len(shape))
@@ -76,15 +80,19 @@ class RunningMoments:
         x, mask = apply_mask(x.to("cpu", torch.float64), mask).reshape(n, *shape), mask.reshape(n, *shape)
         if not x.isfinite().all(): raise ValueError("x must be finite where it counts, got NaN or infinity")
         mean, m2 = masked_mean(x, mask, dim=0), masked_sum(_deviation(x, mask, dim=0).square(), dim=0)
-        if not m2.isfinite().all(): raise ValueError(f"x must be so small that its squares have a sum in float64, got numbers up to {x.abs().max():.0e}")
+        if not m2.isfinite().all():
+            raise ValueError("x must be so small that its squares have a sum in float64, got numbers up to "
+                             f"{x.abs().max():.0e}")
         return self._merge(count, mean, m2)
 
     def merge(self,
               other: "RunningMoments", # Of the same shape; it is not changed
              ) -> "RunningMoments": # Itself
         "Take in all that `other` has seen."
-        if not isinstance(other, RunningMoments): raise TypeError(f"other must be RunningMoments, got {type(other).__name__}")
-        if other.mean.shape != self.mean.shape: raise ValueError(f"other must have moments of shape {tuple(self.mean.shape)}, got {tuple(other.mean.shape)}")
+        if not isinstance(other, RunningMoments):
+            raise TypeError(f"other must be RunningMoments, got {type(other).__name__}")
+        if other.mean.shape != self.mean.shape:
+            raise ValueError(f"other must have moments of shape {tuple(self.mean.shape)}, got {tuple(other.mean.shape)}")
         return self._merge(other.count, other.mean, other.m2)
 
     def whiten(self,
@@ -95,11 +103,14 @@ class RunningMoments:
                eps: float = 1e-8, # Added to the variance, > 0, in units of `x` squared
               ) -> torch.Tensor: # (..., *shape), float32 or better; 0 where the mask is False
         "`x` whitened with these moments instead of its own."
-        mask = self._check(x, mask).expand(x.shape); check_number("eps", eps, low=0, open_low=True); check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
-        if self.count == 0: raise ValueError("x cannot be whitened with the moments of no observations: update or merge first")
+        mask = self._check(x, mask).expand(x.shape)
+        check_number("eps", eps, low=0, open_low=True)
+        check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
+        if self.count == 0:
+            raise ValueError("x cannot be whitened with the moments of no observations: update or merge first")
         x = apply_mask(at_least_float32(x), mask)
         scale = ((self.unbiased_var if unbiased else self.var) + eps).rsqrt().to(x)
-        mean = self.mean.to(x)                                       # rounded to the precision of x; `rest` is what that loses
+        mean = self.mean.to(x)  # rounded to the precision of x; `rest` is what that loses
         rest = (self.mean - mean.to(self.mean)).to(x)
         whitened = (x - mean - rest) * scale
         return apply_mask(whitened if shift_mean else whitened + mean, mask)
@@ -118,6 +129,8 @@ class RunningMoments:
         check_number("count", count, low=0); check_float(**sums)
         if count != int(count): raise ValueError(f"count must be a whole number, got {count}")
         for name, x in sums.items():
-            if x.shape != self.mean.shape: raise ValueError(f"{name} must have the shape {tuple(self.mean.shape)}, got {tuple(x.shape)}")
-            if not x.isfinite().all() or name == "m2" and (x < 0).any(): raise ValueError(f"{name} must be finite{' and not negative' * (name == 'm2')}, got {x.tolist()}")
+            if x.shape != self.mean.shape:
+                raise ValueError(f"{name} must have the shape {tuple(self.mean.shape)}, got {tuple(x.shape)}")
+            if not x.isfinite().all() or name == "m2" and (x < 0).any():
+                raise ValueError(f"{name} must be finite{' and not negative' * (name == 'm2')}, got {x.tolist()}")
         self.count, self.mean, self.m2 = int(count), *(x.detach().to("cpu", torch.float64).clone() for x in sums.values())

@@ -21,13 +21,17 @@ GROUP_SCALES = ("std", "batch", "none")
 @dataclass(frozen=True)
 class RLHFConfig:
     "Hyperparameters of pretraining, reward model and reinforcement learning; the defaults are for the tiny GPT-2."
-    algo: str = option("ppo", "how the policy learns from scores: ppo (a value head says what was to be expected), grpo or rloo (the other answers to the same query do)", choices=ALGOS)
-    model: str = option("", "a causal language model that transformers can load, a directory or a name on the hub; empty = a new GPT-2, made here")
-    preset: str = option("tiny", "size of the new GPT-2: tiny (2 layers of 64), gpt2-small (12 of 768, the 124M architecture)", choices=PRESETS)
+    algo: str = option("ppo", "how the policy learns from scores: ppo (a value head says what was to be expected), grpo or "
+                              "rloo (the other answers to the same query do)", choices=ALGOS)
+    model: str = option("", "a causal language model that transformers can load, a directory or a name on the hub; empty = "
+                            "a new GPT-2, made here")
+    preset: str = option("tiny", "size of the new GPT-2: tiny (2 layers of 64), gpt2-small "
+                                 "(12 of 768, the 124M architecture)", choices=PRESETS)
     seed: int = option(0, "of the weights, the texts, the labels, the samples and the minibatches", low=0, high=MAX_SEED)
     device: str = option("auto", "where to compute: auto, cpu, cuda or mps; auto is a GPU if there is one")
     precision: str = option("float32", "of matrix products: float32, or bfloat16 by autocast", choices=PRECISIONS)
-    query_length: int = option(0, "tokens to which each query is padded on the left (G2); 0 = as many as the longest has", low=0)
+    query_length: int = option(0, "tokens to which each query is padded on the left (G2); 0 = as many as the longest has",
+                               low=0)
     response_length: int = option(16, "tokens of each answer, sampled past the end of the text (G4)", low=1)
     stop_after: int = option(8, "first position, from 0, at which a full stop ends an answer (P5)", low=0)
     temperature: float = option(1.0, "of the samples, and of every log-probability (P1)", low=0, open_low=True)
@@ -39,7 +43,8 @@ class RLHFConfig:
     rm_batch: int = option(8, "reward model: labels in each gradient step", low=1)
     rm_epochs: int = option(1, "reward model: passes over the labels (R4)", low=1)
     rm_learning_rate: float = option(2e-3, "reward model: of Adam, at its height; falls to 0 (G5)", low=0, open_low=True)
-    norm_samples: int = option(1024, "reward model: answers of the pretrained model whose rewards get mean 0 and variance 1 (R3)", low=2)
+    norm_samples: int = option(1024, "reward model: answers of the pretrained model whose rewards get mean 0 and "
+                                     "variance 1 (R3)", low=2)
     iterations: int = option(60, "rollouts, each followed by an update", low=1)
     batch: int = option(128, "answers in a rollout (P7)", low=1)
     epochs: int = option(2, "passes over each rollout", low=1)
@@ -47,21 +52,29 @@ class RLHFConfig:
     microbatches: int = option(1, "parts in which the gradient of a minibatch is added up, to save memory (P7)", low=1)
     group: int = option(4, "answers to each query, for grpo and rloo", low=2)
     learning_rate: float = option(1e-3, "of Adam, at the start; falls in a straight line to 0 (G5)", low=0, open_low=True)
-    adam: str = option("tensorflow", "whose Adam: tensorflow adds epsilon before the bias correction (P12), pytorch after", choices=ADAMS)
+    adam: str = option("tensorflow",
+                       "whose Adam: tensorflow adds epsilon before the bias correction (P12), pytorch after", choices=ADAMS)
     adam_eps: float = option(1e-5, "epsilon of Adam", low=0, open_low=True)
     max_grad_norm: float = option(1.0, "a gradient longer than this is shortened to it", low=0, open_low=True)
     gamma: float = option(1.0, "discount of a reward one token later (P6)", low=0, high=1)
     lam: float = option(0.95, "lambda of GAE: 0 trusts the value head, 1 the rewards", low=0, high=1)
-    variant: str = option("ppo", "the policy's loss: ppo (clipped ratio, mean over tokens), or one of its relatives", choices=VARIANTS)
-    clip: float = option(0.2, "how far the ratio may pay, either way from 1; for the variants ppo, grpo and dr_grpo, the others have their own", low=0, high=1, open_low=True)
-    value_clip: float = option(0.2, "how far a value may move in an iteration, in units of the return (P10); 0 = no limit", low=0)
+    variant: str = option("ppo", "the policy's loss: ppo (clipped ratio, mean over tokens), or one of its relatives",
+                          choices=VARIANTS)
+    clip: float = option(0.2, "how far the ratio may pay, either way from 1; for the variants ppo, grpo and dr_grpo, the "
+                              "others have their own", low=0, high=1, open_low=True)
+    value_clip: float = option(0.2, "how far a value may move in an iteration, in units of the return (P10); 0 = no limit",
+                               low=0)
     value_coef: float = option(0.1, "weight of the value loss", low=0)
     whiten_rewards: bool = option(True, "rewards of tokens have variance 1, their mean is kept (P9); for ppo")
     whiten_advantages: bool = option(True, "advantages have mean 0 and variance 1 (P9); for ppo")
-    group_scale: str = option("std", "for grpo: what advantages are divided by, the standard deviation of the group (std), of the batch (batch), or nothing (none)", choices=GROUP_SCALES)
-    kl_coef: float = option(0.1, "reward for each nat that is saved of KL from the pretrained model, at the start (P8)", low=0)
-    kl_target: float = option(6.0, "KL of an answer, in nats, to which the adaptive coefficient steers (P11); 0 = the coefficient stays as it is", low=0)
-    kl_horizon: int = option(10_000, "answers within which the coefficient changes by a factor of at most about 1.2 (P11)", low=1)
+    group_scale: str = option("std", "for grpo: what advantages are divided by, the standard deviation of the group (std), "
+                                     "of the batch (batch), or nothing (none)", choices=GROUP_SCALES)
+    kl_coef: float = option(0.1, "reward for each nat that is saved of KL from the pretrained model, at the start (P8)",
+                            low=0)
+    kl_target: float = option(6.0, "KL of an answer, in nats, to which the adaptive coefficient steers (P11); 0 = the "
+                                   "coefficient stays as it is", low=0)
+    kl_horizon: int = option(10_000, "answers within which the coefficient changes by a factor of at most about 1.2 (P11)",
+                             low=1)
     kl_in_loss: bool = option(False, "the KL is a term of the loss (estimator k3), as in GRPO, and not part of the rewards")
     penalty: float = option(-1.0, "score of an answer without an end (P5)")
     eval_every: int = option(10, "iterations from one look at the true score to the next", low=1)
@@ -79,9 +92,16 @@ class RLHFConfig:
 
     def __post_init__(self):
         check_options(self)
-        if self.stop_after >= self.response_length: raise ValueError(f"stop_after must be less than response_length = {self.response_length}, got {self.stop_after}")
-        if self.batch % self.minibatches: raise ValueError(f"minibatches must divide the batch of {self.batch} answers, got {self.minibatches}")
+        if self.stop_after >= self.response_length:
+            raise ValueError(f"stop_after must be less than response_length = {self.response_length}, got "
+                             f"{self.stop_after}")
+        if self.batch % self.minibatches:
+            raise ValueError(f"minibatches must divide the batch of {self.batch} answers, got {self.minibatches}")
         size = self.batch // self.minibatches
-        if size % self.microbatches: raise ValueError(f"microbatches must divide the {size} answers of a minibatch, got {self.microbatches}")
-        if self.batch % self.answers_per_query: raise ValueError(f"group must divide the batch of {self.batch} answers, got {self.group}")
-        if self.kl_adapts and self.batch >= 5 * self.kl_horizon: raise ValueError(f"kl_horizon must be more than a fifth of the batch of {self.batch} answers, got {self.kl_horizon}")
+        if size % self.microbatches:
+            raise ValueError(f"microbatches must divide the {size} answers of a minibatch, got {self.microbatches}")
+        if self.batch % self.answers_per_query:
+            raise ValueError(f"group must divide the batch of {self.batch} answers, got {self.group}")
+        if self.kl_adapts and self.batch >= 5 * self.kl_horizon:
+            raise ValueError(f"kl_horizon must be more than a fifth of the batch of {self.batch} answers, got "
+                             f"{self.kl_horizon}")

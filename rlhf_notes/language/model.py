@@ -47,9 +47,11 @@ def _plain_trunk(trunk):
     "Is what lies under the head a GPT-2 and nothing else?"
     from transformers.models.gpt2 import modeling_gpt2 as gpt2
     if type(trunk) is not gpt2.GPT2Model or trunk.config.add_cross_attention: return False
-    known = (gpt2.GPT2Model, gpt2.GPT2Block, gpt2.GPT2Attention, gpt2.GPT2MLP, gpt2.Conv1D, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
+    known = (gpt2.GPT2Model, gpt2.GPT2Block, gpt2.GPT2Attention, gpt2.GPT2MLP, gpt2.Conv1D, nn.Embedding, nn.LayerNorm,
+             nn.Dropout, nn.ModuleList)
     activations = [id(b.mlp.act) for b in trunk.h]
-    return bool(activations) and all((id(m) in activations or type(m) in known) and not (m._forward_hooks or m._forward_pre_hooks) for m in trunk.modules())
+    return bool(activations) and all((id(m) in activations or type(m) in known)
+                                     and not (m._forward_hooks or m._forward_pre_hooks) for m in trunk.modules())
 
 def is_plain_gpt2(lm: nn.Module, # A model of transformers
                  ) -> bool:
@@ -66,8 +68,11 @@ def gpt2_blocks(lm: nn.Module, # GPT2LMHeadModel, or what lies under its head
     "The weights as they are now, matrices in `dtype`."
     def linear(m): return m.bias.to(dtype), m.weight.to(dtype)
     c = lm.config
-    def scale(i): return ((c.n_embd // c.n_head) ** -0.5 if c.scale_attn_weights else 1.0) / (i + 1 if c.scale_attn_by_inverse_layer_idx else 1)
-    return [Block(_norm(b.ln_1), linear(b.attn.c_attn), scale(i), linear(b.attn.c_proj), _norm(b.ln_2), linear(b.mlp.c_fc), b.mlp.act, linear(b.mlp.c_proj)) for i, b in enumerate(lm.base_model.h)]
+    def scale(i):
+        return ((c.n_embd // c.n_head) ** -0.5 if c.scale_attn_weights
+                else 1.0) / (i + 1 if c.scale_attn_by_inverse_layer_idx else 1)
+    return [Block(_norm(b.ln_1), linear(b.attn.c_attn), scale(i), linear(b.attn.c_proj), _norm(b.ln_2), linear(b.mlp.c_fc),
+                  b.mlp.act, linear(b.mlp.c_proj)) for i, b in enumerate(lm.base_model.h)]
 
 def _apply(linear, x):
     b, W = linear
@@ -77,7 +82,8 @@ def _apply(linear, x):
 def _by_hand(trunk):
     "A plain GPT-2 on a CPU, with plain attention, without dropout, and with all that is computed kept for the gradient?"
     if trunk.device.type != "cpu" or trunk.config._attn_implementation != "eager" or not _plain_trunk(trunk): return False
-    return not any(isinstance(m, nn.Dropout) and m.training and m.p or getattr(m, "gradient_checkpointing", False) for m in trunk.modules())
+    return not any(isinstance(m, nn.Dropout) and m.training and m.p or getattr(m, "gradient_checkpointing", False)
+                   for m in trunk.modules())
 
 def _needed(mask, at):
     "Real tokens up to the last that is looked at, in each row."
@@ -87,15 +93,17 @@ def _gpt2_states(trunk, tokens, mask, at):
     "`hidden_states` where `at`: x holds real tokens alone, one row each; only attention goes back to the rectangle."
     (B, T), heads, wanted = tokens.shape, trunk.config.n_head, at.flatten()
     real = _needed(mask, at).flatten().nonzero().squeeze(1)
-    x = embedding(tokens.flatten()[real], trunk.wte.weight) + embedding(position_ids(mask).flatten()[real], trunk.wpe.weight)
+    x = embedding(tokens.flatten()[real],
+                  trunk.wte.weight) + embedding(position_ids(mask).flatten()[real], trunk.wpe.weight)
     seen = mask[:, None, None] & mask.new_ones(T, T).tril()
-    bias = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)                  # (B, 1, T, T)
+    bias = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)  # (B, 1, T, T)
     blocks = gpt2_blocks(trunk, x.dtype)
     for block in blocks:
         qkv = _apply(block.qkv, layer_norm(x, *block.norm1))
-        q, k, v = qkv.new_zeros(B * T, qkv.shape[1]).index_copy(0, real, qkv).view(B, T, 3, heads, -1).permute(2, 0, 3, 1, 4)          # (B, heads, T, width) each
+        back = qkv.new_zeros(B * T, qkv.shape[1]).index_copy(0, real, qkv)
+        q, k, v = back.view(B, T, 3, heads, -1).permute(2, 0, 3, 1, 4)                # (B, heads, T, width) each
         y = (torch.softmax(q @ k.mT * block.scale + bias, -1) @ v).transpose(1, 2).reshape(B * T, -1)
-        if block is blocks[-1]: x, real = x[wanted[real]], wanted.nonzero().squeeze(1)                         # nobody reads the others
+        if block is blocks[-1]: x, real = x[wanted[real]], wanted.nonzero().squeeze(1)  # nobody reads the others
         x = x + _apply(block.out, y[real])
         x = x + _apply(block.down, block.act(_apply(block.up, layer_norm(x, *block.norm2))))
     return x.new_zeros(B * T, x.shape[1]).index_copy(0, real, layer_norm(x, *_norm(trunk.ln_f))).view(B, T, -1)
@@ -105,14 +113,16 @@ def context_length(lm: nn.Module, # A model of transformers
                   ) -> int | None: # None = not limited
     "Tokens that the model can read at once."
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    return next((n for name in names if isinstance(n := getattr(lm.config, name, None), int) and n > 0), None)           # XLNet says -1
+    return next((n for name in names if isinstance(n := getattr(lm.config, name, None), int) and n > 0),
+                None)           # XLNet says -1
 
 def check_context(lm: nn.Module, # A model of transformers
                   tokens: int, # Tokens of query and response together, padding included
                  ):
     "`tokens` must fit into what the model can read at once."
     limit = context_length(lm)
-    if limit is not None and tokens > limit: raise ValueError(f"query and response must fit into the model's context of {limit} tokens, got {tokens}")
+    if limit is not None and tokens > limit:
+        raise ValueError(f"query and response must fit into the model's context of {limit} tokens, got {tokens}")
 
 @cache
 def _takes_positions(kind): return "position_ids" in inspect.signature(kind.forward).parameters
@@ -129,15 +139,17 @@ def hidden_states(lm: nn.Module, # A causal language model of transformers, or w
                   at: torch.Tensor | None = None, # True = this state will be looked at, (B, T) boolean; None = all of real tokens
                  ) -> torch.Tensor: # (B, T, d); without meaning where the mask or `at` is False
     "What the model has made of each token and those before it, just under its head."
-    check_integer(tokens=tokens); check_boolean("a real token", mask=mask); check_same_shape(tokens=tokens, mask=mask); check_context(lm, tokens.shape[1])
+    check_integer(tokens=tokens)
+    check_boolean("a real token", mask=mask); check_same_shape(tokens=tokens, mask=mask); check_context(lm, tokens.shape[1])
     if at is None: at = mask
     check_boolean("wanted", at=at); check_same_shape(tokens=tokens, at=at)
     if _by_hand(lm.base_model): return _gpt2_states(lm.base_model, tokens, mask, at & mask)
     return _transformers_states(lm.base_model, tokens, mask)
 
 def _transformers_states(trunk, tokens, mask):
-    tokens = tokens.masked_fill(~mask, 0)                                             # G2: the model has no embedding for padding
-    return trunk(input_ids=tokens, attention_mask=mask.long(), use_cache=False, **positions_for(trunk, position_ids(mask))).last_hidden_state
+    tokens = tokens.masked_fill(~mask, 0)  # G2: the model has no embedding for padding
+    return trunk(input_ids=tokens, attention_mask=mask.long(), use_cache=False,
+                 **positions_for(trunk, position_ids(mask))).last_hidden_state
 
 # %% ../../nbs/language/31_model.ipynb #answer-states
 def answer_states(lm: nn.Module, # A causal language model of transformers
@@ -147,7 +159,9 @@ def answer_states(lm: nn.Module, # A causal language model of transformers
                   counts: torch.Tensor | None = None, # True = what is said of this token will be looked at, (B, T) boolean; None = of all
                  ) -> torch.Tensor: # (B, T, d): of the token *before* each of the response; without meaning where `counts` is False
     "The states from which a response was said (detail G1: query and response are read together)."
-    if not 0 < response < tokens.shape[1]: raise ValueError(f"response must be in [1, {tokens.shape[1] - 1}], since tokens hold a query before it, got {response}")
+    if not 0 < response < tokens.shape[1]:
+        raise ValueError(f"response must be in [1, {tokens.shape[1] - 1}], since tokens hold a query before it, "
+                         f"got {response}")
     at = torch.zeros_like(mask[:, 1:])
     at[:, -response:] = True if counts is None else counts
     return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -response:]         # G1
@@ -172,7 +186,8 @@ def lean_head(lm: nn.Module, # A causal language model of transformers
     "Is the head a plain matrix, and are the logits so many that they are better not made?"
     head, config = lm.get_output_embeddings(), lm.config
     changed = any(getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping"))
-    return type(head) is nn.Linear and not changed and not head._forward_hooks and not head._forward_pre_hooks and positions * head.weight.shape[0] > LEAN
+    return (type(head) is nn.Linear and not changed and not head._forward_hooks and not head._forward_pre_hooks
+            and positions * head.weight.shape[0] > LEAN)
 
 def head_log_probs(lm: nn.Module, # Whose head is a plain matrix: see `lean_head`
                    hidden: torch.Tensor, # From `hidden_states`, (..., d)
@@ -203,7 +218,8 @@ def make_gpt2(preset: str, # "tiny", or "gpt2-small": the size and form of the s
     from transformers import GPT2Config, GPT2LMHeadModel
     check_choice("preset", preset, PRESETS); check_number("vocab_size", vocab_size, low=1)
     shape = PRESETS[preset] | ({} if positions is None else dict(n_positions=positions)) | changes
-    config = GPT2Config(**shape, vocab_size=vocab_size, bos_token_id=eos_token_id, eos_token_id=eos_token_id, pad_token_id=None, attn_implementation=attention or best_attention(device))
+    config = GPT2Config(**shape, vocab_size=vocab_size, bos_token_id=eos_token_id, eos_token_id=eos_token_id,
+                        pad_token_id=None, attn_implementation=attention or best_attention(device))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = GPT2LMHeadModel(config)
@@ -220,7 +236,8 @@ def no_dropout(lm: nn.Module, # A model of transformers; changed in place
     "Take all dropout out of a model, so that it computes the same in training as in sampling (detail P4)."
     for holder in (lm.config, *lm.modules()):                                         # P4
         for name, value in list(vars(holder).items()):
-            if ("drop" in name or name == "p" and isinstance(holder, nn.Dropout)) and isinstance(value, float): setattr(holder, name, 0.0)
+            if ("drop" in name or name == "p" and isinstance(holder, nn.Dropout)) and isinstance(value, float):
+                setattr(holder, name, 0.0)
     return lm
 
 # %% ../../nbs/language/31_model.ipynb #policy
@@ -279,7 +296,7 @@ class RewardModel(nn.Module):
                ) -> torch.Tensor: # (B,) float32
         "The score of each text, read off its last real token."
         last = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).argmax(1)                 # R1
-        h = hidden_states(self.trunk, tokens, mask, torch.arange(mask.shape[1], device=mask.device) == last[:, None])                  # G1
+        h = hidden_states(self.trunk, tokens, mask, torch.arange(mask.shape[1], device=mask.device) == last[:, None])  # G1
         return _head(self.head, h[torch.arange(len(h), device=h.device), last])
 
 # %% ../../nbs/language/31_model.ipynb #pretraining
@@ -329,27 +346,33 @@ class Pretraining:
             tokens, mask = task.train_texts(min(config.sft_steps * config.sft_batch, self.TEXTS), config.seed)
             check_context(lm, tokens.shape[1])
             self.tokens, self.mask = tokens.to(self.device), mask.to(self.device)
-        self.optimizer = torch.optim.AdamW(lm.parameters(), lr=config.sft_learning_rate, fused=self.device.type in ("cpu", "cuda"))
+        self.optimizer = torch.optim.AdamW(lm.parameters(), lr=config.sft_learning_rate,
+                                           fused=self.device.type in ("cpu", "cuda"))
         self.generator = torch.Generator().manual_seed(config.seed)
 
     def iterate(self) -> dict: # step; loss in nats per token; grad_norm before it is clipped to 1; learning_rate
         "One gradient step on a batch of texts."
         c = self.config
-        for group in self.optimizer.param_groups: group["lr"] = c.sft_learning_rate * warm_cosine(self.iteration, self.iterations)
+        for group in self.optimizer.param_groups:
+            group["lr"] = c.sft_learning_rate * warm_cosine(self.iteration, self.iterations)
         rows = torch.randint(len(self.tokens), (c.sft_batch,), generator=self.generator).to(self.device)
         with autocast(self.device, c.precision): loss = next_token_loss(self.lm, self.tokens[rows], self.mask[rows])
         self.optimizer.zero_grad()
         loss.backward()
         norm = clip_grad_norm_(self.lm.parameters(), 1.0)
-        if not math.isfinite(norm): raise FloatingPointError(f"pretraining, step {self.iteration + 1}: the loss is {loss.item()} and the norm of its gradient {norm.item()}")
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"pretraining, step {self.iteration + 1}: the loss is {loss.item()} and the norm of "
+                                     f"its gradient {norm.item()}")
         self.optimizer.step()
         self.iteration += 1
-        if self.iteration == self.iterations: check_weights(f"pretraining, step {self.iteration}", self.lm.parameters())              # before, the next loss would tell
+        # before, the next loss would tell
+        if self.iteration == self.iterations: check_weights(f"pretraining, step {self.iteration}", self.lm.parameters())
         return dict(step=self.iteration, loss=loss.item(), grad_norm=norm.item(), learning_rate=group["lr"])
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends."
-        return dict(iteration=self.iteration, lm=self.lm.state_dict(), optimizer=self.optimizer.state_dict(), generator=self.generator.get_state())
+        return dict(iteration=self.iteration, lm=self.lm.state_dict(), optimizer=self.optimizer.state_dict(),
+                    generator=self.generator.get_state())
 
     def load_state_dict(self,
                         state: dict, # From `state_dict` of a Pretraining with the same config
@@ -384,27 +407,38 @@ def load_model(name: str, # A directory, or a name on the hub
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
     def load(what, loader, **options):
         try: return loader(name, **options)
-        except Exception as e: raise ValueError(f"model must be a directory or a name on the hub with a {what} that transformers can load, got {name!r}: {_in_one_line(e)}") from e
+        except Exception as e:
+            raise ValueError(f"model must be a directory or a name on the hub with a {what} that transformers can load, "
+                             f"got {name!r}: {_in_one_line(e)}") from e
     if os.path.isfile(name): raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
     if not os.path.isdir(name):
-        try: AutoConfig.from_pretrained(name, local_files_only=True)                                           # loaded before
+        try: AutoConfig.from_pretrained(name, local_files_only=True)  # loaded before
         except Exception:
             from huggingface_hub import model_info
-            load("causal language model", model_info, timeout=10)                     # says at once what transformers says after many attempts
+            load("causal language model", model_info, timeout=10)  # says at once what transformers says after many attempts
     options = dict(dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True)
-    try: lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, attn_implementation=attention or best_attention(device), **options)
+    try:
+        lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained,
+                        attn_implementation=attention or best_attention(device), **options)
     except ValueError:
         if attention: raise
-        lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, **options)              # some models have one way of their own
-    if info["missing_keys"]: raise ValueError(f"model must come with all its weights, got {name!r} without {len(info['missing_keys'])} of them, {sorted(info['missing_keys'])[0]} for one")
-    if other := sorted(key for key, *_ in info["mismatched_keys"]): raise ValueError(f"model must come with weights of the shapes that its config.json says, got {name!r} with others for {len(other)} of them, {other[0]} for one")
-    as_written = load("tokenizer", get_tokenizer_config).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        # some models have one way of their own
+        lm, info = load("causal language model", AutoModelForCausalLM.from_pretrained, **options)
+    if info["missing_keys"]:
+        raise ValueError(f"model must come with all its weights, got {name!r} without {len(info['missing_keys'])} of them, "
+                         f"{sorted(info['missing_keys'])[0]} for one")
+    if other := sorted(key for key, *_ in info["mismatched_keys"]):
+        raise ValueError(f"model must come with weights of the shapes that its config.json says, got {name!r} with others "
+                         f"for {len(other)} of them, {other[0]} for one")
+    kind = load("tokenizer", get_tokenizer_config).get("tokenizer_class")
+    as_written = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
     tokenizer = load("tokenizer", (PreTrainedTokenizerFast if as_written else AutoTokenizer).from_pretrained)
     pad_outside(tokenizer, lm.get_output_embeddings().weight.shape[0])
     no_dropout(lm).to(device)
     try: check_model(lm, name)
     except _Unfit: raise
-    except Exception as e: raise ValueError(f"model must be one that can be run on tokens and a mask, got {name!r}: {_in_one_line(e)}") from e
+    except Exception as e:
+        raise ValueError(f"model must be one that can be run on tokens and a mask, got {name!r}: {_in_one_line(e)}") from e
     return lm, tokenizer
 
 def _in_one_line(e): return shorten(str(e), 250) or type(e).__name__
@@ -415,13 +449,18 @@ def pad_outside(tokenizer, # Of transformers; changed in place
                ): # The same
     "Give a tokenizer a padding token outside the model's vocabulary, on the left, unless it has one (detail G2); ValueError if it cannot be, or is not this model's tokenizer."
     known = tokenizer.get_vocab()
-    special = {*tokenizer.all_special_tokens, *(str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special)}
+    special = {*tokenizer.all_special_tokens,
+               *(str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special)}
     words = [i for word, i in known.items() if word not in special]
-    if not words: raise ValueError(f"model must have a tokenizer with a vocabulary, got an empty {type(tokenizer).__name__}")
-    if max(words) >= vocab_size: raise ValueError(f"model must have a tokenizer of its own, got one that numbers words up to {max(words)} for a model that knows {vocab_size}")
+    if not words:
+        raise ValueError(f"model must have a tokenizer with a vocabulary, got an empty {type(tokenizer).__name__}")
+    if max(words) >= vocab_size:
+        raise ValueError(f"model must have a tokenizer of its own, got one that numbers words up to {max(words)} for a "
+                         f"model that knows {vocab_size}")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:         # G2
         tokenizer.known_pad = tokenizer.pad_token                                     # for `pad_inside`
-        tokenizer.add_tokens([f"<|nothing {i}|>" for i in range(max(known.values()) + 1, vocab_size)])         # some models count further than their tokenizer
+        # some models count further than their tokenizer
+        tokenizer.add_tokens([f"<|nothing {i}|>" for i in range(max(known.values()) + 1, vocab_size)])
         tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size:
         raise ValueError(f"model must have a tokenizer that can be given a padding token, got {type(tokenizer).__name__}")
@@ -462,11 +501,15 @@ def check_model(lm: nn.Module, # A causal language model of transformers, withou
         for i, row in enumerate(padded):
             theirs = lm(input_ids=row[mask[i]][None]).logits[0].float()
             error = (ours[i, mask[i]] - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)
-            if not error <= rtol: raise _Unfit(f"model must compute the same logits with and without padding on the left, got {name!r}, of which they differ by {error:.1%}")
+            if not error <= rtol:
+                raise _Unfit(f"model must compute the same logits with and without padding on the left, got {name!r}, of "
+                             f"which they differ by {error:.1%}")
         queries, real = padded[:, :-3], mask[:, :-3]
         answers = sample(lm, queries, real, 3, 1.0, torch.tensor([[0.2, 0.5, 0.8]] * 3, device=device))
         for query, m, answer, said in zip(queries, real, answers.tokens, answers.logp):
             theirs = lm(input_ids=torch.cat([query[m], answer])[None]).logits[0, -4:-1].float()
             error = (said - selective_log_softmax(theirs, answer)).abs().max() / theirs.abs().max().clamp(min=1e-3)
-            if not error <= 2 * rtol: raise _Unfit(f"model must say the same of a text token by token as of all of it at once, got {name!r}, of which log-probabilities differ by {error:.1%} of the largest logit")
+            if not error <= 2 * rtol:
+                raise _Unfit(f"model must say the same of a text token by token as of all of it at once, got {name!r}, of "
+                             f"which log-probabilities differ by {error:.1%} of the largest logit")
     finally: lm.train(mode)

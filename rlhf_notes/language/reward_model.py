@@ -45,7 +45,8 @@ def write_answers(config, # temperature and precision of `RLHFConfig`
     u, device = torch.rand(len(queries), task.response_length, generator=generator), next(lm.parameters()).device
     parts = [[x.to(device) for x in part] for part in zip(*(x.split(at_once) for x in (queries, mask, u)))]
     with autocast(device, config.precision):
-        tokens = torch.cat([sample(lm, q, m, task.response_length, config.temperature, some).tokens.cpu() for q, m, some in parts])
+        tokens = torch.cat([sample(lm, q, m, task.response_length, config.temperature, some).tokens.cpu()
+                            for q, m, some in parts])
     return task.truncate(tokens)[:2]
 
 # %% ../../nbs/language/33_reward_model.ipynb #labels
@@ -71,7 +72,8 @@ class Labels:
 
     def texts(self) -> tuple: # queries (4n, Q), mask (4n, Q), answers (4n, T), counts (4n, T)
         "A row for each answer."
-        return (*(x.repeat_interleave(CHOICES, 0) for x in (self.queries, self.mask)), *(x.flatten(0, 1) for x in (self.answers, self.counts)))
+        return (*(x.repeat_interleave(CHOICES, 0) for x in (self.queries, self.mask)),
+                *(x.flatten(0, 1) for x in (self.answers, self.counts)))
 
     def rewards(self, model: RewardModel) -> torch.Tensor: # Raw, (n, 4)
         "What a model thinks of the answers."
@@ -109,10 +111,12 @@ class RewardTraining:
         generator = torch.Generator().manual_seed(random.Random(f"reward model {config.seed}").getrandbits(63))
         self.labels = ask_human(config, lm, task, generator).to(self.device)
         queries, mask = task.draw(config.norm_samples, generator)
-        self.reference = [x.to(self.device) for x in (queries, mask, *write_answers(config, lm, task, queries, mask, generator))]
+        self.reference = [x.to(self.device)
+                          for x in (queries, mask, *write_answers(config, lm, task, queries, mask, generator))]
         self.model = RewardModel(copy.deepcopy(lm), generator)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.rm_learning_rate, eps=1e-5, fused=self.device.type in ("cpu", "cuda"))
-        order = torch.cat([torch.randperm(config.labels, generator=generator) for _ in range(config.rm_epochs)])           # R4
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.rm_learning_rate, eps=1e-5,
+                                          fused=self.device.type in ("cpu", "cuda"))
+        order = torch.cat([torch.randperm(config.labels, generator=generator) for _ in range(config.rm_epochs)])  # R4
         self.order, self.iteration = order.split(config.rm_batch), 0
         self.norm = RewardNorm()
         self.fit()                                                                    # R3
@@ -131,28 +135,35 @@ class RewardTraining:
     def fit(self):
         "Set gain and bias by what the model thinks now."
         try: self.norm.fit(self.reference_rewards())
-        except ValueError as e: raise diverged(f"reward model, step {self.iteration}, answers to norm_samples queries", e) from e
+        except ValueError as e:
+            raise diverged(f"reward model, step {self.iteration}, answers to norm_samples queries", e) from e
 
     def iterate(self) -> dict: # step; loss in nats; accuracy: how often the highest reward was the human's choice; grad_norm; learning_rate
         "One gradient step on some of the labels; after the last one, gain and bias are set anew."
         c, labels = self.config, self.labels[self.order[self.iteration].to(self.device)]
-        for group in self.optimizer.param_groups: group["lr"] = c.rm_learning_rate * warm_linear(self.iteration, self.iterations)
+        for group in self.optimizer.param_groups:
+            group["lr"] = c.rm_learning_rate * warm_linear(self.iteration, self.iterations)
         with autocast(self.device, c.precision): rewards = self.norm(labels.rewards(self.model))
         loss = best_of_n_loss(rewards, labels.best)                                   # R4
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)     # measured, not clipped
-        if not math.isfinite(norm): raise FloatingPointError(f"reward model, step {self.iteration + 1}: the loss is {loss.item()} and the norm of its gradient {norm.item()}")
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"reward model, step {self.iteration + 1}: the loss is {loss.item()} and the norm of "
+                                     f"its gradient {norm.item()}")
         self.optimizer.step()
         self.iteration += 1
         if self.iteration == self.iterations:
             check_weights(f"reward model, step {self.iteration}", self.model.parameters())
             self.fit()                                                                # R3
-        return dict(step=self.iteration, loss=loss.item(), accuracy=(rewards.argmax(1) == labels.best).float().mean().item(), grad_norm=norm.item(), learning_rate=group["lr"])
+        return dict(step=self.iteration, loss=loss.item(),
+                    accuracy=(rewards.argmax(1) == labels.best).float().mean().item(), grad_norm=norm.item(),
+                    learning_rate=group["lr"])
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends."
-        return dict(iteration=self.iteration, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), norm=self.norm.state_dict(),
+        return dict(iteration=self.iteration, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
+                    norm=self.norm.state_dict(),
                     labels={f.name: getattr(self.labels, f.name) for f in fields(Labels)}, reference=list(self.reference))
 
     def load_state_dict(self,
@@ -160,7 +171,8 @@ class RewardTraining:
                        ):
         "Continue from a checkpoint."
         for name in ("model", "optimizer", "norm"): getattr(self, name).load_state_dict(state[name])
-        self.labels, self.reference = Labels(**state["labels"]).to(self.device), [x.to(self.device) for x in state["reference"]]
+        self.labels, self.reference = (Labels(**state["labels"]).to(self.device),
+                                       [x.to(self.device) for x in state["reference"]])
         self.iteration = state["iteration"]
 
 # %% ../../nbs/language/33_reward_model.ipynb #agreement
@@ -173,4 +185,5 @@ def agreement(rewards: torch.Tensor, # Of N answers to each of n queries, (n, N)
     d, t = (x[:, i] - x[:, j] for x in (rewards, true))
     right = (d * t > 0).float() + 0.5 * (d == 0)
     best = true.gather(1, rewards.argmax(1, keepdim=True)).squeeze(1) == true.amax(1)
-    return dict(pairs=masked_mean(right, t != 0).item(), best=best.float().mean().item(), correlation=torch.corrcoef(torch.stack([rewards.flatten(), true.flatten()]))[0, 1].item())
+    return dict(pairs=masked_mean(right, t != 0).item(), best=best.float().mean().item(),
+                correlation=torch.corrcoef(torch.stack([rewards.flatten(), true.flatten()]))[0, 1].item())

@@ -32,7 +32,9 @@ from ..formulas.reward import RewardNorm, apply_penalty, token_rewards
 from ..formulas.value import explained_variance, value_clip_fraction, value_loss
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .model import Policy, Pretraining, RewardModel, answer_states, autocast, check_weights, context_length, head_log_probs, lean_head, load_model, make_gpt2, no_dropout, pad_inside, pad_outside, quiet_transformers, to_logits
+from .model import (Policy, Pretraining, RewardModel, answer_states, autocast, check_weights,
+                                       context_length, head_log_probs, lean_head, load_model, make_gpt2, no_dropout,
+                                       pad_inside, pad_outside, quiet_transformers, to_logits)
 from .reward_model import RewardTraining, score
 from .sample import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
@@ -59,7 +61,8 @@ class Rollout:
         "The tokens behind the query."
         return self.tokens[:, -self.logp.shape[1]:]
 
-    def __getitem__(self, rows): return Rollout(*(None if (x := getattr(self, f.name)) is None else x[rows] for f in fields(self)))
+    def __getitem__(self, rows):
+        return Rollout(*(None if (x := getattr(self, f.name)) is None else x[rows] for f in fields(self)))
     def __len__(self): return len(self.logp)
 
 # %% ../../nbs/language/34_rlhf.ipynb #advantages
@@ -67,9 +70,9 @@ def ppo_advantages(config: RLHFConfig, # whiten_rewards, whiten_advantages, gamm
                    rollout: Rollout, # With the rewards of its tokens
                   ) -> tuple: # (advantages, returns), (B, T) each
     "A value head says what was to be expected (Schulman et al. 2016)."
-    rewards = whiten(rollout.rewards, rollout.counts, shift_mean=False) if config.whiten_rewards else rollout.rewards            # P9
-    advantages, returns = gae_tokens(rewards, rollout.values, rollout.counts, config.gamma, config.lam)                          # P6
-    if config.whiten_advantages: advantages = whiten(advantages, rollout.counts)                                                 # P9
+    rewards = whiten(rollout.rewards, rollout.counts, shift_mean=False) if config.whiten_rewards else rollout.rewards  # P9
+    advantages, returns = gae_tokens(rewards, rollout.values, rollout.counts, config.gamma, config.lam)  # P6
+    if config.whiten_advantages: advantages = whiten(advantages, rollout.counts)  # P9
     return advantages, returns
 
 def group_advantages(config: RLHFConfig, # algo, group, group_scale
@@ -88,7 +91,8 @@ def with_advantages(config: RLHFConfig, # All but what is about the update
                     kl_coef: float, # beta, reward per nat
                    ) -> Rollout: # With rewards, advantages and returns
     "What each token earned, and how much better than expected that was."
-    rewards, _ = token_rewards(rollout.scores, rollout.logp, rollout.logp_ref, 0.0 if config.kl_in_loss else kl_coef, rollout.counts)     # P8
+    rewards, _ = token_rewards(rollout.scores, rollout.logp, rollout.logp_ref, 0.0 if config.kl_in_loss else kl_coef,
+                               rollout.counts)     # P8
     rollout = replace(rollout, rewards=rewards)
     advantages, returns = ADVANTAGES[config.algo](config, rollout)
     return replace(rollout, advantages=advantages, returns=returns)
@@ -102,9 +106,11 @@ def losses(config: RLHFConfig, # variant, clip, value_clip, kl_in_loss
           ) -> tuple: # (policy loss, value loss, statistics): 0-dim tensors, and a dict of such; no value loss without a value head
     "The two losses, from the formulas."
     c, own = config, config.variant in ("ppo", "grpo", "dr_grpo")
-    policy, stats = policy_loss(logp, batch.logp, batch.advantages, batch.counts, c.variant, batch.logp_ref if c.kl_in_loss else None, kl_coef, eps_low=c.clip if own else None)
+    policy, stats = policy_loss(logp, batch.logp, batch.advantages, batch.counts, c.variant,
+                                batch.logp_ref if c.kl_in_loss else None, kl_coef, eps_low=c.clip if own else None)
     if batch.returns is None: return policy, None, stats
-    return policy, masked_mean(value_loss(values, batch.values, batch.returns, c.value_clip or None, batch.counts), batch.counts), stats      # P10
+    return policy, masked_mean(value_loss(values, batch.values, batch.returns, c.value_clip or None, batch.counts),
+                               batch.counts), stats      # P10
 
 # %% ../../nbs/language/34_rlhf.ipynb #share
 def share(part: torch.Tensor, # Which tokens count, in some rows of a minibatch, (b, T)
@@ -130,14 +136,17 @@ def learning_rate(config: RLHFConfig, # learning_rate, iterations
     return config.learning_rate * (1 - iteration / config.iterations)                # G5
 
 # %% ../../nbs/language/34_rlhf.ipynb #columns
-COLUMNS = ("iteration", "score", "true_score", "kl_k1", "kl_k3", "kl_coef", "entropy", "length", "valid", "policy_loss", "value_loss", "approx_kl", "clip_fraction", "value_clip_fraction",
+COLUMNS = ("iteration", "score", "true_score", "kl_k1", "kl_k3", "kl_coef", "entropy", "length", "valid", "policy_loss",
+           "value_loss", "approx_kl", "clip_fraction", "value_clip_fraction",
            "explained_variance", "ratio", "grad_norm", "learning_rate")
 
 def answer_stats(rollout: Rollout, # With or without advantages
              ) -> dict: # Name -> 0-dim tensor
     "What a batch of answers has in common: means over the answers."
-    def kl(kind): return masked_sum(kl_estimate(rollout.logp, rollout.logp_ref, kind), rollout.counts, dim=1).mean()          # KL of whole answers, in nats
-    return dict(score=rollout.scores.mean(), kl_k1=kl("k1"), kl_k3=kl("k3"), length=rollout.counts.sum(1).float().mean(), valid=rollout.valid.float().mean())
+    # KL of whole answers, in nats
+    def kl(kind): return masked_sum(kl_estimate(rollout.logp, rollout.logp_ref, kind), rollout.counts, dim=1).mean()
+    return dict(score=rollout.scores.mean(), kl_k1=kl("k1"), kl_k3=kl("k3"), length=rollout.counts.sum(1).float().mean(),
+                valid=rollout.valid.float().mean())
 
 # %% ../../nbs/language/34_rlhf.ipynb #stream
 def stream(purpose: str, # What it is for
@@ -163,7 +172,9 @@ class Processes:
         if (together := launched("SIZE", 1)) > 1:
             from accelerate import Accelerator
             self.accelerator = a = Accelerator(cpu=pick_device(device, auto="cuda") == "cpu")
-            if a.num_processes != together: raise ValueError(f"processes must be the {together} of which the environment speaks, got {a.num_processes} by Accelerate; accelerate launch and torchrun tell it all that it needs")
+            if a.num_processes != together:
+                raise ValueError(f"processes must be the {together} of which the environment speaks, got {a.num_processes} "
+                                 "by Accelerate; accelerate launch and torchrun tell it all that it needs")
             self.index, self.count, self.device = a.process_index, a.num_processes, a.device
         else: self.device = torch.device(pick_device(device, auto="cuda"))
         self.is_main = self.index == 0
@@ -202,7 +213,8 @@ class Processes:
         "Everyone takes what the main process has."
         if self.accelerator is None: return state
         from accelerate.utils import broadcast
-        sent = {name: broadcast(x.clone() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float64, device=self.device)) for name, x in state.items()}
+        sent = {name: broadcast(x.clone() if isinstance(x, torch.Tensor)
+                                else torch.tensor(x, dtype=torch.float64, device=self.device)) for name, x in state.items()}
         return {name: sent[name] if isinstance(x, torch.Tensor) else sent[name].item() for name, x in state.items()}
 
 def check_processes(config: RLHFConfig, # batch, minibatches, microbatches, group
@@ -210,8 +222,12 @@ def check_processes(config: RLHFConfig, # batch, minibatches, microbatches, grou
                    ):
     "ValueError unless the batch and its parts fall to the processes in equal shares."
     c, size = config, config.batch // config.minibatches
-    if c.batch % (count * c.answers_per_query): raise ValueError(f"batch must be a multiple of {count} processes times {c.answers_per_query} answers to a query, got {c.batch}")
-    if size % (count * c.microbatches): raise ValueError(f"batch must fall into minibatches that are a multiple of {count} processes times {c.microbatches} microbatches, got {c.batch} answers in {c.minibatches} minibatches of {size}")
+    if c.batch % (count * c.answers_per_query):
+        raise ValueError(f"batch must be a multiple of {count} processes times {c.answers_per_query} answers to a query, "
+                         f"got {c.batch}")
+    if size % (count * c.microbatches):
+        raise ValueError(f"batch must fall into minibatches that are a multiple of {count} processes times "
+                         f"{c.microbatches} microbatches, got {c.batch} answers in {c.minibatches} minibatches of {size}")
 
 # %% ../../nbs/language/34_rlhf.ipynb #finite
 def check_finite(stage: str, # Where: "sft", "reward_model" or "rl"
@@ -220,7 +236,9 @@ def check_finite(stage: str, # Where: "sft", "reward_model" or "rl"
                 ):
     "FloatingPointError if a number is NaN or infinite."
     bad = {name: value for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    if bad: raise diverged(f"stage {stage}, iteration {iteration}", ", ".join(f"{name} is {value}" for name, value in bad.items()))
+    if bad:
+        raise diverged(f"stage {stage}, iteration {iteration}",
+                       ", ".join(f"{name} is {value}" for name, value in bad.items()))
 
 # %% ../../nbs/language/34_rlhf.ipynb #laps
 class Laps:
@@ -245,16 +263,20 @@ class RLHF:
                  task, # Queries and answers, as `Reviews`
                  processes: Processes | None = None, # None = this one alone
                 ):
-        self.config, self.task, self.norm, self.reward_model, self.reference = config, task, norm, reward_model, no_dropout(lm)                  # P4
+        self.config, self.task, self.norm, self.reward_model = config, task, norm, reward_model
+        self.reference = no_dropout(lm)                                                                               # P4
         self.device = next(lm.parameters()).device
         self.processes = processes or Processes(str(self.device))
         check_processes(config, self.processes.count)
         self.policy = Policy(copy.deepcopy(lm))                                                                        # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
-        self.model, self.sampler = self.processes.prepare(self.policy), Sampler(self.policy.lm, config.response_length, config.temperature)       # G4, P1
+        self.model, self.sampler = (self.processes.prepare(self.policy),
+                                    Sampler(self.policy.lm, config.response_length, config.temperature))       # G4, P1
         self.weights = [p for p in self.policy.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=config.adam_eps, fused=self.device.type in ("cpu", "cuda"))
-        self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_adapts else FixedKLController(config.kl_coef)
+        self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=config.adam_eps,
+                                          fused=self.device.type in ("cpu", "cuda"))
+        self.kl = (AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_adapts
+                   else FixedKLController(config.kl_coef))
         self.iteration, self.iterations, self.steps = 0, config.iterations, 0
 
     def iterate(self) -> dict: # What to log: column -> number
@@ -266,16 +288,18 @@ class RLHF:
         batch = with_advantages(c, rollout, self.kl.coef);                                          laps("scoring")
         logs = []
         for epoch in range(c.epochs):
-            for rows in torch.randperm(c.batch, generator=order).to(self.device).chunk(c.minibatches):                          # P7
+            for rows in torch.randperm(c.batch, generator=order).to(self.device).chunk(c.minibatches):  # P7
                 logs.append(self.step(batch[rows]))
         laps("update")
         return self.close(rollout, logs, laps.seconds)
 
     def draw(self) -> tuple: # (queries (B, Q), mask (B, Q), u (B, T)), B: this process's share of the batch
         "This process's queries, and the chance for its answers."
-        c, generator = self.config, stream("rollout", process_seed(self.config.seed, self.processes.index), self.iteration)     # G6
+        c = self.config
+        generator = stream("rollout", process_seed(c.seed, self.processes.index), self.iteration)                     # G6
         n = c.batch // self.processes.count
-        queries, mask = (x.repeat_interleave(c.answers_per_query, 0) for x in self.task.draw(n // c.answers_per_query, generator))
+        queries, mask = (x.repeat_interleave(c.answers_per_query, 0)
+                         for x in self.task.draw(n // c.answers_per_query, generator))
         return [x.to(self.device) for x in (queries, mask, torch.rand(n, c.response_length, generator=generator))]
 
     def sample(self,
@@ -296,14 +320,15 @@ class RLHF:
               answers: Samples, # From `sample`
              ) -> Rollout: # Without advantages
         "What the reference, the reward model and the value head make of answers."
-        c, (cut, counts, found) = self.config, self.task.truncate(answers.tokens)                                              # P5
+        c, (cut, counts, found) = self.config, self.task.truncate(answers.tokens)  # P5
         tokens, seen = torch.cat([queries, answers.tokens], 1), torch.cat([mask, torch.ones_like(counts)], 1)
         with autocast(self.device, c.precision):
             hidden = answer_states(self.reference, tokens, seen, c.response_length)
-            if lean_head(self.reference, counts.numel()): logp_ref, _ = head_log_probs(self.reference, hidden, answers.tokens, c.temperature)
-            else: logp_ref = selective_log_softmax(to_logits(self.reference, hidden), answers.tokens, c.temperature)           # P1
+            if lean_head(self.reference, counts.numel()):
+                logp_ref, _ = head_log_probs(self.reference, hidden, answers.tokens, c.temperature)
+            else: logp_ref = selective_log_softmax(to_logits(self.reference, hidden), answers.tokens, c.temperature)  # P1
             raw = score(self.reward_model, queries, mask, cut, counts)
-        scores = apply_penalty(self.norm(raw), found, c.penalty)                                                               # R3, P5
+        scores = apply_penalty(self.norm(raw), found, c.penalty)  # R3, P5
         return Rollout(tokens, seen, counts, found, scores, answers.logp, logp_ref, self.policy.value(answers.hidden))
 
     def gather(self,
@@ -323,7 +348,8 @@ class RLHF:
         norm = nn.utils.clip_grad_norm_(self.weights, self.config.max_grad_norm)
         self.adam()
         seen = self.processes.gather(tuple(torch.cat(x) for x in zip(*seen)))
-        return self.diagnose(batch, *seen, found[0] if len(found) == self.processes.count == 1 else None) | dict(grad_norm=norm)         # P13
+        return self.diagnose(batch, *seen,
+                             found[0] if len(found) == self.processes.count == 1 else None) | dict(grad_norm=norm)  # P13
 
     def parts(self,
               batch: Rollout, # A minibatch
@@ -331,7 +357,7 @@ class RLHF:
         "The microbatches of this process."
         size = len(batch) // (self.processes.count * self.config.microbatches)
         first = self.processes.index * self.config.microbatches
-        return [batch[i * size:(i + 1) * size] for i in range(first, first + self.config.microbatches)]                        # P7
+        return [batch[i * size:(i + 1) * size] for i in range(first, first + self.config.microbatches)]  # P7
 
     def say(self,
             part: Rollout, # A microbatch, (b, T)
@@ -339,10 +365,14 @@ class RLHF:
         "What the policy says about the answers of a microbatch."
         c = self.config
         if lean_head(self.policy.lm, part.counts.numel()):
-            with autocast(self.device, c.precision): (logp, entropy), values = self.model(part.tokens, part.mask, c.response_length, part.answers, c.temperature, part.counts)
+            with autocast(self.device, c.precision):
+                (logp, entropy), values = self.model(part.tokens, part.mask, c.response_length, part.answers,
+                                                     c.temperature, part.counts)
             return logp, entropy, values
-        with autocast(self.device, c.precision): logits, values = self.model(part.tokens, part.mask, c.response_length, None, c.temperature, part.counts)
-        return selective_log_softmax(logits, part.answers, c.temperature), entropy_from_logits(logits.detach(), c.temperature), values   # P1
+        with autocast(self.device, c.precision):
+            logits, values = self.model(part.tokens, part.mask, c.response_length, None, c.temperature, part.counts)
+        return (selective_log_softmax(logits, part.answers, c.temperature),
+                entropy_from_logits(logits.detach(), c.temperature), values)   # P1
 
     def gradient(self,
                  part: Rollout, # A microbatch
@@ -356,15 +386,15 @@ class RLHF:
             policy, value, stats = losses(c, part, logp, values, self.kl.coef)
             loss = policy * share(part.counts, batch.counts, POLICY_VARIANTS[c.variant][0])
             if value is not None: loss = loss + c.value_coef * value * share(part.counts, batch.counts, "token-mean")
-            self.processes.backward(loss * self.processes.count)                                                               # which then takes the mean
+            self.processes.backward(loss * self.processes.count)  # which then takes the mean
         return (logp.detach(), values.detach(), entropy), (policy, value, stats)
 
     def adam(self):
         "Adam's step, at the learning rate of this iteration."
         c, self.steps = self.config, self.steps + 1
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(c, self.iteration)                                                                     # G5
-            if c.adam == "tensorflow": group["eps"] = tensorflow_eps(c.adam_eps, group["betas"][1], self.steps)                # P12
+            group["lr"] = learning_rate(c, self.iteration)  # G5
+            if c.adam == "tensorflow": group["eps"] = tensorflow_eps(c.adam_eps, group["betas"][1], self.steps)  # P12
         self.optimizer.step()
 
     @torch.no_grad()
@@ -377,10 +407,12 @@ class RLHF:
                 ) -> dict: # Name -> 0-dim tensor
         "What a minibatch says about the health of the training."
         _, value, stats = found or losses(self.config, batch, logp, values, self.kl.coef)
-        logs = dict(policy_loss=stats["policy_loss"], entropy=masked_mean(entropy, batch.counts), ratio=stats["ratio"], approx_kl=stats["approx_kl"], clip_fraction=stats["clip_fraction"])
+        logs = dict(policy_loss=stats["policy_loss"], entropy=masked_mean(entropy, batch.counts), ratio=stats["ratio"],
+                    approx_kl=stats["approx_kl"], clip_fraction=stats["clip_fraction"])
         if value is None: return logs
         clip = self.config.value_clip or None
-        return logs | dict(value_loss=value.detach(), value_clip_fraction=value_clip_fraction(values, batch.values, batch.returns, clip, batch.counts),
+        return logs | dict(value_loss=value.detach(),
+                           value_clip_fraction=value_clip_fraction(values, batch.values, batch.returns, clip, batch.counts),
                            explained_variance=explained_variance(values, batch.returns, batch.counts))
 
     def close(self,
@@ -392,16 +424,19 @@ class RLHF:
         c = self.config
         numbers = answer_stats(rollout) | {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
         numbers = dict(zip(numbers, torch.stack([x.float() for x in numbers.values()]).tolist()))
-        row = dict.fromkeys(COLUMNS) | dict(iteration=self.iteration + 1, kl_coef=self.kl.coef, learning_rate=learning_rate(c, self.iteration)) | numbers
-        check_finite("rl", self.iteration + 1, row); check_weights(f"stage rl, iteration {self.iteration + 1}", self.weights)
-        self.kl.update(row["kl_k1"], c.batch)                                                                                  # P11
+        row = dict.fromkeys(COLUMNS) | dict(iteration=self.iteration + 1, kl_coef=self.kl.coef,
+                                            learning_rate=learning_rate(c, self.iteration)) | numbers
+        check_finite("rl", self.iteration + 1, row)
+        check_weights(f"stage rl, iteration {self.iteration + 1}", self.weights)
+        self.kl.update(row["kl_k1"], c.batch)  # P11
         self.iteration += 1
         speed = c.batch * c.response_length / sum(seconds.values())
         return row | dict(tokens_per_second=speed) | {f"seconds_{name}": value for name, value in seconds.items()}
 
     def state_dict(self) -> dict: # Tensors, numbers, and lists and dicts of those
         "All on which the future depends: chance does not, it follows from seed, iteration and process."
-        return dict(policy=self.policy.state_dict(), optimizer=self.optimizer.state_dict(), kl=self.kl.state_dict(), iteration=self.iteration, steps=self.steps)
+        return dict(policy=self.policy.state_dict(), optimizer=self.optimizer.state_dict(), kl=self.kl.state_dict(),
+                    iteration=self.iteration, steps=self.steps)
 
     def load_state_dict(self,
                         state: dict, # From `state_dict` of an RLHF with the same config, reference and reward model
@@ -429,7 +464,8 @@ class Evaluation:
              ) -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
         "What these answers come to, beside those of the model that it all began with."
         stats = {name: x.item() for name, x in answer_stats(self.rollout).items()}
-        return dict(proxy=stats["score"], true=self.true.mean().item(), kl=stats["kl_k1"], valid=stats["valid"], win=self.win_rate(before))
+        return dict(proxy=stats["score"], true=self.true.mean().item(), kl=stats["kl_k1"], valid=stats["valid"],
+                    win=self.win_rate(before))
 
 @torch.no_grad()
 def evaluate(trainer: RLHF, # In training or after it
@@ -443,8 +479,10 @@ def evaluate(trainer: RLHF, # In training or after it
     queries, mask = task.held_out(c.eval_answers)
     u = torch.rand(len(queries), c.response_length, generator=generator)
     parts = []
-    for q, m, some in zip(*(x.to(device).split(c.batch) for x in (queries, mask, u))): parts.append(trainer.judge(q, m, trainer.sample(lm, q, m, some)))
-    rollout = Rollout(*(None if getattr(parts[0], f.name) is None else torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Rollout)))
+    for q, m, some in zip(*(x.to(device).split(c.batch) for x in (queries, mask, u))):
+        parts.append(trainer.judge(q, m, trainer.sample(lm, q, m, some)))
+    rollout = Rollout(*(None if getattr(parts[0], f.name) is None else torch.cat([getattr(p, f.name) for p in parts])
+                        for f in fields(Rollout)))
     cut = task.truncate(rollout.answers)[0]
     return Evaluation(task.texts(queries, mask, cut.cpu()), task.true_scores(queries, mask, cut.cpu()), rollout)
 
@@ -525,7 +563,8 @@ class Training:
         row = self.stage.iterate()
         self.seconds[name] += time.perf_counter() - start
         check_finite(name, self.stage.iteration, row)
-        if name == "rl" and (self.done or self.stage.iteration % self.config.eval_every == 0): row["true_score"] = self.show(self.stage.iteration, evaluate(self.stage))
+        if name == "rl" and (self.done or self.stage.iteration % self.config.eval_every == 0):
+            row["true_score"] = self.show(self.stage.iteration, evaluate(self.stage))
         self.rows[name].append(row)
         self.advance()
         return name, row
@@ -535,14 +574,16 @@ class Training:
              evaluation: Evaluation, # What was seen then
             ) -> float: # The mean true score
         "Keep some answers, always to the same queries."
-        for (query, answer), true, score in zip(evaluation.texts[:SHOWN], evaluation.true.tolist(), evaluation.rollout.scores.tolist()):
+        for (query, answer), true, score in zip(evaluation.texts[:SHOWN], evaluation.true.tolist(),
+                                                evaluation.rollout.scores.tolist()):
             self.samples.append(dict(iteration=iteration, query=query, answer=answer, score=score, true_score=true))
         return evaluation.true.mean().item()
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends, and all that was logged."
         later = {} if self.norm is None else dict(reward_model=self.reward_model.state_dict(), norm=self.norm.state_dict())
-        return dict(name=self.name, stage=self.stage.state_dict(), lm=self.lm.state_dict(), rows=self.rows, samples=self.samples, seconds=self.seconds, wall_seconds=self.wall_seconds, **later)
+        return dict(name=self.name, stage=self.stage.state_dict(), lm=self.lm.state_dict(), rows=self.rows,
+                    samples=self.samples, seconds=self.seconds, wall_seconds=self.wall_seconds, **later)
 
     def load_state_dict(self,
                         state: dict, # From `state_dict` of a Training with the same config
@@ -568,7 +609,8 @@ def save_policy(path: Path, # A directory; one that is there is replaced
     tokenizer = pad_inside(tokenizer, lm.get_output_embeddings().weight.shape[0])
     with quiet_transformers():
         lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)
-        for config in copy.deepcopy((lm.config, lm.generation_config)): config.pad_token_id = tokenizer.pad_token_id; config.save_pretrained(tmp)
+        for config in copy.deepcopy((lm.config, lm.generation_config)):
+            config.pad_token_id = tokenizer.pad_token_id; config.save_pretrained(tmp)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(tmp, path)
 
@@ -595,7 +637,8 @@ class Keeper:
             row: dict, # Both from `Training.iterate`
            ):
         "After each step."
-        self.bar.set_postfix({k: v for k, v in row.items() if k in ("loss", "accuracy", "score", "kl_k1")}, refresh=False); self.bar.update()
+        self.bar.set_postfix({k: v for k, v in row.items() if k in ("loss", "accuracy", "score", "kl_k1")}, refresh=False)
+        self.bar.update()
         if self.run is not None and name == "rl": self.run.log(row, row["iteration"])
         over = name != self.training.name
         if over: self.bar.close(); self.open()
@@ -605,7 +648,8 @@ class Keeper:
         "Checkpoint and tables as they are now."
         start, stage = time.perf_counter(), self.training.stage
         if self.run is not None:
-            check_weights(f"stage {self.training.name}, iteration {stage.iteration}", stage.optimizer.param_groups[0]["params"])
+            check_weights(f"stage {self.training.name}, iteration {stage.iteration}",
+                          stage.optimizer.param_groups[0]["params"])
             self.run.save_checkpoint(self.training.state_dict())
             for name in ("sft", "reward_model"): write_table(self.run.path / f"{name}.csv", self.training.rows[name])
             write_table(self.run.path / "samples.csv", self.training.samples)
@@ -619,7 +663,8 @@ class Keeper:
         self.bar.close()
         self.save()
         if self.run is None: return
-        if self.training.done: save_policy(self.run.path / "policy", self.training.stage.policy.lm, self.training.task.tokenizer)
+        if self.training.done:
+            save_policy(self.run.path / "policy", self.training.stage.policy.lm, self.training.task.tokenizer)
         self.run.save_figure(lambda figure: plot_run(figure, self.training.rows["rl"], summary), figsize=(9, 4.6))
         self.run.finish(summary)
 
@@ -628,13 +673,17 @@ def conclude(training: Training, # At its end, or interrupted
                       ) -> dict: # For summary.json
     "What a training came to; None where it did not get that far."
     c, rows = training.config, training.rows["rl"]
-    summary = dict(algo=c.algo, seed=c.seed, device=str(training.processes.device), steps=c.batch * len(rows), interrupted=not training.done, wall_seconds=training.wall_seconds, seconds=dict(training.seconds))
-    results = dict.fromkeys(("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft", "proxy_score", "kl", "valid", "tokens_per_second"))
+    summary = dict(algo=c.algo, seed=c.seed, device=str(training.processes.device), steps=c.batch * len(rows),
+                   interrupted=not training.done, wall_seconds=training.wall_seconds, seconds=dict(training.seconds))
+    results = dict.fromkeys(("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft", "proxy_score", "kl",
+                             "valid", "tokens_per_second"))
     if training.done:
         before, after = evaluate(training.stage, training.lm), evaluate(training.stage)
         worth = after.worth(before)
-        results |= dict(true_score_sft=before.true.mean().item(), true_score=worth["true"], win_rate_vs_sft=worth["win"], proxy_score_sft=before.rollout.scores.mean().item(),
-                        proxy_score=worth["proxy"], kl=worth["kl"], valid=worth["valid"], tokens_per_second=len(rows) / sum(1 / r["tokens_per_second"] for r in rows))
+        results |= dict(true_score_sft=before.true.mean().item(), true_score=worth["true"], win_rate_vs_sft=worth["win"],
+                        proxy_score_sft=before.rollout.scores.mean().item(),
+                        proxy_score=worth["proxy"], kl=worth["kl"], valid=worth["valid"],
+                        tokens_per_second=len(rows) / sum(1 / r["tokens_per_second"] for r in rows))
     return summary | results
 
 # %% ../../nbs/language/34_rlhf.ipynb #train
@@ -670,7 +719,8 @@ def plot_run(figure, # A matplotlib figure
     line(kl, "kl_k1", "$k_1$"); line(kl, "kl_k3", "$k_3$"); kl.set_title("KL(policy, reference), nats")
     line(coef, "kl_coef"); coef.set_title("KL coefficient")
     line(clip, "clip_fraction", "policy"); line(clip, "value_clip_fraction", "value"); clip.set_title("clip fraction")
-    line(length, "valid", "have an end"); line(length, "explained_variance", "variance explained"); length.set_ylim(-0.3, 1.05); length.set_title("shares")
+    line(length, "valid", "have an end")
+    line(length, "explained_variance", "variance explained"); length.set_ylim(-0.3, 1.05); length.set_title("shares")
     line(entropy, "entropy"); entropy.set_title("entropy, nats per token")
     for ax, where in ((score, "lower right"), (kl, "best"), (clip, "upper right"), (length, "lower right")):
         if ax.get_legend_handles_labels()[1]: ax.legend(loc=where)

@@ -14,7 +14,8 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 
 from ..formulas.arguments import check_boolean, check_float, check_integer, check_number, check_same_shape
 from ..formulas.logprob import selective_log_softmax
-from .model import _apply, _norm, check_context, gpt2_blocks, is_plain_gpt2, position_ids, positions_for, to_logits
+from .model import (_apply, _norm, check_context, gpt2_blocks, is_plain_gpt2, position_ids,
+                                       positions_for, to_logits)
 
 # %% ../../nbs/language/32_sample.ipynb #draw
 def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
@@ -23,7 +24,8 @@ def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word can
         ) -> torch.Tensor: # Tokens, (...) int64
     "The word at which the cumulative probability softmax(logits / temperature) first reaches 1 - u."
     cdf = torch.softmax(logits.float() / temperature, -1).cumsum(-1)                                           # P1
-    return torch.searchsorted(cdf, (1 - u).unsqueeze(-1) * cdf[..., -1:]).squeeze(-1).clamp_(max=logits.shape[-1] - 1)         # the clamp is for NaN alone
+    # the clamp is for NaN alone
+    return torch.searchsorted(cdf, (1 - u).unsqueeze(-1) * cdf[..., -1:]).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
 
 # %% ../../nbs/language/32_sample.ipynb #samples
 @dataclass
@@ -41,12 +43,14 @@ def _generic(lm, queries, mask, u, temperature):
     where, new, past, out = position_ids(seen), queries.masked_fill(~mask, 0), None, []
     for i in range(T):                                                                # G4: T tokens, whatever they are
         end = Q + i
-        x = lm.base_model(input_ids=new, attention_mask=seen[:, :end].long(), past_key_values=past, use_cache=True, **positions_for(lm, where[:, end - new.shape[1]:end]))
+        x = lm.base_model(input_ids=new, attention_mask=seen[:, :end].long(), past_key_values=past, use_cache=True,
+                          **positions_for(lm, where[:, end - new.shape[1]:end]))
         past, h = getattr(x, "past_key_values", None), x.last_hidden_state[:, -1]
         logits = to_logits(lm, h)
         token = draw(logits, temperature, u[:, i])
         out.append((token, selective_log_softmax(logits, token, temperature), h))
-        new = token.unsqueeze(1) if past is not None else torch.cat([new, token.unsqueeze(1)], 1)              # without a cache, all is read again
+        # without a cache, all is read again
+        new = token.unsqueeze(1) if past is not None else torch.cat([new, token.unsqueeze(1)], 1)
     return [torch.stack(x, 1) for x in zip(*out)]
 
 # %% ../../nbs/language/32_sample.ipynb #caches
@@ -61,7 +65,8 @@ class KeyValueCache:
                  dtype: torch.dtype, # Of all that is kept; that of the matrix products
                  device: torch.device, # Where it is kept
                 ):
-        self.keys, self.values, self.bias = self._allocate(layers, B, S, heads, width, dtype=dtype, device=device)      # views: (layers, B, heads, S, width) twice, (B, S)
+        # views: (layers, B, heads, S, width) twice, (B, S)
+        self.keys, self.values, self.bias = self._allocate(layers, B, S, heads, width, dtype=dtype, device=device)
 
     def _allocate(self, layers, B, S, heads, width, **kind): raise NotImplementedError
 
@@ -93,8 +98,10 @@ class KeyValueCache:
 class Elementwise(KeyValueCache):
     "Time first and batch last: one new token attends by products of whole arrays. Fastest on a CPU while texts are short."
     def _allocate(self, layers, B, S, heads, width, **kind):
-        cache, scratch, bias = torch.zeros(layers, S, 3, heads, width, B, **kind), torch.empty(S, heads, width, B, **kind), torch.empty(S, 1, B, **kind)      # queries too: one product fills all three
-        self.steps = [[(cache[l, p].view(-1, B), cache[l, p, 0], cache[l, :p + 1, 1], cache[l, :p + 1, 2], bias[:p + 1], scratch[:p + 1]) for p in range(S)] for l in range(layers)]
+        cache, scratch, bias = (torch.zeros(layers, S, 3, heads, width, B, **kind), torch.empty(S, heads, width, B, **kind),
+                                torch.empty(S, 1, B, **kind))      # queries too: one product fills all three
+        self.steps = [[(cache[l, p].view(-1, B), cache[l, p, 0], cache[l, :p + 1, 1], cache[l, :p + 1, 2], bias[:p + 1],
+                        scratch[:p + 1]) for p in range(S)] for l in range(layers)]
         _, keys, values = cache.permute(2, 0, 5, 3, 1, 4)
         return keys, values, bias[:, 0].t()
 
@@ -114,7 +121,8 @@ class Fused(KeyValueCache):
     def attend(self, layer, p, h, block):
         keys, values = self.keys[layer], self.values[layer]
         q, keys[:, :, p], values[:, :, p] = _apply(block.qkv, h).view(h.shape[0], 3, keys.shape[1], -1).unbind(1)
-        y = scaled_dot_product_attention(q.unsqueeze(2), keys[:, :, :p + 1], values[:, :, :p + 1], attn_mask=self.bias[:, None, None, :p + 1], scale=block.scale)
+        y = scaled_dot_product_attention(q.unsqueeze(2), keys[:, :, :p + 1], values[:, :, :p + 1],
+                                         attn_mask=self.bias[:, None, None, :p + 1], scale=block.scale)
         return y.reshape(h.shape)
 
 def _onto(x, linear, y):
@@ -137,9 +145,11 @@ class GPT2Rollout:
                  attention: type | None = None, # `Elementwise` or `Fused`; None = the former on a CPU
                 ):
         c, weight = lm.config, lm.transformer.wte.weight
-        self.lm, self.B, self.Q, self.T, self.temperature, self.dtype, device = lm, B, Q, T, temperature, dtype or weight.dtype, weight.device
+        self.lm, self.B, self.Q, self.T, self.temperature = lm, B, Q, T, temperature
+        self.dtype, device = dtype or weight.dtype, weight.device
         attention = attention or (Elementwise if device.type == "cpu" else Fused)
-        self.cache = attention(c.n_layer, B, Q + T - 1, c.n_head, c.n_embd // c.n_head, self.dtype, device)     # the last token is never read
+        # the last token is never read
+        self.cache = attention(c.n_layer, B, Q + T - 1, c.n_head, c.n_embd // c.n_head, self.dtype, device)
         self.queries = torch.zeros(B, Q, dtype=torch.long, device=device)
         self.mask = torch.ones(B, Q, dtype=torch.bool, device=device)
         self.u = torch.zeros(B, T, device=device)
@@ -163,19 +173,21 @@ class GPT2Rollout:
             logits = torch.mm(h.to(self.dtype), head)
             token = draw(logits, self.temperature, u[i])
             tokens.append(token); hidden.append(h); pending.append(logits)
-            if len(pending) * logits.numel() >= self.PENDING or i == T - 1:           # many small calls would cost more than a large one
-                logp.append(selective_log_softmax(torch.stack(pending, 1), torch.stack(tokens[-len(pending):], 1), self.temperature))
+            # many small calls would cost more than a large one
+            if len(pending) * logits.numel() >= self.PENDING or i == T - 1:
+                logp.append(selective_log_softmax(torch.stack(pending, 1),
+                                                  torch.stack(tokens[-len(pending):], 1), self.temperature))
                 pending = []
         return torch.stack(tokens, 1), torch.cat(logp, 1), torch.stack(hidden, 1)
 
     def _read(self, blocks, x, bias):
         "The query's tokens all at once, (Q * B, d), time first -> what becomes of the last one, (B, d)."
         B, Q, c = self.B, self.Q, self.lm.config
-        bias = (bias[:, None, None, :Q] + self.causal).clamp(min=torch.finfo(self.dtype).min)                   # (B, 1, Q, Q)
+        bias = (bias[:, None, None, :Q] + self.causal).clamp(min=torch.finfo(self.dtype).min)  # (B, 1, Q, Q)
         for l, block in enumerate(blocks):
-            n = 1 if l == len(blocks) - 1 else Q                                      # of the last block, nobody reads the others
+            n = 1 if l == len(blocks) - 1 else Q  # of the last block, nobody reads the others
             h = layer_norm(x, *block.norm1).to(self.dtype)
-            q, k, v = _apply(block.qkv, h).view(Q, B, 3, c.n_head, -1).permute(2, 1, 3, 0, 4)      # (B, heads, Q, width) each
+            q, k, v = _apply(block.qkv, h).view(Q, B, 3, c.n_head, -1).permute(2, 1, 3, 0, 4)  # (B, heads, Q, width) each
             self.cache.store(l, k, v)
             y = scaled_dot_product_attention(q[:, :, -n:], k, v, attn_mask=bias[:, :, -n:], scale=block.scale)
             x = self._rest(block, x[-n * B:], y.permute(2, 0, 1, 3).reshape(n * B, -1))
@@ -183,7 +195,8 @@ class GPT2Rollout:
 
     def _step(self, blocks, x, p):
         "One new token, (B, d), at place p -> what becomes of it, (B, d)."
-        for l, block in enumerate(blocks): x = self._rest(block, x, self.cache.attend(l, p, layer_norm(x, *block.norm1).to(self.dtype), block))
+        for l, block in enumerate(blocks):
+            x = self._rest(block, x, self.cache.attend(l, p, layer_norm(x, *block.norm1).to(self.dtype), block))
         return x
 
     def _rest(self, block, x, y):
@@ -204,7 +217,9 @@ class Sampler:
                  graph: bool | None = None, # Capture it as a CUDA graph; None = on CUDA
                 ):
         check_number("length", length, low=1); check_number("temperature", temperature, low=0, open_low=True)
-        if fast and not is_plain_gpt2(lm): raise ValueError(f"fast must be False or None for a model that is not GPT-2, got {fast} with {type(lm).__name__}")
+        if fast and not is_plain_gpt2(lm):
+            raise ValueError(f"fast must be False or None for a model that is not GPT-2, got {fast} with "
+                             f"{type(lm).__name__}")
         self.lm, self.length, self.temperature, self.graph, self.rollouts = lm, length, temperature, graph, {}
         self.fast = is_plain_gpt2(lm) if fast is None else fast
 
@@ -215,10 +230,14 @@ class Sampler:
                  u: torch.Tensor, # Uniform in [0, 1), (B, T) float32: the same numbers, the same answers
                 ) -> Samples:
         "An answer to each query."
-        check_integer(queries=queries); check_boolean("a real token", mask=mask); check_same_shape(queries=queries, mask=mask); check_float(u=u)
-        if u.dtype != torch.float32: raise TypeError(f"u must have dtype torch.float32, got {u.dtype}")        # a number of more digits could be rounded to 1
+        check_integer(queries=queries)
+        check_boolean("a real token", mask=mask); check_same_shape(queries=queries, mask=mask); check_float(u=u)
+        # a number of more digits could be rounded to 1
+        if u.dtype != torch.float32: raise TypeError(f"u must have dtype torch.float32, got {u.dtype}")
         B, Q = queries.shape
-        if u.shape != (B, self.length): raise ValueError(f"u must have shape {(B, self.length)}, one number for each token of the answers, got {tuple(u.shape)}")
+        if u.shape != (B, self.length):
+            raise ValueError(f"u must have shape {(B, self.length)}, one number for each token of the answers, got "
+                             f"{tuple(u.shape)}")
         check_context(self.lm, Q + self.length)
         return Samples(*(self._fast if self.fast else self._slow)(queries, mask, u))
 
@@ -228,11 +247,13 @@ class Sampler:
         weight = self.lm.transformer.wte.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        key = *queries.shape, self.length, self.temperature, dtype, *(p.data_ptr() for p in self.lm.parameters())    # a graph knows weights by where they lie
+        # a graph knows weights by where they lie
+        key = *queries.shape, self.length, self.temperature, dtype, *(p.data_ptr() for p in self.lm.parameters())
         with torch.autocast(kind, enabled=False), torch.inference_mode():
             if key not in self.rollouts:
                 while len(self.rollouts) >= self.KEEP: del self.rollouts[next(iter(self.rollouts))]
-                self.rollouts[key] = self._prepare(GPT2Rollout(self.lm, *queries.shape, self.length, self.temperature, dtype))
+                self.rollouts[key] = self._prepare(GPT2Rollout(self.lm, *queries.shape, self.length,
+                                                               self.temperature, dtype))
             rollout, run = self.rollouts[key]
             rollout.queries.copy_(queries); rollout.mask.copy_(mask); rollout.u.copy_(u)
             out = run()
@@ -244,7 +265,7 @@ class Sampler:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2): rollout.run()                                          # libraries set themselves up before the capture
+            for _ in range(2): rollout.run()  # libraries set themselves up before the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph): out = rollout.run()

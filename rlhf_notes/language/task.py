@@ -23,7 +23,8 @@ DOMAINS = {"hotel": ("room", "bed", "pool", "view", "lobby"),
            "film": ("plot", "actor", "ending", "music", "scene"),
            "book": ("story", "style", "hero", "cover", "chapter")}
 NOUNS = {noun: domain for domain, nouns in DOMAINS.items() for noun in nouns}
-ADJECTIVES = {"dreadful": -3, "awful": -3, "horrible": -3, "bad": -2, "poor": -2, "boring": -2, "dull": -1, "weak": -1, "average": 0, "ordinary": 0,
+ADJECTIVES = {"dreadful": -3, "awful": -3, "horrible": -3, "bad": -2, "poor": -2, "boring": -2, "dull": -1, "weak": -1,
+              "average": 0, "ordinary": 0,
               "fine": 1, "decent": 1, "good": 2, "nice": 2, "lovely": 2, "superb": 3, "wonderful": 3, "excellent": 3}
 INTENSIFIERS = {"very": 1.5, "really": 1.25, "rather": 0.75, "slightly": 0.5}
 VERBS = ("was", "seemed", "felt")
@@ -31,9 +32,12 @@ STOP, EOS, PAD = ".", "<eos>", "<pad>"
 
 # %% ../../nbs/language/30_task.ipynb #grammar
 CATEGORY = {"the": "article", "it": "pronoun", "not": "negation", "and": "conjunction", "but": "conjunction", STOP: "stop",
-            **dict.fromkeys(NOUNS, "noun"), **dict.fromkeys(VERBS, "verb"), **dict.fromkeys(INTENSIFIERS, "intensifier"), **dict.fromkeys(ADJECTIVES, "adjective")}
-FOLLOWS = {"stop": ("article", "pronoun"), "conjunction": ("article", "pronoun"), "article": ("noun",), "pronoun": ("verb",), "noun": ("verb",),
-           "verb": ("negation", "intensifier", "adjective"), "negation": ("intensifier", "adjective"), "intensifier": ("adjective",), "adjective": ("conjunction", "stop")}
+            **dict.fromkeys(NOUNS, "noun"), **dict.fromkeys(VERBS, "verb"), **dict.fromkeys(INTENSIFIERS, "intensifier"),
+            **dict.fromkeys(ADJECTIVES, "adjective")}
+FOLLOWS = {"stop": ("article", "pronoun"), "conjunction": ("article", "pronoun"), "article": ("noun",),
+           "pronoun": ("verb",), "noun": ("verb",),
+           "verb": ("negation", "intensifier", "adjective"), "negation": ("intensifier", "adjective"),
+           "intensifier": ("adjective",), "adjective": ("conjunction", "stop")}
 
 def grammatical(before: str, # A word, or the full stop
                 after: str, # The one that follows it
@@ -42,7 +46,8 @@ def grammatical(before: str, # A word, or the full stop
     return CATEGORY.get(after) in FOLLOWS.get(CATEGORY.get(before), ())
 
 # %% ../../nbs/language/30_task.ipynb #author
-MOOD = (-0.5, 2.0)         # mean and standard deviation of what the author of a review thinks of it all, on the scale of ADJECTIVES
+# mean and standard deviation of what the author of a review thinks of it all, on the scale of ADJECTIVES
+MOOD = (-0.5, 2.0)
 SLIP, STRAY = 0.03, 0.1    # how likely a word is put in the wrong place, and a noun comes from anywhere
 
 def write_clause(domain: str, # What it is about, one of `DOMAINS`
@@ -54,7 +59,8 @@ def write_clause(domain: str, # What it is about, one of `DOMAINS`
     negation = ["not"] if rng.random() < 0.15 else []
     intensifier = [rng.choice(tuple(INTENSIFIERS))] if rng.random() < 0.3 else []
     opinion = rng.gauss(mood, 1) * (-1 if negation else 1)
-    adjective = min(rng.choices(tuple(ADJECTIVES), k=6), key=lambda a: abs(ADJECTIVES[a] - opinion))        # of the six that come to mind
+    # of the six that come to mind
+    adjective = min(rng.choices(tuple(ADJECTIVES), k=6), key=lambda a: abs(ADJECTIVES[a] - opinion))
     return [*subject, rng.choice(VERBS), *negation, *intensifier, adjective]
 
 def write_sentence(domain: str, # What it is about, one of `DOMAINS`
@@ -82,7 +88,8 @@ KINDS = ("", "new", "old", "famous", "local", "cheap")
 TIMES = ("", "today", "last week")
 
 QUERIES = tuple(" ".join(f"{opener} the {kind} {domain} {time} {STOP}".split())           # P3
-                for opener, kind, domain, time in product(OPENERS, KINDS, DOMAINS, TIMES) if not (opener.startswith("yesterday") and time))
+                for opener, kind, domain, time in product(OPENERS, KINDS, DOMAINS, TIMES)
+                if not (opener.startswith("yesterday") and time))
 HELD_OUT = frozenset(random.Random(0).sample(QUERIES, len(QUERIES) // 6))
 
 def queries(held_out: bool = False, # False: those to train on; True: those that are kept for evaluation
@@ -137,7 +144,8 @@ def judgement(query: str, # What was asked
                  topic=sum(word in NOUNS and NOUNS[word] != domain for word in words),
                  repetition=len(content) - len(set(content)),
                  ending=words[-1:] != [STOP])
-    return dict(sentiment=sum(felt) / len(felt) if felt else 0.0, **{name: -COSTS[name] * count for name, count in wrong.items()})
+    return dict(sentiment=sum(felt) / len(felt) if felt else 0.0,
+                **{name: -COSTS[name] * count for name, count in wrong.items()})
 
 def human_score(query: str, # What was asked
                 answer: str, # What was written, words with spaces between
@@ -164,7 +172,8 @@ def make_tokenizer(): # transformers' PreTrainedTokenizerFast: `WORDS` in their 
     from transformers import PreTrainedTokenizerFast
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=EOS, pad_token=PAD, padding_side="left", clean_up_tokenization_spaces=False)      # G2
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=EOS, pad_token=PAD, padding_side="left",
+                                   clean_up_tokenization_spaces=False)      # G2
 
 # %% ../../nbs/language/30_task.ipynb #reviews
 class Reviews:
@@ -176,21 +185,28 @@ class Reviews:
                  query_length: int = 0, # Q, tokens of each query, padded on the left; 0 = as many as the longest has
                 ):
         check_number("stop_after", stop_after, low=0); check_number("response_length", response_length, low=stop_after + 1)
-        self.tokenizer, self.response_length, self.stop_after, self.pad_token = tokenizer, response_length, stop_after, tokenizer.pad_token_id
+        self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
+        self.response_length, self.stop_after = response_length, stop_after
         try: known, words = self._ids([*QUERIES, "it", f"it {STOP}"]), self._ids(f"it {word}" for word in WORDS[1:])
-        except Exception as e: raise ValueError(f"tokenizer must be one that can read every word, got {type(e).__name__}: {e}") from e
+        except Exception as e:
+            raise ValueError(f"tokenizer must be one that can read every word, got {type(e).__name__}: {e}") from e
         stop = known[-1][len(known[-2]):]
-        if len(stop) != 1: raise ValueError(f"tokenizer must have one token for a full stop after a space, got {len(stop)}: {stop}")
+        if len(stop) != 1:
+            raise ValueError(f"tokenizer must have one token for a full stop after a space, got {len(stop)}: {stop}")
         self.stop_token = stop[0]
         if self.pad_token is None or self.pad_token in (self.stop_token, tokenizer.eos_token_id):
-            raise ValueError(f"tokenizer must have a padding token that stands for nothing else, got {tokenizer.pad_token!r}")
+            raise ValueError("tokenizer must have a padding token that stands for nothing else, got "
+                             f"{tokenizer.pad_token!r}")
         if lost := [word for word, ids in zip(WORDS[1:], words) if len(ids) <= len(known[-2])]:
-            raise ValueError(f"tokenizer must have a token at least for each word, got none for {len(lost)} of them, {lost[0]!r} for one")
+            raise ValueError(f"tokenizer must have a token at least for each word, got none for {len(lost)} of them, "
+                             f"{lost[0]!r} for one")
         if altered := next(((got, said) for got, said in self._read_back() if got != said), None):
             raise ValueError(f"tokenizer must give words back as they were, got {altered[0]!r} for {altered[1]!r}")
         longest = max(map(len, known[:-2]))
         check_number("query_length", query_length, low=0)
-        if 0 < query_length < longest: raise ValueError(f"query_length must be 0 or at least {longest}, the tokens of the longest query, got {query_length}")
+        if 0 < query_length < longest:
+            raise ValueError(f"query_length must be 0 or at least {longest}, the tokens of the longest query, got "
+                             f"{query_length}")
         self.query_length = query_length or longest
         by_text = {query: ids for query, ids in zip(QUERIES, known)}
         self._training, self._held_out = (self._pad([by_text[q] for q in queries(held_out)]) for held_out in (False, True))
@@ -207,14 +223,16 @@ class Reviews:
 
     def _words(self, rows):
         "Lists of tokens -> words with spaces between, without the padding."
-        texts = self.tokenizer.batch_decode([[t for t in row if t != self.pad_token] for row in rows], clean_up_tokenization_spaces=False)
+        texts = self.tokenizer.batch_decode([[t for t in row if t != self.pad_token] for row in rows],
+                                            clean_up_tokenization_spaces=False)
         return [" ".join(t.replace(self.tokenizer.eos_token or EOS, f" {EOS} ").split()) for t in texts]
 
     def _read_back(self):
         "Each query, and each word in an answer: (what the human will read, what was said)."
         end = f" {EOS}" if self.tokenizer.eos_token else ""
         texts = [*((query, STOP) for query in QUERIES), *((QUERIES[0], f"it {word} {STOP}{end} it") for word in WORDS[1:])]
-        return [(got, said) for rows, meant in zip(self._tokens(texts), zip(*texts)) for got, said in zip(self._words(rows), meant)]
+        return [(got, said) for rows, meant in zip(self._tokens(texts), zip(*texts))
+                for got, said in zip(self._words(rows), meant)]
 
     def _pad(self, rows):
         "Lists of tokens -> tokens and mask, (n, Q): padded on the left."
@@ -226,7 +244,8 @@ class Reviews:
                     seed: int, # Of the corpus
                    ) -> tuple: # tokens (n, Q + T), integer; mask (n, Q + T), False = padding
         "Queries with answers from the corpus, for pretraining."
-        words = self.response_length if self.tokenizer.eos_token else 2 * self.response_length           # without such a token every other word may be gone
+        # without such a token every other word may be gone
+        words = self.response_length if self.tokenizer.eos_token else 2 * self.response_length
         asked, answers = self._tokens(corpus(n, words, seed))                        # a word has a token at least
         (tokens, mask), answers = self._pad(asked), torch.tensor([ids[:self.response_length] for ids in answers])
         return torch.cat([tokens, answers], 1), torch.cat([mask, torch.ones_like(answers, dtype=torch.bool)], 1)

@@ -74,9 +74,11 @@ def best_of_n_win(proxy: torch.Tensor, # By what the best is chosen, (..., N)
     "How often the answer with the largest proxy among n of N is worth more than another of the N, which was not to be chosen from."
     check_same_shape(proxy=proxy, true=true); check_number("n", n, low=1, high=proxy.shape[-1] - 1)
     N, ranks = proxy.shape[-1], range(proxy.shape[-1])
-    pairs = math.comb(N, n) * (N - n)                                                 # of a choice and an answer outside of it
-    above, below = (torch.tensor([[math.comb(max(rank - k, 0), n - 1) * (rank >= k) / pairs] for rank in ranks], dtype=torch.float64).expand(N, N) for k in (0, 1))
-    weights = (above.triu(1) + below.tril(-1)).to(true.device)                        # (best, other): as often as that is the best and the other, above or below it, is not in the choice
+    pairs = math.comb(N, n) * (N - n)  # of a choice and an answer outside of it
+    above, below = (torch.tensor([[math.comb(max(rank - k, 0), n - 1) * (rank >= k) / pairs] for rank in ranks],
+                                 dtype=torch.float64).expand(N, N) for k in (0, 1))
+    # (best, other): as often as that is the best and the other, above or below it, is not in the choice
+    weights = (above.triu(1) + below.tril(-1)).to(true.device)
     x = true.gather(-1, torch.argsort(proxy, -1)).double()
     return 0.5 + (weights * (x.unsqueeze(-1) - x.unsqueeze(-2)).sign()).sum((-1, -2)) / 2
 
@@ -87,6 +89,9 @@ def measure_best_of_n(trainer: RLHF, # Whose reference answers, and whose reward
                      ) -> dict: # n -> as `measure`; kl is the bound, and win is against an answer that was not among the n
     "What the best of n answers of the pretrained model is worth."
     many = [evaluate(trainer, trainer.reference, seed=seed) for seed in range(rounds + 1)]
-    all_proxy, all_true, all_valid = (torch.stack(x, 1).cpu() for x in zip(*((e.rollout.scores, e.true, e.rollout.valid.float()) for e in many)))
+    all_proxy, all_true, all_valid = (torch.stack(x, 1).cpu()
+                                      for x in zip(*((e.rollout.scores, e.true, e.rollout.valid.float()) for e in many)))
     proxy, true, valid = (x[:, :rounds] for x in (all_proxy, all_true, all_valid))
-    return {n: dict(proxy=best_of_n(proxy, proxy, n).mean().item(), true=best_of_n(proxy, true, n).mean().item(), kl=best_of_n_kl(n), valid=best_of_n(proxy, valid, n).mean().item(), win=best_of_n_win(all_proxy, all_true, n).mean().item()) for n in ns}
+    return {n: dict(proxy=best_of_n(proxy, proxy, n).mean().item(), true=best_of_n(proxy, true, n).mean().item(),
+                    kl=best_of_n_kl(n), valid=best_of_n(proxy, valid, n).mean().item(),
+                    win=best_of_n_win(all_proxy, all_true, n).mean().item()) for n in ns}

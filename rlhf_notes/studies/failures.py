@@ -63,7 +63,8 @@ def padding_read(hidden_states): # `model.hidden_states`, which goes by the mask
 def padding_sampled(Sampler): # `sample.Sampler`, which goes by the mask
     "The same while answers are drawn."
     class Reading(Sampler):
-        def __call__(self, queries, mask, u): return super().__call__(queries.masked_fill(~mask, 0), torch.ones_like(mask), u)
+        def __call__(self, queries, mask, u):
+            return super().__call__(queries.masked_fill(~mask, 0), torch.ones_like(mask), u)
     return Reading
 
 def places(position_ids): # `model.position_ids`, which counts real tokens alone
@@ -79,7 +80,8 @@ def places_in_update(Policy): # `model.Policy`, called in the update alone
 
 def likeliest(draw): # `sample.draw`, among all V words
     "Words are drawn among the five likeliest, and their log-probabilities are those among all."
-    return lambda logits, temperature, u: draw(logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf), temperature, u)
+    return lambda logits, temperature, u: draw(logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf),
+                                               temperature, u)
 
 def constant(learning_rate): # `rlhf.learning_rate`, in a straight line to 0
     "The learning rate does not fall."
@@ -93,7 +95,8 @@ def twice(draw): # `RLHF.draw`, of queries (B, Q), mask (B, Q) and u (B, T)
 def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the last real token
     "The score is read off the last position, padding or not."
     class Edge(RewardModel):
-        def forward(self, tokens, mask): return model._head(self.head, model._transformers_states(self.trunk, tokens, mask)[:, -1])
+        def forward(self, tokens, mask):
+            return model._head(self.head, model._transformers_states(self.trunk, tokens, mask)[:, -1])
     return Edge
 
 def loud(RewardModel): # `model.RewardModel`, whose head begins with 1 / sqrt(d + 1)
@@ -174,7 +177,8 @@ def weighed_alike(share): # `rlhf.share`, by how many tokens each has
 # %% ../../nbs/studies/41_failures.ipynb #wrong-kl
 def k3_in_reward(token_rewards): # `reward.token_rewards`, which takes k1
     "The KL in the reward is estimated by k3."
-    return lambda scores, logp, logp_ref, coef, mask: token_rewards(scores, kl_estimate(logp, logp_ref, "k3"), torch.zeros_like(logp), coef, mask)
+    return lambda scores, logp, logp_ref, coef, mask: token_rewards(scores, kl_estimate(logp, logp_ref, "k3"),
+                                                                    torch.zeros_like(logp), coef, mask)
 
 def reversed_reward(token_rewards): # `reward.token_rewards`, of log pi - log pi_ref
     "The log-ratio of the KL in the reward has the wrong sign."
@@ -222,25 +226,36 @@ def centred(whiten): # `whitening.whiten`, which keeps it with shift_mean=False
 
 def padded_mean(policy_loss): # `grpo.policy_loss`, over what counts alone
     "The loss is the mean over all positions, those behind the end of an answer too."
-    return lambda logp, logp_old, advantage, mask, *args, **kwargs: policy_loss(logp, logp_old, advantage, torch.ones_like(mask), *args, **kwargs)
+    return lambda logp, logp_old, advantage, mask, *args, **kwargs: policy_loss(logp, logp_old, advantage,
+                                                                                torch.ones_like(mask), *args, **kwargs)
 
 # %% ../../nbs/studies/41_failures.ipynb #failures
 FAILURES = {
-    "query unseen": Failure("the reward model reads the answer without its query", "G1", swaps=((reward_model, "score", judged_alone), (rlhf, "score", judged_alone)), judge=True),
-    "padding is a word": Failure("padding is read like any word", "G2", swaps=((model, "hidden_states", padding_read), (rlhf, "Sampler", padding_sampled))),
-    "positions count padding": Failure("positions count the padding, in sampling and learning", "G3", swaps=((model, "position_ids", places), (sample, "position_ids", places))),
-    "positions differ": Failure("positions count the padding in the update alone", "G3", swaps=((rlhf, "Policy", places_in_update),)),
+    "query unseen": Failure("the reward model reads the answer without its query", "G1",
+                            swaps=((reward_model, "score", judged_alone), (rlhf, "score", judged_alone)), judge=True),
+    "padding is a word": Failure("padding is read like any word", "G2",
+                                 swaps=((model, "hidden_states", padding_read), (rlhf, "Sampler", padding_sampled))),
+    "positions count padding": Failure("positions count the padding, in sampling and learning", "G3",
+                                       swaps=((model, "position_ids", places), (sample, "position_ids", places))),
+    "positions differ": Failure("positions count the padding in the update alone", "G3",
+                                swaps=((rlhf, "Policy", places_in_update),)),
     "top five": Failure("words are drawn among the five likeliest", "G4", swaps=((sample, "draw", likeliest),)),
     "constant rate": Failure("the policy's learning rate does not fall", "G5", swaps=((rlhf, "learning_rate", constant),)),
-    "one seed for two": Failure("two processes draw the same queries and answers", "G6", swaps=((rlhf.RLHF, "draw", twice),)),
-    "score at the edge": Failure("the reward model's score is read at the last position, padding or not", "R1", swaps=((reward_model, "RewardModel", read_at_the_edge),), judge=True),
-    "loud head": Failure("the reward model's head begins with standard deviation 1", "R2", swaps=((reward_model, "RewardModel", loud),), judge=True),
+    "one seed for two": Failure("two processes draw the same queries and answers", "G6",
+                                swaps=((rlhf.RLHF, "draw", twice),)),
+    "score at the edge": Failure("the reward model's score is read at the last position, padding or not", "R1",
+                                 swaps=((reward_model, "RewardModel", read_at_the_edge),), judge=True),
+    "loud head": Failure("the reward model's head begins with standard deviation 1", "R2",
+                         swaps=((reward_model, "RewardModel", loud),), judge=True),
     "scores as they come": Failure("the reward model's scores are not normalised", "R3", start=raw_scores),
-    "scaled too early": Failure("the scores are normalised before the reward model is trained, not after", "R3", start=scaled_before_training),
+    "scaled too early": Failure("the scores are normalised before the reward model is trained, not after", "R3",
+                                start=scaled_before_training),
     "two passes": Failure("the reward model sees its labels twice", "R4", dict(rm_epochs=2), judge=True),
     "four passes": Failure("the reward model sees its labels four times", "R4", dict(rm_epochs=4), judge=True),
-    "pairs": Failure("the best answer is compared with one other, not with three", "R4", swaps=((reward_model, "best_of_n_loss", one_pair),), judge=True),
-    "temperature forgotten": Failure("drawn at temperature 0.7, log-probabilities at 1", "P1", swaps=((rlhf, "selective_log_softmax", temperature_forgotten),), base="cooler"),
+    "pairs": Failure("the best answer is compared with one other, not with three", "R4",
+                     swaps=((reward_model, "best_of_n_loss", one_pair),), judge=True),
+    "temperature forgotten": Failure("drawn at temperature 0.7, log-probabilities at 1", "P1",
+                                     swaps=((rlhf, "selective_log_softmax", temperature_forgotten),), base="cooler"),
     "loud values": Failure("the value head begins with standard deviation 1", "P2", swaps=((rlhf, "Policy", opinionated),)),
     "unfinished queries": Failure("queries end before their full stop", "P3", start=on_task(Unfinished)),
     "dropout": Failure("dropout of 0.1 in the update", "P4", swaps=((rlhf, "Policy", thinned),)),
@@ -250,12 +265,16 @@ FAILURES = {
     "discount 0.9": Failure("a reward counts a tenth less with each token", "P6", dict(gamma=0.9)),
     "one minibatch": Failure("one gradient step in a pass", "P7", dict(minibatches=1)),
     "sixteen minibatches": Failure("sixteen gradient steps in a pass", "P7", dict(minibatches=16)),
-    "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold", "P7", dict(microbatches=4), swaps=((rlhf, "share", weighed_alike),)),
+    "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold", "P7",
+                                  dict(microbatches=4), swaps=((rlhf, "share", weighed_alike),)),
     "no KL": Failure("KL costs nothing", "P8", dict(kl_coef=0.0)),
-    "KL reversed": Failure("the KL in the reward has the wrong sign", "P8", swaps=((rlhf, "token_rewards", reversed_reward),)),
-    "k3 in the reward": Failure("the KL in the reward is estimated by k3", "P8", swaps=((rlhf, "token_rewards", k3_in_reward),)),
+    "KL reversed": Failure("the KL in the reward has the wrong sign", "P8",
+                           swaps=((rlhf, "token_rewards", reversed_reward),)),
+    "k3 in the reward": Failure("the KL in the reward is estimated by k3", "P8",
+                                swaps=((rlhf, "token_rewards", k3_in_reward),)),
     "reference moves": Failure("the reference is the policy itself", "P8", swaps=((variants, "RLHF", moving_reference),)),
-    "paid at the edge": Failure("the score lands on the last position, not on the last token", "P8", swaps=((rlhf, "token_rewards", paid_at_the_edge),)),
+    "paid at the edge": Failure("the score lands on the last position, not on the last token", "P8",
+                                swaps=((rlhf, "token_rewards", paid_at_the_edge),)),
     "paid everywhere": Failure("every token gets the whole score", "P8", swaps=((rlhf, "token_rewards", paid_everywhere),)),
     "KL in the loss": Failure("the KL is a term of the loss, by k3", "P8", dict(kl_in_loss=True)),
     "rewards unwhitened": Failure("rewards as they come", "P9", dict(whiten_rewards=False)),
@@ -265,7 +284,8 @@ FAILURES = {
     "values unclipped": Failure("the value loss is not clipped", "P10", dict(value_clip=0.0)),
     "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11", dict(kl_target=0.0)),
     "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12", dict(adam="pytorch")),
-    "mean over padding": Failure("the policy's loss counts the padding", "", swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean))),
+    "mean over padding": Failure("the policy's loss counts the padding", "",
+                                 swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean))),
     "no clip": Failure("ratio times advantage, not clipped", "", swaps=((grpo, "clipped_surrogate", unclipped),)),
     "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
     "eight epochs": Failure("eight passes", "", dict(epochs=8)),
@@ -273,15 +293,21 @@ FAILURES = {
     "lambda 1": Failure("the rewards alone are trusted", "", dict(lam=1.0)),
     "rate x 5": Failure("five times the learning rate", "", dict(learning_rate=5e-3)),
     "long gradients": Failure("gradients of any length", "", dict(max_grad_norm=1e9)),
-    "GRPO: k1 in the loss": Failure("GRPO's KL is estimated by k1", "", swaps=((rlhf, "policy_loss", k1_in_loss),), base="grpo"),
-    "GRPO: k3 reversed": Failure("GRPO's k3 has the wrong sign inside", "", swaps=((grpo, "kl_estimate", reversed_estimate),), base="grpo"),
+    "GRPO: k1 in the loss": Failure("GRPO's KL is estimated by k1", "",
+                                    swaps=((rlhf, "policy_loss", k1_in_loss),), base="grpo"),
+    "GRPO: k3 reversed": Failure("GRPO's k3 has the wrong sign inside", "",
+                                 swaps=((grpo, "kl_estimate", reversed_estimate),), base="grpo"),
     "GRPO: no KL": Failure("GRPO's KL has no weight", "", dict(kl_coef=0.0), base="grpo"),
-    "GRPO: unscaled": Failure("advantages are not divided by the group's standard deviation", "", dict(group_scale="none"), base="grpo"),
-    "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "", swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean)), base="grpo"),
+    "GRPO: unscaled": Failure("advantages are not divided by the group's standard deviation", "",
+                              dict(group_scale="none"), base="grpo"),
+    "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "",
+                                       swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean)),
+                                       base="grpo"),
 }
 
 # %% ../../nbs/studies/41_failures.ipynb #attempt
-DIALS = ("score", "kl_k1", "entropy", "length", "valid", "approx_kl", "clip_fraction", "ratio", "value_loss", "value_clip_fraction", "explained_variance", "grad_norm", "kl_coef")
+DIALS = ("score", "kl_k1", "entropy", "length", "valid", "approx_kl", "clip_fraction", "ratio", "value_loss",
+         "value_clip_fraction", "explained_variance", "grad_norm", "kl_coef")
 WORTH = 2.0          # mean true score that counts as having learned it
 LOOK = 10            # iterations from one look to the next
 
@@ -305,7 +331,8 @@ def attempt(name: str, # One of `FAILURES`, or of `BASES`
             start: Start, # From `prepare`: seed, pretrained model, reward model
            ) -> tuple: # (outcome: proxy, true, kl, valid, win, first: the iteration by which the mean true score was `WORTH`, or None, broke: the iteration in which a number was not finite, or None; what each iteration logged)
     "One training with one thing changed, measured with everything intact."
-    if name not in FAILURES and name not in BASES: raise ValueError(f"name must be one of {', '.join([*BASES, *FAILURES])}; got {name!r}")
+    if name not in FAILURES and name not in BASES:
+        raise ValueError(f"name must be one of {', '.join([*BASES, *FAILURES])}; got {name!r}")
     failure = FAILURES[name] if name in FAILURES else Failure("", "", base=name)
     options, look = BASES[failure.base] | failure.options, start.trainer(**BASES[failure.base])
     rows, first, broke = [], None, None
@@ -318,7 +345,8 @@ def attempt(name: str, # One of `FAILURES`, or of `BASES`
             try:
                 with planted(failure): rows.append(trainer.iterate())
             except FloatingPointError: broke = trainer.iteration + 1; break
-            if first is None and trainer.iteration % LOOK == 0 and evaluate(look, trainer.policy.lm).true.mean() >= WORTH: first = trainer.iteration
+            if first is None and trainer.iteration % LOOK == 0 and evaluate(look, trainer.policy.lm).true.mean() >= WORTH:
+                first = trainer.iteration
         return measure(look, trainer.policy.lm) | dict(first=first, broke=broke), rows
 
 # %% ../../nbs/studies/41_failures.ipynb #recorded
@@ -365,7 +393,8 @@ def draw_dials(name: str, # One of `FAILURES`
         ax.plot(x[:len(runs[name, 0][dial])], runs[name, 0][dial], color=viz.COLORS["orange"], linestyle="-", linewidth=1.5)
         ax.set_title(dial, fontsize=9); ax.ticklabel_format(useOffset=False)
     for ax in axes.flat[len(dials):]: ax.set_visible(False)
-    for ax in axes.flat[max(0, len(dials) - 3):len(dials)]: ax.tick_params(labelbottom=True)      # the lowest that is seen in each column
+    # the lowest that is seen in each column
+    for ax in axes.flat[max(0, len(dials) - 3):len(dials)]: ax.tick_params(labelbottom=True)
     figure.supxlabel("iteration (line: this training; band: the intact ones, all seeds)", fontsize=9)
     return figure
 
@@ -386,7 +415,8 @@ def choices(case: int, # From 1 on
     def loudest(name): return next((d, z > 0) for d, z in unusual(name, runs).items())
     names = puzzles(runs)
     truth = names[case - 1]
-    told, base = loudest(truth), {"cooler": "ppo"}.get(FAILURES[truth].base, FAILURES[truth].base)    # one fault alone is cooler
+    # one fault alone is cooler
+    told, base = loudest(truth), {"cooler": "ppo"}.get(FAILURES[truth].base, FAILURES[truth].base)
     others = [n for n in names if FAILURES[n].base == base and loudest(n) != told]
     four = [truth, *random.Random(case).sample(others, 3)]
     random.Random(-case).shuffle(four)
@@ -394,7 +424,8 @@ def choices(case: int, # From 1 on
 
 def _how_far(dial, z): return f"{dial} {z:+.0f}" if abs(z) < float("inf") else f"{dial}, which never moves otherwise"
 
-def _here(dial, found): return f"here {dial} is {found[dial]:+.0f} from usual" if dial in found else f"there is no {dial} here"
+def _here(dial, found):
+    return f"here {dial} is {found[dial]:+.0f} from usual" if dial in found else f"there is no {dial} here"
 
 def diagnose(case: int | None = None, # From 1 on; None = any
              answer: str | None = None, # a, b, c or d, or the name of the failure; None = ask
@@ -404,22 +435,29 @@ def diagnose(case: int | None = None, # From 1 on; None = any
     runs = recorded()
     names = puzzles(runs)
     case = random.randrange(len(names)) + 1 if case is None else case
-    if not (isinstance(case, int) and 1 <= case <= len(names)): raise ValueError(f"case must be a number from 1 to {len(names)}, got {case!r}")
+    if not (isinstance(case, int) and 1 <= case <= len(names)):
+        raise ValueError(f"case must be a number from 1 to {len(names)}, got {case!r}")
     truth, four = names[case - 1], choices(case, runs)
     by_letter = dict(zip("abcd", four))
     if answer is None:
-        what = {"ppo": "PPO", "cooler": "PPO, answers drawn at temperature 0.7", "grpo": "GRPO, the KL in the loss"}[FAILURES[truth].base]
-        print("\n".join([f"Case {case} of {len(names)}: {what}, with one thing wrong. Which?", *(f"  {letter}  {name}: {FAILURES[name].what}" for letter, name in by_letter.items()), f"Answer with check.diagnose({case}, \"a\")."]))
+        what = {"ppo": "PPO", "cooler": "PPO, answers drawn at temperature 0.7",
+                "grpo": "GRPO, the KL in the loss"}[FAILURES[truth].base]
+        print("\n".join([f"Case {case} of {len(names)}: {what}, with one thing wrong. Which?",
+                         *(f"  {letter}  {name}: {FAILURES[name].what}" for letter, name in by_letter.items()),
+                         f"Answer with check.diagnose({case}, \"a\")."]))
         if draw: draw_dials(truth, runs)
         return None
-    if answer not in by_letter and answer not in four: raise ValueError(f"answer must be a, b, c, d or one of {', '.join(four)}; got {answer!r}")
+    if answer not in by_letter and answer not in four:
+        raise ValueError(f"answer must be a, b, c, d or one of {', '.join(four)}; got {answer!r}")
     answer, found = by_letter.get(answer, answer), unusual(truth, runs)
     if answer == truth:
         farthest = "; ".join(_how_far(d, z) for d, z in list(found.items())[:3])
-        verdict = Verdict(True, f"Right: {truth}: {FAILURES[truth].what}. Farthest from usual, in standard deviations of the intact trainings: {farthest}.")
+        verdict = Verdict(True, f"Right: {truth}: {FAILURES[truth].what}. Farthest from usual, in standard deviations of "
+                                f"the intact trainings: {farthest}.")
     else:
         dial, z = next(iter(unusual(answer, runs).items()))
         at = "" if FAILURES[answer].base == FAILURES[truth].base else ", at temperature 1,"
-        verdict = Verdict(False, f"No. With {answer}{at} the loudest dial would be {_how_far(dial, z)}; {_here(dial, found)}. Look at {next(iter(found))} again.", answer)
+        verdict = Verdict(False, f"No. With {answer}{at} the loudest dial would be {_how_far(dial, z)}; "
+                                 f"{_here(dial, found)}. Look at {next(iter(found))} again.", answer)
     print(verdict.text)
     return verdict

@@ -20,7 +20,8 @@ import torch
 from ..formulas import logprob
 from ..formulas.advantage import gae, gae_tokens
 from ..formulas.arguments import check_choice
-from ..formulas.logprob import (efficient_method, entropy_from_logits, less_efficient_method, linear_log_probs, log_probs_and_entropy, naive_method,
+from ..formulas.logprob import (efficient_method, entropy_from_logits, less_efficient_method, linear_log_probs,
+                                         log_probs_and_entropy, naive_method,
                                          selective_log_softmax)
 
 # %% ../../nbs/studies/42_speed.ipynb #machine
@@ -60,7 +61,9 @@ def memory_left(device: str, # Where
                ) -> float: # Bytes
     "Memory that can still be had."
     if torch.device(device).type == "cuda": return torch.cuda.mem_get_info(device)[0]
-    try: return next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")) * 1024
+    try:
+        return next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()
+                    if line.startswith("MemAvailable")) * 1024
     except (OSError, StopIteration): return float("inf")
 
 def peak_extra(f, # Without arguments
@@ -73,7 +76,7 @@ def peak_extra(f, # Without arguments
         f(); synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     try:
-        ctypes.CDLL(None).malloc_trim(0)                     # hand back what was freed, so that it counts when it is taken again
+        ctypes.CDLL(None).malloc_trim(0)  # hand back what was freed, so that it counts when it is taken again
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")        # sets the mark to where the memory stands now
         _resident("VmHWM")                                   # is there such a mark?
@@ -81,7 +84,9 @@ def peak_extra(f, # Without arguments
     f()
     return max(0, _resident("VmHWM") - before)
 
-def _resident(field): return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)) * 1024
+def _resident(field):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith(field)) * 1024
 
 # %% ../../nbs/studies/42_speed.ipynb #contenders
 @dataclass(frozen=True)
@@ -150,8 +155,11 @@ def _installed(methods): return {name: f for name, f in methods.items() if f}
 def _logit_case(task, z, i, others, ours):
     "Others and `ours` on the same logits; ours in place on a copy, which counts as computed and is made whole again before each run."
     computed, size = z.detach().clone(), z.nbytes
-    methods = _installed(others) | {"ours": ours, "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i, inplace_backward=True)}
-    return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size), {"ours in place": lambda: computed.copy_(z.detach())})
+    methods = _installed(others) | {"ours": ours,
+                                    "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i,
+                                                                       inplace_backward=True)}
+    return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size),
+                {"ours in place": lambda: computed.copy_(z.detach())})
 
 def logit_cases(shape: tuple, # (B, T, V)
                 dtype: torch.dtype, # Of the logits
@@ -165,14 +173,24 @@ def logit_cases(shape: tuple, # (B, T, V)
     for row in z: row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
     z.requires_grad_(True)
     i, size = torch.randint(V, shape[:2], generator=generator, device=device), z.nbytes
-    yield _logit_case("log-probability", z, i, {"naive": naive_log_prob, "DI-engine naive": naive_method, "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
-                      "ours in one piece": lambda z, i: logprob._SelectiveLogSoftmax.apply(z, i, 1.0), "TRL": trl and trl.selective_log_softmax, "Liger": liger}, selective_log_softmax)
-    yield _logit_case("entropy", z, i, {"naive": lambda z, i: naive_entropy(z), "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))}, lambda z, i, **options: entropy_from_logits(z, **options))
-    yield _logit_case("both", z, i, {"naive": lambda z, i: (naive_log_prob(z, i), naive_entropy(z)), "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i), trl.entropy_from_logits(z)))}, log_probs_and_entropy)
+    yield _logit_case("log-probability", z, i,
+                      {"naive": naive_log_prob, "DI-engine naive": naive_method,
+                       "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
+                      "ours in one piece": lambda z, i: logprob._SelectiveLogSoftmax.apply(z, i, 1.0),
+                      "TRL": trl and trl.selective_log_softmax, "Liger": liger}, selective_log_softmax)
+    yield _logit_case("entropy", z, i,
+                      {"naive": lambda z, i: naive_entropy(z), "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
+                      lambda z, i, **options: entropy_from_logits(z, **options))
+    yield _logit_case("both", z, i,
+                      {"naive": lambda z, i: (naive_log_prob(z, i), naive_entropy(z)),
+                       "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i), trl.entropy_from_logits(z)))},
+                      log_probs_and_entropy)
     del z
     h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype) for s in (shape[:2], (V,)))
     h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
-    yield Case("from hidden states", shape, dtype, _installed({"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i), "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)),
+    yield Case("from hidden states", shape, dtype,
+               _installed({"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i),
+                           "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)),
                "ours": linear_log_probs}), (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
 
 def part_cases(shape: tuple, # Of the logits
@@ -183,8 +201,12 @@ def part_cases(shape: tuple, # Of the logits
     y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
     many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
     def in_cache(f): return lambda z: [f(small, out=out) for _ in range(many)]
-    yield Case("parts", shape, z.dtype, {"copy": lambda z: y.copy_(z), "exp in the cache": in_cache(torch.exp), "exp2 in the cache": in_cache(torch.exp2), "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
-               "fill new memory in 2 MiB pages": lambda z: logprob._large_pages(torch.empty_like(z)).fill_(1.0), "ours": lambda z: y.fill_(1.0)}, (z,), base=z.nbytes)
+    yield Case("parts", shape, z.dtype,
+               {"copy": lambda z: y.copy_(z), "exp in the cache": in_cache(torch.exp),
+                "exp2 in the cache": in_cache(torch.exp2),
+                "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
+               "fill new memory in 2 MiB pages": lambda z: logprob._large_pages(torch.empty_like(z)).fill_(1.0),
+               "ours": lambda z: y.fill_(1.0)}, (z,), base=z.nbytes)
 
 def gae_cases(device: str, # Where
              ): # Yields Case
@@ -194,14 +216,19 @@ def gae_cases(device: str, # Where
         r, v, first = (torch.randn(T, N, generator=g, device=device) for _ in range(3))
         done = torch.rand(T, N, generator=g, device=device) < 0.02
         begins, after = torch.cat([torch.zeros_like(done[:1]), done[:-1]]).float(), torch.cat([v[1:], first[:1]])
-        yield Case("GAE", (T, N), r.dtype, {"loop": lambda r, v, n, d, b: loop_gae(r, v, b, n[-1], d[-1].float()), "ours": lambda r, v, n, d, b: gae(r, v, n, d, d)}, (r, v, after, done, begins), moves=(22 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
+        yield Case("GAE", (T, N), r.dtype,
+                   {"loop": lambda r, v, n, d, b: loop_gae(r, v, b, n[-1], d[-1].float()),
+                    "ours": lambda r, v, n, d, b: gae(r, v, n, d, d)}, (r, v, after, done, begins),
+                   moves=(22 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
     for B, T in ((64, 2048),):
         g = torch.Generator(device).manual_seed(0)
         r, v = (torch.randn(B, T, generator=g, device=device) for _ in range(2))
-        yield Case("GAE of tokens", (B, T), r.dtype, {"loop": loop_gae_tokens, "ours": gae_tokens}, (r, v), moves=(16 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
+        yield Case("GAE of tokens", (B, T), r.dtype, {"loop": loop_gae_tokens, "ours": gae_tokens}, (r, v),
+                   moves=(16 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
 
 # %% ../../nbs/studies/42_speed.ipynb #measure
-COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rounds", "milliseconds", "times_ours", "times_ours_low", "times_ours_high", "times_in_place", "extra_megabytes", "extra_share", "bandwidth_share")
+COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rounds", "milliseconds", "times_ours",
+           "times_ours_low", "times_ours_high", "times_in_place", "extra_megabytes", "extra_share", "bandwidth_share")
 SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024, 128256)}
 TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
 
@@ -226,20 +253,28 @@ def measure(case: Case, # What is computed
     "Time and memory of each method, forward and (where there are leaves) forward + backward."
     rows = []
     for backward in (False, True)[:1 + bool(case.leaves)]:
-        weights = torch.randn(case.shape[:2], generator=torch.Generator(device).manual_seed(1), device=device) if backward else None
+        weights = (torch.randn(case.shape[:2], generator=torch.Generator(device).manual_seed(1), device=device)
+                   if backward else None)
         def run(m): run_once(case, m, weights)
         def whole(m): case.restore.get(m, lambda: None)()
         times = {m: [] for m in case.methods if backward or m not in case.restore}
         for _ in range(rounds):
-            for m in times: whole(m); run(m); whole(m); times[m].append(seconds(lambda: run(m), device))       # the second time in a row
+            # the second time in a row
+            for m in times: whole(m); run(m); whole(m); times[m].append(seconds(lambda: run(m), device))
         for m in times:
             whole(m)
-            to_ours, to_in_place = (sorted(a / b for a, b in zip(times[m], times[name])) if name in times else None for name in ("ours", "ours in place"))
+            to_ours, to_in_place = (sorted(a / b for a, b in zip(times[m], times[name])) if name in times else None
+                                    for name in ("ours", "ours in place"))
             extra, t = peak_extra(lambda: run(m), device), statistics.median(times[m])
             if extra is not None and m not in case.restore: extra = max(0, extra - case.result[backward])
             must = case.moves[backward]
-            rows.append(dict(zip(COLUMNS, (device_name(device), torch.__version__, case.task, "x".join(map(str, case.shape)), str(case.dtype).removeprefix("torch."), "forward + backward" if backward else "forward", m, rounds,
-                round(1e3 * t, 4), round(statistics.median(to_ours), 3), round(to_ours[0], 3), round(to_ours[-1], 3), None if to_in_place is None else round(statistics.median(to_in_place), 3), None if extra is None else round(extra / 1e6, 2), None if extra is None else round(extra / case.base, 4),
+            rows.append(dict(zip(COLUMNS,
+                                 (device_name(device), torch.__version__, case.task, "x".join(map(str, case.shape)),
+                                  str(case.dtype).removeprefix("torch."),
+                                  "forward + backward" if backward else "forward", m, rounds,
+                round(1e3 * t, 4), round(statistics.median(to_ours), 3), round(to_ours[0], 3), round(to_ours[-1], 3),
+                None if to_in_place is None else round(statistics.median(to_in_place), 3),
+                None if extra is None else round(extra / 1e6, 2), None if extra is None else round(extra / case.base, 4),
                 round(must / t / bandwidth, 4) if must else None))))
     return rows
 
@@ -253,7 +288,8 @@ def bench(sizes: tuple = ("small",), # Of `SIZES`
          ) -> list: # Rows
     "All cases on one device."
     for name, given, known in (("sizes", sizes, SIZES), ("tasks", tasks, TASKS)):
-        if isinstance(given, str): raise TypeError(f"{name} must be a tuple of names, got the string {given!r}: write ({given!r},)")
+        if isinstance(given, str):
+            raise TypeError(f"{name} must be a tuple of names, got the string {given!r}: write ({given!r},)")
         for x in given:
             if name == "tasks" or isinstance(x, str): check_choice(name, x, known)
     rows, bandwidth = [], copy_bandwidth(device)
@@ -263,9 +299,12 @@ def bench(sizes: tuple = ("small",), # Of `SIZES`
     for size in sizes:
         shape = SIZES[size] if isinstance(size, str) else size
         for dtype in dtypes:
-            need = 8 * shape[0] * shape[1] * shape[2] * max(dtype.itemsize, 3)             # the naive methods hold several float32 copies
+            # the naive methods hold several float32 copies
+            need = 8 * shape[0] * shape[1] * shape[2] * max(dtype.itemsize, 3)
             if need > 0.8 * memory_left(device):
-                if left_out: left_out(f"{'x'.join(map(str, shape))} in {str(dtype).removeprefix('torch.')} is left out: the naive methods need about {need / 1e9:.0f} GB, and {memory_left(device) / 1e9:.0f} are free")
+                if left_out:
+                    left_out(f"{'x'.join(map(str, shape))} in {str(dtype).removeprefix('torch.')} is left out: the naive "
+                             f"methods need about {need / 1e9:.0f} GB, and {memory_left(device) / 1e9:.0f} are free")
                 continue
             for case in logit_cases(shape, dtype, device):
                 if case.task in tasks: take(case)
@@ -279,6 +318,9 @@ def table(rows: list, # From `bench`
          ) -> list: # Rows of strings, a header first
     "For the eye."
     def share(x): return "" if x in (None, "") else f"{float(x):.1%}"
-    return [("task", "shape", "dtype", "passes", "method", "ms", "x ours", "extra MB", "of the logits", "of the bandwidth")] + [
-        (r["task"], r["shape"], r["dtype"], r["passes"], r["method"], f"{float(r['milliseconds']):.2f}", f"{float(r['times_ours']):.2f}", "" if r["extra_megabytes"] in (None, "") else f"{float(r['extra_megabytes']):.1f}",
+    return [("task", "shape", "dtype", "passes", "method", "ms", "x ours", "extra MB", "of the logits",
+             "of the bandwidth")] + [
+        (r["task"], r["shape"], r["dtype"], r["passes"], r["method"], f"{float(r['milliseconds']):.2f}",
+         f"{float(r['times_ours']):.2f}",
+         "" if r["extra_megabytes"] in (None, "") else f"{float(r['extra_megabytes']):.1f}",
          share(r["extra_share"]), share(r["bandwidth_share"])) for r in rows]
