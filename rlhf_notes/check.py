@@ -1562,7 +1562,8 @@ exercise("control_loss", "21_cartpole",
                     "You clip on both sides, whatever the advantage: the minimum is missing."),
         minimum_of_means=(lambda *x: _control_loss(*x, objective=lambda r, A, eps: torch.minimum(
                               (r * A).mean(), (_clip(r, eps) * A).mean())),
-                          "You take the minimum of the two means: the smaller one counts in each sample, then comes the mean."),
+                          "You take the minimum of the two means: the smaller one counts in each sample, then comes "
+                          "the mean."),
         maximum=(lambda *x: _control_loss(*x, objective=_optimistic),
                  "That is the maximum: of the objective the smaller one counts. In a loss, after the sign is turned, it is "
                  "the larger one."),

@@ -250,7 +250,8 @@ class Slider:
                             f'data-texts="{html.escape(json.dumps(texts, ensure_ascii=False))}" '
                             'style="flex:1;min-width:5em;min-height:24px;accent-color:#0072B2">'
                             '<span aria-hidden="true" '
-                            f'style="min-width:{max(map(len, texts)) * 0.65:.1f}em">{html.escape(texts[at])}</span></label>')
+                            f'style="min-width:{max(map(len, texts)) * 0.65:.1f}em">{html.escape(texts[at])}</span>'
+                            '</label>')
         frames = "".join(_frame(svg, alt, i != self.start) for i, (svg, alt) in enumerate(zip(self.frames, self.alts)))
         names = html.escape(", ".join(d.label for d in self.dials.values()))
         text = (f'<div data-slider="{_NAME}" role="group" aria-label="Figure with a slider: {names}" '

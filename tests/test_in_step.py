@@ -1,7 +1,9 @@
 """Notebooks, modules and README say the same; the notebooks are clean, and hold their outputs."""
+import io
 import json
 import re
 import shutil
+import tokenize
 
 import pytest
 
@@ -53,6 +55,28 @@ def test_is_clean(path):
 def test_cell_ids_are_unique_and_stable(path):
     ids = [c["id"] for c in load(path)["cells"]]
     assert len(set(ids)) == len(ids)
+
+
+def beyond(source, width):
+    "Lines whose code goes further than `width` characters; comments, and strings that have a line or more to themselves, do not count."
+    lines, ends, whole = source.split("\n"), {}, set()
+    for t in tokenize.generate_tokens(io.StringIO(source).readline):
+        if t.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER): continue
+        (first, start), (last, end) = t.start, t.end
+        alone = not (lines[first - 1][:start] + lines[last - 1][end:]).strip()
+        if t.type == tokenize.STRING and (first != last or alone): whole |= {*range(first, last + 1)}
+        ends[last] = end
+    return [lines[n - 1] for n, end in ends.items() if end > width and n not in whole]
+
+
+@each_notebook
+def test_code_ends_where_the_page_does(path):
+    long = {cell_id: lines for cell_id, source, _ in code_cells(path) if (lines := beyond(source, 124))}
+    assert not long, long
+
+
+def test_lines_that_are_too_long_are_seen():
+    assert beyond('x = 1  # a comment\n"a string alone"\ny = "a string behind"', 12) == ['y = "a string behind"'] and beyond("f(1,\n  2, 3, 4)", 8) == ["  2, 3, 4)"]
 
 
 @each_notebook

@@ -137,6 +137,15 @@ def test_signatures_come_with_their_parameters(built):
     assert re.search(r"surrogate\.py#L\d+-L\d+", html)
 
 
+def test_the_parameters_of_many_things_at_once_are_folded(built):
+    few, many = ((built / page).read_text(encoding="utf-8") for page in ("formulas/surrogate.html", "studies/failures.html"))
+    assert "<details" in many and 'class="parameters"' not in few
+    folded = many.split('<details class="parameters"><summary>Parameters</summary>')[1:]
+    assert len(folded) > 30 and all(part.index("<table") < part.index("</table>") < part.index("</details>") for part in folded)
+    assert sum(part.count("<dt class=") for part in folded) > 30                     # what a thing is, and its sentence, stand outside of the fold
+    assert not any("<dt class=" in part[:part.index("</details>")] for part in folded)
+
+
 def test_backticks_are_links_where_they_name_something():
     page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
     things = [t for p in map(site_pages.Page, notebooks.notebooks()) for t in p.things]

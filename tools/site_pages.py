@@ -148,7 +148,7 @@ class Page:
             if not cells and self.page.name != "index": shown.source += self.sources()
             cells.append(shown)
             if things := self.exports.get(cell.id):
-                text = self.references_in_tables("\n\n".join(map(site_api.as_directive, things)), names)
+                text = self.references_in_tables(site_api.as_directives(things), names)
                 cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-api"[-64:], metadata={"class": "api"}))
         nb = self.nb.copy()
         nb.cells, nb.metadata = cells, nbformat.from_dict(dict(nb.metadata))
@@ -161,7 +161,7 @@ class Page:
             if line.startswith("| "):
                 first, second, *rest = re.split(r"(?<!\\)\|", line)[1:-1]
                 lines.append(f"|{first}|{second}|" + "".join(self.references(r, names) + "|" for r in rest))
-            else: lines.append(line if line.startswith(("`", ":")) else self.references(line, names))
+            else: lines.append(line if line.startswith(("`", ":", "<")) else self.references(line, names))
         return "\n".join(lines)
 
 

@@ -150,7 +150,8 @@ def record_video(ppo: PPO, # Trained, of any environment that Gymnasium can rend
                                   name_prefix=path.stem) as film:
         (obs, _), policy, done = film.reset(seed=seed), ppo.policy(rng), False
         while not done:
-            obs, _, terminated, truncated, _ = film.step(ppo.agent.head.for_env(policy(np.asarray(obs, np.float32).reshape(1, -1)))[0])
+            action = policy(np.asarray(obs, np.float32).reshape(1, -1))
+            obs, _, terminated, truncated, _ = film.step(ppo.agent.head.for_env(action)[0])
             done = terminated or truncated
     made = path.parent / f"{path.stem}-episode-0.mp4"
     if not made.exists(): raise not_rendered(ppo.config.env, "its render() gives no pixels")

@@ -381,13 +381,19 @@ def _ppo(mask, change=None, group="losses of tokens", dual_clip=None, only=None,
                                                  **eps)[0],
                     {p: f for p, f in theirs.items() if not only or p in only}, change=change)
 
+def _sb3_categorical(l, logits):
+    return l.distributions.CategoricalDistribution(logits.shape[-1]).proba_distribution(logits)
+
+def _sb3_gaussian(l, mu, sigma):
+    return l.distributions.DiagGaussianDistribution(mu.shape[-1]).proba_distribution(mu, sigma.log())
+
 def _entropy_row(change=None):
     return Quantity("log-probabilities", lambda b: entropy_from_logits(b.logits).mean(), dict(
         trl=lambda l, b: l.utils.entropy_from_logits(b.logits).mean(),
         ding=lambda l, b: l.ppo.ppo_policy_error(l.ppo.ppo_policy_data(b.logits.flatten(0, 1), b.logits.flatten(0, 1),
                                                                        b.tokens.flatten(), b.advantage.flatten(),
                                                                        None))[0].entropy_loss,
-        sb3=lambda l, b: l.distributions.CategoricalDistribution(b.logits.shape[-1]).proba_distribution(b.logits).entropy().mean(),
+        sb3=lambda l, b: _sb3_categorical(l, b.logits).entropy().mean(),
         verl=lambda l, b: l.torch_functional.entropy_from_logits(b.logits).mean(),
         openrlhf=lambda l, b: inspect.unwrap(l.utils.compute_entropy)(b.logits).mean()), ("logits",), change)
 
@@ -396,7 +402,7 @@ QUANTITIES = {
     "log-probability": Quantity("log-probabilities", lambda b: selective_log_softmax(b.logits, b.tokens), dict(
         trl=lambda l, b: l.utils.selective_log_softmax(b.logits, b.tokens),
         torchtune=lambda l, b: l.sequence_processing.logits_to_logprobs(b.logits, b.tokens),
-        sb3=lambda l, b: l.distributions.CategoricalDistribution(b.logits.shape[-1]).proba_distribution(b.logits).log_prob(b.tokens),
+        sb3=lambda l, b: _sb3_categorical(l, b.logits).log_prob(b.tokens),
         verl=lambda l, b: l.torch_functional.logprobs_from_logits_v2(b.logits, b.tokens),
         openrlhf=lambda l, b: l.utils.log_probs_from_logits(b.logits, b.tokens)), ("logits",)),
     "log-probability, temperature 0.7": Quantity("log-probabilities",
@@ -405,7 +411,7 @@ QUANTITIES = {
         torchtune=lambda l, b: l.sequence_processing.logits_to_logprobs(b.logits, b.tokens, 0.7),
         openrlhf=lambda l, b: l.utils.log_probs_from_logits(b.logits.clone(), b.tokens, 0.7)), ("logits",)),
     "log-probability, Gaussian": Quantity("log-probabilities", lambda b: gaussian_log_prob(b.action, b.mu, b.sigma), dict(
-        sb3=lambda l, b: l.distributions.DiagGaussianDistribution(3).proba_distribution(b.mu, b.sigma.log()).log_prob(b.action)), ("mu", "sigma")),
+        sb3=lambda l, b: _sb3_gaussian(l, b.mu, b.sigma).log_prob(b.action)), ("mu", "sigma")),
     "entropy": _entropy_row(), "entropy, impossible words": _entropy_row(_impossible),
     "entropy, Gaussian": Quantity("log-probabilities", lambda b: gaussian_entropy(b.sigma), dict(
         sb3=lambda l, b: l.distributions.DiagGaussianDistribution(3).proba_distribution(b.mu, b.sigma.log()).entropy()),
