@@ -146,6 +146,13 @@ def test_the_parameters_of_many_things_at_once_are_folded(built):
     assert not any("<dt class=" in part[:part.index("</details>")] for part in folded)
 
 
+def test_sentences_are_wrapped_and_columns_are_not(built):
+    def printed(text): return nbformat.v4.new_code_cell("print()", outputs=[nbformat.v4.new_output("stream", name="stdout", text=text)])
+    assert site_pages.prints_sentences(printed("a word " * 20)) and site_pages.prints_sentences(printed("short\n" + "two, " * 30))
+    assert not site_pages.prints_sentences(printed("a word " * 17)) and not site_pages.prints_sentences(printed("name      1.0 " * 12))
+    assert "tag_sentences" in (built / "studies" / "failures.html").read_text(encoding="utf-8")
+
+
 def test_backticks_are_links_where_they_name_something():
     page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
     things = [t for p in map(site_pages.Page, notebooks.notebooks()) for t in p.things]

@@ -129,6 +129,7 @@ class Page:
         elif "hide-input" in d or intro and only_imports(cell.source):
             tags.append("hide-input")
             options |= {"code_prompt_show": "Imports" if only_imports(cell.source) else "Code"} | {"code_prompt_hide": "Imports" if only_imports(cell.source) else "Code"}
+        if prints_sentences(cell): tags.append("sentences")
         if "fig-alt" in d: options["image"] = {"alt": d["fig-alt"]}
         cell.metadata = nbformat.from_dict({"tags": tags, "mystnb": options})
         for out in cell.outputs:
@@ -163,6 +164,12 @@ class Page:
                 lines.append(f"|{first}|{second}|" + "".join(self.references(r, names) + "|" for r in rest))
             else: lines.append(line if line.startswith(("`", ":", "<")) else self.references(line, names))
         return "\n".join(lines)
+
+
+def prints_sentences(cell):
+    "Does a cell print lines that are longer than a page is wide, and no columns? Those may be wrapped."
+    long = [line.strip() for out in cell.outputs for line in out.get("text", "").splitlines() if len(line) > 124]
+    return bool(long) and not any("  " in line for line in long)
 
 
 def only_imports(source):
