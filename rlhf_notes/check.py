@@ -1478,6 +1478,63 @@ exercise("combine_steps", "12_kernels",
                "where d is 0, and only there.")),
     tip="Put y' = x_later + d_later y'' into y = x + d y'. What stands alone, and what stands before y''?")
 
+# %% ../nbs/check.ipynb #lesson-13
+def _powers(f, c): return f[..., None] ** torch.arange(len(c))
+def _bits(n, shift=23, bias=127): return ((n + bias) << shift).to(torch.int32).view(torch.float32)
+def _i(*n): return torch.tensor(n, dtype=torch.int32)
+
+exercise("horner", "13_compiled",
+         "f(f (...), c (K,)) -> c_0 + c_1 f + c_2 f^2 + ..., (...)", lambda f, c: (_powers(f, c) * c).sum(-1), "f c",
+    inputs=[(_t([0.5, -0.25]), _t([1., 2., 4.])), (_t([[2., 0.], [1., -3.]]), _t([3., 0., -1., 0.5])),
+            (_normal(6, seed=57), _normal(5, seed=58))],
+    edges=[(_t([0.3, -2.]), _t([4.])), (torch.tensor(0.5), _t([1., 3.]))],
+    mistakes=dict(
+        reversed=(lambda f, c: (_powers(f, c) * c.flip(0)).sum(-1),
+                  "The coefficients are taken the other way round: the constant comes first, so the innermost is the last."),
+        one_power_more=(lambda f, c: f * (_powers(f, c) * c).sum(-1),
+                        "Everything is multiplied by f once too often: nothing multiplies the constant."),
+        no_constant=(lambda f, c: (_powers(f, c) * c)[..., 1:].sum(-1), "c_0 is missing."),
+        no_last=(lambda f, c: (_powers(f, c) * c)[..., :-1].sum(-1),
+                 "The last coefficient is missing: begin with it, and multiply by f for each of the others."),
+        starts_at_one=(lambda f, c: (_powers(f, c) * c).sum(-1) + f**len(c),
+                       "There is a power of f too many: begin with 0, or with the last coefficient, not with 1."),
+        no_powers=(lambda f, c: c.sum() * torch.ones_like(f), "f is missing: multiply by it before each addition."),
+        multiplies_last=(lambda f, c: c.sum() - c[-1] + c[-1] * f**(len(c) - 1),
+                         "f multiplies the last coefficient alone: the brackets are nested."),
+        factorials=(lambda f, c: (_powers(f, c) * c / torch.tensor([math.factorial(k) for k in range(len(c))])).sum(-1),
+                    "You divide by factorials, as a Taylor series does: here they are in the coefficients already."),
+        first_only=(lambda f, c: (_powers(f.reshape(-1)[0], c) * c).sum(-1), "That is the value for one f: one for each is "
+                                                                             "asked for, in the shape of f."),
+        needs_two=(lambda f, c: (_powers(f, c) * c).sum(-1) if len(c) > 1 else torch.zeros_like(f),
+                   "Right, but a polynomial of one coefficient is that constant."),
+        no_shape=(lambda f, c: (_powers(f, c) * c).sum(-1).reshape(-1),
+                  "Right, but the result has the shape of f, also where f is a single number.")),
+    tip="c_0 + f (c_1 + f (c_2 + ...)): begin with the innermost bracket.")
+
+exercise("power_of_two", "13_compiled",
+         "f(n int32 (...)) -> 2^n for -127 < n <= 127 by the bits of a float32, (...); 0 for n = -127", _bits, "n",
+    inputs=[(_i(0, 1, 3, -2),), (_i(10, -10, 5, -1, 2),)],
+    edges=[(_i(127, -126),), (_i(-127, 0),)],
+    mistakes=dict(
+        no_bias=(lambda n: _bits(n, bias=0), "127 is missing: the exponent bits of 2^0 are 127, not 0."),
+        bias_128=(lambda n: _bits(n, bias=128), "Twice as large: the exponent bits of 2^0 are 127, not 128."),
+        bias_126=(lambda n: _bits(n, bias=126), "Half as large: the exponent bits of 2^0 are 127, not 126."),
+        shift_24=(lambda n: _bits(n, shift=24), "Shifted too far: below the exponent lie 23 bits of the fraction."),
+        shift_22=(lambda n: _bits(n, shift=22), "Not shifted far enough: below the exponent lie 23 bits of the fraction."),
+        number=(lambda n: ((n + 127) << 23).float(),
+                "You convert the integer into a float of the same value: its bits are to be read as a float, "
+                ".view(torch.float32)."),
+        bits=(lambda n: (n + 127) << 23, "Those are the bits, as an integer: read them as a float, .view(torch.float32)."),
+        inverted=(lambda n: _bits(-n), "That is 2^-n."),
+        e=(lambda n: n.float().exp(), "That is e^n."),
+        shifted_one=(lambda n: (1 << n.clamp(min=0, max=30)).float(),
+                     "1 << n is an integer, and there is none for a negative n: shift the exponent bits of a float."),
+        subnormal=(lambda n: torch.exp2(n.double()).float(),
+                   "Right, but 2^-127 is a number without exponent bits (a subnormal), and 0 is asked for there: with the "
+                   "bits it comes by itself.")),
+    tip="The bits of 1.0 = 2^0 are 127 << 23. What are those of 2?")
+
+
 # %% ../nbs/check.ipynb #lesson-20
 def _shifted(d, first): return torch.cat([first[None], d[:-1]])
 _DONE = [(_t([[False], [True], [False], [False]]), _t([False])),

@@ -534,10 +534,12 @@ def bench_command(args) -> int: # The exit code
         if device == "mps": raise ValueError("device must be auto, cpu or cuda, got 'mps'")
         run = Run.create(args.out, {"task": "bench", "size": args.size, "only": args.task, "rounds": args.rounds,
                                     "device": device, "versions": versions()}, args.overwrite)
+    from rlhf_notes.formulas import compiled
     from rlhf_notes.studies import speed
     rows, path = [], run.path / "bench.csv"
     print(f"{speed.device_name(device)}: every method by turns, {args.rounds} rounds; what is not installed is left out",
           flush=True)
+    if device == "cpu": print(f"ours: {compiled.status()}", flush=True)
     def done(new):
         rows.extend(new)
         write_table(path, rows)

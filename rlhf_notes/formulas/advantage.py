@@ -9,7 +9,7 @@ __all__ = ['GROUP_SCALES', 'discounted_returns', 'gae', 'gae_tokens', 'group_adv
 # %% ../../nbs/formulas/08_advantage.ipynb #export-imports
 import torch
 
-from . import kernels
+from . import compiled, kernels
 from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_mask,
                                            check_ndim, check_number, check_same_shape)
 from .masking import _deviation, _variance, apply_mask
@@ -17,6 +17,7 @@ from .whitening import whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
 _SCAN = 2**13                        # numbers: fewer are added up step by step
+_COMPILE = 2**16                     # numbers: for fewer no compiler is called
 
 def _accumulate(x, # Any shape
                 decay, # Shape of x; 0 cuts: nothing later gets past it, not even NaN
@@ -27,6 +28,8 @@ def _accumulate(x, # Any shape
     return _Scan.apply(x.movedim(dim, 0), decay.movedim(dim, 0)).movedim(0, dim)
 
 def _many(x): return x.numel() >= _SCAN and kernels.eager(x)
+
+def _compiled(x): return x.numel() >= _COMPILE and compiled.usable(x, compiled.STEPS)
 
 def _step_by_step(x, decay, dim=0):
     "The recursion as it is written."
@@ -63,6 +66,7 @@ class _Scan(torch.autograd.Function):
 def _scan(x, decay):
     "The recursion, time first."
     if kernels.usable(x): return kernels.scan(x, decay)
+    if _compiled(x): return compiled.scan(x, decay)
     return _blocks(x, decay) if _finite_sums(x) else _step_by_step(x, decay)
 
 def _finite_sums(x):
@@ -114,6 +118,7 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
     rewards, values, next_values = at_least_float32(rewards), at_least_float32(values), at_least_float32(next_values)
     if (_many(rewards) and not kernels.usable(rewards) and not any(t.requires_grad for t in (rewards, values, next_values))
         and rewards.dtype == values.dtype == next_values.dtype):
+        if _compiled(rewards): return compiled.gae(rewards, values, next_values, terminated, done, gamma, lam)
         # as below, in less memory; NaN where 0 meets an infinite value
         delta = _unless(terminated, gamma, rewards).mul_(next_values).add_(rewards).sub_(values)
         if _finite_sums(delta):

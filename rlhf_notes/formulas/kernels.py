@@ -120,6 +120,13 @@ def forward_rows(logits, # (..., V), float32, float16 or bfloat16
                                 BLOCK=_block(V), num_warps=8)
     return out
 
+def _weights(temperature, g, h, H, total):
+    "Of a row: a and b of its gradient, 2^x (a + b x), and whether it has none."
+    constant, slope, silent = -g / (temperature * total), torch.zeros_like(total), g == 0
+    if h is None: return constant, slope, silent
+    return (constant - h * (H - total.log()) / (temperature * total), -h * 0.6931471805599453 / (temperature * total),
+            silent & (h == 0) | (total == 0))
+
 def backward_rows(logits, index, temperature, # As above
                   g, # Upstream gradient of log pi, (..., 1)
                   h, # Upstream gradient of the entropy, (..., 1), or None
@@ -130,11 +137,7 @@ def backward_rows(logits, index, temperature, # As above
     "The gradient with respect to the logits, in one read and one write."
     (z, layout), out = (_layout(logits),
                         torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out)
-    constant, slope, silent = -g / (temperature * total), torch.zeros_like(total), g == 0
-    if h is not None:
-        constant, slope, silent = (constant - h * (H - total.log()) / (temperature * total),
-                                   -h * 0.6931471805599453 / (temperature * total), silent & (h == 0))
-        silent = silent | (total == 0)
+    constant, slope, silent = _weights(temperature, g, h, H, total)
     rows, V = total.numel(), logits.shape[-1]
     block = _block(V)
     with torch.cuda.device_of(z):

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from . import kernels
+from . import compiled, kernels
 from .arguments import (at_least_float32, check_flag, check_float, check_integer, check_mask, check_ndim,
                                            check_number, check_same_shape, check_whole)
 from .masking import apply_mask, masked_sum
@@ -154,11 +154,10 @@ def _forward_rows(logits, index, temperature, entropy):
     return (logp.to(dtype), torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy
             else product, reference, total)
 
-def _backward_rows(logits, index, temperature, g, h, H, reference, total, out=None):
+def _backward_rows(logits, index, temperature, g, h, H, reference, total, out):
     "The gradient of g log pi + h entropy with respect to the logits, in their dtype; into `out`, which may be the logits. h may be None. All but logits and index (..., 1)."
-    dtype, out = (total.dtype,
-                  _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)) if out is None else out)
     if not total.numel(): return out
+    dtype = total.dtype
     constant, slope, scale = -g / (temperature * total), torch.zeros_like(total), _scale(temperature, dtype)
     if h is not None:
         constant, slope = constant - h * (H - total.log()) / (temperature * total), -h / (temperature * total * _LOG2_E)
@@ -186,15 +185,18 @@ def _buffers(size, logits, dtype, two):
     x = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
     return x, torch.empty_like(x) if two else x
 
-def _by(logits, name):
-    "A function of the kernels, or the one here that does the same."
-    return getattr(kernels, name) if kernels.usable(logits) else globals()["_" + name]
+def _rows(logits):
+    "(forward, backward) for rows of logits: of the kernels, compiled, or in pieces."
+    for module in (kernels, compiled):
+        if module.usable(logits): return module.forward_rows, module.backward_rows
+    return _forward_rows, _backward_rows
 
 class _LogProb(torch.autograd.Function):
     "(log pi, entropy), from one read of the logits; keeps two numbers of each row."
     @staticmethod
     def forward(ctx, logits, index, temperature, entropy, inplace):
-        logp, H, reference, total = _by(logits, "forward_rows")(logits, index, temperature, entropy)
+        forward_rows, ctx.backward_rows = _rows(logits)
+        logp, H, reference, total = forward_rows(logits, index, temperature, entropy)
         ctx.save_for_backward(logits, index, reference, total, *[H] * entropy)
         ctx.temperature, ctx.inplace = temperature, inplace
         ctx.set_materialize_grads(False)
@@ -209,9 +211,10 @@ class _LogProb(torch.autograd.Function):
             return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None, None
         g, h = torch.zeros_like(total) if g is None else g.unsqueeze(-1), None if h is None else h.unsqueeze(-1)
         # rows with others between them may share their memory
-        out = logits.detach() if ctx.inplace and logits.is_contiguous() else None
-        return _by(logits, "backward_rows")(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total,
-                                            out=out), None, None, None, None
+        out = (logits.detach() if ctx.inplace and logits.is_contiguous()
+               else _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)))
+        return (ctx.backward_rows(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total, out),
+                None, None, None, None)
 
 def _differentiable_gradient(logits, index, temperature, g, h):
     "The gradient of g log pi + h entropy, for those who want the gradient of that."
@@ -222,7 +225,7 @@ def _differentiable_gradient(logits, index, temperature, g, h):
 
 def _large_pages(x):
     "`x`, for whose memory Linux is asked to hand out pages of 2 MiB instead of 4 KiB: they cost a fraction of the time. Elsewhere, just `x`."
-    if x.nbytes >= 2**23 and (madvise := _madvise()):
+    if x.device.type == "cpu" and x.nbytes >= 2**23 and (madvise := _madvise()):
         first, last = -(-x.data_ptr() // 2**12) * 2**12, (x.data_ptr() + x.nbytes) // 2**12 * 2**12
         madvise(first, last - first, 14)  # MADV_HUGEPAGE; it is advice, and may be declined
     return x
@@ -309,8 +312,8 @@ class _LinearLogProb(torch.autograd.Function):
     "(log pi, entropy) of hidden @ weight.T + bias, some rows at a time; keeps two numbers of each row."
     @staticmethod
     def forward(ctx, hidden, weight, bias, index, temperature, chunk, entropy):
-        out = [_by(hidden, "forward_rows")(z, i, temperature, entropy)
-               for z, _, i in _heads(chunk, hidden, weight, bias, index)]
+        forward_rows, ctx.backward_rows = _rows(hidden)
+        out = [forward_rows(z, i, temperature, entropy) for z, _, i in _heads(chunk, hidden, weight, bias, index)]
         logp, H, reference, total = (torch.cat(x) for x in zip(*out))
         ctx.save_for_backward(hidden, weight, bias, index, H, reference, total)
         ctx.temperature, ctx.chunk = temperature, chunk
@@ -334,7 +337,7 @@ class _LinearLogProb(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need[2] else None
         first = 0
         for z, x, i, H, reference, total, g, *h in _heads(ctx.chunk, hidden, weight, bias, *rest, *by):
-            dz = _by(hidden, "backward_rows")(z, i, T, g, h[0] if h else None, H, reference, total, out=z)
+            dz = ctx.backward_rows(z, i, T, g, h[0] if h else None, H, reference, total, z)
             if need[0]: torch.mm(dz, weight, out=d_hidden[first:first + len(x)])
             if need[1]: d_weight.addmm_(dz.t(), x) if d_weight.dtype == x.dtype else d_weight.add_(dz.t() @ x)
             if need[2]: d_bias += dz.sum(0, dtype=d_bias.dtype)

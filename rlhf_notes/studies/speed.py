@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..formulas import logprob
+from ..formulas import compiled, logprob
 from ..formulas.advantage import gae, gae_tokens
 from ..formulas.arguments import check_choice
 from ..formulas.logprob import (efficient_method, entropy_from_logits, less_efficient_method, linear_log_probs,
@@ -152,12 +152,18 @@ class _Computed(torch.autograd.Function):
 
 def _installed(methods): return {name: f for name, f in methods.items() if f}
 
+def _with_pytorch_alone(f, x, dtypes=compiled.ROWS):
+    "`f` as it is where there is no compiler; None where nothing compiled is used for `x` anyway."
+    def run(*inputs):
+        with compiled.without(): return f(*inputs)
+    return run if compiled.usable(x, dtypes) else None
+
 def _logit_case(task, z, i, others, ours):
-    "Others and `ours` on the same logits; ours in place on a copy, which counts as computed and is made whole again before each run."
+    "Others and `ours` on the same logits; ours in pieces, with PyTorch alone; ours in place on a copy, which counts as computed and is made whole again before each run."
     computed, size = z.detach().clone(), z.nbytes
-    methods = _installed(others) | {"ours": ours,
-                                    "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i,
-                                                                       inplace_backward=True)}
+    methods = _installed(others | {"ours in pieces": _with_pytorch_alone(ours, z), "ours": ours,
+                                   "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i,
+                                                                      inplace_backward=True)})
     return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size),
                 {"ours in place": lambda: computed.copy_(z.detach())})
 
@@ -191,7 +197,7 @@ def logit_cases(shape: tuple, # (B, T, V)
     yield Case("from hidden states", shape, dtype,
                _installed({"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i),
                            "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)),
-               "ours": linear_log_probs}), (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
+               "ours in pieces": _with_pytorch_alone(linear_log_probs, h), "ours": linear_log_probs}), (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
 
 def part_cases(shape: tuple, # Of the logits
                device: str, # Where
@@ -201,29 +207,35 @@ def part_cases(shape: tuple, # Of the logits
     y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
     many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
     def in_cache(f): return lambda z: [f(small, out=out) for _ in range(many)]
-    yield Case("parts", shape, z.dtype,
-               {"copy": lambda z: y.copy_(z), "exp in the cache": in_cache(torch.exp),
-                "exp2 in the cache": in_cache(torch.exp2),
-                "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
-               "fill new memory in 2 MiB pages": lambda z: logprob._large_pages(torch.empty_like(z)).fill_(1.0),
-               "ours": lambda z: y.fill_(1.0)}, (z,), base=z.nbytes)
+    def compiled_in_cache(z):
+        for _ in range(many): compiled.exp2(small)
+    yield Case("parts", shape, z.dtype, _installed(
+        {"copy": lambda z: y.copy_(z), "exp in the cache": in_cache(torch.exp), "exp2 in the cache": in_cache(torch.exp2),
+         "exp2 in the cache, compiled": compiled_in_cache if compiled.usable(z) else None,
+         "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
+         "fill new memory in 2 MiB pages": lambda z: logprob._large_pages(torch.empty_like(z)).fill_(1.0),
+         "ours": lambda z: y.fill_(1.0)}), (z,), base=z.nbytes)
 
 def gae_cases(device: str, # Where
              ): # Yields Case
-    "GAE over steps and over tokens."
+    "GAE over steps and over tokens; ours in blocks: with PyTorch alone."
+    def of_steps(r, v, after, done, begins): return gae(r, v, after, done, done)
     for T, N in ((2048, 64), (128, 4096)):
         g = torch.Generator(device).manual_seed(0)
         r, v, first = (torch.randn(T, N, generator=g, device=device) for _ in range(3))
         done = torch.rand(T, N, generator=g, device=device) < 0.02
         begins, after = torch.cat([torch.zeros_like(done[:1]), done[:-1]]).float(), torch.cat([v[1:], first[:1]])
         yield Case("GAE", (T, N), r.dtype,
-                   {"loop": lambda r, v, n, d, b: loop_gae(r, v, b, n[-1], d[-1].float()),
-                    "ours": lambda r, v, n, d, b: gae(r, v, n, d, d)}, (r, v, after, done, begins),
+                   _installed({"loop": lambda r, v, n, d, b: loop_gae(r, v, b, n[-1], d[-1].float()),
+                               "ours in blocks": _with_pytorch_alone(of_steps, r, compiled.STEPS), "ours": of_steps}),
+                   (r, v, after, done, begins),
                    moves=(22 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
     for B, T in ((64, 2048),):
         g = torch.Generator(device).manual_seed(0)
         r, v = (torch.randn(B, T, generator=g, device=device) for _ in range(2))
-        yield Case("GAE of tokens", (B, T), r.dtype, {"loop": loop_gae_tokens, "ours": gae_tokens}, (r, v),
+        yield Case("GAE of tokens", (B, T), r.dtype,
+                   _installed({"loop": loop_gae_tokens, "ours in blocks": _with_pytorch_alone(gae_tokens, r, compiled.STEPS),
+                               "ours": gae_tokens}), (r, v),
                    moves=(16 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
 
 # %% ../../nbs/studies/42_speed.ipynb #measure

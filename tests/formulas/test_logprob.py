@@ -1,12 +1,12 @@
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from decimal import Decimal, localcontext
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.formulas import logprob as module
+from rlhf_notes.formulas import compiled, logprob as module
 from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, gaussian_entropy, gaussian_log_prob, less_efficient_method,
                                          linear_log_probs, log_probs_and_entropy, naive_method, selective_log_softmax, tanh_log_det)
 from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
@@ -421,13 +421,17 @@ def test_bad_input_of_tanh_log_det_is_named(x, error, words):
 
 # ---- in pieces, and without the logits
 
+HOW = compiled.without                # test_compiled has the tests of pieces once more, without this
+
+
 @contextmanager
 def in_pieces(chunk=7, whole=0, threads=1, linear=16):
     "However few the logits are, they are taken in pieces of `chunk`."
     before = module._WHOLE, module._CHUNK, module._LINEAR_CHUNK, torch.get_num_threads()
     module._WHOLE, module._CHUNK, module._LINEAR_CHUNK = whole, chunk, linear
     torch.set_num_threads(threads)
-    try: yield
+    try:
+        with HOW(): yield
     finally:
         module._WHOLE, module._CHUNK, module._LINEAR_CHUNK = before[:3]
         torch.set_num_threads(before[3])
@@ -529,8 +533,13 @@ def test_the_gradient_of_pieces_against_finite_differences():
             assert torch.autograd.gradcheck(f, z) and torch.autograd.gradgradcheck(f, z)
 
 
-def test_bfloat16_logits_of_a_large_vocabulary():
+@pytest.mark.parametrize("how", [nullcontext, compiled.without])
+def test_bfloat16_logits_of_a_large_vocabulary(how):
     "The promise: error of log pi below 1e-4, of the gradient below 1e-2 in norm."
+    with how(): check_a_large_vocabulary()
+
+
+def check_a_large_vocabulary():
     z, i, w = normal(0, (16, 128256), torch.bfloat16, 5.0), words(1, (16,), 128256), normal(2, (16,), torch.float32)
     logp, H = exact(z, i)
     y, (grad,) = value_and_grad(lambda z: selective_log_softmax(z, i) * w, z)
