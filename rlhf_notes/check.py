@@ -1528,10 +1528,7 @@ exercise("power_of_two", "13_compiled",
         inverted=(lambda n: _bits(-n), "That is 2^-n."),
         e=(lambda n: n.float().exp(), "That is e^n."),
         shifted_one=(lambda n: (1 << n.clamp(min=0, max=30)).float(),
-                     "1 << n is an integer, and there is none for a negative n: shift the exponent bits of a float."),
-        subnormal=(lambda n: torch.exp2(n.double()).float(),
-                   "Right, but 2^-127 is a number without exponent bits (a subnormal), and 0 is asked for there: with the "
-                   "bits it comes by itself.")),
+                     "1 << n is an integer, and there is none for a negative n: shift the exponent bits of a float.")),
     tip="The bits of 1.0 = 2^0 are 127 << 23. What are those of 2?")
 
 
