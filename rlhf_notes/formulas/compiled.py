@@ -207,10 +207,11 @@ def forward_rows(logits, # (..., V), float32 or bfloat16
     z, layout = kernels._layout(logits)
     V = logits.shape[-1]
     if index.numel() and not 0 <= index.min() <= index.max() < V:
-        raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices, got {index.min()} to {index.max()}")
+        raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices, got {index.min()} to "
+                         f"{index.max()}")
     out = [torch.zeros((*logits.shape[:-1], 1)) for _ in range(4)]
-    _call(f"forward_{_NAMES[z.dtype]}", z, index.contiguous(), *out, index.numel(), V, *layout, _scale(temperature), entropy,
-          torch.get_num_threads())
+    _call(f"forward_{_NAMES[z.dtype]}", z, index.contiguous(), *out, index.numel(), V, *layout, _scale(temperature),
+          entropy, torch.get_num_threads())
     return out
 
 def backward_rows(logits, index, temperature, # As above
@@ -275,8 +276,7 @@ def gae(rewards, values, next_values, # (T, N) or (T,), float32 or float64, all 
        ): # (advantages, returns), each (T, N) or (T,)
     "The loop over time, in one pass over the memory."
     given = [t.contiguous() for t in (rewards, values, next_values, terminated, done)]
-    # one piece of memory, of which the system keeps some for the next call; two, given back together, come again as new pages
-    advantages, returns = (half.data for half in torch.empty(2, *rewards.shape, dtype=rewards.dtype).unbind())
+    advantages, returns = torch.empty_like(given[0]), torch.empty_like(given[0])
     _call(f"gae_{_NAMES[rewards.dtype]}", *given, advantages, returns, len(rewards), rewards[:1].numel(), float(gamma),
           float(lam), torch.get_num_threads())
     return advantages, returns

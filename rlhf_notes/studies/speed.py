@@ -197,7 +197,8 @@ def logit_cases(shape: tuple, # (B, T, V)
     yield Case("from hidden states", shape, dtype,
                _installed({"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i),
                            "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)),
-               "ours in pieces": _with_pytorch_alone(linear_log_probs, h), "ours": linear_log_probs}), (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
+                           "ours in pieces": _with_pytorch_alone(linear_log_probs, h), "ours": linear_log_probs}),
+               (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
 
 def part_cases(shape: tuple, # Of the logits
                device: str, # Where
@@ -234,8 +235,8 @@ def gae_cases(device: str, # Where
         g = torch.Generator(device).manual_seed(0)
         r, v = (torch.randn(B, T, generator=g, device=device) for _ in range(2))
         yield Case("GAE of tokens", (B, T), r.dtype,
-                   _installed({"loop": loop_gae_tokens, "ours in blocks": _with_pytorch_alone(gae_tokens, r, compiled.STEPS),
-                               "ours": gae_tokens}), (r, v),
+                   _installed({"loop": loop_gae_tokens, "ours": gae_tokens,
+                               "ours in blocks": _with_pytorch_alone(gae_tokens, r, compiled.STEPS)}), (r, v),
                    moves=(16 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
 
 # %% ../../nbs/studies/42_speed.ipynb #measure

@@ -247,7 +247,6 @@ def test_gae_of_many_steps_goes_this_way_and_of_few_does_not(calls):
 
 @here
 def test_advantages_and_returns_may_be_changed_one_without_the_other():
-    "They lie in one piece of memory, which must not be noticed."
     r, end = torch.randn(2**16), torch.zeros(2**16, dtype=torch.bool)
     A, R = advantage.gae(r, r, r, end, end)
     before, w = R.clone(), torch.ones(2**16, requires_grad=True)
