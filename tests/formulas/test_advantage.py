@@ -507,3 +507,22 @@ def test_large_rewards_do_not_overflow_in_the_scan():
 @pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0)])
 def test_no_prompts_and_no_answers(shape, scale):
     assert group_advantage(torch.empty(shape), scale).shape == shape
+
+
+def test_few_steps_call_no_compiler(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module.compiled, "usable", lambda *given: asked.append(given) or False)
+    for numbers, wanted in ((module._COMPILE - 1, False), (module._COMPILE, True)):
+        r, end = torch.randn(numbers), torch.zeros(numbers, dtype=torch.bool)
+        for f in (lambda: gae(r, r, r, end, end), lambda: discounted_returns(r, end, 0.9), lambda: gae_tokens(r[None], r[None])):
+            asked.clear(); f()
+            assert bool(asked) == wanted
+
+
+def test_so_many_steps_that_they_are_compiled_equal_the_loop():
+    r, v, nv, terminated, truncated = *(normal(i, (512, 128)) for i in range(3)), random_mask(3, (512, 128), 0.01), random_mask(4, (512, 128), 0.01)
+    done = terminated | truncated
+    assert r.numel() >= module._COMPILE
+    loop = module._step_by_step(r + 0.9 * torch.where(terminated, 0.0, nv) - v, torch.full_like(r, 0.9 * 0.5).masked_fill(done, 0))
+    A, R = gae(r, v, nv, terminated, done, 0.9, 0.5)
+    torch.testing.assert_close(A, loop, atol=1e-10, rtol=0); torch.testing.assert_close(R, loop + v, atol=1e-10, rtol=0)

@@ -730,3 +730,21 @@ def test_linear_works_under_vmap_and_compile():
 ])
 def test_bad_input_of_the_joint_and_the_linear_function_is_named(call, error, words):
     with pytest.raises(error, match=words): call(torch.randn(2, 3, 5), torch.randn(6, 5), torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.skipif(not compiled.usable(torch.ones(1)), reason=compiled.status())
+def test_many_logits_are_compiled_and_both_passes_go_the_same_way(monkeypatch):
+    "Reference and total of the one are not those of the other."
+    calls = []
+    monkeypatch.setattr(compiled, "_call", lambda name, *given, f=compiled._call: calls.append(name) or f(name, *given))
+    monkeypatch.setattr(module, "_WHOLE", 0)
+    z, i = normal(0, (4, 50), torch.float32).requires_grad_(True), torch.arange(4)
+    h, W = normal(1, (4, 3), torch.float32).requires_grad_(True), normal(2, (50, 3), torch.float32)
+    for f, x in ((lambda: selective_log_softmax(z, i), z), (lambda: linear_log_probs(h, W, i, chunk=2), h)):
+        calls.clear()
+        with compiled.without(): y = f()
+        torch.autograd.grad(y.sum(), x)
+        assert not calls
+        y = f()
+        with compiled.without(): torch.autograd.grad(y.sum(), x)
+        assert set(calls) == {"forward_float", "backward_float"}
