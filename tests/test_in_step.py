@@ -71,7 +71,7 @@ def beyond(source, width):
 
 @each_notebook
 def test_code_ends_where_the_page_does(path):
-    long = {cell_id: lines for cell_id, source, _ in code_cells(path) if (lines := beyond(source, 124))}
+    long = {cell_id: lines for cell_id, source, _ in code_cells(path) if (lines := beyond(source, notebooks.WIDTH))}
     assert not long, long
 
 

@@ -19,7 +19,7 @@ import nbformat
 from sphinx.cmd.build import main as sphinx
 
 import site_api
-from notebooks import ROOT, directives, notebooks, settings
+from notebooks import ROOT, WIDTH, directives, notebooks, settings
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Control": "control", "Language": "language", "Studies": "studies", "Tools": "."}
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
@@ -168,7 +168,7 @@ class Page:
 
 def prints_sentences(cell):
     "Does a cell print lines that are longer than a page is wide, and no columns? Those may be wrapped."
-    long = [line.strip() for out in cell.outputs for line in out.get("text", "").splitlines() if len(line) > 124]
+    long = [line.strip() for out in cell.outputs for line in out.get("text", "").splitlines() if len(line) > WIDTH]
     return bool(long) and not any("  " in line for line in long)
 
 

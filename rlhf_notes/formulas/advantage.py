@@ -118,7 +118,7 @@ def gae(rewards: torch.Tensor, # Reward of each step, (T, N) or (T,), time first
     rewards, values, next_values = at_least_float32(rewards), at_least_float32(values), at_least_float32(next_values)
     if (_many(rewards) and not kernels.usable(rewards) and not any(t.requires_grad for t in (rewards, values, next_values))
         and rewards.dtype == values.dtype == next_values.dtype):
-        if _compiled(rewards): return compiled.gae(rewards, values, next_values, terminated, done, gamma, lam)
+        if _compiled(rewards): return compiled.gae_loop(rewards, values, next_values, terminated, done, gamma, lam)
         # as below, in less memory; NaN where 0 meets an infinite value
         delta = _unless(terminated, gamma, rewards).mul_(next_values).add_(rewards).sub_(values)
         if _finite_sums(delta):

@@ -14,7 +14,7 @@ import notebooks
 import test_advantage
 import test_logprob
 from rlhf_notes.formulas import advantage, compiled, logprob
-from rlhf_notes.formulas.compiled import COEFFICIENTS, ROWS, STEPS, backward_rows, exp2, forward_rows, gae, scan, status, usable, without
+from rlhf_notes.formulas.compiled import COEFFICIENTS, ROWS, STEPS, backward_rows, exp2, forward_rows, gae_loop, scan, status, usable, without
 from strategies import normal, random_mask, value_and_grad
 from test_kernels import reference
 
@@ -162,7 +162,7 @@ def test_threads_do_not_change_a_digit():
         before = torch.get_num_threads(); torch.set_num_threads(threads)
         try:
             out = forward_rows(z, i, 0.7, True)
-            found.append([*out, backward_rows(z, i, 0.7, *w, *out[1:]), *gae(z, z, z, z > 3, z > 2, 0.9, 0.9), scan(z, z)])
+            found.append([*out, backward_rows(z, i, 0.7, *w, *out[1:]), *gae_loop(z, z, z, z > 3, z > 2, 0.9, 0.9), scan(z, z)])
         finally: torch.set_num_threads(before)
     for other in found[1:]: assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
@@ -197,20 +197,20 @@ def test_gae_and_the_scan_equal_the_loop(dtype):
         delta, decay = r + 0.9 * torch.where(terminated, 0.0, nv) - v, torch.full(shape, 0.9 * 0.8, dtype=dtype).masked_fill(done, 0)
         if not len(r): loop = r
         else: loop = advantage._step_by_step(delta, decay)
-        A, R = gae(r, v, nv, terminated, done, 0.9, 0.8)
+        A, R = gae_loop(r, v, nv, terminated, done, 0.9, 0.8)
         for found in (A, R - v, scan(delta, decay), scan(delta.flip(0), decay.flip(0), forward=True).flip(0)): torch.testing.assert_close(found, loop, **tol)
         assert all(torch.equal(a, b) for a, b in zip(before, (r, v, nv))) and A.dtype == R.dtype == dtype and A.shape == R.shape == shape
-        if loop.numel(): torch.testing.assert_close(gae(*(t.t().contiguous().t() for t in (r, v, nv, terminated, done)), 0.9, 0.8), (A, R))      # however they lie
+        if loop.numel(): torch.testing.assert_close(gae_loop(*(t.t().contiguous().t() for t in (r, v, nv, terminated, done)), 0.9, 0.8), (A, R))      # however they lie
 
 
 @here
 def test_nothing_gets_past_an_end():
     r, v, nv = (normal(i, (30, 5)) for i in range(3))
     terminated = torch.zeros(30, 5, dtype=torch.bool); terminated[9] = True; done = terminated.clone(); done[19] = True
-    clean = gae(r, v, nv, terminated, done, 0.99, 0.95)
+    clean = gae_loop(r, v, nv, terminated, done, 0.99, 0.95)
     for junk in (math.nan, math.inf, -math.inf):
         nv[9], r[25], decay = junk, junk, torch.full((30, 5), 0.9, dtype=torch.float64).masked_fill(done, 0)
-        A, R = gae(r, v, nv, terminated, done, 0.99, 0.95)
+        A, R = gae_loop(r, v, nv, terminated, done, 0.99, 0.95)
         assert torch.equal(A[:20], clean[0][:20]) and torch.equal(R[:20], clean[1][:20]) and not A[20:26].isfinite().any()
         y = scan(r, decay)
         assert y[:20].isfinite().all() and not y[20:26].isfinite().any() and y[26:].isfinite().all()
