@@ -106,6 +106,9 @@ def _call(name, *given):
 def exp2(x: torch.Tensor, # Any shape, float32, on the CPU
         ) -> torch.Tensor: # Shape of x; 0 below 2^-126.5, about 2^127 for all that is larger
     "2^x from bits and a polynomial, as the programs below compute it."
+    if not usable(x, (torch.float32,)):
+        raise ValueError(f"x must be a float32 tensor on the CPU, where the programs are compiled, got {x.dtype} on "
+                         f"{x.device}, {status()}")
     x = x.contiguous()
     y = torch.empty_like(x)
     _call("power_of", x, y, x.numel(), torch.get_num_threads())

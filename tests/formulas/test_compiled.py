@@ -46,6 +46,12 @@ def test_the_power_of_two_is_right_to_the_last_digits():
     assert torch.equal(exp2(torch.randn(4, 6).t()[:, ::2]).isfinite(), torch.ones(6, 2).bool()) and exp2(torch.ones(0)).shape == (0,)
 
 
+@pytest.mark.parametrize("x", [torch.ones(3, dtype=torch.float64), torch.ones(3).bfloat16(), torch.ones(3, dtype=torch.long), torch.ones(3, device="meta")])
+def test_what_the_power_is_not_made_for_is_refused(x):
+    with pytest.raises(ValueError, match=f"x must be a float32 tensor on the CPU, where the programs are compiled, got {x.dtype} on {x.device}, .*compiled"): exp2(x)
+    with without(), pytest.raises(ValueError, match="x must be a float32 tensor"): exp2(torch.ones(3))
+
+
 def test_the_coefficients_are_those_of_two_to_the_power_of_f():
     f = torch.linspace(-0.5, 0.5, 1001, dtype=torch.float64)
     assert (sum(c * f**k for k, c in enumerate(COEFFICIENTS)) / 2**f - 1).abs().max() < 3e-9
