@@ -280,7 +280,8 @@ def gae_loop(rewards, values, next_values, # (T, N) or (T,), float32 or float64,
             ): # (advantages, returns), each (T, N) or (T,)
     "The loop over time, in one pass over the memory."
     given = [t.contiguous() for t in (rewards, values, next_values, terminated, done)]
-    advantages, returns = torch.empty_like(given[0]), torch.empty_like(given[0])
+    # in one piece, which malloc keeps for the next call where it would hand back two; .data: each has a history of its own
+    advantages, returns = (half.data for half in torch.empty((2, *rewards.shape), dtype=rewards.dtype))
     _call(f"gae_{_NAMES[rewards.dtype]}", *given, advantages, returns, len(rewards), rewards[:1].numel(), float(gamma),
           float(lam), torch.get_num_threads())
     return advantages, returns
