@@ -24,7 +24,7 @@ from torch.optim.adam import adam
 
 from .config import PPOConfig
 from .policy import Agent, distribution
-from .rollout import (Collector, Rollout, autoreset_mode, find_spec, float32, make_envs,
+from .rollout import (Collector, Rollout, autoreset_mode, episode_limit, find_spec, float32, make_envs,
                                         minibatches, savable)
 from ..formulas.advantage import gae
 from ..formulas.arguments import check_whole
@@ -241,7 +241,7 @@ class PPO:
         self.config, self.device = config, pick_device(config.device)
         env_seed, seed = seeds(config.seed)[:2]
         self.envs = make_envs(config.env, config.num_envs, config.vectorization)
-        self.collector = Collector(self.envs, env_seed)
+        self.collector = Collector(self.envs, env_seed, episode_limit(config.env) if config.stagger else 0)
         # of the actions, and of the minibatches
         self.rng, self.generator = np.random.default_rng(seed), torch.Generator(self.device).manual_seed(seed)
         obs_size = self.collector.obs.shape[1]
