@@ -2,6 +2,7 @@
 
     python benchmarks/control_seeds.py cartpole
     python benchmarks/control_seeds.py pendulum
+    python benchmarks/control_seeds.py pendulum --no-stagger --name pendulum_together
     python benchmarks/control_seeds.py cartpole --lr-anneal 2 --learning-rate 4.5e-3 --name cartpole_squared
     python benchmarks/control_seeds.py cartpole --seeds 120 --final --jobs 2 --name cartpole_many
 

@@ -321,11 +321,17 @@ def test_seeds_are_apart():
 def test_nothing_is_evaluated_on_what_it_was_trained_on(monkeypatch):
     trained, seen = [], []
     collector, original = cartpole.Collector, cartpole.evaluate
-    monkeypatch.setattr(cartpole, "Collector", lambda envs, seed: (trained.append(seed), collector(envs, seed))[1])
+    monkeypatch.setattr(cartpole, "Collector", lambda envs, seed, *stagger: (trained.append(seed), collector(envs, seed, *stagger))[1])
     monkeypatch.setattr(cartpole, "evaluate", lambda choose, seed, **kwargs: (seen.append(seed), original(choose, seed, **kwargs))[1])
     got = scores(PPO(SMALL))
     assert seen == seeds(3)[2:] and trained == seeds(3)[:1] and not set(seen) & set(trained)
     assert got["eval_episodes"] == 100 and got["solved"] is False and 5 < got["eval_return_mean"] < 475
+
+
+def test_starts_are_staggered_over_the_time_limit_if_asked_for():
+    assert PPO(PENDULUM).collector.until_cut.tolist() == [50, 100, 150, 200] and PPO(replace(PENDULUM, stagger=False)).collector.until_cut.tolist() == [0] * 4 == PPO(SMALL).collector.until_cut.tolist()
+    assert PPO(replace(SMALL, stagger=True, vectorization="sync")).collector.until_cut.tolist() == [125, 250, 375, 500]
+    with pytest.raises(ValueError, match="stagger must be left off .*, got CartPoleVectorEnv"): PPO(replace(SMALL, stagger=True))
 
 
 def test_greedy_takes_the_most_probable_action_and_sampled_draws():

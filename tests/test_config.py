@@ -20,7 +20,7 @@ from rlhf_notes.control.config import PendulumConfig, PPOConfig
     (dict(hidden=0), ValueError, "hidden must be in"), (dict(log_std=11), ValueError, r"log_std must be in \[-10, 10\], got 11"), (dict(log_std=float("-inf")), ValueError, "log_std must be in"),
     (dict(vectorization="threads"), ValueError, "vectorization must be one of 'auto', 'sync', 'async', got 'threads'"), (dict(truncation="none"), ValueError, "truncation must be one of 'bootstrap', 'terminate'"),
     (dict(whitening=True), (TypeError, ValueError), "whitening must be"), (dict(activation="gelu"), ValueError, "activation must be one of"), (dict(init=""), ValueError, "init must be one of"),
-    (dict(squash=1), TypeError, "squash must be True or False, got 1"), (dict(normalize_obs="yes"), TypeError, "normalize_obs must be True or False"), (dict(normalize_rewards=0.0), TypeError, "normalize_rewards must be True or False"),
+    (dict(squash=1), TypeError, "squash must be True or False, got 1"), (dict(stagger=200), TypeError, "stagger must be True or False, got 200"), (dict(normalize_obs="yes"), TypeError, "normalize_obs must be True or False"), (dict(normalize_rewards=0.0), TypeError, "normalize_rewards must be True or False"),
     (dict(env=1), TypeError, "env must be a string, got int"), (dict(epochs=True), TypeError, "epochs must be a number, got bool"), (dict(learning_rate=float("inf")), ValueError, "learning_rate must be in"),
     (dict(entropy_coef=-1.0), ValueError, "entropy_coef must be in"), (dict(value_coef=-1.0), ValueError, "value_coef must be in"), (dict(max_grad_norm=0.0), ValueError, "max_grad_norm must be in"),
 ])
@@ -42,10 +42,10 @@ def test_sizes_and_edges():
 
 def test_defaults_are_those_with_which_the_results_were_made():
     c = asdict(PPOConfig())
-    assert c == dict(env="CartPole-v1", seed=0, device="auto", vectorization="auto", steps=40_000, num_envs=32, num_steps=32, epochs=4, minibatches=8, learning_rate=3e-3, lr_anneal=1.0, adam_eps=1e-5, gamma=0.98, lam=0.95, truncation="bootstrap",
+    assert c == dict(env="CartPole-v1", seed=0, device="auto", vectorization="auto", steps=40_000, num_envs=32, num_steps=32, stagger=False, epochs=4, minibatches=8, learning_rate=3e-3, lr_anneal=1.0, adam_eps=1e-5, gamma=0.98, lam=0.95, truncation="bootstrap",
                      whitening="rollout", clip=0.2, clip_anneal=0.0, target_kl=0.0, entropy_coef=0.0, value_coef=0.5, value_clip=0.0, max_grad_norm=0.5, normalize_obs=False, normalize_rewards=False, reward_scale=1.0, hidden=64, activation="tanh",
                      init="orthogonal", log_std=0.0, squash=False)
-    assert asdict(PendulumConfig()) == c | dict(env="Pendulum-v1", steps=50_000, num_envs=16, num_steps=64, epochs=6, minibatches=4, learning_rate=5e-3, lr_anneal=2.0, gamma=0.95, reward_scale=0.1, activation="silu", log_std=1.0)
+    assert asdict(PendulumConfig()) == c | dict(env="Pendulum-v1", steps=50_000, num_envs=16, num_steps=64, stagger=True, epochs=6, minibatches=4, learning_rate=5e-3, lr_anneal=2.0, gamma=0.95, reward_scale=0.1, activation="silu", log_std=1.0)
 
 
 def test_the_budget_is_never_exceeded():

@@ -12,7 +12,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.control.rollout import ENV_ARRAYS, Collector, Rollout, autoreset_mode, env_state, find_spec, make_envs, minibatches, savable, set_env_state
+from rlhf_notes.control.rollout import ENV_ARRAYS, Collector, Rollout, autoreset_mode, env_state, episode_limit, find_spec, make_envs, minibatches, savable, set_env_state
 from strategies import SEEDS
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "valid")
@@ -487,6 +487,86 @@ def test_processes_give_the_same_data():
         assert episodes_a == episodes_b and len(episodes_a) == 2
         with pytest.raises(ValueError, match=r"be stepped in turn \(sync\), to be saved, got AsyncVectorEnv"): other.state_dict()
     finally: other.envs.close()
+
+
+# staggered starts
+
+def limited(limit, n, mode=AutoresetMode.NEXT_STEP, env_id="Pendulum-v1"):
+    return gym.make_vec(env_id, num_envs=n, vectorization_mode="sync", max_episode_steps=limit, vector_kwargs={"autoreset_mode": mode})
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_staggered_starts_cut_the_first_episode_and_nothing_else(mode):
+    (plain, _), (cut, episodes) = (Collector(limited(17, 4, mode), 3, **kwargs).collect(torque, 60) for kwargs in ({}, dict(stagger=17)))
+    seam = int(mode == AutoresetMode.NEXT_STEP)
+    for n, last in enumerate((4, 8, 12, 17)):
+        for name in FIELDS:
+            if name != "truncated": assert torch.equal(getattr(cut, name)[:last, n], getattr(plain, name)[:last, n]), name     # next_obs of the cut too: before any reset
+        start = last + (seam if last == 17 else 0)
+        ends = [last - 1] + [e for k in range(4) if (e := start + 16 + k * (17 + seam)) < 60]
+        assert cut.truncated[:, n].nonzero().flatten().tolist() == ends
+        assert (~cut.valid[:, n]).nonzero().flatten().tolist() == [e + 1 for e in ends[last < 17:] if seam and e < 59]          # no seam behind the cut
+        assert not torch.equal(cut.obs[start, n], cut.next_obs[last - 1, n]) and abs(cut.obs[start, n, 2]) <= 1
+    assert {length for _, length in episodes} == {17} and len(episodes) == cut.truncated.sum() - 3
+    assert not cut.terminated.any() and not (cut.truncated & ~cut.valid).any()
+
+
+def test_the_returns_after_a_cut_are_those_of_whole_episodes():
+    collector = Collector(limited(10, 2), 0, stagger=10)
+    rollout, episodes = collector.collect(torque, 27)
+    first = [(0, slice(5, 15)), (1, slice(0, 10)), (1, slice(11, 21)), (0, slice(16, 26))]
+    by_hand = [rollout.rewards[rows, n].double().sum().item() for n, rows in first]
+    assert sorted(earned for earned, _ in episodes) == pytest.approx(sorted(by_hand), rel=1e-5) and [length for _, length in episodes] == [10] * 4
+    assert collector.episode_length.tolist() == [0, 5]
+
+
+def test_who_has_ended_already_is_not_cut_at_a_seam():
+    rollout, episodes = Collector(limited(17, 1), 0, stagger=18).collect(torque, 40)             # the 18th step is the seam
+    assert rollout.truncated[:, 0].nonzero().flatten().tolist() == [16, 34] and (~rollout.valid[:, 0]).nonzero().flatten().tolist() == [17, 35] and len(episodes) == 2
+
+
+def test_a_cut_in_a_later_episode_is_a_truncation_as_well():
+    "Poles that fall after some ten steps: the cut may find the second episode, or the third."
+    collector = Collector(limited(500, 5, env_id="CartPole-v1"), 1, stagger=60)
+    rollout, episodes = collector.collect(by_sight, 80)
+    assert 0 < rollout.truncated.sum() <= 5 and len(episodes) == rollout.terminated.sum() and not (rollout.truncated & rollout.terminated).any()
+    for t, n in rollout.truncated.nonzero().tolist():
+        assert t + 1 == 60 * (n + 1) // 5 and rollout.valid[t + 1, n] and (rollout.obs[t + 1, n].abs() <= 0.05).all()
+    assert all(reward == length for reward, length in episodes)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 12, 18])
+def test_staggered_starts_go_on_after_the_disk(stop):
+    one, other, file = Collector(limited(17, 4), 3, stagger=17), Collector(limited(17, 4), 5), io.BytesIO()
+    one.collect(torque, stop); other.collect(torque, 2)
+    torch.save(one.state_dict(), file); file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    (a, episodes_a), (b, episodes_b) = one.collect(torque, 40), other.collect(torque, 40)
+    assert_same(a, b); assert episodes_a == episodes_b
+
+
+def test_staggered_processes_give_the_same_data():
+    one, other = (Collector(make_envs("Pendulum-v1", 2, way), 3, stagger=200) for way in ("sync", "async"))
+    try:
+        (a, episodes_a), (b, episodes_b) = (c.collect(torque, 205) for c in (one, other))
+        assert_same(a, b)
+        assert episodes_a == episodes_b and a.truncated.nonzero().tolist() == [[99, 0], [199, 1]]
+    finally: other.envs.close()
+
+
+def test_what_cannot_be_staggered_is_refused():
+    with pytest.raises(ValueError, match="stagger must be left off where environments cannot be reset one by one .*, got CartPoleVectorEnv"): Collector(cartpole(2), 0, stagger=500)
+    with pytest.raises(ValueError, match="stagger must be in"): Collector(limited(17, 2), 0, stagger=-1)
+    with pytest.raises(TypeError, match="stagger must be"): Collector(limited(17, 2), 0, stagger=1.5)
+
+
+def test_the_limit_of_an_episode():
+    assert (episode_limit("CartPole-v1"), episode_limit("Pendulum-v1"), episode_limit("gymnasium:Acrobot-v1")) == (500, 200, 500)
+    gym.register("rlhf_notes/NoLimit-v0", Count)
+    try:
+        with pytest.raises(ValueError, match=r"env must have a time limit \(max_episode_steps\) .*, got 'rlhf_notes/NoLimit-v0', which has none"): episode_limit("rlhf_notes/NoLimit-v0")
+    finally: del gym.registry["rlhf_notes/NoLimit-v0"]
+    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got 'CartPool-v1'"): episode_limit("CartPool-v1")
 
 
 @given(size=st.integers(1, 40), parts=st.integers(1, 40), seed=SEEDS)

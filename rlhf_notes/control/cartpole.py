@@ -240,8 +240,9 @@ class PPO:
                 ):
         self.config, self.device = config, pick_device(config.device)
         env_seed, seed = seeds(config.seed)[:2]
+        stagger = episode_limit(config.env) if config.stagger else 0
         self.envs = make_envs(config.env, config.num_envs, config.vectorization)
-        self.collector = Collector(self.envs, env_seed, episode_limit(config.env) if config.stagger else 0)
+        self.collector = Collector(self.envs, env_seed, stagger)
         # of the actions, and of the minibatches
         self.rng, self.generator = np.random.default_rng(seed), torch.Generator(self.device).manual_seed(seed)
         obs_size = self.collector.obs.shape[1]

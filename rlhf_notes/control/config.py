@@ -27,8 +27,8 @@ class PPOConfig:
     steps: int = option(40_000, "environment steps in all; what does not fill a last iteration is left out", low=1)
     num_envs: int = option(32, "environments side by side", low=1)
     num_steps: int = option(32, "steps of each environment in an iteration", low=2)
-    stagger: bool = option(False, "the first episode of each environment is cut off at another step, so that they do not all "
-                                  "end together; needs a time limit, and environments that are not of one piece")
+    stagger: bool = option(False, "the first episodes are cut off one after the other, so that the environments do not all "
+                                  "end together; needs a time limit, and environments that are reset one by one")
     epochs: int = option(4, "passes over the data of an iteration", low=1)
     minibatches: int = option(8, "parts into which a pass is cut: one gradient step each", low=1)
     learning_rate: float = option(3e-3, "of Adam, at the start", low=0, open_low=True)
@@ -87,8 +87,8 @@ class PendulumConfig(PPOConfig):
     steps: int = option(50_000, "environment steps in all; what does not fill a last iteration is left out", low=1)
     num_envs: int = option(16, "environments side by side", low=1)
     num_steps: int = option(64, "steps of each environment in an iteration", low=2)
-    stagger: bool = option(True, "the first episode of each environment is cut off at another step, so that they do not all "
-                                 "end together; needs a time limit, and environments that are not of one piece")
+    stagger: bool = option(True, "the first episodes are cut off one after the other, so that the environments do not all "
+                                 "end together; needs a time limit, and environments that are reset one by one")
     epochs: int = option(6, "passes over the data of an iteration", low=1)
     minibatches: int = option(4, "parts into which a pass is cut: one gradient step each", low=1)
     learning_rate: float = option(5e-3, "of Adam, at the start", low=0, open_low=True)

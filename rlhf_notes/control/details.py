@@ -11,6 +11,7 @@ __all__ = ['DETAILS', 'INTACT', 'UNTRAINED', 'CONFIGS', 'DIALS', 'ENOUGH', 'VERD
 import types
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -102,6 +103,8 @@ def fixed_std(distribution): # `policy.distribution`, whose Gaussian learns it
 
 # %% ../../nbs/control/24_details.ipynb #details
 DETAILS = {
+    "staggered starts": Detail("the first episodes are cut off one after the other", "", dict(stagger=True),
+                               tasks=("pendulum",)),
     "default init": Detail("weights as PyTorch draws them", "core 2", dict(init="default")),
     "last layer 1": Detail("the policy's last layer begins at gain 1, not 0.01", "core 2", swap=(policy, "mlp", loud)),
     "adam eps 1e-8": Detail("Adam's epsilon as PyTorch has it", "core 3", dict(adam_eps=1e-8)),
@@ -152,7 +155,7 @@ DETAILS = {
     "relu": Detail("hidden layers with relu", "", dict(activation="relu")),
 }
 INTACT, UNTRAINED = "intact", "untrained"            # the names of the baseline and of the policy it begins with
-CONFIGS = {"cartpole": PPOConfig, "pendulum": PendulumConfig}
+CONFIGS = {"cartpole": PPOConfig, "pendulum": partial(PendulumConfig, stagger=False)}    # the recipes; Pendulum's but for one line
 
 def experiments(task: str, # "cartpole" or "pendulum"
                ) -> list: # Names: the baseline, the policy before it is trained, and each detail that is a change there

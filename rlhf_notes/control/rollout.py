@@ -67,7 +67,8 @@ def episode_limit(env_id: str, # As for `find_spec`
     "What Gymnasium knows as max_episode_steps; ValueError where there is no limit."
     limit = find_spec(env_id).max_episode_steps
     if limit is None:
-        raise ValueError(f"stagger must have an environment whose episodes have a limit (max_episode_steps), got {env_id!r}")
+        raise ValueError("env must have a time limit (max_episode_steps) for its starts to be staggered, got "
+                         f"{env_id!r}, which has none")
     return limit
 
 def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
@@ -242,11 +243,12 @@ class Collector:
     def __init__(self,
                  envs: gym.vector.VectorEnv, # N environments that reset themselves
                  seed: int, # Of the environments
-                 stagger: int = 0, # Steps over which the cuts of the first episodes are spread, one environment after the other; 0 = none is cut
+                 stagger: int = 0, # Steps over which cuts of the first episodes are spread, environment after environment; 0 = none is cut
                 ):
+        check_whole("stagger", stagger, low=0)
         if stagger and type(envs) not in (SyncVectorEnv, AsyncVectorEnv):
-            raise ValueError("stagger must have environments that can be reset one by one (vectorization sync or async), got "
-                             f"{type(envs).__name__}")
+            raise ValueError("stagger must be left off where environments cannot be reset one by one (with sync or async they "
+                             f"can), got {type(envs).__name__}")
         self.envs, self.mode = envs, autoreset_mode(envs)
         self.obs = float32(envs.reset(seed=seed)[0])
         self.resetting = np.zeros(envs.num_envs, bool)                  # in NEXT_STEP mode: the coming step only resets
@@ -275,7 +277,7 @@ class Collector:
             episodes += self._count(rewards[t], done, valid[t])
             self.until_cut -= 1
             cut = (self.until_cut == 0) & valid[t] & ~done
-            if cut.any(): truncated[t] |= cut; self._start_anew(cut)
+            if cut.any(): self._start_anew(cut); truncated[t] |= cut
         return (Rollout(*(torch.from_numpy(x) for x in (obs, actions, rewards, next_obs, terminated, truncated, valid))),
                 episodes)
 
@@ -288,7 +290,7 @@ class Collector:
 
     def _start_anew(self, which):
         self.obs = float32(self.envs.reset(options={"reset_mask": which})[0])
-        self.episode_return[which] = self.episode_length[which] = 0           # shorter than the others: no episode to be counted
+        self.episode_return[which] = self.episode_length[which] = 0   # shorter than the task has it: no return to be reported
 
     def state_dict(self) -> dict: # What a checkpoint must hold
         "Where the environments and the unfinished episodes stand."
