@@ -247,8 +247,8 @@ class Collector:
                 ):
         check_whole("stagger", stagger, low=0)
         if stagger and type(envs) not in (SyncVectorEnv, AsyncVectorEnv):
-            raise ValueError("stagger must be left off where environments cannot be reset one by one (with sync or async they "
-                             f"can), got {type(envs).__name__}")
+            raise ValueError("stagger must be left off where environments cannot be reset one by one (with sync or async "
+                             f"they can), got {type(envs).__name__}")
         self.envs, self.mode = envs, autoreset_mode(envs)
         self.obs = float32(envs.reset(seed=seed)[0])
         self.resetting = np.zeros(envs.num_envs, bool)                  # in NEXT_STEP mode: the coming step only resets
