@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SCORES', 'THRESHOLDS', 'CHECKPOINT_EVERY', 'draw_cartpole', 'Batch', 'make_batch', 'ppo_loss', 'seeds',
-           'check_env', 'health', 'take_in', 'Scaling', 'one_vector', 'clip_gradient', 'Adam', 'PPO', 'check_start',
-           'evaluate', 'threshold', 'score', 'scores', 'check_numbers', 'train', 'plot_run']
+           'check_env', 'health', 'take_in', 'Scaling', 'PPO', 'check_start', 'evaluate', 'threshold', 'score',
+           'scores', 'check_numbers', 'train', 'plot_run']
 
 # %% ../../nbs/control/21_cartpole.ipynb #export-imports
 import json
@@ -19,13 +19,12 @@ from itertools import count
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import nn
-from torch.optim.adam import adam
 
 from .config import PPOConfig
 from .policy import Agent, distribution
 from .rollout import (Collector, Rollout, autoreset_mode, episode_limit, find_spec, float32, make_envs,
                                         minibatches, savable)
+from .vector import Adam, clip_gradient, one_vector
 from ..formulas.advantage import gae
 from ..formulas.arguments import check_whole
 from ..formulas.kl import kl_estimate
@@ -179,56 +178,6 @@ class Scaling:
         "Continue from a checkpoint."
         self.seen.load_state_dict(state["seen"])
         self.earned.load_state_dict(state["earned"]); self.running = state["running"].clone()
-
-# %% ../../nbs/control/21_cartpole.ipynb #vector
-def one_vector(module: nn.Module, # Its parameters become views; they keep their values
-              ) -> nn.Parameter: # All parameters in a row, with a gradient of zeros into which that of each is added
-    "One vector behind all parameters of a module, and one behind their gradients."
-    parameters = list(module.parameters())
-    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach().clone())
-    vector.grad = torch.zeros_like(vector)
-    sizes = [p.numel() for p in parameters]
-    for p, x, g in zip(parameters, vector.detach().split(sizes), vector.grad.split(sizes)):
-        p.data, p.grad = x.view_as(p), g.view_as(p)
-    return vector
-
-@torch.no_grad()
-def clip_gradient(gradient: torch.Tensor, # Any shape; shortened in place
-                  longest: float, # Its length from then on, at most, > 0
-                 ) -> torch.Tensor: # 0-dim: its length before
-    "g min(1, c / |g|): too long a gradient keeps its direction and gets the length c (Pascanu et al. 2013, algorithm 1)."
-    norm = torch.linalg.vector_norm(gradient)
-    gradient *= (longest / (norm + 1e-6)).clamp(max=1)
-    return norm
-
-# %% ../../nbs/control/21_cartpole.ipynb #adam
-class Adam:
-    "Adam (Kingma and Ba 2015, algorithm 1) on one vector: PyTorch's own function without the class around it."
-    def __init__(self,
-                 vector: nn.Parameter, # What is learned, with its gradient
-                 eps: float, # Epsilon
-                ):
-        self.vector, self.eps = vector, eps
-        self.m, self.v = (torch.zeros_like(vector.detach()) for _ in range(2))
-        self.steps = torch.zeros((), device=vector.device)
-
-    @torch.no_grad()
-    def step(self,
-             learning_rate: float, # How far
-            ):
-        "One step against the gradient."
-        adam([self.vector], [self.vector.grad], [self.m], [self.v], [], [self.steps], fused=True,
-             lr=learning_rate, beta1=0.9, beta2=0.999, eps=self.eps, weight_decay=0.0, amsgrad=False, maximize=False)
-
-    def state_dict(self) -> dict: # What a checkpoint must hold
-        "Both moments and the number of steps."
-        return dict(m=self.m, v=self.v, steps=self.steps)
-
-    def load_state_dict(self,
-                        state: dict, # From `state_dict`
-                       ):
-        "Continue from a checkpoint."
-        for name, x in state.items(): getattr(self, name).copy_(x)
 
 # %% ../../nbs/control/21_cartpole.ipynb #ppo
 RECENT = 20            # episodes in the running means of return and length

@@ -264,7 +264,7 @@ class Collector:
         T, N, size = num_steps, self.envs.num_envs, self.obs.shape[1]
         obs, next_obs = np.empty((2, T, N, size), np.float32)
         rewards, (terminated, truncated, valid) = np.empty((T, N), np.float32), np.empty((3, T, N), bool)
-        actions, episodes = None, []
+        actions, episodes, cuts = None, [], set(self.until_cut.tolist())
         for t in range(T):
             action = np.asarray(act(self.obs))
             if actions is None: actions = np.empty((T, *action.shape), action.dtype)
@@ -275,9 +275,9 @@ class Collector:
             if self.mode == "NextStep": self.resetting = done
             elif done.any(): next_obs[t, done] = float32(np.stack(info["final_obs"][done]))
             episodes += self._count(rewards[t], done, valid[t])
-            self.until_cut -= 1
-            cut = (self.until_cut == 0) & valid[t] & ~done
-            if cut.any(): self._start_anew(cut); truncated[t] |= cut
+            if t + 1 in cuts and (cut := (self.until_cut == t + 1) & valid[t] & ~done).any():
+                self._start_anew(cut); truncated[t] |= cut
+        self.until_cut -= T
         return (Rollout(*(torch.from_numpy(x) for x in (obs, actions, rewards, next_obs, terminated, truncated, valid))),
                 episodes)
 

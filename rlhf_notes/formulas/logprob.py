@@ -398,7 +398,7 @@ def _dimensions(mask, **tensors):
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name} must have at least 1 dimension, the last of which is that of the action, of at least 1 "
                          f"number; got shape {tuple(x.shape)}")
-    check_mask(mask, **{f"{name}[..., 0]": x[..., 0]})
+    if mask is not None: check_mask(mask, **{f"{name}[..., 0]": x[..., 0]})
     each = None if mask is None else mask.unsqueeze(-1).expand_as(x)
     return [apply_mask(at_least_float32(t), each, 1.0) for t in tensors.values()]
 

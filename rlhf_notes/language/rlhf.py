@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..control.vector import Adam, clip_gradient, one_vector
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController, kl_estimate
@@ -272,9 +273,8 @@ class RLHF:
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model, self.sampler = (self.processes.prepare(self.policy),
                                     Sampler(self.policy.lm, config.response_length, config.temperature))       # G4, P1
-        self.weights = [p for p in self.policy.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=config.adam_eps,
-                                          fused=self.device.type in ("cpu", "cuda"))
+        self.weights = one_vector(self.policy)                                      # last: who prepares a model may move it
+        self.optimizer = Adam(self.weights, config.adam_eps)
         self.kl = (AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_adapts
                    else FixedKLController(config.kl_coef))
         self.iteration, self.iterations, self.steps = 0, config.iterations, 0
@@ -342,10 +342,10 @@ class RLHF:
              batch: Rollout, # A minibatch, the same in every process
             ) -> dict: # What to log, 0-dim tensors
         "One gradient step on a minibatch, whose gradient is added up over processes and microbatches."
-        self.optimizer.zero_grad()
+        self.weights.grad.zero_()
         parts = self.parts(batch)
         seen, found = zip(*(self.gradient(part, batch, last=part is parts[-1]) for part in parts))
-        norm = nn.utils.clip_grad_norm_(self.weights, self.config.max_grad_norm)
+        norm = clip_gradient(self.weights.grad, self.config.max_grad_norm)
         self.adam()
         seen = self.processes.gather(tuple(torch.cat(x) for x in zip(*seen)))
         return self.diagnose(batch, *seen,
@@ -392,10 +392,8 @@ class RLHF:
     def adam(self):
         "Adam's step, at the learning rate of this iteration."
         c, self.steps = self.config, self.steps + 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(c, self.iteration)  # G5
-            if c.adam == "tensorflow": group["eps"] = tensorflow_eps(c.adam_eps, group["betas"][1], self.steps)  # P12
-        self.optimizer.step()
+        if c.adam == "tensorflow": self.optimizer.eps = tensorflow_eps(c.adam_eps, Adam.BETAS[1], self.steps)           # P12
+        self.optimizer.step(learning_rate(c, self.iteration))                         # G5
 
     @torch.no_grad()
     def diagnose(self,
@@ -427,7 +425,7 @@ class RLHF:
         row = dict.fromkeys(COLUMNS) | dict(iteration=self.iteration + 1, kl_coef=self.kl.coef,
                                             learning_rate=learning_rate(c, self.iteration)) | numbers
         check_finite("rl", self.iteration + 1, row)
-        check_weights(f"stage rl, iteration {self.iteration + 1}", self.weights)
+        check_weights(f"stage rl, iteration {self.iteration + 1}", [self.weights])
         self.kl.update(row["kl_k1"], c.batch)  # P11
         self.iteration += 1
         speed = c.batch * c.response_length / sum(seconds.values())
@@ -648,8 +646,8 @@ class Keeper:
         "Checkpoint and tables as they are now."
         start, stage = time.perf_counter(), self.training.stage
         if self.run is not None:
-            check_weights(f"stage {self.training.name}, iteration {stage.iteration}",
-                          stage.optimizer.param_groups[0]["params"])
+            weights = [stage.weights] if self.training.name == "rl" else stage.optimizer.param_groups[0]["params"]
+            check_weights(f"stage {self.training.name}, iteration {stage.iteration}", weights)
             self.run.save_checkpoint(self.training.state_dict())
             for name in ("sft", "reward_model"): write_table(self.run.path / f"{name}.csv", self.training.rows[name])
             write_table(self.run.path / "samples.csv", self.training.samples)
