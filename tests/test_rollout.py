@@ -535,6 +535,14 @@ def test_a_cut_in_a_later_episode_is_a_truncation_as_well():
     assert all(reward == length for reward, length in episodes)
 
 
+def test_a_cut_comes_when_it_is_due_however_the_steps_fall_into_rollouts():
+    whole, episodes = Collector(limited(17, 4), 3, stagger=17).collect(torque, 40)
+    one = Collector(limited(17, 4), 3, stagger=17)
+    parts = [one.collect(torque, n) for n in (3, 1, 1, 10, 25)]
+    for name in FIELDS: assert torch.equal(torch.cat([getattr(r, name) for r, _ in parts]), getattr(whole, name)), name
+    assert sum((e for _, e in parts), []) == episodes and whole.truncated[3, 0] and whole.truncated[11, 2]
+
+
 @pytest.mark.parametrize("stop", [3, 4, 5, 12, 18])
 def test_staggered_starts_go_on_after_the_disk(stop):
     one, other, file = Collector(limited(17, 4), 3, stagger=17), Collector(limited(17, 4), 5), io.BytesIO()
