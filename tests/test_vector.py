@@ -64,10 +64,10 @@ def test_what_is_shared_stands_once_and_what_is_frozen_stays():
     embedding, head, frozen = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(3, 1)
     head.weight = embedding.weight; frozen.requires_grad_(False)
     v, kept = one_vector(nn.ModuleList([embedding, head, frozen])), frozen.weight.clone()
-    assert len(v) == 19 and head.weight is embedding.weight
+    assert len(v) == 15 and head.weight is embedding.weight and frozen.weight.grad is None
     head(embedding(torch.tensor([0, 3]))).square().sum().backward()
     Adam(v, 1e-8).step(0.1)
-    assert torch.equal(frozen.weight, kept) and torch.equal(v[:15], embedding.weight.flatten()) and v.grad[:15].any() and not v.grad[15:].any()
+    assert torch.equal(frozen.weight, kept) and torch.equal(v, embedding.weight.flatten()) and v.grad.any()
 
 
 def test_a_copy_of_the_module_has_weights_of_its_own():

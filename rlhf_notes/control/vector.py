@@ -12,9 +12,9 @@ from torch.optim.adam import adam
 
 # %% ../../nbs/control/17_vector.ipynb #vector
 def one_vector(module: nn.Module, # Its parameters become views; they keep their values
-              ) -> nn.Parameter: # All parameters in a row, with a gradient of zeros into which that of each is added
-    "One vector behind all parameters of a module, and one behind their gradients."
-    parameters = list(module.parameters())
+              ) -> nn.Parameter: # All parameters that ask for a gradient, in a row, with a gradient of zeros into which that of each is added
+    "One vector behind all parameters of a module that are learned, and one behind their gradients."
+    parameters = [p for p in module.parameters() if p.requires_grad]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach().clone())
     vector.grad = torch.zeros_like(vector)
     sizes = [p.numel() for p in parameters]
