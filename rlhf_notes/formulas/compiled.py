@@ -129,12 +129,19 @@ static inline float bounded(float x) { return x < -1e4f ? -1e4f : x; }  /* 2^-1e
 """
 
 _ROWS = """
+/* the next thousand numbers, while a thousand are at work */
+static inline void ask_TYPE(const TYPE *z, int64_t from, int64_t V) {
+    int64_t end = V - from < 1024 ? V : from + 1024;
+    for (int64_t j = from; j < end; j += 64 / sizeof(TYPE)) __builtin_prefetch(z + j);
+}
+
 /* s and u of a row: a thousand numbers in float, the thousands in double */
 static inline void weigh_TYPE(const TYPE *z, int64_t V, float base, float scale, int entropy, double *s, double *u) {
     *s = *u = 0;
     for (int64_t first = 0; first < V; first += 1024) {
         int64_t end = first + 1024 < V ? first + 1024 : V;
         float some_s = 0, some_u = 0;
+        ask_TYPE(z, end, V);
         #pragma omp simd reduction(+: some_s, some_u)
         for (int64_t j = first; j < end; j++) {
             float x = (from_TYPE(z[j]) - base) * scale, e = power(x);
@@ -183,15 +190,19 @@ void backward_TYPE(const TYPE *logits, const int64_t *index, const float *g, con
         if (silent[r]) { memset(out, 0, V * sizeof(TYPE)); continue; }
         float a = constant[r], b = slope[r], base = reference[r];
         float x_i = (from_TYPE(z[index[r]]) - base) * scale;     /* before anything is written, for out may be z */
-        if (entropy) {
-            #pragma omp simd
-            for (int64_t j = 0; j < V; j++) {
-                float x = (from_TYPE(z[j]) - base) * scale;
-                out[j] = to_TYPE(power(x) * (a + b * bounded(x)));
+        for (int64_t first = 0; first < V; first += 1024) {
+            int64_t end = V - first < 1024 ? V : first + 1024;
+            ask_TYPE(z, end, V);
+            if (entropy) {
+                #pragma omp simd
+                for (int64_t j = first; j < end; j++) {
+                    float x = (from_TYPE(z[j]) - base) * scale;
+                    out[j] = to_TYPE(power(x) * (a + b * bounded(x)));
+                }
+            } else {
+                #pragma omp simd
+                for (int64_t j = first; j < end; j++) out[j] = to_TYPE(power((from_TYPE(z[j]) - base) * scale) * a);
             }
-        } else {
-            #pragma omp simd
-            for (int64_t j = 0; j < V; j++) out[j] = to_TYPE(power((from_TYPE(z[j]) - base) * scale) * a);
         }
         out[index[r]] = to_TYPE(power(x_i) * (a + b * bounded(x_i)) + g[r]);
     }
