@@ -21,7 +21,7 @@ from rlhf_notes.control import cartpole
 from rlhf_notes.control.cartpole import PPO, Batch, Scaling, check_env, evaluate, health, make_batch, ppo_loss, check_start, score, scores, seeds, threshold, train
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.policy import Agent
-from rlhf_notes.control.rollout import Collector, Rollout, make_envs
+from rlhf_notes.control.rollout import Collector, Rollout, make_envs, minibatches
 from rlhf_notes.formulas.whitening import RunningMoments
 from rlhf_notes.runs import Run
 from strategies import SEEDS
@@ -120,17 +120,19 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
     assert torch.equal(b.advantages, rewards[r.valid]) and torch.equal(b.returns, values[r.valid])
     for name, column in (("kl_estimate", "kl_k3"), ("clip_fraction", "clip_fraction"), ("explained_variance", "explained_variance")):
         monkeypatch.setattr(cartpole, name, lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape, 42.0))
-        assert health(a, b, 0.2)[column] == 42
+        assert health(a, b, SMALL, 0.2)[column] == 42
 
 
+@pytest.mark.parametrize("whitening", ["minibatch", "none"])
 @pytest.mark.parametrize("clip", [0.05, 0.2])
-def test_health_measures_the_move(clip):
+def test_health_measures_the_move(clip, whitening):
     a, b = agent(), some_batch()
+    b = replace(b, advantages=b.advantages + 0.7)                              # as they come from the task, whitened only if the loss does
     with torch.no_grad(): a.policy[-1].weight *= 100                           # decided here, undecided there
     logp = a.policy(b.obs).log_softmax(-1).gather(-1, b.actions[:, None])[:, 0].detach()
-    ratio, A = (logp - b.logp).exp(), b.advantages - b.advantages.mean()
+    ratio, A = (logp - b.logp).exp(), b.advantages - (b.advantages.mean() if whitening == "minibatch" else 0)
     d = b.logp - logp                                                       # samples from the old policy: KL(old || new)
-    got, p = health(a, b, clip), a.policy(b.obs).softmax(-1).detach()
+    got, p = health(a, b, replace(SMALL, whitening=whitening), clip), a.policy(b.obs).softmax(-1).detach()
     assert got["entropy"] == pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-5)
     assert got["kl_k3"] == pytest.approx(((-d).exp() - 1 + d).mean().item(), rel=1e-3)
     assert got["clip_fraction"] == pytest.approx((((ratio > 1 + clip) & (A > 0)) | ((ratio < 1 - clip) & (A < 0))).float().mean().item())
@@ -158,7 +160,7 @@ def test_the_first_ratio_is_one_and_the_first_loss_zero(config):
         assert ((logp - b.logp[rows]).exp() - 1).abs().max() < 2e-6         # exactly 1 where a product of matrices rounds each row alike whatever its size
     _, parts, grad = loss_and_grad(a, b, replace(config, value_coef=0.0))
     assert abs(parts["policy_loss"]) < 1e-5 and grad.norm() > 1e-3
-    assert abs(health(a, b, 0.2)["kl_k3"]) < 1e-9 and health(a, b, 0.2)["clip_fraction"] == 0
+    assert abs(health(a, b, config, 0.2)["kl_k3"]) < 1e-9 and health(a, b, config, 0.2)["clip_fraction"] == 0
 
 
 @settings(max_examples=12)
@@ -396,6 +398,16 @@ def test_check_env():
     finally: del gym.registry["rlhf_notes/Switches-v0"]
 
 
+@pytest.mark.parametrize("parts", [1, 3, 4])
+def test_a_pass_is_cut_as_its_minibatches_are(parts):
+    b = some_batch()
+    got = b.shuffled(parts, torch.Generator().manual_seed(5))
+    expected = [b[rows] for rows in minibatches(len(b), parts, torch.Generator().manual_seed(5))]
+    assert len(got) == parts == len(expected) and not torch.equal(torch.cat([x.obs for x in got]), b.obs)
+    for x, y in zip(got, expected):
+        for f in fields(b): assert torch.equal(getattr(x, f.name), getattr(y, f.name))
+
+
 def test_check_start(monkeypatch, tmp_path):
     "What is not there, does not fit, or belongs to something else, is said before a run is begun; nothing is left open."
     opened, original = [], cartpole.make_envs
@@ -449,7 +461,7 @@ def test_an_iteration_sees_each_row_once_in_each_pass(monkeypatch):
 def test_gradients_are_shortened_and_learning_rate_and_clip_fall(monkeypatch, power):
     norms, rates, clips, measured, original, measure = [], [], [], [], cartpole.ppo_loss, cartpole.health
     monkeypatch.setattr(cartpole, "ppo_loss", lambda a, b, c, clip: (clips.append(clip), original(a, b, c, clip))[1])
-    monkeypatch.setattr(cartpole, "health", lambda a, b, clip: (measured.append(clip), measure(a, b, clip))[1])
+    monkeypatch.setattr(cartpole, "health", lambda a, b, c, clip: (measured.append(clip), measure(a, b, c, clip))[1])
     p = PPO(replace(SMALL, max_grad_norm=0.25, learning_rate=2e-3, lr_anneal=power, clip_anneal=2 - power, clip=0.3))
     step = p.optimizer.step
     def spy(rate):

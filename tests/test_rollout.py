@@ -352,6 +352,16 @@ def test_make_envs():
     envs.close()
 
 
+def test_observations_are_handed_out_without_a_copy():
+    for way in ("sync", "async"):
+        envs = make_envs("Pendulum-v1", 2, way)
+        first, _ = envs.reset(seed=0)
+        kept = first.copy()
+        second, *_ = envs.step(np.ones((2, 1), np.float32))
+        assert np.shares_memory(first, second) and (first != kept).any()
+        envs.close()
+
+
 def test_autoreset_mode():
     assert autoreset_mode(make_envs("CartPole-v1", 2)) == autoreset_mode(SyncVectorEnv([Count])) == "NextStep"
     assert autoreset_mode(SyncVectorEnv([Count], autoreset_mode=AutoresetMode.SAME_STEP)) == "SameStep"

@@ -61,8 +61,16 @@ class Batch:
     advantages: torch.Tensor # From GAE, (B,)
     returns: torch.Tensor    # What the value should have been, (B,)
 
-    def __getitem__(self, index): return Batch(*(getattr(self, f.name)[index] for f in fields(self)))
     def __len__(self): return len(self.logp)
+    def __getitem__(self, index): return Batch(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def shuffled(self,
+                 parts: int, # Number of minibatches
+                 generator: torch.Generator, # Where the shuffling comes from
+                ) -> list: # Of batches
+        "A pass over the rows: gathered once, then cut into minibatches."
+        mixed = self[torch.cat(minibatches(len(self), parts, generator))]
+        return [Batch(*part) for part in zip(*(getattr(mixed, f.name).tensor_split(parts) for f in fields(self)))]
 
 @torch.no_grad()
 def make_batch(agent: Agent, # That collected the rollout
@@ -76,9 +84,14 @@ def make_batch(agent: Agent, # That collected the rollout
                               config.gamma, config.lam)
     if config.whitening == "rollout": advantages = whiten(advantages, rollout.valid)
     logp = agent.head.logp(out, rollout.actions)
-    return Batch(*(x[rollout.valid] for x in (rollout.obs, rollout.actions, logp, values, advantages, returns)))
+    rows = rollout.valid.flatten().nonzero().squeeze(1)
+    return Batch(*(x.flatten(0, 1)[rows] for x in (rollout.obs, rollout.actions, logp, values, advantages, returns)))
 
 # %% ../../nbs/control/21_cartpole.ipynb #loss
+def _advantages(batch, config):
+    "As the loss counts them."
+    return whiten(batch.advantages) if config.whitening == "minibatch" else batch.advantages
+
 def ppo_loss(agent: Agent, # In training
              batch: Batch, # A minibatch
              config: PPOConfig, # whitening, value_clip, value_coef, entropy_coef
@@ -87,8 +100,7 @@ def ppo_loss(agent: Agent, # In training
     "PPO's loss on a minibatch (Schulman et al. 2017, eq. 9), from the formulas."
     out, value = agent(batch.obs)
     ratio = importance_ratio(agent.head.logp(out, batch.actions), batch.logp)
-    advantage = whiten(batch.advantages) if config.whitening == "minibatch" else batch.advantages
-    policy_loss = -masked_mean(clipped_surrogate(ratio, advantage, clip))
+    policy_loss = -masked_mean(clipped_surrogate(ratio, _advantages(batch, config), clip))
     critic_loss = masked_mean(value_loss(value, batch.values, batch.returns, config.value_clip or None))
     loss = policy_loss + config.value_coef * critic_loss
     if config.entropy_coef: loss = loss - config.entropy_coef * masked_mean(agent.head.entropy(out))
@@ -118,13 +130,14 @@ def check_env(env_id: str, # A name
 @torch.no_grad()
 def health(agent: Agent, # After the update
            batch: Batch, # What it learned from
+           config: PPOConfig, # whitening
            clip: float, # As in the loss
           ) -> dict: # Name -> number
     "How undecided the policy is, how far the update went from the one that collected the data, and how well the value function had foreseen them."
     logp, entropy = agent.logp_entropy(batch.obs, batch.actions)
     return dict(entropy=masked_mean(entropy).item(),
                 kl_k3=masked_mean(kl_estimate(batch.logp, logp, "k3")).item(),
-                clip_fraction=clip_fraction(importance_ratio(logp, batch.logp), whiten(batch.advantages), clip).item(),
+                clip_fraction=clip_fraction(importance_ratio(logp, batch.logp), _advantages(batch, config), clip).item(),
                 explained_variance=explained_variance(batch.values, batch.returns).item())
 
 # %% ../../nbs/control/21_cartpole.ipynb #scaling
@@ -222,21 +235,21 @@ class PPO:
         batch = make_batch(self.agent, scaled.to(self.device), c)
         logs = []
         for epoch in range(c.epochs):
-            for rows in minibatches(len(batch), min(c.minibatches, len(batch)), self.generator):
-                loss, parts = ppo_loss(self.agent, batch[rows], c, clip)
+            for part in batch.shuffled(min(c.minibatches, len(batch)), self.generator):
+                loss, parts = ppo_loss(self.agent, part, c, clip)
                 self.weights.grad.zero_()
                 loss.backward()
                 norm = clip_gradient(self.weights.grad, c.max_grad_norm)
                 self.optimizer.step(learning_rate)
                 logs += [x.detach() for x in (*parts.values(), norm)]
-            if c.target_kl and health(self.agent, batch, clip)["kl_k3"] > c.target_kl: break
+            if c.target_kl and health(self.agent, batch, c, clip)["kl_k3"] > c.target_kl: break
 
         self.iteration += 1; self.episodes += len(episodes); self.recent.extend(episodes)
         return_mean, length_mean = np.mean(self.recent, axis=0).tolist() if self.recent else (None, None)
         return dict(iteration=self.iteration, steps=self.iteration * c.batch, episodes=self.episodes,
                     return_mean=return_mean, length_mean=length_mean,
                     **dict(zip([*parts, "grad_norm"], torch.stack(logs).view(-1, len(parts) + 1).mean(0).tolist())),
-                    **health(self.agent, batch, clip), learning_rate=learning_rate)
+                    **health(self.agent, batch, c, clip), learning_rate=learning_rate)
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends."

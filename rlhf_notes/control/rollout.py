@@ -74,13 +74,15 @@ def episode_limit(env_id: str, # As for `find_spec`
 def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
               num_envs: int, # How many side by side, >= 1
               vectorization: str = "auto", # "auto": the environment's own vectorised form if it has one, else "sync"; "sync": single ones stepped in turn; "async": a process each
-             ) -> gym.vector.VectorEnv: # Resets an environment that has ended in the step after its end (NEXT_STEP)
+             ) -> gym.vector.VectorEnv: # Resets an environment that has ended in the step after its end (NEXT_STEP); its observations are written over by the next step
     "Environments side by side; ValueError if there is no such environment, or it cannot be made."
     check_choice("vectorization", vectorization, ("auto", "sync", "async")); check_whole("num_envs", num_envs, low=1)
     with warnings.catch_warnings(record=True) as said:                                 # with an error, the error is enough
         native = find_spec(env_id).vector_entry_point is not None
         mode = vectorization if vectorization != "auto" else "vector_entry_point" if native else "sync"
-        with _making(env_id): envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode)
+        single = {} if mode == "vector_entry_point" else {"copy": False}
+        with _making(env_id):
+            envs = gym.make_vec(env_id, num_envs=num_envs, vectorization_mode=mode, vector_kwargs=single)
     for w in said: warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         envs.close()
@@ -274,16 +276,15 @@ class Collector:
             next_obs[t] = self.obs = float32(after)
             if self.mode == "NextStep": self.resetting = done
             elif done.any(): next_obs[t, done] = float32(np.stack(info["final_obs"][done]))
-            episodes += self._count(rewards[t], done, valid[t])
+            self.episode_return += rewards[t] * valid[t]; self.episode_length += valid[t]
+            if done.any(): episodes += self._ended(done)
             if t + 1 in cuts and (cut := (self.until_cut == t + 1) & valid[t] & ~done).any():
                 self._start_anew(cut); truncated[t] |= cut
         self.until_cut -= T
         return (Rollout(*(torch.from_numpy(x) for x in (obs, actions, rewards, next_obs, terminated, truncated, valid))),
                 episodes)
 
-    def _count(self, reward, done, valid):
-        self.episode_return += reward * valid; self.episode_length += valid
-        if not done.any(): return []
+    def _ended(self, done):
         ended = [(float(self.episode_return[i]), int(self.episode_length[i])) for i in done.nonzero()[0]]
         self.episode_return[done] = self.episode_length[done] = 0
         return ended

@@ -8,7 +8,6 @@ __all__ = ['one_vector', 'clip_gradient', 'Adam']
 # %% ../../nbs/control/17_vector.ipynb #export-imports
 import torch
 from torch import nn
-from torch.optim.adam import adam
 
 # %% ../../nbs/control/17_vector.ipynb #vector
 def one_vector(module: nn.Module, # Its parameters become views; they keep their values
@@ -33,7 +32,7 @@ def clip_gradient(gradient: torch.Tensor, # Any shape; shortened in place
 
 # %% ../../nbs/control/17_vector.ipynb #adam
 class Adam:
-    "Adam (Kingma and Ba 2015, algorithm 1) on one vector: PyTorch's own function without the class around it."
+    "Adam (Kingma and Ba 2015, algorithm 1) on one vector: PyTorch's own kernel without the class around it."
     BETAS = 0.9, 0.999 # How much of the moments stays at each step
     def __init__(self,
                  vector: nn.Parameter, # What is learned, with its gradient
@@ -48,9 +47,10 @@ class Adam:
              learning_rate: float, # How far
             ):
         "One step against the gradient."
-        adam([self.vector], [self.vector.grad], [self.m], [self.v], [], [self.steps], fused=True,
-             lr=learning_rate, beta1=self.BETAS[0], beta2=self.BETAS[1], eps=self.eps, weight_decay=0.0, amsgrad=False,
-             maximize=False)
+        self.steps += 1
+        torch._fused_adam_([self.vector], [self.vector.grad], [self.m], [self.v], [], [self.steps],
+                           lr=learning_rate, beta1=self.BETAS[0], beta2=self.BETAS[1], eps=self.eps, weight_decay=0.0,
+                           amsgrad=False, maximize=False)
 
     def state_dict(self) -> dict: # What a checkpoint must hold
         "Both moments and the number of steps."

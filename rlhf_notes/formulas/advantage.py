@@ -34,8 +34,8 @@ def _compiled(x): return x.numel() >= _COMPILE and compiled.usable(x, compiled.S
 def _step_by_step(x, decay, dim=0):
     "The recursion as it is written."
     y, out = 0.0, []
-    for x_t, decay_t in zip(reversed(x.unbind(dim)), reversed(decay.unbind(dim))):
-        y = x_t + torch.where(decay_t == 0, 0.0, decay_t * y)
+    for x_t, decay_t, cut_t in zip(*(reversed(s.unbind(dim)) for s in (x, decay, decay == 0))):
+        y = x_t + (decay_t * y).masked_fill(cut_t, 0.0)
         out.append(y)
     return torch.stack(out[::-1], dim) if out else x
 

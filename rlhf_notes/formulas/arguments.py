@@ -26,9 +26,9 @@ def check_float(optional=(), # Names that may be None
                 **tensors, # What came, as name=value
                ):
     "Each of `tensors` must be a floating-point tensor."
-    check_tensor(optional, **tensors)
     for name, x in tensors.items():
-        if x is not None and not x.is_floating_point():
+        if not isinstance(x, torch.Tensor): check_tensor(optional, **{name: x})
+        elif not x.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
 
 def check_real(**tensors, # What came, as name=value
@@ -140,8 +140,9 @@ def under_its_name(name, # What the caller calls the argument
 def at_least_float32(x: torch.Tensor, # Any real dtype, (...)
                     ) -> torch.Tensor: # Same values, (...): float64 stays, all else becomes float32
     "`x` in the precision in which formulas are computed."
+    if x.dtype in (torch.float32, torch.float64): return x
     if x.is_complex(): raise TypeError(f"x must be real, got {x.dtype}")
-    return x if x.dtype == torch.float64 else x.float()
+    return x.float()
 
 def float64_if_possible(x: torch.Tensor, # Any real dtype, (...)
                        ) -> torch.Tensor: # Same values, (...), float64; float32 on a device that has no float64 (Apple's)

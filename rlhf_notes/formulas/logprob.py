@@ -398,9 +398,10 @@ def _dimensions(mask, **tensors):
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name} must have at least 1 dimension, the last of which is that of the action, of at least 1 "
                          f"number; got shape {tuple(x.shape)}")
-    if mask is not None: check_mask(mask, **{f"{name}[..., 0]": x[..., 0]})
-    each = None if mask is None else mask.unsqueeze(-1).expand_as(x)
-    return [apply_mask(at_least_float32(t), each, 1.0) for t in tensors.values()]
+    tensors = [at_least_float32(t) for t in tensors.values()]
+    if mask is None: return tensors
+    check_mask(mask, **{f"{name}[..., 0]": x[..., 0]})
+    return [apply_mask(t, mask.unsqueeze(-1).expand_as(t), 1.0) for t in tensors]
 
 def gaussian_log_prob(action: torch.Tensor, # (..., N)
                       mu: torch.Tensor, # Mean of each dimension, (..., N)

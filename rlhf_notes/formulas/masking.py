@@ -23,8 +23,10 @@ def apply_mask(x: torch.Tensor, # (...)
                fill: float = 0.0, # What takes the place of the elements that do not count
               ) -> torch.Tensor: # (...), dtype of `x`: `x` where the mask is True, `fill` elsewhere
     "`x` with everything under a False mask replaced by `fill`: its values, NaN and gradient are gone."
-    check_tensor(x=x); check_mask(mask, x=x)
-    return x if mask is None else torch.where(mask, x, _as_dtype(fill, x))
+    check_tensor(x=x)
+    if mask is None: return x
+    check_mask(mask, x=x)
+    return torch.where(mask, x, _as_dtype(fill, x))
 
 # %% ../../nbs/formulas/01_masking.ipynb #reductions
 def _check_dim(dim, x):
@@ -54,8 +56,9 @@ def masked_mean(x: torch.Tensor, # (...)
                 dim: int | tuple | None = None, # Dimension(s) to average over; None = all
                ) -> torch.Tensor: # float32 or better; 0-dim if `dim` is None, else without `dim`
     "Mean of the elements of `x` that count; 0 where none does."
-    total = masked_sum(x, mask, dim)
-    return total / (max(x.numel(), 1) if mask is None and dim is None else _count(x, mask, dim).clamp(min=1))
+    check_tensor(x=x)
+    if mask is None and dim is None and x.numel(): return at_least_float32(x).mean()
+    return masked_sum(x, mask, dim) / _count(x, mask, dim).clamp(min=1)
 
 def _mean(x, mask, dim):
     "The mean; its dimensions stay, with size 1."

@@ -21,7 +21,7 @@ def bounded_log_ratio(log_ratio: torch.Tensor, # log pi_new - log pi_old, in nat
     x = at_least_float32(log_ratio)
     limit, largest = 350.0 if x.dtype == torch.float64 else 40.0, torch.finfo(x.dtype).max
     finite = x.clamp(-largest, largest)         # infinity - infinity would be NaN
-    return x.clamp(-limit, limit).detach() + (finite - finite.detach())
+    return x.detach().clamp(-limit, limit) + (finite - finite.detach())
 
 # %% ../../nbs/formulas/03_ratio.ipynb #ratio
 RATIO_LEVELS = ("token", "sequence")
