@@ -37,7 +37,9 @@ def test_rows_and_ratios():
 
 def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
     "By a clock of our own: what is timed, in which order, and what is made of it."
-    clock, grads = iter([4.0, 2.0, 6.0, 1.0, 9.0, 3.0, *(4.0, 2.0, 8.0), *(6.0, 1.0, 8.0), *(9.0, 3.0, 8.0)]), []
+    again = [4.0, 2.0, 6.0, 1.0, 9.0, 3.0, *(4.0, 2.0, 8.0), *(6.0, 1.0, 8.0), *(9.0, 3.0, 8.0)]
+    first = [50.0, 10.0, 60.0, 10.0, 70.0, 10.0, *(50.0, 10.0, 20.0), *(60.0, 10.0, 20.0), *(70.0, 10.0, 20.0)]
+    clock, grads = iter([t for both in zip(first, again) for t in both]), []
     class Sum(torch.autograd.Function):
         @staticmethod
         def forward(ctx, z):
@@ -65,6 +67,7 @@ def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
     assert [r["method"] for r in rows] == ["two", "ours", "two", "ours", "ours in place"] and needed == {False, True}
     for r, moved, extra, in_place in zip((rows[0], rows[2]), (60, 120), (70, 30), (None, 0.75)):
         assert (r["milliseconds"], r["times_ours"], r["times_ours_low"], r["times_ours_high"], r["times_in_place"]) == (6000, 3, 2, 6, in_place)
+        assert r["times_ours_first"] == 6
         assert r["bandwidth_share"] == moved / 6 / 5 and (r["extra_megabytes"], r["extra_share"]) == (extra, extra / 50)
     assert [r["milliseconds"] for r in rows if r["method"] == "ours"] == [2000, 2000]
     assert (rows[-1]["milliseconds"], rows[-1]["extra_megabytes"]) == (8000, 100)                # nothing beside the logits holds its gradient
@@ -104,6 +107,25 @@ def test_the_second_run_in_a_row_counts():
     case = speed.Case("log-probability", (2, 3, 4), torch.float32, {"a": who("a"), "ours": who("ours")}, (torch.ones(2, 3, 4),))
     assert all(r["milliseconds"] < 25 for r in speed.measure(case, "cpu", 3, 1e9))
     assert last[:12] == ["a", "a", "ours", "ours"] * 3
+
+
+def test_what_is_short_is_repeated(monkeypatch):
+    "Five runs of one millisecond, by a clock of our own, and one of what is long or writes over its logits."
+    runs, clock = [], {"short": (1e-3, 10e-3), "ours": (7e-3, 4e-3), "over": (1e-3, 2e-3)}
+    def method(name): return lambda z: (runs.append(name), z.sum(-1))[1]
+    def timed(f, device):
+        before = len(runs)
+        f()
+        turns.append((runs[-1], len(runs) - before))
+        return clock[runs[-1]][sum(name == runs[-1] for name, _ in turns[-2:]) - 1]
+    turns = []
+    monkeypatch.setattr(speed, "seconds", timed)
+    z = torch.ones(2, 3, 4, requires_grad=True)
+    case = speed.Case("both", (2, 3, 4), torch.float32, {name: method(name) for name in clock}, (z,), (z,), restore={"over": lambda: None})
+    rows = speed.measure(case, "cpu", 1, 1e9)
+    assert turns == [("short", 1), ("short", 5), ("ours", 1), ("ours", 1)] * 2 + [("over", 1), ("over", 1)]
+    assert [(r["method"], r["milliseconds"]) for r in rows] == [("short", 2), ("ours", 4)] * 2 + [("over", 2)]
+    assert [r["times_ours_first"] for r in rows] == pytest.approx([1 / 7, 1] * 2 + [1 / 7], abs=1e-3) and rows[0]["times_ours"] == 0.5
 
 
 def test_what_is_overwritten_is_made_whole_before_each_run():
