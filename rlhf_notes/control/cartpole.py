@@ -100,7 +100,8 @@ def ppo_loss(agent: Agent, # In training
     "PPO's loss on a minibatch (Schulman et al. 2017, eq. 9), from the formulas."
     out, value = agent(batch.obs)
     ratio = importance_ratio(agent.head.logp(out, batch.actions), batch.logp)
-    policy_loss = -masked_mean(clipped_surrogate(ratio, _advantages(batch, config), clip))
+    advantage = _advantages(batch, config)
+    policy_loss = -masked_mean(clipped_surrogate(ratio, advantage, clip))
     critic_loss = masked_mean(value_loss(value, batch.values, batch.returns, config.value_clip or None))
     loss = policy_loss + config.value_coef * critic_loss
     if config.entropy_coef: loss = loss - config.entropy_coef * masked_mean(agent.head.entropy(out))
