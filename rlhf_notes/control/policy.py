@@ -24,7 +24,8 @@ INITS = ("orthogonal", "default")
 
 class Layers(nn.Sequential):
     "`nn.Sequential` that asks its layers directly: their hooks are not called, and the time that looking for them takes is saved."
-    def forward(self, x):
+    def forward(self, x): # (..., inputs) -> (..., outputs)
+        "One layer after the other."
         for layer in self: x = layer.forward(x)
         return x
 
