@@ -127,7 +127,7 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
 @pytest.mark.parametrize("clip", [0.05, 0.2])
 def test_health_measures_the_move(clip, whitening):
     a, b = agent(), some_batch()
-    b = replace(b, advantages=b.advantages + 0.7)                              # as they come from the task, whitened only if the loss does
+    b = replace(b, advantages=b.advantages + 3.0)                              # as they come from the task, whitened only if the loss does
     with torch.no_grad(): a.policy[-1].weight *= 100                           # decided here, undecided there
     logp = a.policy(b.obs).log_softmax(-1).gather(-1, b.actions[:, None])[:, 0].detach()
     ratio, A = (logp - b.logp).exp(), b.advantages - (b.advantages.mean() if whitening == "minibatch" else 0)
