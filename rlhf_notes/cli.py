@@ -549,10 +549,10 @@ def bench_command(args) -> int: # The exit code
     speed.bench((args.size,), device, args.rounds, done=done, left_out=lambda words: print(words, flush=True),
                 tasks=tuple(t for t in speed.TASKS if args.task in (None, t.replace(" ", "-"))))
     print("\n" + aligned(speed.table(rows)))
-    print("\nx ours: time over that of ours in the same round, the median of the rounds; what takes less than 5 ms is "
-          "repeated for 5 ms. extra: memory beyond the inputs "
-          "and what was asked for, at the worst moment. of the bandwidth: the bytes that must move, over the time, as a "
-          f"part of what a copy reaches.\n{path}")
+    print("\nx ours: time over that of ours in the same round, the median of the rounds; what takes less than "
+          f"{1e3 * speed.LONG:g} ms is repeated for so long. extra: memory beyond the inputs and what was asked for, at the "
+          "worst moment. of the bandwidth: the bytes that must move, over the time, as a part of what a copy "
+          f"reaches.\n{path}")
     return 0
 
 # %% ../nbs/cli.ipynb #main

@@ -169,6 +169,14 @@ class Windy(CartPoleVectorEnv):
 class Counted(SyncVectorEnv): "Single environments, and perhaps a memory besides."
 
 
+class Generous(SyncVectorEnv):
+    "Pays for the step that only resets."
+    def step(self, actions):
+        resets = self._autoreset_envs.copy()
+        obs, reward, *rest = super().step(actions)
+        return obs, reward + 100 * resets, *rest
+
+
 def expected_rows(rows, seams):
     "(obs, reward less the action, next_obs, terminated, truncated, valid) of the first rows of Count, worked out on paper."
     out, episode, t = [], 0, 0
@@ -360,6 +368,11 @@ def test_observations_are_handed_out_without_a_copy():
         second, *_ = envs.step(np.ones((2, 1), np.float32))
         assert np.shares_memory(first, second) and (first != kept).any()
         envs.close()
+
+
+def test_what_a_seam_pays_belongs_to_no_episode():
+    (plain, episodes), (paid, same) = (Collector(kind([Count] * 2), 0).collect(lambda obs: np.ones(2, np.int64), 30) for kind in (SyncVectorEnv, Generous))
+    assert episodes == same and len(episodes) > 4 and (paid.rewards[~paid.valid] == 100).all() and torch.equal(paid.rewards[paid.valid], plain.rewards[plain.valid])
 
 
 def test_autoreset_mode():

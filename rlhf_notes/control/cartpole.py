@@ -85,7 +85,7 @@ def make_batch(agent: Agent, # That collected the rollout
     if config.whitening == "rollout": advantages = whiten(advantages, rollout.valid)
     logp = agent.head.logp(out, rollout.actions)
     rows = rollout.valid.flatten().nonzero().squeeze(1)
-    return Batch(*(x.flatten(0, 1)[rows] for x in (rollout.obs, rollout.actions, logp, values, advantages, returns)))
+    return Batch(*(x.flatten(0, 1) for x in (rollout.obs, rollout.actions, logp, values, advantages, returns)))[rows]
 
 # %% ../../nbs/control/21_cartpole.ipynb #loss
 def _advantages(batch, config):
