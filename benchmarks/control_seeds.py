@@ -36,7 +36,7 @@ def run(job):
     "One seed: its row of NAME_seeds.csv and its rows of NAME_curves.csv."
     import numpy as np
     import torch
-    from rlhf_notes.control.cartpole import PPO, score, scores, threshold
+    from rlhf_notes.control.ppo import PPO, score, scores, threshold
     config, every = job
     torch.set_num_threads(1)
     ppo, enough, seconds, curve, first = PPO(config), threshold(config.env), 0.0, [], {}

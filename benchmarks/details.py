@@ -2,10 +2,10 @@
 
     python benchmarks/details.py --jobs 2
 
-Writes nbs/control/results/details.csv, a row for each training: the final policy's mean return over 100 fresh episodes, greedy and sampled, and the
+Writes nbs/studies/results/details.csv, a row for each training: the final policy's mean return over 100 fresh episodes, greedy and sampled, and the
 steps after which the sampled mean first reached the threshold (blank if never), and the mean of each dial over the iterations. A run that was stopped continues with what is missing: trainings that
 stand in the file are not repeated, so after a change of the defaults say --fresh. All seeds of a number come before the next one, so that a file
-stopped half way still compares like with like. `nbs/control/24_details.ipynb` says what the details are and what came of them.
+stopped half way still compares like with like. `nbs/studies/31_ablations.ipynb` says what the details are and what came of them.
 """
 import argparse
 import csv
@@ -14,21 +14,21 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
-OUT = Path(__file__).resolve().parent.parent / "nbs" / "control" / "results" / "details.csv"
+OUT = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results" / "details.csv"
 COLUMNS = ("task", "detail", "seed", "greedy", "sampled", "first_sampled_steps", "kl_k3", "clip_fraction", "explained_variance", "entropy", "grad_norm", "value_loss")
 SECONDS = {"cartpole": 2.5, "pendulum": 4.0}          # of one training with its evaluations, on a quiet core
 
 
 def run(job):
     import torch
-    from rlhf_notes.control.details import attempt
+    from rlhf_notes.studies.ablations import attempt
     torch.set_num_threads(1)
     result = attempt(*job)
     return [*job, *("" if result[c] is None else f"{result[c]:.6g}" for c in COLUMNS[3:])]
 
 
 def main():
-    from rlhf_notes.control.details import CONFIGS, INTACT, UNTRAINED, experiments
+    from rlhf_notes.studies.ablations import CONFIGS, INTACT, UNTRAINED, experiments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="how many, from 0 on (default: 20)")
     parser.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side (default: 1)")

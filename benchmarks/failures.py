@@ -2,10 +2,10 @@
 
     python benchmarks/failures.py --jobs 2
 
-Control: benchmarks/details.py, into nbs/control/results/details.csv. RLHF: nbs/studies/results/failures.csv, a row for each training (what the policy is
+Control: benchmarks/details.py, into nbs/studies/results/details.csv. RLHF: nbs/studies/results/failures.csv, a row for each training (what the policy is
 worth, when it was worth 2, the mean of each dial over the iterations: mean_...), and rlhf_notes/studies/dials.csv, the dials in each iteration: of all failures with
 seed 0, and of the intact trainings with every seed (`check.diagnose` plays with them). Says beforehand how long it will take. A run that was stopped continues with what is missing: trainings that stand in the files are not repeated, so after a change of the
-defaults say --fresh. All failures of a seed come before the next seed. `nbs/studies/41_failures.ipynb` says what the failures are and what came of them.
+defaults say --fresh. All failures of a seed come before the next seed. `nbs/studies/35_failures.ipynb` says what the failures are and what came of them.
 
 Surprising rows again, with other seeds:
 
@@ -35,14 +35,14 @@ def number(x): return "" if x is None else f"{x:.5g}" if isinstance(x, float) el
 @lru_cache(maxsize=1)
 def start(seed):
     from rlhf_notes.language.config import RLHFConfig
-    from rlhf_notes.language.variants import prepare
+    from rlhf_notes.studies.variants import prepare
     return prepare(RLHFConfig(seed=seed, device="cpu", eval_answers=512))
 
 
 def run(job):
     "(name, seed) -> its row, and a row of dials for each iteration."
     import torch
-    from rlhf_notes.language.variants import measure
+    from rlhf_notes.studies.variants import measure
     from rlhf_notes.studies.failures import DIALS, attempt
     torch.set_num_threads(1)
     name, seed = job

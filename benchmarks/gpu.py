@@ -22,7 +22,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
     args = parser.parse_args(argv)
     import torch
-    from rlhf_notes.formulas import kernels
+    from rlhf_notes.fast import kernels
     from rlhf_notes.studies import speed
     if args.device.startswith("cuda") and not torch.cuda.is_available(): parser.exit(2, "gpu.py: no CUDA device is there\n")
     speed.SIZES["promise"] = (16, 1024, 50257)

@@ -32,7 +32,7 @@ def finish(stage):
 
 
 def control(change):
-    from rlhf_notes.control.cartpole import PPO, PPOConfig
+    from rlhf_notes.control.ppo import PPO, PPOConfig
     ppo = PPO(PPOConfig(**change))
     return [ppo.iterate() for _ in range(ppo.config.iterations)]
 
@@ -40,7 +40,7 @@ def control(change):
 def reinforce(start, change):
     "PPO on a language model; `sampled_at` is a temperature that the sampler knows and the loss does not."
     from rlhf_notes.language.rlhf import evaluate
-    from rlhf_notes.language.sample import Sampler
+    from rlhf_notes.language.sampling import Sampler
     change = dict(change)
     temperature = change.pop("sampled_at", None)
     trainer, rows = start.trainer(**change), []
@@ -67,7 +67,7 @@ def main():
     from rlhf_notes.language.model import Pretraining
     from rlhf_notes.language.reward_model import RewardTraining
     from rlhf_notes.language.rlhf import make_world
-    from rlhf_notes.language.variants import Start
+    from rlhf_notes.studies.variants import Start
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few steps of each run, to see that all of them run")
     parser.add_argument("--out", type=Path, default=OUT, help="the directory")

@@ -40,7 +40,7 @@ FILES = dict(study=("variant", "seed", "greedy", "sampled"), curves=("variant", 
 
 def trained(config, shift=0.0, fixed_std=False):
     "PPO after training, and (steps, return_mean, std) of each iteration."
-    from rlhf_notes.control.cartpole import PPO, Scaling
+    from rlhf_notes.control.ppo import PPO, Scaling
 
     class Shifted(Scaling):
         def __call__(self, rollout): return super().__call__(replace(rollout, rewards=rollout.rewards + shift))
@@ -60,7 +60,7 @@ def old_program(seed, steps=50_000, bootstrap=False):
     end of the 200 steps is an end. Ten episodes of one policy are here one episode of each of ten environments side by side."""
     import torch
     from torch import nn
-    from rlhf_notes.control.cartpole import evaluate, seeds
+    from rlhf_notes.control.ppo import evaluate, seeds
     from rlhf_notes.control.rollout import float32, make_envs
     from rlhf_notes.formulas.advantage import gae
     from rlhf_notes.formulas.logprob import gaussian_log_prob
@@ -105,7 +105,7 @@ def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
     "V along episodes that nobody cuts off, and what the sampled policy earned from there on, discounted, in the units of the environment: rows (where, steps, expected, earned)."
     import gymnasium as gym
     import torch
-    from rlhf_notes.control.cartpole import seeds
+    from rlhf_notes.control.ppo import seeds
     from rlhf_notes.control.rollout import Collector
     c, seed = ppo.config, seeds(ppo.config.seed)[3]
     envs = gym.vector.SyncVectorEnv([lambda: gym.make(c.env, max_episode_steps=10 ** 6)] * num_envs)
@@ -121,7 +121,7 @@ def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
 
 def run(job):
     import torch
-    from rlhf_notes.control.cartpole import scores
+    from rlhf_notes.control.ppo import scores
     from rlhf_notes.control.config import PendulumConfig
     torch.set_num_threads(1)
     variant, seed = job

@@ -2,7 +2,7 @@
 
     python benchmarks/rlhf_frontier.py
 
-Writes into nbs/language/results: frontier.csv (for each seed a row for each fixed coefficient, each n, and the pretrained model: proxy, true score, KL and more
+Writes into nbs/studies/results: frontier.csv (for each seed a row for each fixed coefficient, each n, and the pretrained model: proxy, true score, KL and more
 on held-out queries) and goodhart.csv (coefficient 0, one row for each look during training, with a text). Pretraining and reward model are made once for each seed.
 A run that was stopped goes on with the first seed that is missing.
 """
@@ -11,7 +11,7 @@ import csv
 import time
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "language" / "results"
+RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
 COEFS, NS, LONG, LOOK = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.0), (2, 4, 16, 64, 256), 120, 5
 FRONTIER = ("seed", "kind", "value", "proxy", "true", "kl", "valid", "win")
 GOODHART = ("seed", "iteration", "proxy", "true", "kl", "valid", "win", "query", "answer")
@@ -33,7 +33,7 @@ def main():
     from rlhf_notes.language.config import RLHFConfig
     from rlhf_notes.language.rlhf import evaluate
     from rlhf_notes.language.task import HELD_OUT
-    from rlhf_notes.language.variants import measure, measure_best_of_n, prepare
+    from rlhf_notes.studies.variants import measure, measure_best_of_n, prepare
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on (default: 5)")
     parser.add_argument("--fresh", action="store_true", help="begin again")

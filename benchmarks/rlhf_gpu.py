@@ -3,23 +3,23 @@
     python benchmarks/rlhf_gpu.py                                     # GPT-2's own 124M architecture and the tiny one, bfloat16, on a GPU
     python benchmarks/rlhf_gpu.py --device cpu --presets tiny         # the same measurements on a CPU
 
-Writes gpu.csv and gpu.md into nbs/language/results, with the name of the device. It needs no network and no weights: models are made here and are not trained
+Writes gpu.csv and gpu.md into nbs/studies/results, with the name of the device. It needs no network and no weights: models are made here and are not trained
 before, which changes none of these numbers. TRL is left out where it is not installed, and where there is no `--trl`.
 """
 import argparse
 import csv
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "language" / "results"
+RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
 COLUMNS = ("device", "torch", "preset", "precision", "contender", "batch", "response_length", "iterations", "tokens_per_second", "sampling", "scoring", "update", "peak_memory_MiB")
 
 
 def measure(device, preset, precision, batch, length, iterations, trl):
     "A row for ours with PPO and with GRPO, and for TRL's GRPOTrainer."
     import torch
-    from rlhf_notes.language import compare
+    from rlhf_notes.studies import benchmark_rlhf as compare
     from rlhf_notes.language.config import RLHFConfig
-    from rlhf_notes.language.variants import prepare
+    from rlhf_notes.studies.variants import prepare
     cuda = device.startswith("cuda")
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     start = prepare(RLHFConfig(preset=preset, device=device, precision=precision, batch=batch, response_length=length, sft_steps=0, labels=16, norm_samples=16, eval_answers=16, kl_target=0.0))
@@ -49,7 +49,7 @@ def main(argv=None):
     parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True, help="TRL's GRPOTrainer too")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
     args = parser.parse_args(argv)
-    from rlhf_notes.runs import pick_device
+    from rlhf_notes.training.runs import pick_device
     try: device = pick_device(args.device)
     except ValueError as e: parser.error(str(e))
     rows = []

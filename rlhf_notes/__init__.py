@@ -28,6 +28,8 @@ __all__ = list(_MODULE_OF)
 
 
 def __getattr__(name):
+    if name == "check":
+        return _import_module(".exercises.check", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(_import_module(f".formulas.{_MODULE_OF[name]}", __name__), name)

@@ -31,7 +31,7 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .runs import (MOST_SEEDS, Misfit, Run, bootstrap_interval, launched, pick_device,
+from .training.runs import (MOST_SEEDS, Misfit, Run, bootstrap_interval, launched, pick_device,
                              stop_on_interrupt, write_table)
 
 # %% ../nbs/cli.ipynb #parser
@@ -145,7 +145,7 @@ class Task:
     columns: tuple = CONTROL_COLUMNS # Of seeds.csv, from the summaries
     threads: int = 1  # Networks of control gain nothing from a second, and much is lost where several runs share a machine
 
-CONTROL = "rlhf_notes.control.cartpole"
+CONTROL = "rlhf_notes.control.ppo"
 TASKS = {
     "cartpole": Task(PPOConfig, CONTROL, "ppo",
                      "Balance a pole on a cart by pushing left or right. A random policy lasts about 20 steps; an episode "
@@ -173,10 +173,10 @@ def check_task(config, # What to do
                out: Path | None = None, # The run directory to be written; None if nothing in it will be replaced
               ) -> dict: # What was made for that, for `train`
     "ValueError unless it can be done here: is the device there, can the environment be learned, the language model be loaded, and will it not be overwritten?"
-    from rlhf_notes.runs import pick_device
+    from rlhf_notes.training.runs import pick_device
     device = pick_device(config.device, auto="cuda" if isinstance(config, RLHFConfig) else "cpu")
     if hasattr(config, "env"):
-        from rlhf_notes.control.cartpole import check_start
+        from rlhf_notes.control.ppo import check_start
         check_start(config)
     if not isinstance(config, RLHFConfig): return {}
     from rlhf_notes.language.rlhf import Processes, check_processes, make_world
@@ -226,7 +226,7 @@ def old_run(task: str, # A name in TASKS
                          f"({run.config['vectorization']}) cannot, its checkpoint holds the agent alone")
     config = TASKS[task].config(**{n: run.config[n] for n in names})
     if hasattr(config, "env"):
-        from rlhf_notes.control.cartpole import check_start
+        from rlhf_notes.control.ppo import check_start
         check_start(config, run)
     return config, run
 
@@ -451,7 +451,7 @@ def demo(args) -> int: # The exit code
           f"{s['wall_seconds']:.1f} s: {outcome(s)}\n{before_and_after(runs['rlhf'])}")
     print(f"\n{time.perf_counter() - start:.1f} s in all. Look next at")
     for run in runs.values(): print(f"  {run.path / 'curve.svg'}")
-    print(f"  tensorboard --logdir {args.out}\n  nbs/control/21_cartpole.ipynb and nbs/language/34_rlhf.ipynb, where every "
+    print(f"  tensorboard --logdir {args.out}\n  nbs/control/19_ppo.ipynb and nbs/language/27_rlhf.ipynb, where every "
           "line of it is explained")
     return 0 if all(c["solved"] for c in control) and s["win_rate_vs_sft"] >= WON else 1
 
@@ -482,7 +482,7 @@ def compare_language(args) -> int: # The exit code
     "Our loop and TRL's, by turns."
     # before TRL is loaded, which takes its time
     with usage_errors(): device = pick_device(args.device or "cpu", auto="cuda")
-    from rlhf_notes.language import compare
+    from rlhf_notes.studies import benchmark_rlhf as compare
     about = {name: words for name, (_, _, words) in compare.contenders().items()}
     theirs = any(name.startswith("trl") for name in about)
     run = comparison(args, about, "trl" if theirs else None, device=device)
@@ -504,7 +504,7 @@ def compare_language(args) -> int: # The exit code
 
 def compare_control(args) -> int: # The exit code
     "Our PPO, stable-baselines3's and a single-file loop, by turns."
-    from rlhf_notes.control import compare
+    from rlhf_notes.studies import benchmark as compare
     about = {c.name: c.about for c in compare.contenders(args.task)}
     run = comparison(args, about, "stable-baselines3" if "sb3-zoo" in about else None)
     if "sb3-zoo" not in about:
@@ -534,7 +534,7 @@ def bench_command(args) -> int: # The exit code
         if device == "mps": raise ValueError("device must be auto, cpu or cuda, got 'mps'")
         run = Run.create(args.out, {"task": "bench", "size": args.size, "only": args.task, "rounds": args.rounds,
                                     "device": device, "versions": versions()}, args.overwrite)
-    from rlhf_notes.formulas import compiled
+    from rlhf_notes.fast import compiled
     from rlhf_notes.studies import speed
     rows, path = [], run.path / "bench.csv"
     print(f"{speed.device_name(device)}: every method by turns, {args.rounds} rounds; what is not installed is left out",

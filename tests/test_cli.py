@@ -21,12 +21,13 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_notes import __version__, cli
-from rlhf_notes.control import cartpole, compare
+from rlhf_notes.control import ppo as cartpole
+from rlhf_notes.studies import benchmark as compare
 from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.language import rlhf
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.task import QUERIES, WORDS, make_tokenizer
-from rlhf_notes.runs import Run
+from rlhf_notes.training.runs import Run
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
 

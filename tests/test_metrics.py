@@ -9,11 +9,11 @@ import nbformat
 import pytest
 
 import notebooks
-from rlhf_notes.control import cartpole
+from rlhf_notes.control import ppo as cartpole
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.language import rlhf
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.runs import Run
+from rlhf_notes.training.runs import Run
 from test_words import NBS, code_names, linked, module_of, tables
 
 FILES = {"control `metrics.csv`": "control", "`sft.csv`": "sft", "`reward_model.csv`": "reward_model", "language `metrics.csv`": "rl"}

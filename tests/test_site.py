@@ -63,7 +63,7 @@ def test_every_notebook_is_a_page_in_the_sidebar(built, pages):
 def test_the_floors_stand_in_order(built):
     html = (built / "index.html").read_text(encoding="utf-8")
     captions = re.findall(r'class="caption-text">([^<]+)', html[:html.index("<article")])
-    assert captions == [floor for floor in site_pages.FLOORS if floor in captions] and {"Start", "Formulas", "Tools"} <= set(captions)
+    assert captions == [floor for floor in site_pages.FLOORS if floor in captions] and {"Start", "Formulas", "Workshop"} <= set(captions)
 
 
 def test_no_directive_and_no_tex_is_shown(built, pages):

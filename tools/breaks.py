@@ -23,8 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = {"cli": ("test_cli.py", "test_compare_language.py"), "control.compare": ("test_compare.py",), "control.config": ("test_config.py",), "differences": ("crosscheck",),
-         "language.compare": ("test_compare_language.py",), "language.config": ("test_rlhf_config.py",)}      # where they are called otherwise than the module
+TESTS = {"checks": ("test_checks.py",), "theme": ("viz/test_viz.py",), "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py"), "differences": ("crosscheck",)}  # where they are called otherwise than the module
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
@@ -33,7 +32,8 @@ def find(name):
     module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
     folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
     notebook = next(p for p in folder.glob("*.ipynb") if p.stem.split("_", 1)[-1] == module.stem or p.stem == module.stem)
-    tests = [next((ROOT / "tests").rglob(t)) for t in TESTS.get(name, (f"test_{name}.py",))]
+    room = module.parent.relative_to(ROOT / "rlhf_notes")
+    tests = [next((ROOT / "tests").rglob(t)) for t in TESTS.get(name, ((room / f"test_{module.stem}.py").as_posix(),))]
     return [p.relative_to(ROOT) for p in (module, notebook, *tests)]
 
 

@@ -21,7 +21,8 @@ from sphinx.cmd.build import main as sphinx
 import site_api
 from notebooks import ROOT, WIDTH, directives, notebooks, settings
 
-FLOORS = {"Start": ".", "Formulas": "formulas", "Control": "control", "Language": "language", "Studies": "studies", "Tools": "."}
+FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Studies": "studies", "Workshop": "."}
+WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli")
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
 
 
@@ -69,6 +70,8 @@ class Page:
         self.title = re.search(r"^# (.+)$", first, re.M)[1].strip()
         self.summary = " ".join(re.findall(r"^> ?(.*)$", first, re.M)).strip()
         self.equations = 0
+        twice = sum(page(p).name == self.page.name for p in notebooks()) > 1
+        self.label = self.page.as_posix().replace("/", "-") if twice else self.page.name
         self.sections = {name for c in self.nb.cells if c.cell_type == "markdown" for head in re.findall(r"^#+ .*", c.source, re.M) for name in re.findall(r"`(\w+)`", head)}
 
     @property
@@ -83,8 +86,9 @@ class Page:
     @property
     def floor(self):
         folder = self.page.parent.as_posix()
+        if folder in WORKSHOP: return "Workshop"
         if folder != ".": return next((floor for floor, f in FLOORS.items() if f == folder), folder.capitalize())
-        return "Tools" if self.exports_to else "Start"
+        return "Workshop" if self.exports_to else "Start"
 
     def references(self, text, names):
         "Inline code that names something exported, outside of headings and links, as a link to it."
@@ -99,7 +103,7 @@ class Page:
         "Formulas that stand on lines of their own get a number, and an anchor: equation-kl-3. One with a label, `$$ ... $$ (eq-name)`, keeps its name."
         def number(m):
             self.equations += 1
-            return m[0] if m["label"] else f"{m['formula']} ({self.page.name}-{self.equations})"
+            return m[0] if m["label"] else f"{m['formula']} ({self.label}-{self.equations})"
         text = outside(r"^(?P<formula>[ \t>]*\$\$(?:(?!\$\$).)+\$\$)[ \t]*(?P<label>\([\w-]+\))?[ \t]*$", number, text)
         return re.sub(r"\[[^\[\]]*\]\(#(?:equation-)?(eq-[\w-]+)\)", r"{eq}`\1`", text)
 

@@ -9,8 +9,8 @@ __all__ = ['GROUP_SCALES', 'discounted_returns', 'gae', 'gae_tokens', 'group_adv
 # %% ../../nbs/formulas/08_advantage.ipynb #export-imports
 import torch
 
-from . import compiled, kernels
-from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_mask,
+from ..fast import compiled, kernels
+from ..checks import (at_least_float32, check_boolean, check_choice, check_float, check_mask,
                                            check_ndim, check_number, check_same_shape)
 from .masking import _deviation, _variance, apply_mask
 from .whitening import whiten

@@ -13,7 +13,7 @@ from collections import namedtuple
 import torch
 
 from .advantage import rloo_advantage
-from .arguments import (at_least_float32, check_choice, check_float, check_mask, check_ndim,
+from ..checks import (at_least_float32, check_choice, check_float, check_mask, check_ndim,
                                            check_number, check_same_shape, under_its_name)
 from .kl import KL_KINDS, kl_estimate
 from .logprob import efficient_method

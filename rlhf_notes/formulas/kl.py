@@ -8,7 +8,7 @@ __all__ = ['KL_KINDS', 'kl_estimate', 'calculate_kl_div', 'exact_kl', 'kl_loss',
 # %% ../../nbs/formulas/06_kl.ipynb #export-imports
 import torch
 
-from .arguments import (at_least_float32, check_choice, check_flag, check_float, check_mask,
+from ..checks import (at_least_float32, check_choice, check_flag, check_float, check_mask,
                                            check_number, check_same_shape, float64_if_possible)
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio

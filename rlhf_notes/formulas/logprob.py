@@ -14,8 +14,8 @@ from functools import cache
 
 import torch
 
-from . import compiled, kernels
-from .arguments import (at_least_float32, check_flag, check_float, check_integer, check_mask, check_ndim,
+from ..fast import compiled, kernels
+from ..checks import (at_least_float32, check_flag, check_float, check_integer, check_mask, check_ndim,
                                            check_number, check_same_shape, check_whole)
 from .masking import apply_mask, masked_sum
 

@@ -8,7 +8,7 @@ __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'mask
 # %% ../../nbs/formulas/01_masking.ipynb #export-imports
 import torch
 
-from .arguments import (at_least_float32, check_choice, check_flag, check_mask, check_ndim, check_real,
+from ..checks import (at_least_float32, check_choice, check_flag, check_mask, check_ndim, check_real,
                                            check_tensor, check_whole)
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask

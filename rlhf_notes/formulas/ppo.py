@@ -12,7 +12,7 @@ from collections import namedtuple
 
 import torch
 
-from .arguments import (at_least_float32, check_boolean, check_choice, check_flag, check_float,
+from ..checks import (at_least_float32, check_boolean, check_choice, check_flag, check_float,
                                            check_integer, check_number, check_real, check_same_shape, under_its_name)
 from .kl import KL_KINDS, kl_loss
 from .logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax

@@ -9,7 +9,7 @@ __all__ = ['RATIO_LEVELS', 'bounded_log_ratio', 'importance_ratio', 'effective_s
 import torch
 from torch.nn.functional import pad
 
-from .arguments import (at_least_float32, check_choice, check_float, check_mask, check_ndim,
+from ..checks import (at_least_float32, check_choice, check_float, check_mask, check_ndim,
                                            check_number, check_same_shape)
 from .masking import apply_mask, masked_mean
 

@@ -10,7 +10,7 @@ __all__ = ['PENALTY_MODES', 'best_of_n_loss', 'bradley_terry_loss', 'RewardNorm'
 import torch
 from torch.nn.functional import logsigmoid
 
-from .arguments import (at_least_float32, check_boolean, check_choice, check_float, check_integer,
+from ..checks import (at_least_float32, check_boolean, check_choice, check_float, check_integer,
                                            check_mask, check_ndim, check_number,
                                            check_same_shape, check_whole, under_its_name)
 from .kl import kl_estimate

@@ -8,7 +8,7 @@ __all__ = ['CLIP_KINDS', 'clipped_surrogate', 'clip_fraction']
 # %% ../../nbs/formulas/04_surrogate.ipynb #export-imports
 import torch
 
-from .arguments import at_least_float32, check_choice, check_float, check_mask, check_number
+from ..checks import at_least_float32, check_choice, check_float, check_mask, check_number
 from .masking import masked_mean
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #surrogate

@@ -10,7 +10,7 @@ __all__ = ['value_loss', 'value_clip_fraction', 'explained_variance', 'value_tra
 import torch
 from torch.nn.functional import pad
 
-from .arguments import at_least_float32, check_float, check_mask, check_number, check_same_shape
+from ..checks import at_least_float32, check_float, check_mask, check_number, check_same_shape
 from .masking import apply_mask, masked_mean, masked_var
 
 # %% ../../nbs/formulas/05_value.ipynb #value-loss

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from .arguments import at_least_float32, check_flag, check_float, check_mask, check_number
+from ..checks import at_least_float32, check_flag, check_float, check_mask, check_number
 from .masking import _deviation, _variance, apply_mask, masked_mean, masked_sum
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten

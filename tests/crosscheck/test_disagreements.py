@@ -7,7 +7,7 @@ import torch
 
 from rlhf_notes.formulas import advantage, grpo, kl, logprob, ppo, ratio, reward, surrogate, value, whitening
 from rlhf_notes.studies.differences import openrlhf_advantages, sb3_update, trl_loss, verl_loss
-from test_agreement import functions_of
+from crosscheck.test_agreement import functions_of
 
 NAN, INF = math.nan, math.inf
 

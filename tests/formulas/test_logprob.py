@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.formulas import compiled, logprob as module
+from rlhf_notes.fast import compiled
+from rlhf_notes.formulas import logprob as module
 from rlhf_notes.formulas.logprob import (efficient_method, entropy_from_logits, gaussian_entropy, gaussian_log_prob, less_efficient_method,
                                          linear_log_probs, log_probs_and_entropy, naive_method, selective_log_softmax, tanh_log_det)
 from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values

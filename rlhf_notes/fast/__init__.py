@@ -1,0 +1,32 @@
+"""The same numbers sooner, or in less memory: all that is behind the one seam.
+
+`with fast.off():`, or RLHF_NOTES_FAST=0 in the environment, runs the plain code everywhere.
+"""
+import functools
+import os
+from contextlib import contextmanager
+
+is_open = os.environ.get("RLHF_NOTES_FAST", "1") != "0"
+
+
+@contextmanager
+def off():
+    "Inside, plain code runs everywhere."
+    global is_open
+    before, is_open = is_open, False
+    try:
+        yield
+    finally:
+        is_open = before
+
+
+def door(quick):
+    "Decorate a plain function: `quick` answers in its place, unless it returns NotImplemented."
+    def decorate(plain):
+        @functools.wraps(plain)
+        def call(*args, **kwargs):
+            if is_open and (out := quick(*args, **kwargs)) is not NotImplemented:
+                return out
+            return plain(*args, **kwargs)
+        return call
+    return decorate

@@ -1,0 +1,512 @@
+"""The exercises: right answers pass, however they are written; each wrong one that is known gets its own name; solutions in the lessons are right."""
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+
+import matplotlib
+import pytest
+import torch
+
+import notebooks
+from rlhf_notes import check, kl_loss
+from rlhf_notes.exercises.check import ATOL, EXERCISES, LEAK, RTOL, Outcome, attempt, difference, show
+
+MISTAKES = [(e.name, name) for e in EXERCISES.values() for name in e.mistakes]
+each_exercise = pytest.mark.parametrize("e", EXERCISES.values(), ids=list(EXERCISES))
+each_mistake = pytest.mark.parametrize("exercise, mistake", MISTAKES, ids=[f"{a}-{b}" for a, b in MISTAKES])
+
+
+def cells():
+    "(lesson, cell) of every cell of every notebook."
+    return [(path.stem, c) for path in notebooks.notebooks() for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+def source(cell): return "".join(cell["source"])
+
+
+def convert(x, change):
+    return change(x) if isinstance(x, torch.Tensor) else [convert(v, change) for v in x] if isinstance(x, list) else x
+
+
+def in_float64(f):
+    "f, computed in float64."
+    def g(*args):
+        out = f(*(convert(x, lambda t: t.double() if t.is_floating_point() else t) for x in args))
+        return out if isinstance(out, tuple) else out
+    return g
+
+
+SOLUTIONS = {source(c): (lesson, c) for lesson, c in cells() if "#| code-summary: Solution" in source(c)}
+
+
+# right answers
+
+@each_exercise
+def test_the_library_is_right(e, capsys):
+    verdict = e(e.reference, strict=True)
+    assert verdict and verdict.right and verdict.mistake is None and verdict.figure is None
+    assert capsys.readouterr().out == f"{e.name}: right, on all {len(e.inputs) + len(e.edges)} inputs.\n"
+
+
+@pytest.mark.parametrize("text", SOLUTIONS, ids=[c["id"] for _, c in SOLUTIONS.values()])
+def test_solutions_are_right_in_float32_and_in_float64(text):
+    space = dict(check=check, torch=torch, math=math)
+    exec(text, space)
+    name, = re.findall(r"check\.(\w+)\(", text)
+    assert EXERCISES[name](space[f"{name}_solution"], strict=True)
+    assert EXERCISES[name](in_float64(space[f"{name}_solution"]), strict=True)
+
+
+@each_exercise
+def test_rounding_passes_and_a_thousandth_does_not(e):
+    def off(by):
+        def f(*args):
+            out = e.reference(*args)
+            def change(v): return v * (1 + by) if isinstance(v, float) or isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            return tuple(map(change, out)) if isinstance(out, tuple) else change(out)
+        return f
+    assert e(off(RTOL / 4), draw=False)
+    floats = any(v.is_floating_point() and v.numel() and v.abs().max() > 0.05 for v in e.known()[0][0].values)
+    if floats: assert not e(off(1e-2), draw=False)
+
+
+def by_position(scores, logp, logp_ref, kl_coef, mask):
+    last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(1)
+    out = torch.where(mask, kl_coef * (logp_ref - logp), 0.0)
+    out[mask.any(1), last[mask.any(1)]] += scores[mask.any(1)]
+    return out
+
+
+def entropy_of_possible(z):
+    rows = [row[row > -math.inf].log_softmax(0) for row in z.reshape(-1, z.shape[-1])]
+    return torch.stack([-(p.exp() * p).sum() for p in rows]).reshape(z.shape[:-1])
+
+
+def entropy_by_logsumexp(z):
+    expected = (z.softmax(-1) * z.masked_fill(z == -math.inf, 0)).sum(-1)
+    return z.logsumexp(-1) - expected
+
+
+def answers_of(loss, mask):
+    return torch.stack([x[m].mean() for x, m in zip(loss, mask) if m.any()]).mean()
+
+
+def grpo_by_rows(a, b, ref, A, m, eps, beta):
+    a, b, ref = (torch.where(m, x, 0) for x in (a, b, ref))
+    r, d = (a - b.detach()).exp(), ref - a
+    worse = torch.where(A[:, None] >= 0, r.clamp(max=1 + eps), r.clamp(min=1 - eps))
+    return answers_of(beta * (d.exp() - d - 1) - worse * A[:, None], m)
+
+
+def grpo_in_one_row(a, b, ref, A, m, eps, beta):
+    "All tokens behind each other, each with the weight 1 over its answer's length and the number of answers with any."
+    weight = (1 / m.sum(1, keepdim=True) / m.any(1).sum()).expand_as(m)[m]
+    a, b, ref, A = a[m], b[m], ref[m], A[:, None].expand_as(m)[m]
+    r = (a - b).exp()
+    return (weight * (beta * ((ref - a).expm1() - (ref - a)) - torch.minimum(r * A, r.clamp(1 - eps, 1 + eps) * A))).sum()
+
+
+def whiten_by_std(x, m, shift):
+    kept = x[m]
+    out = torch.zeros_like(x)
+    out[m] = (kept - kept.mean()) / (kept.var(unbiased=False) + 1e-8) ** 0.5 + (0 if shift else kept.mean())
+    return out
+
+
+def whiten_by_squares(x, m, shift):
+    x = torch.where(m, x, 0)
+    n = m.sum()
+    mean = x.sum() / n
+    return torch.where(m, (x - mean) * ((x ** 2).sum() / n - mean ** 2 + 1e-8).rsqrt() + (not shift) * mean, 0)
+
+
+def through(value, slope):
+    "A number with this value and the gradient of another."
+    return value.detach() + slope - slope.detach()
+
+
+def slope_of_kl(a, b, m): return ((a - b)[m].detach() * a[m]).mean()
+
+
+RIGHT = {
+    "kl_loss": [lambda a, b, m: kl_loss(a, b, "k1", mask=m, straight_through=True), lambda a, b, m: kl_loss(a, b, "k3", mask=m, straight_through=True),
+                lambda a, b, m: ((a - b)[m].detach() * (a[m] - a[m].detach()).exp()).mean(), slope_of_kl, lambda a, b, m: slope_of_kl(a, b, m) - 7],
+    "entropy": [entropy_of_possible, entropy_by_logsumexp, lambda z: -(z.softmax(-1) * z.log_softmax(-1).masked_fill(z == -math.inf, 0)).sum(-1)],
+    "sequence_ratio": [lambda a, b, m: torch.where(m, a - b.detach(), 0).sum(1).div(m.sum(1).clamp(min=1)).exp(),
+                       lambda a, b, m: torch.stack([(x[k] - y.detach()[k]).sum().div(max(int(k.sum()), 1)).exp() for x, y, k in zip(a, b, m)]),
+                       lambda a, b, m: torch.where(m, a - b.detach(), 0).exp().prod(1) ** (1 / m.sum(1).clamp(min=1))],
+    "explained_variance": [lambda V, R: torch.zeros(()) if R.max() == R.min() else 1 - (R - V).var() / R.var(),
+                           lambda V, R: 0.0 if (R - R.mean()).abs().max() < 1e-6 else 1 - ((R - V - (R - V).mean()) ** 2).sum() / ((R - R.mean()) ** 2).sum(),
+                           lambda V, R: torch.where(R.std() > 1e-6 * R.abs().mean(), 1 - (R - V).var() / R.var(), 0.0)],
+    "whiten": [whiten_by_std, whiten_by_squares],
+    "token_rewards": [by_position, lambda s, a, b, c, m: torch.where(m, c * (b - a), 0) + s[:, None] * (m & (m.cumsum(1) == m.sum(1, keepdim=True)))],
+    "grpo_loss": [grpo_by_rows, grpo_in_one_row],
+    "position_ids": [lambda m: (m.long().cumsum(-1) - 1).clamp(min=0), lambda m: (m.cumsum(1) - 1).masked_fill(~m, 0), lambda m: m.cumsum(1) - m.long(),
+                     lambda m: (m.cumsum(1) - 1).clamp(min=0).masked_fill(~m & (m.cumsum(1) > 0), 1)],
+}
+
+
+@pytest.mark.parametrize("exercise, f", [(name, f) for name, fs in RIGHT.items() for f in fs], ids=[f"{name}-{i}" for name, fs in RIGHT.items() for i in range(len(fs))])
+def test_a_right_answer_passes_however_it_is_written(exercise, f):
+    assert EXERCISES[exercise](f, strict=True)
+    assert EXERCISES[exercise](in_float64(f), strict=True)
+
+
+# wrong answers
+
+def into_place(s, a, b, c, m):
+    out = torch.where(m, -c * (a - b), 0.0)
+    for row in range(len(out)): out[row, m[row].sum() - 1] += s[row] * m[row].any()
+    return out
+
+
+def into_place_and_masked(*x): return torch.where(x[-1], into_place(*x), 0.0)
+
+
+def by_patched_product(z): return -torch.nansum(z.softmax(-1) * z.log_softmax(-1), -1)
+
+
+def plain_entropy(z): return entropy_of_possible(z.detach())
+
+
+def every_answer(a, b, ref, A, m, eps, beta):
+    return grpo_by_rows(a, b, ref, A, m, eps, beta) * m.any(1).float().mean()
+
+
+@pytest.mark.parametrize("exercise, f, mistake", [
+    ("entropy", by_patched_product, "nan_gradient"),
+    ("entropy", lambda z: torch.special.entr(z.softmax(-1)).sum(-1), "nan_gradient"),
+    ("entropy", lambda z: torch.where(z > -math.inf, -z.softmax(-1) * z.log_softmax(-1), 0).sum(-1), "nan_gradient"),
+    ("entropy", plain_entropy, "no_gradient"),
+    ("entropy", lambda z: -plain_entropy(z), "sign"),
+    ("token_rewards", into_place, "counts"),
+    ("token_rewards", into_place_and_masked, "counts"),
+    ("sequence_ratio", lambda a, b, m: torch.where(m, a - b, 0).sum(1).div(m.sum(1).clamp(min=1)).exp(), "into_old"),
+    ("sequence_ratio", lambda a, b, m: torch.where(m, a - b, 0).sum(1).exp(), "product"),
+    ("sequence_ratio", lambda a, b, m: torch.tensor([math.exp(sum((x - y)[k].tolist()) / max(int(k.sum()), 1)) for x, y, k in zip(a, b, m)]), "no_gradient"),
+    ("sequence_ratio", lambda a, b, m: torch.where(m, (a - b.detach()).exp(), 1).prod(1) ** (1 / m.sum(1).clamp(min=1)), "leak"),       # of the gradient
+    ("grpo_loss", every_answer, "empty_is_zero"),
+    ("grpo_loss", lambda a, b, ref, A, m, eps, beta: torch.stack([grpo_by_rows(*(x[i:i + 1] for x in (a, b, ref, A, m)), eps, beta) if m[i].any() else torch.zeros(()) for i in range(len(a))]).mean(), "empty_is_zero"),
+    ("grpo_loss", lambda a, b, ref, A, m, eps, beta: answers_of(torch.where(m, beta * ((ref - a).expm1() - (ref - a)) - check._surrogate((a - b).exp(), A[:, None], eps), 0), m), "leak"),
+    ("whiten", lambda x, m, s: torch.where(m, (x - x[m].mean()) / (x[m].std(unbiased=False) + 1e-8) + (0 if s else x[m].mean()), 0), "eps_outside"),
+    ("kl_loss", lambda a, b, m: (a - b)[m].mean(), "k1"), ("kl_loss", lambda a, b, m: a[m].mean(), "k1"), ("kl_loss", lambda a, b, m: ((b - a).exp() - 1 + a - b)[m].mean(), "k3"),
+    ("kl_loss", lambda a, b, m: ((a - b) ** 2)[m].mean(), "no_half"), ("kl_loss", lambda a, b, m: 2 * slope_of_kl(a, b, m), "no_half"), ("kl_loss", lambda a, b, m: -slope_of_kl(a, b, m), "sign"),
+    ("kl_loss", lambda a, b, m: (a - b)[m].mean().detach(), "no_gradient"),
+    ("kl_loss", lambda a, b, m: ((a - b).detach() * (a - a.detach()).exp())[m].mean(), "leak"), ("kl_loss", lambda a, b, m: through((a * m).sum(), slope_of_kl(a, b, m)), "leak"),
+    ("kl_loss", lambda a, b, m: through((a - b)[m].mean(), 3 * slope_of_kl(a, b, m)), None), ("kl_loss", lambda a, b, m: slope_of_kl(a, b, m) + a[m].mean(), None),
+    ("masked_mean", lambda x, m: (x.nan_to_num() * m).sum() / m.sum().clamp(min=1), "hides"), ("masked_mean", lambda x, m: torch.nan_to_num(x[m].mean()), "patched"),
+    ("clipped_surrogate", lambda r, A, eps: torch.minimum(r * A, r.clip(eps, 1 + eps) * A), "from_eps"),
+    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-8), "no_eps"),
+    ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) & (torch.where(m, (b - a).exp(), 0).sum(1) / m.sum(1) > t)), "ratios"),
+    ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) & (torch.where(m, (a - b).expm1() - (a - b), 0).sum(1) / m.sum(1) > t)), None),
+    ("control_loss", lambda r, A, V, R, H, eps, v, h: -torch.minimum((r * A).mean(), (r.clamp(1 - eps, 1 + eps) * A).mean()) + v * ((V - R) ** 2).mean() / 2 - h * H.mean(), "minimum_of_means"),
+    ("dpo_loss", lambda c, r, p, q, b: (1 + (-b * (c - p - r + q)).exp()).log().mean(), "underflow"),
+    ("explained_variance", lambda V, R: 1 - (R - V).var() / (R.var() + 1e-8), "zero_division"),
+    ("explained_variance", lambda V, R: torch.zeros(()) if ((R - R.mean()) ** 2).mean() == 0 else 1 - (R - V).var(unbiased=False) / ((R - R.mean()) ** 2).mean(), "exactly_0"),
+])
+def test_a_known_mistake_is_named_however_it_is_written(exercise, f, mistake): assert EXERCISES[exercise](f, draw=False).mistake == mistake
+
+
+def test_a_wrong_value_is_named_by_its_value_whatever_its_gradient():
+    "As from someone who computes with plain numbers, or forgets to detach."
+    for name, mistake in (("importance_ratio", "inverted"), ("sequence_ratio", "batch"), ("control_loss", "entropy_sign"), ("entropy", "bits")):
+        e = EXERCISES[name]
+        verdict = e(lambda *x: e.mistakes[mistake][0](*x).detach(), draw=False)
+        assert verdict.mistake == mistake and verdict.text.startswith(f"{name}: not yet. {e.mistakes[mistake][1]}\n")
+
+
+@pytest.mark.parametrize("exercise, mistake", [("clipped_surrogate", "no_minimum"), ("clipped_surrogate", "above_for_any_sign"), ("dual_clip", "any_sign"), ("value_loss", "no_maximum")])
+def test_what_is_said_of_a_gradient_is_true_of_it(exercise, mistake):
+    "A wrong value whose gradient is another than that of the mistake with this value."
+    e = EXERCISES[exercise]
+    wrong = e.mistakes[mistake][0]
+    assert "gradient" in e.mistakes[mistake][1]
+    assert e(lambda *x: wrong(*x).detach(), draw=False).mistake == mistake
+    assert e(lambda x, *more: through(wrong(x, *more), 5 * x), draw=False).mistake is None
+
+
+def test_where_the_gradient_is_asked_for_nobody_calls_the_value_right():
+    verdict = EXERCISES["kl_loss"](lambda a, b, m: slope_of_kl(a, b, m) + 3 * a[m].mean())
+    assert "  result: the value may be any number, but its gradient with respect to logp should be [0.5, -0.25, 0]" in verdict.text
+    assert not any("value is right" in sentence for _, sentence in EXERCISES["kl_loss"].mistakes.values())
+    assert "  result: expected a finite number, yours is nan" in EXERCISES["kl_loss"](lambda a, b, m: through((a * m).sum(), slope_of_kl(a, b, m))).text
+    assert EXERCISES["kl_loss"](lambda a, b, m: slope_of_kl(a, b, m)[None]).text.count("yours has the shape (1,), expected ()") == 1
+
+
+def test_positions_are_judged_where_they_matter():
+    e = EXERCISES["position_ids"]
+    verdict = e(lambda m: e.reference(m).int())
+    assert verdict.mistake is None and "yours is torch.int32, expected torch.int64" in verdict.text
+    assert e(lambda m: m.cumsum(1) - 1).mistake == "minus_1"                                      # left padding is judged
+    assert not e(lambda m: (m.cumsum(1) - 1).clamp(min=0)[:, :-1]) and not e(lambda m: (m.cumsum(1) - 1).clamp(min=0).double())
+    assert [free.tolist() for free in e.free(torch.tensor([[False, True, True, False], [True, True, False, False]]))] == [[False, False, False, True], [False, False, True, True]]
+
+
+@each_mistake
+def test_a_wrong_answer_gets_its_own_name(exercise, mistake, capsys):
+    e = EXERCISES[exercise]
+    wrong, sentence = e.mistakes[mistake]
+    verdict = e(wrong, draw=False)
+    assert not verdict and verdict.mistake == mistake
+    text = capsys.readouterr().out
+    assert text.startswith(f"{exercise}: not yet. {sentence}\n") and "  input:  " in text and "  result: " in text and f"check.{exercise}.hint()" in text
+    with pytest.raises(AssertionError) as raised: e(wrong, strict=True)
+    assert str(raised.value) + "\n" == text and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("exercise, mistake", [m for m in MISTAKES if m[1] not in ("cancels", "underflow", "overflow")])       # float64 holds those
+def test_it_gets_the_same_name_in_float64(exercise, mistake):
+    e = EXERCISES[exercise]
+    assert e(in_float64(e.mistakes[mistake][0]), draw=False).mistake == mistake
+
+
+@each_exercise
+def test_no_two_mistakes_look_alike(e):
+    "On some input they differ by far more than the tolerance."
+    def far(a, b):
+        if a.error or b.error: return a.error.split(":")[0] != b.error.split(":")[0]
+        pairs = list(zip(a.values + a.grads, b.values + b.grads))
+        return len(a.values) != len(b.values) or any(x.shape != y.shape or not torch.allclose(x.double(), y.double(), 30 * RTOL, 30 * ATOL, equal_nan=True) for x, y in pairs)
+    expected, known = e.known()
+    rows = {"right": expected, **known}
+    for a, b in itertools.combinations(rows, 2): assert any(map(far, rows[a], rows[b])), f"{a} and {b} look alike"
+
+
+def test_there_are_enough_of_them():
+    assert len(MISTAKES) >= 250 and all(len(e.mistakes) >= 4 for e in EXERCISES.values())
+    sentences = [s for e in EXERCISES.values() for _, s in e.mistakes.values() if s != LEAK]
+    assert all(len(s) > 15 and s.endswith(".") for s in sentences)
+
+
+def test_two_mistakes_at_once_get_the_numbers(capsys):
+    verdict = EXERCISES["masked_mean"](lambda x, m: -2 * x.nan_to_num().mean())
+    assert not verdict and verdict.mistake is None
+    assert capsys.readouterr().out.splitlines()[0] == "masked_mean: not yet. No mistake that is known here."
+    assert "input:  x = [1, 2, 6]; mask = [True, True, False]\n  result: expected 1.5, yours is -6" in verdict.text
+
+
+def test_edges_do_not_hide_a_wrong_formula():
+    "A known mistake is named even if it fails at the edges in another way than the known one does."
+    def divides_by_all(x, m): return (x * m).mean()          # leaks NaN, which the known wrong version does not
+    assert EXERCISES["masked_mean"](divides_by_all).mistake == "divides_by_all"
+
+
+def test_two_edges_at_once_are_named_one_after_the_other():
+    verdict = EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / m.sum())
+    assert verdict.mistake == "zero_by_zero"
+    assert EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / max(m.sum(), 1)).mistake == "leak"
+
+
+def test_a_leak_is_known_where_it_is_not_listed():
+    e = EXERCISES["effective_sample_size"]
+    one = check.Exercise("one", "", "", lambda x, m: torch.where(m, x, 0.0), "x mask", [(torch.tensor([1.0, 2.0]), torch.tensor([True, False]))], {}, "",
+                         edges=[(torch.tensor([1.0, math.nan]), torch.tensor([True, False]))])
+    assert one(lambda x, m: x * m).mistake == "leak" and LEAK in one(lambda x, m: x * m).text
+    assert one(lambda x, m: torch.where(m, x, 0.0)) and e(e.reference)
+
+
+# what is no result at all
+
+def masked_mean_with(change): return lambda x, m: change(EXERCISES["masked_mean"].reference(x, m))
+
+
+@pytest.mark.parametrize("f, words", [
+    (lambda x, m: None, "yours returns None: is the `return` missing?"),
+    (lambda x, m: (torch.zeros(()), None), "returns None"),
+    (lambda x: x, "raises TypeError: .*takes 1 positional argument but 2 were given"),
+    (lambda x, m: 1 / 0, "raises ZeroDivisionError: division by zero"),
+    (lambda x, m: "1.5", "returns '1.5': neither a tensor nor a number"),
+    (lambda x, m: {"mean": 1.5}, "returns {.mean.: 1.5}: neither a tensor nor a number"),
+    (masked_mean_with(lambda v: v[None]), r"yours has the shape \(1,\), expected \(\)"),
+    (masked_mean_with(lambda v: (v, v)), "yours returns 2 things, expected 1"),
+    (masked_mean_with(lambda v: v > 0), r"yours is boolean \(torch.bool\), expected floating-point"),
+    (masked_mean_with(lambda v: v.long()), r"yours is integer \(torch.int64\), expected floating-point"),
+    (masked_mean_with(lambda v: v.half()), "yours is torch.float16, expected float32 or better"),
+])
+def test_what_is_no_result_is_said(f, words):
+    verdict = EXERCISES["masked_mean"](f)
+    assert not verdict and re.search(words, verdict.text), verdict.text
+    assert verdict.text.startswith("masked_mean: not yet. That is no result of the kind that is asked for.\n")
+
+
+@pytest.mark.parametrize("change", [lambda v: v.double(), lambda v: v.item(), lambda v: v.numpy(), lambda v: (v,), lambda v: [v]])
+def test_a_number_is_as_good_as_a_tensor(change): assert EXERCISES["masked_mean"](masked_mean_with(change))
+
+
+def test_a_changed_argument_is_said():
+    def mean(x, m):
+        x.masked_fill_(~m, 0)
+        return x.sum() / m.sum().clamp(min=1)
+    verdict = EXERCISES["masked_mean"](mean)
+    assert verdict.mistake == "changed" and "your function changes x in place" in verdict.text
+    def microbatches(losses, masks):
+        out = EXERCISES["microbatch_loss"].reference(losses, masks)
+        losses.pop()
+        return out
+    assert "changes losses in place" in EXERCISES["microbatch_loss"](microbatches).text
+    def cut(tokens, stop, pad):
+        new, mask = EXERCISES["truncate_at_stop"].reference(tokens, stop, pad)
+        return tokens.copy_(new), mask
+    assert "changes tokens in place" in EXERCISES["truncate_at_stop"](cut).text
+
+
+def test_one_call_does_not_spoil_the_next():
+    e = EXERCISES["masked_var"]
+    def spoil(x, m): x.zero_(); m.zero_(); return torch.tensor(0.0)
+    for _ in range(2):
+        e(spoil); assert e(e.reference, strict=True)
+
+
+def test_a_missing_gradient_is_said():
+    e = EXERCISES["importance_ratio"]
+    verdict = e(lambda a, b: torch.tensor([math.exp(x) for x in (a - b).flatten().tolist()]).reshape(a.shape))
+    assert verdict.mistake == "no_gradient"
+    verdict = EXERCISES["value_loss"](lambda V, O, R, c: EXERCISES["value_loss"].reference(V, O, R, c).detach())
+    assert "the value is right, but its gradient with respect to value should be" in verdict.text and "none flows" in verdict.text
+
+
+@pytest.mark.parametrize("detach", [torch.Tensor.detach_, lambda b: b.requires_grad_(False)])
+def test_an_argument_that_is_detached_in_place_is_said(detach):
+    verdict = EXERCISES["importance_ratio"](lambda a, b: (a - detach(b)).exp())
+    assert "yours detaches logp_old in place: detach() gives a copy, which is what you want" in verdict.text
+    assert "yours detaches logp and logp_old in place" in EXERCISES["importance_ratio"](lambda a, b: (detach(a) - detach(b)).exp()).text
+
+
+def test_a_list_of_numbers_is_no_tensor():
+    words = "yours returns 3 things, expected 1: torch.stack makes one tensor of tensors, torch.tensor of numbers"
+    for change in (list, torch.Tensor.tolist): assert words in EXERCISES["online_logsumexp"](lambda z: change(z.logcumsumexp(0))).text
+    assert EXERCISES["masked_mean"](masked_mean_with(lambda v: (v, v, v))).text.count("yours returns 3 things, expected 1\n") == 1
+    assert "yours returns 3 things, expected 1\n" in EXERCISES["online_logsumexp"](lambda z: [z.logcumsumexp(0)] * 3).text                    # three whole answers
+    assert "yours returns 1 thing, expected 2\n" in EXERCISES["combine_steps"](lambda x, d, X, D: x + d * X).text
+
+
+def test_a_gradient_is_compared_element_by_element():
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    one, other = (attempt(lambda x: x * w, {"x": torch.ones(2)}, ("x",)) for w in (a, b))
+    assert one.grads[0].tolist() == [1.0, 4.0] and other.grads[0].tolist() == [2.0, 2.0]
+
+
+def test_a_foreign_exception_is_not_a_known_mistake():
+    one = check.Exercise("one", "", "", lambda x: x, "x", [(torch.ones(2),)], {"raises": (lambda x: x @ x[:1], "a")}, "")
+    assert one(lambda x: x @ x[:1]).mistake == "raises" and one(lambda x: x.nothing).mistake is None
+
+
+def test_interrupts_are_not_swallowed():
+    def interrupt(x, m): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): EXERCISES["masked_mean"](interrupt)
+    with pytest.raises(TypeError, match="f must be a function, got int"): EXERCISES["masked_mean"](3)
+
+
+def test_differences_in_words():
+    def outcome(*values): return Outcome(tuple(map(torch.tensor, values)))
+    assert difference(outcome([1.0, 2.0]), outcome([1.0, 2.00001])) == ""
+    assert difference(outcome([1.0], [2.0]), outcome([1.0], [3.0])) == "expected [3] as result 2, yours is [2]"
+    assert difference(outcome([math.nan]), outcome([math.nan])) == "" and difference(outcome([math.inf]), outcome([-math.inf])) == "expected [-inf], yours is [inf]"
+    assert show(torch.tensor([[1.23456, -2.0]])) == "[[1.235, -2]]" and show(0.1) == "0.1" and show([torch.tensor([True])]) == "[[True]]"
+    assert len(show(torch.arange(1000.0))) == 160 and show(torch.arange(1000.0)).endswith("...")
+
+
+# pictures
+
+DRAWN = {"clipped_surrogate", "dual_clip", "value_loss", "kl_k3", "gae", "token_rewards"}
+
+
+def test_which_have_a_picture(): assert {e.name for e in EXERCISES.values() if e.picture} == DRAWN
+
+
+@pytest.mark.parametrize("exercise", sorted(DRAWN))
+def test_expected_is_drawn_against_yours(exercise, monkeypatch):
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    e = EXERCISES[exercise]
+    for f, _ in e.mistakes.values():
+        verdict = e(f)
+        if verdict.figure is None: continue
+        for ax in verdict.figure.axes:
+            expected, yours = ax.lines[:2]
+            assert expected.get_label() == "expected" and yours.get_label() == "yours" and len(expected.get_xdata()) == len(yours.get_xdata())
+        plt.close(verdict.figure)
+    first = e(next(iter(e.mistakes.values()))[0]).figure
+    assert first is not None
+    first.canvas.draw()                                # mathematics in titles is read only now
+    plt.close(first)
+    before = plt.get_fignums()
+    assert e(e.reference).figure is None and e(next(iter(e.mistakes.values()))[0], draw=False).figure is None and e(lambda *args: None).figure is None
+    assert e(lambda *args: torch.zeros(7, 7, 7)).figure is None and plt.get_fignums() == before
+
+
+def test_the_picture_shows_objective_and_gradient():
+    import matplotlib.pyplot as plt
+    figure = EXERCISES["clipped_surrogate"](lambda r, A, eps: r * A).figure
+    r = figure.axes[0].lines[0].get_xdata()
+    assert len(figure.axes) == 4 and [ax.get_title() for ax in figure.axes] == ["$A = 1$", "its gradient", "$A = -1$", "its gradient"]
+    for row, A in ((0, 1.0), (1, -1.0)):
+        value, slope = figure.axes[2 * row:2 * row + 2]
+        torch.testing.assert_close(torch.tensor(value.lines[0].get_ydata()), torch.minimum(A * torch.tensor(r), A * torch.tensor(r).clamp(0.8, 1.2)))
+        torch.testing.assert_close(torch.tensor(value.lines[1].get_ydata()), A * torch.tensor(r))
+        torch.testing.assert_close(torch.tensor(slope.lines[1].get_ydata()).double(), torch.full((len(r),), A, dtype=torch.float64))
+    plt.close(figure)
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = "import sys; from rlhf_notes import check; check.kl_k3(lambda a, b: b - a, draw=False); check.names(); check.kl_k3.hint(); print('matplotlib' in sys.modules, 'gymnasium' in sys.modules, 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1] == "False False False"
+
+
+# the register and the lessons
+
+@each_exercise
+def test_there_is_a_hint(e, capsys):
+    e.hint(); check.hint(e.name)
+    text = capsys.readouterr().out.splitlines()
+    assert text == [f"{e.name}: {e.tip}"] * 2 and len(e.tip) > 15
+
+
+def test_names():
+    table = check.names()
+    assert isinstance(table, str) and repr(table) == str(table) == table._repr_markdown_()
+    rows = table.splitlines()[2:]
+    assert len(rows) == len(EXERCISES) and all(f"`check.{e.name}`" in r and f"| {len(e.mistakes)} |" in r for e, r in zip(EXERCISES.values(), rows))
+    assert all(r.replace("\\|", "").count("|") == 5 for r in rows)
+    assert check.gae is EXERCISES["gae"] and "gae" in dir(check) and "names" in dir(check) and "check.gae(your_function): f(rewards" in repr(check.gae)
+    with pytest.raises(AttributeError, match="no exercise 'gea'; did you mean 'gae'"): check.gea
+    with pytest.raises(AttributeError, match=r"check.names\(\) lists them"): check.diagnose_everything
+    with pytest.raises(ValueError, match="name must be new, got 'gae'"): check.exercise("gae")
+    assert set(EXERCISES).isdisjoint(vars(check)), "an exercise hides behind another name of the module"
+
+
+def test_each_exercise_stands_in_its_lesson():
+    found = {lesson: [c for l, c in cells() if l == lesson] for lesson in {e.lesson for e in EXERCISES.values()}}
+    assert len(found) == 16
+    for lesson, its in found.items():
+        names = [e.name for e in EXERCISES.values() if e.lesson == lesson]
+        assert 2 <= len(names) <= 3
+        ids = [c["id"] for c in its]
+        start = ids.index("exercises")
+        assert ids[start:] == ["exercises", "exercise-imports", *(f"exercise-{n}{part}" for n in names for part in ("-task", "", "-solution"))], "exercises end the lesson"
+        by_id = dict(zip(ids, its))
+        assert source(by_id["exercises"]).startswith("## Exercises\n")
+        for n in names:
+            stub, solution = by_id[f"exercise-{n}"], by_id[f"exercise-{n}-solution"]
+            arguments = ", ".join(EXERCISES[n].arguments.split())
+            assert f"`{n}({arguments})`" in source(by_id[f"exercise-{n}-task"])
+            assert source(stub) == f"#| eval: false\ndef my_{n}({arguments}):\n    ...\n\ncheck.{n}(my_{n})" and stub["outputs"] == []
+            assert notebooks.directives(source(solution)) == {"code-fold": "true", "code-summary": "Solution"} and solution["metadata"] == {"jupyter": {"source_hidden": True}}
+            assert f"def {n}_solution({arguments}):" in source(solution) and source(solution).endswith(f"check.{n}({n}_solution, strict=True);")
+
+
+def test_a_stub_raises_nothing(capsys):
+    for lesson, cell in cells():
+        if re.fullmatch(r"exercise-\w+", cell["id"]) and "#| eval: false" in source(cell): exec(source(cell), dict(check=check))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not yet" in line]
+    assert len(lines) == len(EXERCISES)
+
+
+def test_folded_cells_stay_folded():
+    "Cleaning a notebook keeps what folds a solution."
+    path = next(p for p in notebooks.notebooks() if p.stem == "01_masking")
+    cleaned = json.loads(notebooks.cleaned(json.loads(path.read_text(encoding="utf-8"))))
+    assert [c["metadata"] for c in cleaned["cells"] if c["id"].endswith("-solution")] == [{"jupyter": {"source_hidden": True}}] * 3

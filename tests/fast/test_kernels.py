@@ -1,0 +1,181 @@
+"""The Triton kernels. Where there is no GPU they are interpreted on the CPU, in a process of their own, since Triton decides that when it is imported; and compiled for GPUs that are not there."""
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import notebooks
+from rlhf_notes.formulas import advantage, logprob
+from rlhf_notes.fast import kernels
+from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
+from strategies import normal, random_mask, value_and_grad
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a process of its own")
+
+
+def test_nothing_of_triton_is_imported_or_used_on_the_cpu():
+    code = "import sys, torch, rlhf_notes.fast.kernels as k; before = 'triton' in sys.modules; assert not k.usable(torch.ones(3)); print(before)"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout.strip() == "False"
+
+
+def test_only_plain_tensors_are_computed_with():
+    seen = []
+    def f(x):
+        seen.append(kernels.eager(x))
+        return x * 2
+    x = torch.ones(3)
+    f(x); f(torch.nn.Parameter(x)); torch.func.vmap(f)(x); torch.func.grad(lambda x: f(x).sum())(x)
+    assert seen == [True, True, False, False] and not kernels.usable(x.double())
+
+
+@triton
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_kernels_in_the_interpreter():
+    p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(__file__), timeout=300)
+    assert p.returncode == 0 and "10 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
+
+
+@triton
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+def test_kernels_compile_for_gpus():
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    forward, backward = kernels._rows()
+    numbers = dict(V="i32", T="i32", per_part="i32", stride_part="i64", stride_row="i32", inv_temperature="fp32", stride_t="i32", stride_n="i32", I="*i64", SILENT="*i32")
+    for kernel, pointers, constants in ((forward, dict(Z="*bf16"), dict(ENTROPY=True, BLOCK=4096)), (backward, dict(Z="*bf16", OUT="*bf16"), dict(ENTROPY=True, BLOCK=4096)), (kernels._scan(), {}, dict(FORWARD=False, BLOCK=1024))):
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in constants else pointers.get(n) or numbers.get(n, "*fp32") for n in names}
+        made = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}), target=GPUTarget("cuda", 80, 32))
+        assert ".entry" in made.asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it sets that itself")
+def test_the_notebook_says_so_where_its_proofs_cannot_run():
+    "Without Triton they print that they were not run; what is stored was run."
+    cells = {c["id"]: c for c in json.loads((notebooks.ROOT / "nbs" / "fast" / "kernels.ipynb").read_text(encoding="utf-8"))["cells"]}
+    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "interpret", "imports", "usable", "rows", "proof-rows", "gae", "proof-gae"))
+    lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 4 and all(line.endswith(": not run here: Triton is not installed") for line in lines)
+    for i in ("proof-rows", "proof-gae"):
+        stored = "".join("".join(o["text"]) for o in cells[i]["outputs"])
+        assert "agree" in stored and "not run here" not in stored, f"store {i} where Triton is installed"
+
+
+@pytest.fixture(autouse=True)
+def however_few(monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(logprob, "_WHOLE", 0); monkeypatch.setattr(logprob, "_LINEAR_CHUNK", 60); monkeypatch.setattr(advantage, "_SCAN", 1)
+
+
+def reference(z, i, temperature):
+    logp = (z.double() / temperature).log_softmax(-1)
+    return torch.stack([logp.gather(-1, i[..., None])[..., 0], -(logp.exp() * torch.where(logp > -math.inf, logp, 0.0)).sum(-1)])
+
+
+@inside
+def test_rows_in_every_layout_and_dtype():
+    whole = normal(0, (2, 4, 4200), scale=3.0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for z, temperature in ((whole[0, 0, :37], 1.0), (whole[:, 0, :64], 0.7), (whole[:, :-1], 2.0), (whole[:, 1:, :16].transpose(0, 1), 1.0), (whole[..., :1], 1.0), (whole + 1e3, 1.0), (whole[:, :, None, :5], 1.0), (whole[:0], 1.0)):
+            z = z.to(dtype).detach()
+            assert kernels.usable(z)
+            i = (torch.arange(math.prod(z.shape[:-1])) * 7 % z.shape[-1]).view(z.shape[:-1])
+            weight = normal(1, (2, *i.shape))
+            exact = z.double().requires_grad_(True)
+            (expected,) = torch.autograd.grad((reference(exact, i, temperature) * weight).sum(), exact)
+            leaf = z.requires_grad_(True)
+            y = torch.stack(log_probs_and_entropy(leaf, i, temperature))
+            (got,) = torch.autograd.grad((y * weight).sum(), leaf)
+            torch.testing.assert_close(y.detach().double(), reference(z.detach(), i, temperature), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol={torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5))
+            with torch.no_grad():
+                assert torch.equal(selective_log_softmax(z, i, temperature), y[0]) and torch.equal(entropy_from_logits(z, temperature), y[1])
+
+
+@inside
+def test_the_gradient_in_place_of_the_logits():
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((5, 37), (2, 3, 4200)):
+            z = normal(0, shape, scale=3.0).to(dtype).requires_grad_(True)
+            i = torch.arange(math.prod(shape[:-1])).view(shape[:-1]) % 37
+            for f in (lambda z, **o: selective_log_softmax(z, i, 0.7, **o), lambda z, **o: entropy_from_logits(z, 0.7, **o), lambda z, **o: torch.stack(log_probs_and_entropy(z, i, 0.7, **o))):
+                (expected,) = torch.autograd.grad(f(z).sin().sum(), z)
+                logits = z * 1
+                (got,) = torch.autograd.grad(f(logits, inplace_backward=True).sin().sum(), logits)
+                assert torch.equal(got, expected) and got.data_ptr() == logits.data_ptr()
+
+
+@inside
+def test_whoever_else_needs_the_overwritten_logits_is_told():
+    W, i = normal(0, (15, 40)).float().requires_grad_(True), torch.arange(15)
+    def logp(z): return selective_log_softmax(z, i, inplace_backward=True)
+    for of in (lambda z: entropy_from_logits(z) + logp(z), lambda z: logp(z) + logp(z), lambda z: z.logsumexp(-1) ** 2 + logp(z)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"): of(W * 1).sum().backward()
+    for made in (torch.tanh, torch.exp):                                         # whose gradient needs what they gave out
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"): logp(made(W)).sum().backward()
+    loss = logp(W * 1).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
+
+
+@inside
+def test_impossible_words_masks_and_nan():
+    z = torch.tensor([[1.0, 2.0, -math.inf], [-math.inf] * 3, [math.nan, 1.0, 2.0], [5.0, 5.0, 5.0], [-math.inf, -math.inf, 3.0]])
+    i, m = torch.tensor([2, 0, 1, 1, 2]), torch.tensor([True, True, False, True, True])
+    y, H = log_probs_and_entropy(z, i)
+    assert y[0] == -math.inf and y[1].isnan() and y[2].isnan() and H[2].isnan() and H[1] == 0 and y[4] == 0 and H[4] == 0
+    torch.testing.assert_close(H[[0, 3]], torch.tensor([0.58220309, math.log(3)]))
+    _, (g,) = value_and_grad(lambda z: entropy_from_logits(z, mask=m), z)
+    assert g.isfinite().all() and (g[1:3] == 0).all() and g[0, 2] == 0
+    _, (g,) = value_and_grad(lambda z: selective_log_softmax(z, i.clamp(max=1), mask=m)[[0, 2, 3]], z)
+    assert g.isfinite().all() and (g[[1, 2, 4]] == 0).all() and g[0, 2] == 0
+    assert selective_log_softmax(z, i + 3)[:1].isnan().all()                     # beyond the vocabulary
+
+
+@inside
+def test_second_derivatives():
+    z, i = normal(0, (3, 5), torch.float32), torch.tensor([0, 3, 4])
+    f = lambda z: (torch.stack(log_probs_and_entropy(z, i)).cos()).sum()
+    got = torch.autograd.functional.hessian(f, z)
+    exact = torch.autograd.functional.hessian(lambda z: reference(z, i, 1.0).cos().sum(), z.double())
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-4)
+
+
+@inside
+def test_from_hidden_states():
+    h, W, b, i = normal(0, (2, 5, 4), torch.float32), normal(1, (19, 4), torch.float32), normal(2, (19,), torch.float32), torch.arange(10).view(2, 5)
+    ours = value_and_grad(lambda h, W, b: torch.stack(linear_log_probs(h, W, i, b, 0.7, entropy=True)).sin(), h, W, b)
+    exact = value_and_grad(lambda h, W, b: reference(torch.nn.functional.linear(h, W, b), i, 0.7).sin(), *(t.double() for t in (h, W, b)))
+    torch.testing.assert_close(ours[0].double(), exact[0], atol=1e-5, rtol=1e-5)
+    for g, e in zip(ours[1], exact[1]): torch.testing.assert_close(g.double(), e, atol=1e-5, rtol=1e-4)
+
+
+@inside
+def test_the_scan_equals_the_loop():
+    for T, N in ((1, 3), (7, 2), (300, 2), (2500, 3)):
+        for dtype in (torch.float32, torch.float64):
+            x, decay = normal(0, (T, N), dtype), torch.full((T, N), 0.94, dtype=dtype).masked_fill(random_mask(1, (T, N), 0.1), 0)
+            tol = dict(atol=1e-10, rtol=0) if dtype == torch.float64 else dict(atol=1e-4, rtol=1e-5)
+            loop = advantage._step_by_step(x, decay)
+            torch.testing.assert_close(kernels.scan(x, decay), loop, **tol)
+            torch.testing.assert_close(kernels.scan(x.flip(0), decay.flip(0), forward=True), loop.flip(0), **tol)
+            spoilt = x.clone(); spoilt[T // 2:, 0] = math.nan
+            assert torch.equal(kernels.scan(spoilt, decay).isnan(), advantage._step_by_step(spoilt, decay).isnan())
+    assert kernels.scan(torch.zeros(0, 2), torch.zeros(0, 2)).shape == (0, 2)
+
+
+@inside
+def test_gae_uses_it():
+    r, v, nv, end = *(normal(i, (40, 3), torch.float32) for i in range(3)), random_mask(3, (40, 3), 0.1)
+    loop = advantage._step_by_step(r + 0.99 * torch.where(end, 0.0, nv) - v, torch.full_like(r, 0.99 * 0.95).masked_fill(end, 0))
+    torch.testing.assert_close(advantage.gae(r, v, nv, end, end)[0], loop, atol=1e-5, rtol=1e-5)
+    g = value_and_grad(lambda *x: advantage.gae(*x, end, end)[0], r, v, nv)[1]
+    torch.testing.assert_close(g[1], -g[0]); torch.testing.assert_close(g[2], 0.99 * g[0] * ~end)

@@ -1,0 +1,334 @@
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from torch import nn
+
+import notebooks
+from rlhf_notes import check
+from rlhf_notes.formulas.kl import kl_estimate
+from rlhf_notes.formulas.reward import RewardNorm, bradley_terry_loss
+from rlhf_notes.formulas.surrogate import clipped_surrogate
+from rlhf_notes.formulas.whitening import whiten
+from rlhf_notes.language import model, reward_model, rlhf, sampling as sample
+from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.studies.variants import measure, prepare
+from rlhf_notes.studies import failures
+from rlhf_notes.studies.failures import BASES, DIALS, FAILURES, Failure, attempt, choices, diagnose, draw_dials, intact_runs, planted, puzzles, recorded, unusual
+
+SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=32, minibatches=2, iterations=2, eval_answers=8)
+SAME = {"values unclipped"}          # in a moment no value moves as far as 0.2
+
+
+@pytest.fixture(scope="module")
+def start(): return prepare(RLHFConfig(seed=1, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def intact(start): return {name: logged(attempt(name, start)[1]) for name in BASES}
+
+
+def logged(rows): return [{k: v for k, v in r.items() if not k.startswith(("seconds", "tokens"))} for r in rows]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_failure_changes_the_training_and_leaves_nothing_behind(name, start, intact):
+    f = FAILURES[name]
+    before = [getattr(holder, attribute) for holder, attribute, _ in f.swaps]
+    weights = {k: v.clone() for k, v in start.lm.state_dict().items()}
+    outcome, rows = attempt(name, start)
+    assert (logged(rows) == intact[f.base]) == (name in SAME) and len(rows) == start.config.iterations
+    assert [getattr(holder, attribute) for holder, attribute, _ in f.swaps] == before
+    assert all(torch.equal(v, weights[k]) for k, v in start.lm.state_dict().items())
+    assert set(DIALS) <= set(rows[0]) and set(outcome) == {"proxy", "true", "kl", "valid", "win", "first", "broke"}
+
+
+def test_every_detail_has_a_row_and_options_are_changes():
+    numbers = {f.number for f in FAILURES.values()}
+    assert numbers - {""} == {*(f"G{i}" for i in range(1, 7)), *(f"R{i}" for i in range(1, 5)), *(f"P{i}" for i in range(1, 13))}              # P13 is about what is logged
+    for name, f in FAILURES.items():
+        intact = RLHFConfig(**BASES[f.base])
+        assert f.options or f.swaps or f.start, name
+        assert all(getattr(intact, k) != v for k, v in f.options.items()), name
+        replace(intact, **f.options)
+    assert not set(BASES) & set(FAILURES)
+
+
+def test_the_intact_training_is_that_of_the_trainer(start, intact):
+    trainer = start.trainer()
+    rows = [trainer.iterate() for _ in range(trainer.iterations)]
+    assert logged(rows) == intact["ppo"]
+    outcome = attempt("ppo", start)[0]
+    assert {k: outcome[k] for k in ("proxy", "true", "kl", "valid", "win")} == measure(start.trainer(), trainer.policy.lm)
+
+
+def test_the_policy_is_measured_with_everything_intact(start, monkeypatch):
+    "Whatever is planted: by the intact reward model, task, temperature and reference."
+    seen = []
+    monkeypatch.setattr(failures, "measure", lambda look, lm: (seen.append((look, lm, rlhf.Policy, model.position_ids, sample.draw)), measure(look, lm))[1])
+    for name in ("query unseen", "scores as they come", "no truncation", "temperature forgotten", "reference moves", "top five", "positions count padding"): attempt(name, start)
+    for look, lm, *originals in seen:
+        assert look.reward_model is start.reward_model and look.norm is start.norm and look.task is start.task and look.reference is start.lm and lm is not start.lm
+        assert originals == [rlhf.Policy, model.position_ids, sample.draw] and originals[1].__module__ == "rlhf_notes.language.model"
+    assert [look.config.temperature for look, *_ in seen] == [1, 1, 1, 0.7, 1, 1, 1]
+
+
+def test_a_training_that_breaks_says_where(start, monkeypatch):
+    boom = Failure("", "", dict(learning_rate=1e20, max_grad_norm=1e9))
+    monkeypatch.setitem(FAILURES, "boom", boom)
+    outcome, rows = attempt("boom", replace(start, config=replace(start.config, iterations=6)))
+    assert outcome["broke"] == len(rows) + 1 and outcome["first"] is None
+
+
+def test_the_first_look_that_is_worth_it(start, monkeypatch):
+    monkeypatch.setattr(failures, "LOOK", 2); monkeypatch.setattr(failures, "WORTH", -1e9)
+    longer = replace(start, config=replace(start.config, iterations=5))
+    assert attempt("ppo", longer)[0]["first"] == 2
+    monkeypatch.setattr(failures, "WORTH", 1e9)
+    assert attempt("ppo", longer)[0]["first"] is None
+
+
+def test_swaps_are_undone_when_something_fails():
+    f = FAILURES["padding is a word"]
+    before = [getattr(holder, attribute) for holder, attribute, _ in f.swaps]
+    with pytest.raises(KeyError):
+        with planted(f):
+            assert all(getattr(holder, attribute) is not b for (holder, attribute, _), b in zip(f.swaps, before))
+            raise KeyError
+    assert [getattr(holder, attribute) for holder, attribute, _ in f.swaps] == before
+
+
+def wrong(name, i=0):
+    "The wrong function of a failure, made of the right one."
+    holder, attribute, make = FAILURES[name].swaps[i]
+    return make(getattr(holder, attribute))
+
+
+def test_rewards_by_hand():
+    scores, mask = torch.tensor([2.0]), torch.tensor([[True, True, False]])
+    logp, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
+    for name, expected in {"KL reversed": [0.05, 1.9, 0.0], "paid at the edge": [-0.05, 0.1, 2.2], "paid everywhere": [1.95, 2.1, 0.0]}.items():
+        torch.testing.assert_close(wrong(name)(scores, logp, ref, 0.1, mask)[0], torch.tensor([expected]), msg=name)
+    assert wrong("no penalty")(scores, torch.tensor([False]), -1.0) is scores
+    k3 = torch.tensor([-0.5, 1.0]).exp() - 1 - torch.tensor([-0.5, 1.0])
+    torch.testing.assert_close(wrong("k3 in the reward")(scores, logp, ref, 0.1, mask)[0][0, :2], -0.1 * k3 + torch.tensor([0.0, 2.0]))
+
+
+def test_whitening_by_hand():
+    x, mask = torch.tensor([[1.0, 3.0, 100.0]]), torch.tensor([[True, True, False]])
+    torch.testing.assert_close(wrong("whitened with padding")(x, mask), whiten(x)); torch.testing.assert_close(wrong("whitened with padding")(x, mask, shift_mean=False), whiten(x, shift_mean=False))
+    torch.testing.assert_close(wrong("rewards centred")(x, mask, shift_mean=False)[:, :2], torch.tensor([[-1.0, 1.0]]))
+
+
+def test_losses_by_hand():
+    r, A = torch.tensor([0.5, 3.0]), torch.tensor([-2.0, 2.0])
+    assert wrong("no clip")(r, A, 0.2, 0.2, None).tolist() == [-1, 6] and clipped_surrogate(r, A).tolist() == pytest.approx([-1.6, 2.4])
+    logp, old, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
+    assert wrong("mean over padding", -1)(logp, old, torch.tensor([[4.0, 0.0]]), mask, "ppo")[0].item() == -2
+    rewards, best = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 5.0, 2.0]]), torch.tensor([3, 1])
+    torch.testing.assert_close(wrong("pairs")(rewards, best), bradley_terry_loss(torch.tensor([4.0, 1.0]), torch.tensor([1.0, 5.0])))
+    assert wrong("microbatches alike")(torch.zeros(2, 5), torch.ones(8, 5), "token-mean") == 0.25
+    torch.testing.assert_close(wrong("GRPO: k3 reversed")(logp, old + 1, "k3"), kl_estimate(old + 1, logp, "k3"))
+    ref = torch.tensor([[-1.5, -2.0]])
+    torch.testing.assert_close(wrong("GRPO: k1 in the loss")(logp, old, torch.zeros(1, 2), None, "grpo", ref, 1.0)[1]["kl"], torch.tensor(0.25))
+
+
+def test_sampling_by_hand():
+    logits = torch.arange(10.0).log().expand(1000, 10)
+    drawn = wrong("top five")(logits, 1.0, torch.rand(1000, generator=torch.Generator().manual_seed(0)))
+    assert set(drawn.tolist()) == {5, 6, 7, 8, 9}
+    mask = torch.tensor([[False, False, True, True]])
+    assert wrong("positions count padding")(mask).tolist() == [[0, 1, 2, 3]] and model.position_ids(mask).tolist() == [[0, 0, 0, 1]]
+    torch.testing.assert_close(wrong("temperature forgotten")(logits[0], torch.tensor(4), 0.5), (logits[0].log_softmax(-1))[4])
+    assert wrong("constant rate")(RLHFConfig(), 59) == RLHFConfig().learning_rate
+
+
+def test_draws_and_tasks(start):
+    trainer = start.trainer()
+    queries, mask, u = wrong("one seed for two")(trainer)
+    assert len(u) == 32 and torch.equal(u[:16], u[16:]) and torch.equal(queries[:16], queries[16:]) and not torch.equal(u[:8], u[8:16])
+    torch.testing.assert_close(u[:16], trainer.draw()[2][:16])
+    g = lambda: torch.Generator().manual_seed(0)
+    task, cut = start.task, FAILURES["unfinished queries"].start(start).task
+    whole, short = (t.texts(*t.draw(6, g()), torch.zeros(6, 0, dtype=torch.long)) for t in (task, cut))
+    assert all(a[0] == f"{b[0]} ." for a, b in zip(whole, short))
+    answers = torch.full((2, 16), task.stop_token)
+    kept, counts, found = FAILURES["no truncation"].start(start).task.truncate(answers)
+    assert kept is answers and counts.all() and found.all() and not task.truncate(answers)[1].all()
+
+
+def test_models(start):
+    lm = start.lm
+    with planted(FAILURES["loud head"]): loud = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
+    quiet = model.RewardModel(lm, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loud.head.weight, quiet.head.weight * 65 ** 0.5)
+    tokens, mask = torch.randint(20, (3, 9), generator=torch.Generator().manual_seed(0)), torch.ones(3, 9, dtype=torch.bool)
+    with planted(FAILURES["score at the edge"]): edge = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(edge(tokens, mask), quiet(tokens, mask))
+    mask[:, 7:] = False
+    assert not torch.allclose(edge(tokens, mask), quiet(tokens, mask))
+    with planted(FAILURES["loud values"]): assert start.trainer().policy.value_head.weight.std().item() == pytest.approx(1, abs=0.3)
+    with planted(FAILURES["dropout"]): trainer = start.trainer()
+    twice = [trainer.policy(tokens, torch.ones_like(tokens, dtype=torch.bool), 4)[0] for _ in range(2)]
+    assert not torch.equal(*twice) and not any(m.p for m in lm.modules() if isinstance(m, nn.Dropout))
+    alone = failures.judged_alone(None)(quiet, tokens[:, :3], mask[:, :3], tokens[:, 3:], mask[:, 3:])
+    torch.testing.assert_close(alone, quiet(tokens[:, 3:], mask[:, 3:]))
+
+
+def test_what_stands_behind_the_end_is_looked_at(start):
+    def seen():
+        trainer = start.trainer()
+        queries, mask, u = trainer.draw()
+        rollout = trainer.judge(queries, mask, trainer.sample(trainer.policy.lm, queries, mask, u))
+        with torch.no_grad(): return rollout, trainer.say(rollout)[0]
+    rollout, logp = seen()
+    behind = ~rollout.counts
+    assert behind.any() and (logp - rollout.logp)[behind].abs().max() > 0.1 and (logp - rollout.logp)[~behind].abs().max() < 1e-4
+    torch.testing.assert_close(rollout.logp_ref, rollout.logp, atol=1e-4, rtol=1e-4)
+    with planted(FAILURES["mean over padding"]): rollout, logp = seen()
+    torch.testing.assert_close(logp, rollout.logp, atol=1e-4, rtol=1e-4)
+
+
+def test_padding_that_is_read(start):
+    "With it, a padded query is another query; without, it is the same."
+    tokens = torch.randint(1, 20, (2, 6), generator=torch.Generator().manual_seed(0))
+    padded, mask = torch.cat([torch.full((2, 3), 5), tokens], 1), torch.cat([torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 6, dtype=torch.bool)], 1)
+    states = lambda x, m: model.hidden_states(start.lm, x, m)[:, -6:]
+    torch.testing.assert_close(states(padded, mask), states(tokens, torch.ones_like(tokens, dtype=torch.bool)), rtol=1e-3, atol=1e-4)
+    with planted(FAILURES["padding is a word"]):
+        read = states(padded, mask)
+        torch.testing.assert_close(read, model.hidden_states(start.lm, torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1), torch.ones_like(mask))[:, -6:])
+    assert not torch.allclose(read, states(padded, mask), atol=1e-3)
+
+
+def test_scales(start):
+    assert FAILURES["scores as they come"].start(start).norm.state_dict() == RewardNorm().state_dict()
+    early = FAILURES["scaled too early"].start(start).norm.state_dict()
+    assert early == reward_model.RewardTraining(start.config, start.lm, start.task).norm.state_dict() != start.norm.state_dict()
+    with planted(FAILURES["reference moves"]): moving = start.trainer()
+    assert moving.reference is moving.policy.lm
+    moving.iterate()
+    assert abs(moving.iterate()["kl_k1"]) < 1e-5
+
+
+def test_an_attempt_at_what_is_not_there(start):
+    with pytest.raises(ValueError, match="name must be one of ppo, cooler, grpo, query unseen, .*; got 'no kl'"): attempt("no kl", start)
+
+
+def invented():
+    "Three intact seeds, and failures that move the mean of one dial or two, though not at first: score and entropy up or down, kl_k1 a little; GRPO has no values."
+    def run(base=0.0, **moved): return {d: None if base == "grpo" and "value" in d else [t + 1.5 * moved.get(d, 0.0) * (t > 0) for t in range(3)] for d in DIALS} | {d: [None] * 3 for d in DIALS if base == "grpo" and "value" in d}
+    runs = {(b, s): run(b, **{d: s - 1.0 for d in DIALS}) for b in BASES for s in range(3)}
+    moves = {"no KL": dict(score=9), "KL reversed": dict(score=-7), "no clip": dict(entropy=5), "one epoch": dict(entropy=-4, score=3.5), "lambda 0": dict(kl_k1=2.5), "eight epochs": dict(score=8, entropy=1), "GRPO: no KL": dict(kl_k1=6), "GRPO: k3 reversed": dict(kl_k1=-5), "GRPO: k1 in the loss": dict(valid=-7), "GRPO: unscaled": dict(grad_norm=4), "temperature forgotten": dict(length=4)}
+    return runs | {(n, 0): run(FAILURES[n].base, **m) for n, m in moves.items()}
+
+
+def test_unusual_by_hand():
+    runs = invented()
+    assert [run["score"] for run in intact_runs("no KL", runs)] == [[0, -0.5, 0.5], [0, 1, 2], [0, 2.5, 3.5]]
+    assert unusual("no KL", runs)["score"] == 9 and list(unusual("one epoch", runs).items())[:2] == [("entropy", -4), ("score", 3.5)]           # the standard deviation of the means 0, 1, 2 is 1
+    assert set(unusual("no KL", runs)) == set(DIALS) and not any("value" in d for d in unusual("GRPO: no KL", runs))
+    for s in range(3): runs["ppo", s]["valid"] = [1.0] * 3
+    runs["no clip", 0]["valid"], runs["no KL", 0]["valid"] = [0.5] * 3, [1.0] * 3
+    assert next(iter(unusual("no clip", runs).items())) == ("valid", -math.inf) and unusual("no KL", runs)["valid"] == 0
+
+
+def test_cases_and_their_choices():
+    runs = invented()
+    names = puzzles(runs)
+    assert set(names) == {n for n, s in runs if n in FAILURES} - {"lambda 0"} and names == puzzles(runs) != [n for n in FAILURES if n in names]          # lambda 0 moves nothing by 3
+    loudest = lambda n: {"no KL": "score+", "eight epochs": "score+", "KL reversed": "score-", "no clip": "entropy+", "one epoch": "entropy-", "lambda 0": "kl+", "GRPO: no KL": "kl+", "GRPO: k3 reversed": "kl-", "GRPO: k1 in the loss": "valid-", "GRPO: unscaled": "grad+", "temperature forgotten": "length+"}[n]
+    places = set()
+    for case, truth in enumerate(names, 1):
+        four = choices(case, runs)
+        assert len(set(four)) == 4 and truth in four and four == choices(case, runs)
+        assert all(loudest(n) != loudest(truth) for n in four if n != truth)
+        assert {FAILURES[n].base for n in four if n != truth} == {"grpo" if truth.startswith("GRPO") else "ppo"}
+        places.add(four.index(truth))
+    assert len(places) > 1
+
+
+def test_the_game(monkeypatch, capsys):
+    runs = invented()
+    monkeypatch.setattr(failures, "recorded", lambda: runs)
+    case = puzzles(runs).index("no KL") + 1
+    assert check.diagnose(case, draw=False) is None
+    asked = capsys.readouterr().out
+    assert asked.startswith(f"Case {case} of 10: PPO, with one thing wrong. Which?") and all(f"  {letter}  {n}: {FAILURES[n].what}\n" in asked for letter, n in zip("abcd", choices(case, runs)))
+    letter = "abcd"[choices(case, runs).index("no KL")]
+    for answer in ("no KL", letter):
+        verdict = check.diagnose(case, answer)
+        assert verdict and "Right: no KL: KL costs nothing. Farthest from usual, in standard deviations of the intact trainings: score +9;" in capsys.readouterr().out
+    other = next(n for n in choices(case, runs) if n == "no clip" or n == "one epoch" or n == "KL reversed")
+    verdict = diagnose(case, other)
+    dial, z = next(iter(unusual(other, runs).items()))
+    assert not verdict and verdict.mistake == other and f"No. With {other} the loudest dial would be {dial} {z:+.0f}; here {dial} is {unusual('no KL', runs)[dial]:+.0f} from usual. Look at score again." in verdict.text
+    for wrong in (0, 11, "1", 1.0):
+        with pytest.raises(ValueError, match="case must be a number from 1 to 10"): diagnose(wrong)
+    with pytest.raises(ValueError, match="answer must be a, b, c, d or one of .*; got 'e'"): diagnose(case, "e")
+    random.seed(0)
+    for _ in range(5): assert diagnose(draw=False) is None
+    assert len({line for line in capsys.readouterr().out.splitlines() if line.startswith("Case")}) > 1
+
+
+def test_the_game_says_what_cannot_be_compared(monkeypatch):
+    "A dial that the training lacks, and dials of another temperature."
+    runs = invented()
+    for s in range(3): runs["ppo", s]["value_loss"] = [1.0 + s] * 3
+    runs["KL reversed", 0]["value_loss"] = [99.0] * 3
+    monkeypatch.setattr(failures, "recorded", lambda: runs)
+    monkeypatch.setattr(failures, "choices", lambda case, runs: ["GRPO: no KL", "temperature forgotten", "KL reversed", "no clip"])
+    said = lambda truth, answer: diagnose(puzzles(runs).index(truth) + 1, answer).text
+    assert said("GRPO: no KL", "KL reversed").endswith("the loudest dial would be value_loss +97; there is no value_loss here. Look at kl_k1 again.")
+    assert said("temperature forgotten", "no clip").startswith("No. With no clip, at temperature 1, the loudest dial would be entropy +5; here entropy is +0 from usual.")
+    assert said("KL reversed", "no clip").startswith("No. With no clip the loudest")
+
+
+def test_the_picture_of_the_dials():
+    runs = invented()
+    figure = draw_dials("GRPO: no KL", runs)
+    shown = [ax for ax in figure.axes if ax.get_visible()]
+    assert [ax.get_title() for ax in shown] == [d for d in DIALS if "value" not in d]
+    kl = shown[1]
+    band = kl.collections[0].get_paths()[0].vertices[:, 1]
+    assert list(kl.lines[0].get_ydata()) == [0, 10, 11] and (band.min(), band.max()) == (-0.5, 3.5)
+    figure.draw_without_rendering()
+    assert [bool(ax.get_xticklabels()) for ax in shown] == [False] * 8 + [True] * 3, "a column ends without numbers"
+    for s in range(3): runs["grpo", s]["kl_coef"] = [0.2] * 3
+    runs["GRPO: no KL", 0]["kl_coef"], runs["GRPO: no KL", 0]["ratio"] = [0.2] * 3, [1 + 1e-4 * t for t in range(3)]
+    for s in range(3): runs["grpo", s]["ratio"] = [1.0] * 3
+    flat = draw_dials("GRPO: no KL", runs)
+    flat.draw_without_rendering()
+    assert not any(ax.yaxis.get_major_formatter().get_offset() for ax in flat.axes if ax.get_visible()), "numbers that have to be added up"
+    low, high = next(ax for ax in flat.axes if ax.get_title() == "kl_coef").get_ylim()
+    assert low < 0.19 and high > 0.21, "a line that never moves looks as if it did"
+    plt.close(figure); plt.close(flat)
+
+
+def test_what_is_recorded():
+    "Every failure with seed 0, and every intact training; each case of the game has four choices, and one is right."
+    runs = recorded()
+    assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES} and {n for n, s in runs if s} == set(BASES)
+    assert all(len(values) == RLHFConfig().iterations for (n, _), run in runs.items() for values in run.values()), "a training is shorter"
+    assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) == 41
+    assert {n: unusual(n, runs)["kl_coef"] for n in FAILURES if FAILURES[n].base == "grpo"} == {n: -math.inf if n == "GRPO: no KL" else 0 for n in FAILURES if FAILURES[n].base == "grpo"}
+    for case, name in enumerate(puzzles(runs), 1):
+        four = choices(case, runs)
+        assert len(set(four) & set(FAILURES)) == 4 and name in four
+        assert {FAILURES[n].base for n in four if n != name} == {"grpo" if FAILURES[name].base == "grpo" else "ppo"}
+    assert [sum(bool(diagnose(case, letter)) for letter in "abcd") for case in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_the_benchmark_resumes(tmp_path):
+    columns = ["failure", "seed", "proxy", "true", "kl", "valid", "win", "first", "broke", *(f"mean_{d}" for d in DIALS)]
+    (tmp_path / "failures.csv").write_text(",".join(columns) + "\n" + "".join(f"{n},0,1,2,3,4,5,,,{','.join('6' * len(DIALS))}\n" for n in ("pretrained", *BASES, "no KL")) + "ppo,5,77\n")
+    command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "failures.py"), "--part", "rlhf", "--rlhf-seeds", "1", "--out", str(tmp_path), "--only", "no KL"]
+    r = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert r.stdout.startswith(f"RLHF: 0 trainings to do, {len(BASES) + 2} done before")
+    r = subprocess.run([*command[:-1], "nonsense"], capture_output=True, text=True)
+    assert r.returncode == 1 and "unknown failure 'nonsense'" in r.stderr
