@@ -612,7 +612,7 @@ def test_demo_says_what_came_of_it(capsys, monkeypatch, tmp_path, change, code):
     assert seen[0] == (PPOConfig(seed=3), cli.Path("runs/demo/cartpole")) and err == ""
     if code != 130:
         assert seen[1] == (PendulumConfig(seed=3), cli.Path("runs/demo/pendulum")) and len(seen) == 4
-        for words in ("return", "sampled", "NO" if "solved" in change else "yes", "480.0", "s in all", "runs/demo/cartpole/curve.svg", "runs/demo/pendulum/curve.svg", "runs/demo/rlhf/curve.svg", "tensorboard --logdir runs/demo", "21_cartpole.ipynb", "34_rlhf.ipynb",
+        for words in ("return", "sampled", "NO" if "solved" in change else "yes", "480.0", "s in all", "runs/demo/cartpole/curve.svg", "runs/demo/pendulum/curve.svg", "runs/demo/rlhf/curve.svg", "tensorboard --logdir runs/demo", "19_ppo.ipynb", "27_rlhf.ipynb",
                       "-1.25 before, 2.50 after", "85.0%" if "win_rate_vs_sft" in change else "98.5%", "about the hotel .\n  before  -2.50 the room was bad .\n  after    3.00 the room was superb .\nabout the film .\n"): assert words in out, words
     else: assert "interrupted" in out and len(seen) == 2                        # one at each of the two calls: the second task is not begun
 

@@ -1410,7 +1410,7 @@ def _online_from_inf(z):
         out.append(m + s.log())
     return torch.stack(out)
 
-exercise("online_logsumexp", "12_kernels",
+exercise("online_logsumexp", "kernels",
          "f(z (V,)) -> the log-sum-exp of what has come so far, after each logit, (V,); in one pass, without a second look",
          lambda z: z.logcumsumexp(0), "z",
     inputs=[(_t([1., 3., 2.]),), (_t([0., -1., 2., 0.5, 4.]),), (_normal(7, seed=54, scale=2),)],
@@ -1448,7 +1448,7 @@ exercise("online_logsumexp", "12_kernels",
     tip="Keep m, the largest so far, and s, the sum of exp(z - m). What happens to s when m moves? And while m is "
         "still -inf?")
 
-exercise("combine_steps", "12_kernels",
+exercise("combine_steps", "kernels",
          "f(x, d, x_later, d_later) -> (x, d): two steps of y_t = x_t + d_t y_{t+1} as one, elementwise; nothing gets "
          "past d = 0", lambda x, d, X, D: (x + torch.where(d == 0, 0.0, d * X), d * D), "x d x_later d_later",
     inputs=[(_t([1.]), _t([0.5]), _t([4.]), _t([0.25])),
@@ -1483,7 +1483,7 @@ def _powers(f, c): return f[..., None] ** torch.arange(len(c))
 def _bits(n, shift=23, bias=127): return ((n + bias) << shift).to(torch.int32).view(torch.float32)
 def _i(*n): return torch.tensor(n, dtype=torch.int32)
 
-exercise("horner", "13_compiled",
+exercise("horner", "compiled",
          "f(f (...), c (K,)) -> c_0 + c_1 f + c_2 f^2 + ..., (...)", lambda f, c: (_powers(f, c) * c).sum(-1), "f c",
     inputs=[(_t([0.5, -0.25]), _t([1., 2., 4.])), (_t([[2., 0.], [1., -3.]]), _t([3., 0., -1., 0.5])),
             (_normal(6, seed=57), _normal(5, seed=58))],
@@ -1512,7 +1512,7 @@ exercise("horner", "13_compiled",
                   "Right, but the result has the shape of f, also where f is a single number.")),
     tip="c_0 + f (c_1 + f (c_2 + ...)): begin with the innermost bracket.")
 
-exercise("power_of_two", "13_compiled",
+exercise("power_of_two", "compiled",
          "f(n int32 (...)) -> 2^n for -127 < n <= 127 by the bits of a float32, (...); 0 for n = -127", _bits, "n",
     inputs=[(_i(0, 1, 3, -2),), (_i(10, -10, 5, -1, 2),)],
     edges=[(_i(127, -126),), (_i(-127, 0),)],
@@ -1536,7 +1536,7 @@ def _shifted(d, first): return torch.cat([first[None], d[:-1]])
 _DONE = [(_t([[False], [True], [False], [False]]), _t([False])),
          (_m("001", "100", "010", "000", "001"), _t([True, False, False]))]
 
-exercise("data_rows", "20_rollout",
+exercise("data_rows", "16_rollout",
          "f(done (T, N), resetting (N,)) -> which steps are data, (T, N) boolean: in next-step mode the step after an end "
          "only resets; resetting says whether the first step of this rollout does", lambda d, r: ~_shifted(d, r),
          "done resetting", inputs=_DONE,
@@ -1558,7 +1558,7 @@ exercise("data_rows", "20_rollout",
               "You drop the last step of an episode AND the reset after it: the last step is data.")),
     tip="Which flag, of which step, says that step t does nothing but reset?")
 
-exercise("one_step_target", "20_rollout",
+exercise("one_step_target", "16_rollout",
          "f(rewards, next_values, terminated, truncated, gamma) -> what V of each observation should have been, judged by "
          "one step, elementwise", lambda r, v, e, c, g: r + g * torch.where(e, 0.0, v),
          "rewards next_values terminated truncated gamma",
@@ -1586,7 +1586,7 @@ def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=_surrogate, policy=-
                   half=0.5, mean=torch.mean):
     return policy * mean(objective(ratio, A, eps)) + value * cv * mean(half * (V - R) ** 2) + entropy * ch * mean(H)
 
-exercise("control_loss", "21_cartpole",
+exercise("control_loss", "19_ppo",
          "f(ratio, advantage, value, returns, entropy, eps, value_coef, entropy_coef) -> PPO's whole loss for control "
          "(eq. 9, to be minimised), 0-dim: the clipped surrogate, half the squared error of the value, the entropy; each a "
          "mean over the batch",
@@ -1624,7 +1624,7 @@ exercise("control_loss", "21_cartpole",
                "You add up; a mean over the batch is asked for, so that the learning rate does not depend on its size.")),
     tip="Three means and two coefficients. Ask of each: should it grow or shrink? A loss shrinks.")
 
-exercise("annealed_rate", "21_cartpole",
+exercise("annealed_rate", "19_ppo",
          "f(iteration, iterations, start, power) -> the learning rate of an iteration, counted from 0, a number: start "
          "times the share of iterations that is left, to the power",
          lambda i, n, start, power: start * (1 - i / n) ** power, "iteration iterations start power",
@@ -1650,7 +1650,7 @@ exercise("annealed_rate", "21_cartpole",
 # %% ../../nbs/exercises/check.ipynb #lesson-34
 def _position_reference(m): return m.long().cumsum(-1) - m.long()
 
-exercise("position_ids", "34_rlhf",
+exercise("position_ids", "27_rlhf",
          "f(mask (B, T)) -> the position of each token as if there were no padding, int64: how many real tokens stand "
          "before it; 0 on left padding, anything on right padding", _position_reference, "mask",
     inputs=[(_m("001", "111"),), (_m("00111", "11111", "01111"),), (_m("00110", "11100"),)],
@@ -1674,7 +1674,7 @@ exercise("position_ids", "34_rlhf",
 
 def _parts(x, m): return zip(x, m)
 
-exercise("microbatch_loss", "34_rlhf",
+exercise("microbatch_loss", "27_rlhf",
          "f(losses, masks) -> from lists of microbatches, (b, T) each, the mean over all tokens that count, 0-dim",
          lambda x, m: masking.masked_mean(torch.cat(x), torch.cat(m)), "losses masks",
     inputs=[([_t([[1., 2., 9.]]), _t([[4., 5., 6.]])], [_t([[True, True, False]]), _t([[True, True, True]])]),
@@ -1698,7 +1698,7 @@ exercise("microbatch_loss", "34_rlhf",
               "You divide by the tokens of the last microbatch; all of them count.")),
     tip="Count the tokens of the whole batch first. What does each microbatch then contribute?")
 
-exercise("answer_penalty", "34_rlhf",
+exercise("answer_penalty", "27_rlhf",
          "f(scores (B,), ended (B,), penalty) -> the score of an answer that ended, the penalty in its place otherwise",
          reward.apply_penalty, "scores ended penalty",
     inputs=[(_t([3.]), _t([False]), -1.0), (_t([3.]), _t([True]), -1.0),

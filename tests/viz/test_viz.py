@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 import notebooks
 from rlhf_notes import viz
+from rlhf_notes.viz import theme
 from rlhf_notes.viz import Dial, film, slider, token_strip
 
 PAGE_LIMIT = 250_000              # bytes of one slider
@@ -124,10 +125,10 @@ def test_shared_parts_are_stored_once():
 
 def test_all_frames_have_their_axes_in_one_place():
     def draw(n): fig, ax = plt.subplots(layout="constrained"); ax.plot([0, n], [0, n]); ax.set_ylabel("y\n" * n)
-    figures = viz._settle([viz._draw(draw, dict(n=n)) for n in (1, 2, 5)])
+    figures = theme._settle([theme._draw(draw, dict(n=n)) for n in (1, 2, 5)])
     places = [f.axes[0].get_position().bounds for f in figures]
     assert places[0] == places[1] == places[2] and places[0][0] > 0.02
-    free = viz._draw(draw, dict(n=5)); free.draw_without_rendering()
+    free = theme._draw(draw, dict(n=5)); free.draw_without_rendering()
     assert free.axes[0].get_position().bounds != places[0]
 
 
@@ -211,7 +212,7 @@ def test_stored_sliders_are_frames_and_light(path, cell):
 
 
 def test_the_lessons_have_their_sliders():
-    assert {p.stem for p, _ in STORED} >= {"02_logprob", "03_ratio", "04_surrogate", "06_kl", "07_whitening", "08_advantage", "35_variants", "21_cartpole", "22_pendulum", "34_rlhf", "viz"}
+    assert {p.stem for p, _ in STORED} >= {"02_logprob", "03_ratio", "04_surrogate", "06_kl", "07_whitening", "08_advantage", "33_variants", "19_ppo", "20_plots", "27_rlhf", "theme"}
 
 
 def luminance(colour):
