@@ -61,6 +61,8 @@ def checked(**rules):  # name of an argument -> what it must be
             values = [check[n](x, seen) if n in check else x for n, x in zip(names, args)]
             kwargs = {n: check[n](x, seen) if n in check else x for n, x in kwargs.items()}
             return f(*values, *args[len(names):], **kwargs)
+        # torch.compile counts recompilations by code object
+        call.__code__ = call.__code__.replace(co_name=f.__name__)
         return call
     return decorate
 

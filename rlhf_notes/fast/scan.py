@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'HAS_NUMBA', 'scan_loop', 'gae_loop', 'compiled', 'columns', 'empty', 'scan_op', 'gae_op', 'over_columns',
-           'scan_backward', 'pays', 'accumulate', 'gae']
+           'Scan', 'pays', 'accumulate', 'gae']
 
 # %% ../../nbs/fast/scan.ipynb #export-imports
 import math
@@ -96,18 +96,28 @@ def over_columns(op):
     op.register_vmap(rule)
 
 
-def scan_backward(ctx, grad):
-    decay, = ctx.saved_tensors
-    earlier = torch.cat([torch.ones_like(decay[:1]), decay[:-1]])
-    return scan_op(grad.flip(0), earlier.flip(0)).flip(0), None
-
-
 for op in (scan_op, gae_op):
     op.register_fake(empty)
     over_columns(op)
-scan_op.register_autograd(
-    scan_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-)
+
+
+class Scan(torch.autograd.Function):
+    "The scan with its gradient: the same scan with time turned around."
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, decay):
+        return scan_op(x, decay)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        decay, = ctx.saved_tensors
+        earlier = torch.cat([torch.ones_like(decay[:1]), decay[:-1]])
+        return Scan.apply(grad.flip(0), earlier.flip(0)).flip(0), None
 
 # %% ../../nbs/fast/scan.ipynb #doors
 SMALL = 2**10  # numbers; for fewer the plain loop will do
@@ -123,7 +133,7 @@ def pays(x, *others):
 def accumulate(x, decay):
     "The plain function's values and gradients; the decay gets no gradient."
     if decay.requires_grad or not pays(x, decay): return NotImplemented
-    return scan_op(x, decay)
+    return Scan.apply(x, decay)
 
 
 def gae(rewards, values, next_values, terminated, done, gamma=0.99, lam=0.95):

@@ -120,7 +120,9 @@ class FixedKLController:
         state: dict,  # from `state_dict`
     ):
         "Continue from a checkpoint."
-        self.coef = float(state["coef"])
+        if not isinstance(state, dict) or set(state) != {"coef"}:
+            raise ValueError(f"state must be a dict with the one key 'coef', got {state!r}")
+        FixedKLController.__init__(self, state["coef"])
 
 # %% ../../nbs/formulas/06_kl.ipynb #adaptive
 class AdaptiveKLController(FixedKLController):
@@ -146,12 +148,18 @@ class AdaptiveKLController(FixedKLController):
         n: int,  # number of responses; beta must stay above 0
     ) -> float:  # beta to use next
         "beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)."
-        kl = float(kl)
-        if not math.isfinite(kl): raise ValueError(f"kl must be finite, got {kl}")
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        error = min(max(_number(kl) / self.target - 1, -0.2), 0.2)
         factor = 1 + error * n / self.horizon
         if factor <= 0:
             raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays "
                              f"above 0 at an error of {error:g}, got {n}")
-        self.coef *= factor
+        self.coef = float(self.coef * factor)
         return self.coef
+
+
+def _number(kl):
+    "`kl` as a finite Python number."
+    kl = kl.item() if isinstance(kl, Tensor) and kl.ndim == 0 else kl
+    if not isinstance(kl, (int, float)) or not math.isfinite(kl):
+        raise ValueError(f"kl must be a finite number or a 0-dim tensor, got {kl!r}")
+    return kl

@@ -66,7 +66,7 @@ def centre(
     dim: int | tuple | None = None,  # dimension(s) to take the mean over; None = all
 ) -> Tensor:  # (...), float32 or better; 0 where the mask is False
     "x less its mean, twice: the second mean is the rounding error of the first."
-    x = x - masked_mean(x, mask, dim, keepdim=True)
+    x = at_least_float32(x) - masked_mean(x, mask, dim, keepdim=True)
     return apply_mask(x - masked_mean(x, mask, dim, keepdim=True).detach(), mask)
 
 # %% ../../nbs/formulas/01_masking.ipynb #variance
