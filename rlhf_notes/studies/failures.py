@@ -22,7 +22,7 @@ from importlib.resources import files
 import torch
 from torch import nn
 
-from ..exercises.check import Verdict
+from ..exercises.engine import Verdict
 from .ablations import in_standard_deviations, swapped, unclipped
 from ..formulas import grpo
 from ..formulas.kl import kl_estimate
