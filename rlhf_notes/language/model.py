@@ -29,7 +29,7 @@ from ..checks import check_boolean, check_choice, check_integer, check_number, c
 from ..formulas.logprob import linear_log_probs, selective_log_softmax
 from ..formulas.masking import masked_mean
 from .config import PRECISIONS
-from ..training.runs import diverged
+from ..training.signals import diverged
 
 # %% ../../nbs/language/23_model.ipynb #positions
 def position_ids(mask: torch.Tensor, # True = a real token, False = padding, (..., T) boolean

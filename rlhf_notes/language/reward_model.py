@@ -19,7 +19,7 @@ from ..formulas.reward import RewardNorm, best_of_n_loss
 from .model import RewardModel, autocast, check_weights
 from .sampling import sample
 from .task import human_choice
-from ..training.runs import diverged
+from ..training.signals import diverged
 
 # %% ../../nbs/language/25_reward_model.ipynb #score
 def score(model: RewardModel, # Of any training

@@ -39,7 +39,9 @@ from .model import (Policy, Pretraining, RewardModel, answer_states, autocast, c
 from .reward_model import RewardTraining, score
 from .sampling import Sampler, Samples
 from .task import WORDS, Reviews, make_tokenizer
-from ..training.runs import Run, diverged, launched, pick_device, progress_bar, stop_on_interrupt, write_table
+from ..training.devices import launched, pick_device
+from ..training.runs import Run, write_table
+from ..training.signals import diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/27_rlhf.ipynb #rollout
 @dataclass

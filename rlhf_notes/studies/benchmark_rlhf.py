@@ -28,7 +28,7 @@ from ..language.reward_model import score
 from ..language.rlhf import evaluate
 from ..language.task import queries
 from .variants import Start, prepare
-from ..training.runs import bootstrap_interval
+from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/34_benchmark_rlhf.ipynb #contenders
 @contextmanager
