@@ -49,7 +49,7 @@ def main(argv=None):
     parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True, help="TRL's GRPOTrainer too")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
     args = parser.parse_args(argv)
-    from rlhf_notes.training.runs import pick_device
+    from rlhf_notes.training.devices import pick_device
     try: device = pick_device(args.device)
     except ValueError as e: parser.error(str(e))
     rows = []

@@ -31,8 +31,11 @@ from pathlib import Path
 from . import __version__
 from .control.config import PPOConfig, PendulumConfig
 from .language.config import RLHFConfig
-from .training.runs import (MOST_SEEDS, Misfit, Run, bootstrap_interval, launched, pick_device,
-                             stop_on_interrupt, write_table)
+from .training.devices import launched, pick_device
+from .training.options import MOST_SEEDS
+from .training.runs import Misfit, Run, write_table
+from .training.signals import stop_on_interrupt
+from .training.statistics import bootstrap_interval
 
 # %% ../nbs/cli.ipynb #parser
 class UsageError(Exception):
@@ -173,7 +176,7 @@ def check_task(config, # What to do
                out: Path | None = None, # The run directory to be written; None if nothing in it will be replaced
               ) -> dict: # What was made for that, for `train`
     "ValueError unless it can be done here: is the device there, can the environment be learned, the language model be loaded, and will it not be overwritten?"
-    from rlhf_notes.training.runs import pick_device
+    from rlhf_notes.training.devices import pick_device
     device = pick_device(config.device, auto="cuda" if isinstance(config, RLHFConfig) else "cpu")
     if hasattr(config, "env"):
         from rlhf_notes.control.ppo import check_start

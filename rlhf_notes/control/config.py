@@ -8,7 +8,7 @@ __all__ = ['VECTORIZATIONS', 'TRUNCATIONS', 'WHITENINGS', 'PPOConfig', 'Pendulum
 # %% ../../nbs/control/18_config.ipynb #export-imports
 from dataclasses import dataclass
 
-from ..training.runs import MAX_SEED, check_options, option
+from ..training.options import MAX_SEED, check_options, option
 
 # %% ../../nbs/control/18_config.ipynb #config
 VECTORIZATIONS = ("auto", "sync", "async")

@@ -33,7 +33,9 @@ from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
 from ..formulas.value import explained_variance, value_loss
 from ..formulas.whitening import RunningMoments, whiten
-from ..training.runs import Run, diverged, launched, pick_device, progress_bar, stop_on_interrupt
+from ..training.devices import launched, pick_device
+from ..training.runs import Run
+from ..training.signals import diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/control/19_ppo.ipynb #draw
 def draw_cartpole(ax, # Matplotlib axes

@@ -8,7 +8,7 @@ __all__ = ['ALGOS', 'PRESETS', 'PRECISIONS', 'ADAMS', 'VARIANTS', 'GROUP_SCALES'
 # %% ../../nbs/language/21_config.ipynb #export-imports
 from dataclasses import dataclass
 
-from ..training.runs import MAX_SEED, check_options, option
+from ..training.options import MAX_SEED, check_options, option
 
 # %% ../../nbs/language/21_config.ipynb #config
 ALGOS = ("ppo", "grpo", "rloo")

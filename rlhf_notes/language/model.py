@@ -21,7 +21,7 @@ from ..fast import door, gpt2
 from ..formulas.logprob import (entropy_from_logits, linear_log_probs,
                                          selective_log_softmax)
 from ..formulas.masking import masked_mean
-from ..training.runs import diverged
+from ..training.signals import diverged
 
 # %% ../../nbs/language/23_model.ipynb #positions
 @checked(mask="bool (... T)")

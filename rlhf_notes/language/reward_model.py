@@ -7,7 +7,6 @@ __all__ = ['CHOICES', 'score', 'write_responses', 'Labels', 'ask_human', 'warm_l
 
 # %% ../../nbs/language/25_reward_model.ipynb #export-imports
 import copy
-import random
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,8 @@ from ..formulas.reward import RewardNorm, best_of_n_loss
 from .model import RewardModel, autocast, gradient_step
 from .sampling import sample
 from .task import human_choice
-from ..training.runs import diverged
+from ..training.seeds import seeded_generator
+from ..training.signals import diverged
 
 # %% ../../nbs/language/25_reward_model.ipynb #score
 def score(model: RewardModel, # Of any training
@@ -117,8 +117,7 @@ class RewardTraining:
                  task, # `Reviews`, or what looks like it
                 ):
         c, self.config, self.device = config, config, next(lm.parameters()).device
-        seed = random.Random(f"reward model {c.seed}").getrandbits(63)
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded_generator("reward model", c.seed)
         self.labels = ask_human(c, lm, task, generator).to(self.device)
         texts = task.draw(c.norm_samples, generator)
         texts = (*texts, *write_responses(c, lm, task, *texts, generator))

@@ -6,8 +6,8 @@
 __all__ = ['ADVANTAGES', 'COLUMNS', 'GPT2_WORDS', 'STAGES', 'SHOWN', 'CHECKPOINT_EVERY', 'CHECKPOINT_SHARE', 'Rollout',
            'ppo_advantages', 'group_advantages', 'with_advantages', 'losses', 'share', 'tensorflow_eps',
            'learning_rate', 'answer_stats', 'stream', 'process_seed', 'Processes', 'check_processes', 'check_finite',
-           'Laps', 'RLHF', 'Evaluation', 'evaluate', 'make_world', 'Training', 'save_policy', 'Keeper', 'conclude',
-           'train', 'plot_run']
+           'Laps', 'RLHF', 'Evaluation', 'evaluate', 'make_world', 'Training', 'Keeper', 'conclude', 'train',
+           'plot_run']
 
 # %% ../../nbs/language/27_rlhf.ipynb #export-imports
 import copy
@@ -27,19 +27,20 @@ from ..fast.adam import Adam, clip_gradient, one_vector
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController, kl_estimate
-from ..formulas.logprob import entropy_from_logits, selective_log_softmax
 from ..formulas.masking import masked_mean, masked_sum
 from ..formulas.reward import RewardNorm, apply_penalty, token_rewards
 from ..formulas.value import explained_variance, value_clip_fraction, value_loss
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .model import (Policy, Pretraining, RewardModel, answer_states, autocast, check_weights,
-                                       context_length, head_log_probs, lean_head, load_model, make_gpt2, no_dropout,
-                                       pad_inside, pad_outside, quiet_transformers, to_logits)
+from .hub import load_model, pad_outside, save_model
+from .model import (Policy, Pretraining, RewardModel, autocast, check_weights,
+                                       context_length, head_log_probs, make_gpt2, no_dropout, response_states)
 from .reward_model import RewardTraining, score
-from .sampling import Sampler, Samples
+from .sampling import Samples, sample
 from .task import WORDS, Reviews, make_tokenizer
-from ..training.runs import Run, diverged, launched, pick_device, progress_bar, stop_on_interrupt, write_table
+from ..training.devices import launched, pick_device
+from ..training.runs import Run, write_table
+from ..training.signals import diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/27_rlhf.ipynb #rollout
 @dataclass
@@ -271,8 +272,7 @@ class RLHF:
         check_processes(config, self.processes.count)
         self.policy = Policy(copy.deepcopy(lm))                                                                        # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
-        self.model, self.sampler = (self.processes.prepare(self.policy),
-                                    Sampler(self.policy.lm, config.response_length, config.temperature))       # G4, P1
+        self.model = self.processes.prepare(self.policy)
         self.weights = one_vector(self.policy)                                      # last: who prepares a model may move it
         self.optimizer = Adam(self.weights, config.adam_eps)
         self.kl = (AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_adapts
@@ -309,9 +309,8 @@ class RLHF:
                u: torch.Tensor, # Chance, uniform in [0, 1), (B, T)
               ) -> Samples: # Tokens, their log-probabilities, and the states they were drawn from
         "Answers of a fixed length, whatever they say (detail G4)."
-        c = self.config
-        sampler = self.sampler if lm is self.policy.lm else Sampler(lm, c.response_length, c.temperature, graph=False)
-        with autocast(self.device, c.precision): return sampler(queries, mask, u)
+        with autocast(self.device, self.config.precision):
+            return sample(lm, queries, mask, u, self.config.temperature)              # G4, P1
 
     @torch.no_grad()
     def judge(self,
@@ -323,10 +322,8 @@ class RLHF:
         c, (cut, counts, found) = self.config, self.task.truncate(answers.tokens)  # P5
         tokens, seen = torch.cat([queries, answers.tokens], 1), torch.cat([mask, torch.ones_like(counts)], 1)
         with autocast(self.device, c.precision):
-            hidden = answer_states(self.reference, tokens, seen, c.response_length)
-            if lean_head(self.reference, counts.numel()):
-                logp_ref, _ = head_log_probs(self.reference, hidden, answers.tokens, c.temperature)
-            else: logp_ref = selective_log_softmax(to_logits(self.reference, hidden), answers.tokens, c.temperature)  # P1
+            hidden = response_states(self.reference, tokens, seen, c.response_length)
+            logp_ref, _ = head_log_probs(self.reference, hidden, answers.tokens, c.temperature)  # P1
             raw = score(self.reward_model, queries, mask, cut, counts)
         scores = apply_penalty(self.norm(raw), found, c.penalty)  # R3, P5
         return Rollout(tokens, seen, counts, found, scores, answers.logp, logp_ref, self.policy.value(answers.hidden))
@@ -364,15 +361,8 @@ class RLHF:
            ) -> tuple: # (logp, entropy without gradient, values), (b, T) each
         "What the policy says about the answers of a microbatch."
         c = self.config
-        if lean_head(self.policy.lm, part.counts.numel()):
-            with autocast(self.device, c.precision):
-                (logp, entropy), values = self.model(part.tokens, part.mask, c.response_length, part.answers,
-                                                     c.temperature, part.counts)
-            return logp, entropy, values
         with autocast(self.device, c.precision):
-            logits, values = self.model(part.tokens, part.mask, c.response_length, None, c.temperature, part.counts)
-        return (selective_log_softmax(logits, part.answers, c.temperature),
-                entropy_from_logits(logits.detach(), c.temperature), values)   # P1
+            return self.model(part.tokens, part.mask, c.response_length, c.temperature, part.counts)  # P1
 
     def gradient(self,
                  part: Rollout, # A microbatch
@@ -597,21 +587,6 @@ class Training:
         self.started = time.perf_counter() - state["wall_seconds"]
 
 # %% ../../nbs/language/27_rlhf.ipynb #files
-def save_policy(path: Path, # A directory; one that is there is replaced
-                lm: nn.Module, # A model of transformers
-                tokenizer, # Its own; like the model, it stays as it is
-               ):
-    "Write a model that AutoModelForCausalLM and AutoTokenizer load from there, in safetensors, with a padding token that the model knows."
-    tmp = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tokenizer = pad_inside(tokenizer, lm.get_output_embeddings().weight.shape[0])
-    with quiet_transformers():
-        lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)
-        for config in copy.deepcopy((lm.config, lm.generation_config)):
-            config.pad_token_id = tokenizer.pad_token_id; config.save_pretrained(tmp)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(tmp, path)
-
 CHECKPOINT_EVERY = 10.0      # seconds between two checkpoints, at least
 CHECKPOINT_SHARE = 0.05      # of the time at most goes into them
 
@@ -662,7 +637,7 @@ class Keeper:
         self.save()
         if self.run is None: return
         if self.training.done:
-            save_policy(self.run.path / "policy", self.training.stage.policy.lm, self.training.task.tokenizer)
+            save_model(self.run.path / "policy", self.training.stage.policy.lm, self.training.task.tokenizer)
         self.run.save_figure(lambda figure: plot_run(figure, self.training.rows["rl"], summary), figsize=(9, 4.6))
         self.run.finish(summary)
 

@@ -20,7 +20,7 @@ from torch import nn
 from ..control import ppo as cartpole, policy
 from ..control.ppo import PPO, score, scores, threshold
 from ..control.config import PPOConfig, PendulumConfig
-from ..training.runs import bootstrap_interval
+from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/31_ablations.ipynb #detail
 @contextmanager

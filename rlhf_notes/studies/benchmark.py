@@ -20,7 +20,7 @@ from torch import nn
 from ..control.ppo import PPO, evaluate, threshold
 from ..control.config import PendulumConfig, PPOConfig
 from ..control.policy import mlp
-from ..training.runs import bootstrap_interval
+from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/32_benchmark.ipynb #single
 SINGLE_FILE = {     # as CleanRL publishes them, in ppo.py and in ppo_continuous_action.py

@@ -23,12 +23,12 @@ from torch import nn
 
 from ..formulas.reward import apply_penalty
 from ..language.config import RLHFConfig
-from ..language.model import quiet_transformers
+from ..language.hub import quiet_transformers
 from ..language.reward_model import score
 from ..language.rlhf import evaluate
 from ..language.task import queries
 from .variants import Start, prepare
-from ..training.runs import bootstrap_interval
+from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/34_benchmark_rlhf.ipynb #contenders
 @contextmanager

@@ -17,7 +17,7 @@ from ..language.config import RLHFConfig
 from ..language.model import Pretraining
 from ..language.reward_model import RewardTraining
 from ..language.rlhf import RLHF, evaluate, make_world
-from ..training.runs import pick_device
+from ..training.devices import pick_device
 
 # %% ../../nbs/studies/33_variants.ipynb #start
 @dataclass(frozen=True)

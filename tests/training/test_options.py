@@ -1,0 +1,73 @@
+import math
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from rlhf_notes.training.options import MAX_SEED, STRICT, Count, Fraction, NonNegative, Positive, Seed, plain_errors
+
+
+@plain_errors
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    seed: Seed = Field(0, description="the seed")
+    count: Count = Field(2, description="a count")
+    rate: Positive = Field(0.1, description="a rate")
+    gamma: Fraction = Field(0.9, description="a share")
+    coef: NonNegative = Field(0.0, description="a weight")
+    mode: Literal["a", "b"] = Field("a", description="a name")
+    device: str = Field("auto", description="any string")
+    scale: bool = Field(False, description="yes or no")
+
+    def __post_init__(self):
+        if self.count % 2: raise ValueError(f"count must be even, got {self.count}")
+
+
+@pytest.mark.parametrize("bad, words", [
+    (dict(seed=-1), "seed must be greater than or equal to 0, got -1"),
+    (dict(seed=2**63), "seed must be less than or equal to 9223372036854775807, got 9223372036854775808"),
+    (dict(seed=1.0), "seed must be a valid integer, got 1.0"),
+    (dict(seed=True), "seed must be a valid integer, got True"),
+    (dict(seed="1"), "seed must be a valid integer, got '1'"),
+    (dict(seed=None), "seed must be a valid integer, got None"),
+    (dict(count=0), "count must be greater than or equal to 1, got 0"),
+    (dict(count=2**31), "count must be less than 2147483648, got 2147483648"),
+    (dict(count=3), "count must be even, got 3"),
+    (dict(rate=0.0), "rate must be greater than 0, got 0.0"),
+    (dict(rate=math.nan), "rate must be a finite number, got nan"),
+    (dict(rate=math.inf), "rate must be a finite number, got inf"),
+    (dict(gamma=1.5), "gamma must be less than or equal to 1, got 1.5"),
+    (dict(gamma="0.9"), "gamma must be a valid number, got '0.9'"),
+    (dict(coef=-1), "coef must be greater than or equal to 0, got -1"),
+    (dict(mode="c"), "mode must be 'a' or 'b', got 'c'"),
+    (dict(device=3), "device must be a valid string, got 3"),
+    (dict(scale=1), "scale must be a valid boolean, got 1"),
+    (dict(scale="yes"), "scale must be a valid boolean, got 'yes'"),
+    (dict(sed=3), "sed must be an option of Options: seed, count,"),
+    (dict(seed=-1, gamma=2), "seed must be greater than or equal to 0, got -1\ngamma must be less than or equal to 1, got 2"),
+])
+def test_faults_are_named_one_per_line(bad, words):
+    with pytest.raises(ValueError) as e: Options(**bad)
+    assert str(e.value).startswith(words) and type(e.value) is ValueError
+
+
+def test_values_in_range_pass():
+    assert Options(seed=MAX_SEED, rate=1, mode="b", scale=True).rate == 1
+    assert torch.tensor(MAX_SEED).item() == MAX_SEED
+    assert type(Options(rate=np.float64(0.3)).rate) is float
+
+
+def test_a_config_is_frozen_and_its_variants_are_checked():
+    with pytest.raises(FrozenInstanceError): Options().seed = 3
+    with pytest.raises(ValueError, match="^count must be even"): replace(Options(), count=3)
+
+
+def test_importing_the_options_loads_nothing_heavy():
+    code = "import sys, rlhf_notes.training.options; print([m for m in ('torch', 'numpy', 'matplotlib', 'accelerate') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
