@@ -82,16 +82,15 @@ def pad_outside(tokenizer, # Of transformers; changed in place
                 vocab_size: int, # Of the model
                ): # The same
     "Give a tokenizer a padding token outside of the model's vocabulary, on the left (detail G2)."
-    tokens = tokenizer.get_vocab()
-    special = set(tokenizer.all_special_tokens)
-    last = max((i for token, i in tokens.items() if token not in special), default=-1)
+    numbers = set(tokenizer.get_vocab().values())
+    last = max(numbers - set(tokenizer.added_tokens_decoder), default=-1)
     if not 0 <= last < vocab_size:
         raise ValueError(f"model must have a tokenizer of its own, got a {type(tokenizer).__name__} "
                          f"with tokens up to {last} for a model with {vocab_size} tokens")
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id < vocab_size: # G2
         tokenizer.original = copy.deepcopy(tokenizer) # for `save_model`
-        unused = range(max(tokens.values()) + 1, vocab_size)
+        unused = range(max(numbers) + 1, vocab_size)
         tokenizer.add_tokens([f"<|unused {i}|>" for i in unused])
         tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
     return tokenizer
@@ -104,7 +103,8 @@ def save_model(path: Path, # A directory; one that is there is replaced
     "Write a model that AutoModelForCausalLM and AutoTokenizer load, in safetensors."
     tmp = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
-    own, vocab_size = copy.deepcopy(getattr(tokenizer, "original", tokenizer)), len(lm.get_output_embeddings().weight)
+    own = copy.deepcopy(getattr(tokenizer, "original", tokenizer))
+    vocab_size = len(lm.get_output_embeddings().weight)
     names = own.pad_token, own.eos_token, own.bos_token, own.unk_token
     known = (t for t in names if t is not None and own.convert_tokens_to_ids(t) < vocab_size)
     own.pad_token = next(known, None)
