@@ -699,7 +699,7 @@ def test_a_run_whose_environments_cannot_be_saved_is_not_resumed(tmp_path, monke
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("language") / "lm"
-    rlhf.save_policy(path, make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2), make_tokenizer())
+    rlhf.save_model(path, make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2), make_tokenizer())
     return path
 
 
@@ -762,7 +762,7 @@ def test_a_qwen2_with_words_for_tokens(tmp_path, capsys):
 def test_rewards_that_are_all_equal_are_said(tmp_path, capsys):
     dull = make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2)
     torch.nn.init.zeros_(dull.transformer.ln_f.weight)
-    rlhf.save_policy(tmp_path / "lm", dull, make_tokenizer())
+    rlhf.save_model(tmp_path / "lm", dull, make_tokenizer())
     assert cli.main(["rlhf", *TINY, "--model", "lm", "--sft-steps", "0", "--norm-samples", "2"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("rlhf-notes: reward model, step 0, answers to norm_samples queries: rewards must not all be equal, got 2 of them") and err.count("\n") == 1
@@ -803,7 +803,7 @@ def test_a_run_goes_on_from_elsewhere_with_the_model_it_began_with(interrupted, 
     (lambda c, saved: c.update(model=c["model"] + "-wide"), "RuntimeError: Error(s) in loading state_dict"),
     (lambda c, saved: saved.update(state={}), "KeyError: 'lm'"), (lambda c, saved: saved.update(state=[]), "TypeError: its state is a list"), (lambda c, saved: saved.update(state=None), "TypeError: its state is a NoneType")])
 def test_a_checkpoint_that_does_not_fit_is_refused(interrupted, tmp_path, capsys, spoil, words):
-    rlhf.save_policy(tmp_path / "lm-wide", make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=32, n_head=2), make_tokenizer())
+    rlhf.save_model(tmp_path / "lm-wide", make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=32, n_head=2), make_tokenizer())
     config, saved = json.loads((interrupted / "config.json").read_text()), torch.load(interrupted / "checkpoint.pt", weights_only=True)
     assert saved["config"] == config and saved["state"]["name"] == "rl"
     spoil(config, saved)

@@ -57,9 +57,9 @@ def ask_human(config, # labels, human_temperature, temperature and precision of 
               generator: torch.Generator, # On the CPU
              ) -> tuple: # (texts, best): four tensors (n, 4, ...), as `score` takes them, and (n,) from 0 to 3
     "Sample prompts and four responses to each, and let the human choose."
-    prompts = [x.repeat_interleave(CHOICES, 0) for x in task.draw(config.labels, generator)]
+    prompts = [x.repeat_interleave(CHOICES, 0) for x in task.sample_prompts(config.labels, generator)]
     responses = write_responses(config, lm, task, *prompts, generator)
-    true = task.true_scores(*prompts, responses[0]).view(-1, CHOICES)
+    true = task.true_rewards(*prompts, responses[0]).view(-1, CHOICES)
     best = human_choice(true, config.human_temperature, generator) # R4
     return [x.unflatten(0, (-1, CHOICES)) for x in (*prompts, *responses)], best
 
@@ -83,7 +83,7 @@ class RewardTraining:
         c, self.config, self.device = config, config, next(lm.parameters()).device
         generator = seeded_generator("reward model", c.seed)
         texts, best = ask_human(c, lm, task, generator)
-        prompts = task.draw(c.norm_samples, generator)
+        prompts = task.sample_prompts(c.norm_samples, generator)
         reference = (*prompts, *write_responses(c, lm, task, *prompts, generator))
         self.labels = [x.to(self.device) for x in (*texts, best)]
         self.reference = [x.to(self.device) for x in reference]
