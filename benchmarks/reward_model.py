@@ -50,7 +50,7 @@ def run(config, held_out):
     while pretraining.iteration < pretraining.iterations: pretraining.iterate()
     queries, mask = (x.repeat_interleave(4, 0) for x in task.held_out(held_out))
     answers, counts = write_responses(config, lm, task, queries, mask, torch.Generator().manual_seed(10_000 + config.seed))
-    seen = queries, mask, answers, counts, task.true_scores(queries, mask, answers).view(-1, 4)
+    seen = queries, mask, answers, counts, task.true_rewards(queries, mask, answers).view(-1, 4)
     stage = RewardTraining(config, lm, task)
     moments = {0, stage.iterations, *(round(stage.iterations / 2 ** (i / 2)) for i in range(13))}
     while True:

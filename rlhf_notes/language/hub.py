@@ -43,10 +43,11 @@ def _from_pretrained(name):
     if os.path.isfile(name):
         raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
     lm, info = _load("causal language model", "AutoModelForCausalLM", name, dtype=torch.float32,
-                     output_loading_info=True)
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"model must come with all its weights, got {name!r} without {len(missing)} "
-                         f"of them, {missing[0]} for one")
+                     output_loading_info=True, ignore_mismatched_sizes=True)
+    lost = [*sorted(info["missing_keys"]), *(key for key, *_ in sorted(info["mismatched_keys"]))]
+    if lost:
+        raise ValueError(f"model must come with all weights that its config.json asks for, got {name!r} "
+                         f"without {len(lost)} of them, {lost[0]} for one")
     return lm
 
 def _load(what, kind, name, **options):
@@ -108,6 +109,7 @@ def save_model(path: Path, # A directory; one that is there is replaced
     names = own.pad_token, own.eos_token, own.bos_token, own.unk_token
     known = (t for t in names if t is not None and own.convert_tokens_to_ids(t) < vocab_size)
     own.pad_token = next(known, None)
+    own.init_kwargs["padding_side"] = "left" # from there it is saved
     with quiet_transformers():
         lm.save_pretrained(tmp)
         own.save_pretrained(tmp)

@@ -11,7 +11,7 @@ from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language import pipeline as P, rlhf as R
 from rlhf_notes.language.config import VARIANTS
-from rlhf_notes.language.model import RewardModel, answer_states, hidden_states, to_logits
+from rlhf_notes.language.model import RewardModel, response_states, hidden_states, to_logits
 from rlhf_notes.language.rollout import Rollout, with_advantages
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
 from strategies import SEEDS
@@ -306,8 +306,8 @@ def test_nothing_depends_on_what_stands_behind_the_end(algo, monkeypatch):
     (rows, grads, at_last), calls = run(), []
     def all_of_it(lm, tokens, mask, response, response_mask=None):
         calls.append(response_mask)
-        return answer_states(lm, tokens, mask, response)
-    monkeypatch.setattr("rlhf_notes.language.model.answer_states", all_of_it)
+        return response_states(lm, tokens, mask, response)
+    monkeypatch.setattr("rlhf_notes.language.model.response_states", all_of_it)
     more, wide, after = run()
     assert calls and all(c is not None for c in calls) and not torch.cat(calls).all()                 # asked for less
     for a, b in zip(rows, more):
