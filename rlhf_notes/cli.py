@@ -119,7 +119,8 @@ def _new(task, options, out=None, overwrite=False, track="tensorboard"):
         config = TASKS[task][0](**options)
         train = _trainer(config)
         about = {"task": task, "algo": "ppo", **asdict(config), "track": track, "versions": _versions()}
-        run = Run.create(out or Path("runs", f"{task}-seed{config.seed}"), about, overwrite)
+        path = out or Path("runs", f"{task}-seed{config.seed}")
+        run = Run.create(path, about, overwrite) if _is_main(config) else Run(path, about)
     return train, config, run
 
 def _old(task, path):
@@ -136,12 +137,19 @@ def _old(task, path):
 def _trainer(config, run=None):
     "Return train(config, run); ValueError if the training cannot begin here."
     if isinstance(config, RLHFConfig):
-        from rlhf_notes.language.rlhf import make_world, train
-        from rlhf_notes.training.devices import pick_device
-        return partial(train, world=make_world(config, pick_device(config.device, auto="cuda")))
+        from rlhf_notes.language.pipeline import make_world, train
+        from rlhf_notes.language.rlhf import check_processes, make_accelerator, process_device
+        check_processes(config, make_accelerator().num_processes)
+        return partial(train, world=make_world(config, process_device(config.device)))
     from rlhf_notes.control.ppo import check_start, train
     check_start(config, run)
     return train
+
+def _is_main(config):
+    "True for the process that writes, of those that train a language model together."
+    if not isinstance(config, RLHFConfig): return True
+    from rlhf_notes.language.rlhf import make_accelerator
+    return make_accelerator().is_main_process
 
 def _versions():
     names = ("torch", "numpy", "gymnasium", "transformers")
@@ -154,7 +162,7 @@ def _train(train, config, run):
     threads = 2 if isinstance(config, RLHFConfig) else 1  # small networks gain nothing from more
     torch.set_num_threads(min(threads, torch.get_num_threads()))
     summary = train(config, run)[2]
-    print(_report(summary, run.path), flush=True)
+    if _is_main(config): print(_report(summary, run.path), flush=True)
     return 130 if summary["interrupted"] else 0
 
 # %% ../nbs/cli.ipynb #reports

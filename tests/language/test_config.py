@@ -63,7 +63,7 @@ def test_the_coefficient_adapts_only_if_it_can():
 def test_names_are_those_of_the_modules_that_use_them():
     assert set(get_args(Variant)) == set(POLICY_VARIANTS) and set(get_args(Preset)) == set(MODEL_PRESETS)
     assert {None if s == "none" else s for s in get_args(GroupScale)} == set(FORMULA_SCALES)
-    from rlhf_notes.language.rlhf import ADVANTAGES
+    from rlhf_notes.language.rollout import ADVANTAGES
     assert set(get_args(Algo)) == set(ADVANTAGES) and PRECISIONS == ("float32", "bfloat16")
 
 
