@@ -57,7 +57,7 @@ BAD = [
     ("cartpole --out run", "which holds a run: continue it with --resume run, or replace it with --overwrite"), ("cartpole --out run --overwrite --seed -1", "--seed must be"),
     ("cartpole --resume nowhere", "--resume must be a run directory with a checkpoint, got nowhere"), ("cartpole --resume run", "--resume must be a run directory with a checkpoint, got run"),
     ("cartpole --resume other", "--resume must be a run of cartpole, got other, a run of pendulum"), ("cartpole --resume run --seed 3", "--resume must stand alone"), ("cartpole --resume run --out x", "--resume must stand alone"),
-    ("train --env Nowhere-v0", "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"), ("train --env FrozenLake-v1", "--env must have Box observations, got 'FrozenLake-v1'"),
+    ("train --env Nowhere-v0", "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"), ("train --env FrozenLake-v1", "--env must have Box observations"),
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
     ("rlhf --variant sapo", "--variant must be one of ppo, grpo, dr_grpo, dapo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
