@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rlhf_notes.formulas.kl import AdaptiveKLController
 from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language import pipeline as P, rlhf as R
-from rlhf_notes.language.config import VARIANTS
+from rlhf_notes.language.config import Variant
 from rlhf_notes.language.model import RewardModel, response_states, hidden_states, to_logits
 from rlhf_notes.language.rollout import Rollout, with_advantages
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
@@ -148,7 +149,7 @@ def gradient_of(t, batch, microbatches):
     return t.weights.grad.clone()
 
 
-@pytest.mark.parametrize("options", [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in VARIANTS)], ids=lambda o: o.get("variant", "value head"))
+@pytest.mark.parametrize("options", [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in get_args(Variant))], ids=lambda o: o.get("variant", "value head"))
 def test_microbatches_add_up_to_the_gradient_of_the_minibatch(options):                              # P7
     t = trainer(replace(TINY, **options))
     batch = a_batch(t)
@@ -290,7 +291,7 @@ def test_the_entropy_is_that_of_the_policy():
     t = trainer(replace(TINY, temperature=0.5))
     b = a_batch(t)
     _, entropy, _ = t.accumulate(b, b, True)
-    logits, _ = t.policy(b.tokens, b.mask, 16)
+    logits = to_logits(t.policy.lm, response_states(t.policy.lm, b.tokens, b.mask, 16))
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()
     torch.testing.assert_close(entropy[b.response_mask], expected[b.response_mask], rtol=1e-4, atol=1e-4)
     whole = replace(b, response_mask=torch.ones_like(b.response_mask))
