@@ -234,7 +234,7 @@ def test_the_policy_answers_many_texts_as_it_does_one(tmp_path, pad, expected):
     R.save_model(tmp_path / "p", lm, tokenizer)
     assert tokenizer.pad_token_id == len(WORDS) and lm.config.pad_token_id is None and lm.generation_config.pad_token_id is None
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "p"), AutoTokenizer.from_pretrained(tmp_path / "p")
-    assert tokenizer.pad_token == expected and tokenizer.padding_side == "left" and len(tokenizer) == len(WORDS)
+    assert tokenizer.pad_token == expected and tokenizer.padding_side == "left" and tokenizer.pad_token_id < len(WORDS)
     assert tokenizer.pad_token_id == lm.config.pad_token_id == lm.generation_config.pad_token_id
     def answers(texts): return lm.generate(**{k: x for k, x in tokenizer(texts, return_tensors="pt", padding=True).items() if k != "token_type_ids"}, max_new_tokens=4, min_new_tokens=4, do_sample=False)[:, -4:]
     texts = ["about the hotel .", "a word on the old hotel ."]
