@@ -367,8 +367,8 @@ exercise("kl_k3", "06_kl", lambda a, b: kl.kl_estimate(a, b, "k3"),
         "The linear term has the wrong sign: the slope at d = 0 must be 0."))
 
 exercise("kl_loss", "06_kl", lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m),
-    "f(logp, logp_ref, mask) -> a loss of any value whose gradient is that of KL(pi || pi_ref): the "
-    "mean over what counts of log-ratio times gradient of logp, 0-dim",
+    "f(logp, logp_ref, mask) -> a loss of any value whose gradient is that of KL(pi || pi_ref): "
+    "the mean over what counts of log-ratio times gradient of logp, 0-dim",
     "Which of k1, k2, k3 has the log-ratio as its slope? E[d grad log pi] is the gradient of the "
     "KL.",
     inputs=[(vec([-1., -3., -5.]), vec([-2., -2.5, -1.]), vec([True, True, False])),
