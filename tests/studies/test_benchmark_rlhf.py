@@ -11,7 +11,7 @@ import torch
 from rlhf_notes import cli
 from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.rlhf import evaluate
+from rlhf_notes.language.pipeline import evaluate
 from rlhf_notes.studies.variants import prepare
 
 SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=8, kl_target=0.0)
@@ -97,7 +97,7 @@ def test_trl_is_told_what_we_are_told(start, monkeypatch):
     assert (a.seed, a.temperature, a.learning_rate, a.lr_scheduler_type, a.adam_epsilon, a.max_grad_norm, a.beta, a.epsilon) == (5, 0.9, 2e-3, "linear", 1e-6, 0.7, 0.2, 0.3)
     assert (a.num_iterations, a.num_generations, a.max_completion_length, a.max_steps, a.per_device_train_batch_size * a.steps_per_generation) == (3, c.group, c.response_length, 5 * 3 * c.minibatches, c.batch)
     look = evaluate(trainer)
-    assert told["reward"]([query for query, _ in look.texts], look.rollout.answers.tolist()) == pytest.approx(look.rollout.scores.tolist(), abs=1e-5) and 0 < look.rollout.valid.sum() < len(look.true)
+    assert told["reward"]([query for query, _ in look.texts], look.rollout.responses.tolist()) == pytest.approx(look.rollout.scores.tolist(), abs=1e-5) and 0 < look.rollout.has_end.sum() < len(look.true)
 
 
 def test_a_trl_that_cannot_be_imported_is_left_out(monkeypatch):
@@ -119,14 +119,10 @@ def test_the_command(tmp_path, monkeypatch, capsys, start):
     monkeypatch.setattr(compare, "prepare", lambda config: asked.append((config.seed, config.device)) or start)
     assert cli.main(["compare", "--task", "rlhf", "--seeds", "2", "--iterations", "1"]) == 0
     out, _ = capsys.readouterr()
-    assert asked == [(0, "cpu"), (1, "cpu")] and "rlhf on cpu, seeds 0 to 1, 1 iterations each" in out
+    assert asked == [(0, "cpu"), (1, "cpu")] and "tokens / s" in out and "compare.csv" in out
     lines = (tmp_path / "runs" / "compare-rlhf" / "compare.csv").read_text().splitlines()
     assert lines[0] == ",".join(compare.COLUMNS) and [line.split(",")[2:4] for line in lines[1:]] == [["ours-grpo", "1"], ["ours-ppo", "1"], ["ours-ppo", "1"], ["ours-grpo", "1"]]
-    assert "TRL is not installed, or not for the versions of its libraries that are, and is left out" in out and "tokens / s" in out and "compare.csv" in out
     assert cli.main(["compare", "--task", "rlhf"]) == 2
-    asked.clear(); monkeypatch.setattr(cli, "pick_device", lambda name, auto: "cuda:1" if (name, auto) == ("auto", "cuda") else name)
-    assert cli.main(["compare", "--task", "rlhf", "--seed", "5", "--seeds", "1", "--iterations", "1", "--device", "auto", "--out", "gpu"]) == 0
-    assert asked == [(5, "cuda:1")] and "rlhf on cuda:1, seeds 5 to 5" in capsys.readouterr().out and '"device": "cuda:1"' in (tmp_path / "gpu" / "config.json").read_text()
 
 
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, capsys):
@@ -138,4 +134,4 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, capsys):
     assert tuple(rows[0]) == module.COLUMNS and [r[4] for r in rows[1:]] == ["ours-ppo", "ours-grpo"] and all(float(x) > 0 for r in rows[1:] for x in r[8:12])
     assert (tmp_path / "gpu.md").read_text().startswith("CPU, torch")
     with pytest.raises(SystemExit) as e: module.main(["--device", "cuda:99"])
-    assert e.value.code == 2 and "device 'cuda:99' is not there" in capsys.readouterr().err
+    assert e.value.code == 2 and "got 'cuda:99'" in capsys.readouterr().err
