@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..checks import check_choice
-from ..formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, naive_method, tanh_log_det
+from ..formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, tanh_log_det
 
 # %% ../../nbs/control/17_policy.ipynb #mlp
 ACTIVATIONS = {         # for PyTorch, and for NumPy
@@ -72,7 +72,7 @@ class Categorical(nn.Module):
 
     def logp(self, out, actions): # (B, n) or (T, B, n), the same without n -> the same without n
         "log pi(actions), in nats, with gradient."
-        return naive_method(out, actions)
+        return out.log_softmax(-1).gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, out): # (..., n) -> (...)
         "In nats, with gradient."

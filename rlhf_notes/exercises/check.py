@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..formulas import advantage, grpo, kl, logprob, masking, ppo, ratio, reward, surrogate, value, whitening
+from ..formulas import advantage, grpo, kl, logprob, masking, preference, ratio, reward, surrogate, value, whitening
 
 # %% ../../nbs/exercises/check.ipynb #outcome
 @dataclass
@@ -1315,9 +1315,9 @@ exercise("grpo_loss", "11_grpo",
     tip="Token by token first: the loss of PPO and the price of KL. Then two means. The advantage has one number for "
         "each row.")
 
-exercise("dpo_loss", "11_grpo",
+exercise("dpo_loss", "12_preference",
          "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of whole answers, mean "
-         "over the pairs, 0-dim", grpo.dpo_loss, "chosen rejected ref_chosen ref_rejected beta",
+         "over the pairs, 0-dim", preference.dpo_loss, "chosen rejected ref_chosen ref_rejected beta",
     inputs=[(_t([-4.]), _t([-7.]), _t([-5.]), _t([-6.]), 0.5),
             (_normal(4, seed=45, scale=3) - 9, _normal(4, seed=46, scale=3) - 9, _normal(4, seed=47, scale=3) - 9,
              _normal(4, seed=48, scale=3) - 9, 0.3)],
