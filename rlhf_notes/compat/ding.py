@@ -282,7 +282,7 @@ def grpo_policy_error(
     clip_ratio: float = 0.2, # how far the ratio may go from 1
     beta: float = 0.1, # weight of the KL to the reference policy (k3)
 ) -> tuple[Tensor, grpo_info]: # 0-dim loss; floats approx_kl, clipfrac
-    "GRPO: mean over the tokens of each response, then over the responses (Shao et al. 2024, eq. 3)."
+    "GRPO: mean over the tokens of each response, then over responses (Shao et al. 2024, eq. 3)."
     fields = _fields(grpo_policy_data, data)
     loss, info = _group_error(*fields, log_prob_fn, clip_ratio, beta)
     return loss, grpo_info(*info)
@@ -295,8 +295,8 @@ rloo_info = namedtuple("rloo_info", "approx_kl clipfrac")
 def _rloo_adv(reward, action):
     "Advantages from rewards (K, prompts), or (K,) of one prompt."
     if reward.numel() != len(action) or len(reward) < 2 or reward.ndim > 2:
-        raise ValueError(f"reward must have one number for each of the {len(action)} responses, (K,) "
-                         f"or (K, prompts), K >= 2 to each prompt, got {tuple(reward.shape)}")
+        raise ValueError(f"reward must have one number for each of the {len(action)} responses, "
+                         f"(K,) or (K, prompts), with K >= 2, got {tuple(reward.shape)}")
     return rloo_advantage(reward.reshape(len(reward), -1).T).T.flatten()
 
 @checked(clip_ratio="(0, 1]")

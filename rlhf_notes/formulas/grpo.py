@@ -119,7 +119,7 @@ def policy_loss(
     return loss, {name: x.detach() for name, x in stats.items()}
 
 # %% ../../nbs/formulas/11_grpo.ipynb #microbatch-weight
-@checked(mask="bool (...)", batch_mask="bool (...)", aggregation=AGGREGATION_MODES)
+@checked(mask="bool (b T)", batch_mask="bool (B T)", aggregation=AGGREGATION_MODES)
 def microbatch_weight(
     mask: Tensor, # (b, T) bool, which tokens of the microbatch count
     batch_mask: Tensor, # (B, T) bool, the same of the whole batch

@@ -35,7 +35,7 @@ def best_of_n_loss(
     rewards: Tensor, # (B, N) rewards of N responses to each prompt
     best: Tensor, # (B,) integers in [0, N): the response that was preferred
 ) -> Tensor: # 0-dim, nats
-    "Mean cross entropy of the preferred response under softmax(rewards) (Ziegler et al. 2019, eq. 1)."
+    "Cross entropy of the preferred response under softmax(rewards) (Ziegler et al. 2019, eq. 1)."
     return -masked_mean(under_its_name("best", selective_log_softmax, rewards, best))
 
 # %% ../../nbs/formulas/12_preference.ipynb #dpo
@@ -54,7 +54,7 @@ def dpo_loss(
     kind: str = "sigmoid", # one of `DPO_KINDS`: DPO, or IPO's squared distance from 1 / (2 beta)
     reduction: str = "mean", # "mean" over the pairs, or "none"
 ) -> Tensor: # 0-dim, or (...)
-    "-log sigmoid(beta h) (Rafailov et al. 2023, eq. 7), or (h - 1 / (2 beta))^2 (Azar et al. 2023)."
+    "-log sigmoid(beta h) (Rafailov et al. 2023, eq. 7) or (h - 1 / (2 beta))^2 (Azar et al. 2023)."
     h = chosen_logp - ref_chosen_logp.detach() - (rejected_logp - ref_rejected_logp.detach())
 
     def loss(h):

@@ -15,6 +15,12 @@ from .masking import apply_mask
 from .whitening import RunningMoments
 
 # %% ../../nbs/formulas/09_reward.ipynb #norm
+@checked(rewards="float (...)")
+def _moments(rewards):
+    if not rewards.isfinite().all():
+        raise ValueError("rewards must be finite, got NaN or infinity")
+    return RunningMoments().update(rewards)
+
 class RewardNorm:
     "gain * r + bias: gives rewards a chosen mean and std (Ziegler et al. 2019, section 2)."
 
@@ -35,13 +41,14 @@ class RewardNorm:
     ) -> "RewardNorm": # itself
         "Set gain and bias from raw rewards; what they were before does not matter."
         if not isinstance(rewards, RunningMoments):
-            rewards = RunningMoments().update(rewards)
+            rewards = _moments(rewards)
         if rewards.mean.ndim:
-            raise ValueError(f"rewards must have moments of shape (), got {tuple(rewards.mean.shape)}")
+            raise ValueError("rewards must have moments of shape (), got "
+                             f"{tuple(rewards.mean.shape)}")
         mean_D, std_D = rewards.mean.item(), rewards.var.sqrt().item()
-        if not 1e-12 * abs(mean_D) < std_D < float("inf"):
-            raise ValueError(f"rewards must be finite and must not all be equal, got {rewards.count} "
-                             f"with mean {mean_D} and standard deviation {std_D}")
+        if std_D <= 1e-12 * abs(mean_D):
+            raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with mean "
+                             f"{mean_D} and standard deviation {std_D}")
         self.gain = std / std_D
         self.bias = mean - self.gain * mean_D
         return self
