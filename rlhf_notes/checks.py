@@ -208,7 +208,7 @@ def _number(name, whole, left, low, high, right):
 
 def _tensor(name, kind, dims):
     is_kind, words = KINDS[kind]
-    pattern = ("shape", *dims)
+    pattern = tuple(dims)
 
     def check(x, seen):
         if not isinstance(x, torch.Tensor):

@@ -11,7 +11,7 @@ import pytest
 import notebooks
 from rlhf_notes.control import ppo as cartpole
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
-from rlhf_notes.language import rlhf
+from rlhf_notes.language import pipeline
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.training.runs import Run
 from test_words import NBS, code_names, linked, module_of, tables
@@ -35,7 +35,7 @@ def logged(tmp_path_factory):
         found |= {("control", c) for c in header(run.path / "metrics.csv")}
     config = RLHFConfig(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4, norm_samples=8, batch=8, minibatches=2, iterations=1, eval_answers=4)
     run = Run.create(tmp / "rlhf", dict(task="rlhf") | asdict(config))
-    rlhf.train(config, run)
+    pipeline.train(config, run)
     for file, name in (("sft", "sft"), ("reward_model", "reward_model"), ("rl", "metrics")): found |= {(file, c) for c in header(run.path / f"{name}.csv")}
     return found
 

@@ -23,6 +23,7 @@ def off():
 def door(quick):
     "Decorate a plain function: `quick` answers in its place, unless it returns NotImplemented."
     def decorate(plain):
+        quick.plain = plain
         @functools.wraps(plain)
         def call(*args, **kwargs):
             if is_open and (out := quick(*args, **kwargs)) is not NotImplemented:

@@ -7,62 +7,36 @@ __all__ = ['selective_log_softmax', 'entropy_from_logits', 'log_probs_and_entrop
            'gaussian_entropy', 'tanh_log_det']
 
 # %% ../../nbs/formulas/02_logprob.ipynb #export-imports
-import ctypes
 import math
-import sys
-from functools import cache
 
 import torch
+from torch import Tensor
 
-from ..fast import compiled, kernels
-from ..checks import (at_least_float32, check_flag, check_float, check_integer, check_mask, check_ndim,
-                                           check_number, check_same_shape, check_whole)
+from ..checks import at_least_float32, checked
+from ..fast import door, linear, rows
 from .masking import apply_mask, masked_sum
 
 # %% ../../nbs/formulas/02_logprob.ipynb #selective
-def _check_logits(logits, temperature=1.0):
-    check_float(logits=logits); check_number("temperature", temperature, low=0, open_low=True)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError("logits must have at least 1 dimension, the last of which is a vocabulary of at least 1 word; "
-                         f"got shape {tuple(logits.shape)}")
+@checked(logits="raw (... V)", index="int (...)", temperature="(0, inf)", mask="bool (...)?", inplace_backward="flag")
+@door(rows.log_prob)
+def selective_log_softmax(
+    logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
+    index: Tensor, # (...) integers in [0, V): the chosen tokens
+    temperature: float = 1.0, # what the logits are divided by, that of the sampler
+    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
+    inplace_backward: bool = False, # may the gradient be written over the logits?
+) -> Tensor: # (...) nats, float32 or better; 0 where nothing counts
+    "log softmax(logits / temperature) of the chosen tokens."
+    rows.check_inplace(logits, inplace_backward)
+    return apply_mask(_LogProb.apply(logits, apply_mask(index.long(), mask), temperature), mask)
 
-def _check_index(index, logits):
-    check_integer(index=index)
-    if index.shape != logits.shape[:-1]:
-        raise ValueError(f"index must have the shape of logits without the vocabulary, {tuple(logits.shape[:-1])}, got "
-                         f"{tuple(index.shape)}")
-
-def _scaled(logits, temperature):
-    "logits / temperature, up to a shift of each row."
-    z = at_least_float32(logits)
-    return z if temperature == 1 else (z - z.detach().amax(-1, keepdim=True)) / temperature
-
-def _check_inplace(inplace_backward, logits):
-    check_flag("inplace_backward", inplace_backward)
-    if not inplace_backward or not kernels.eager(logits): return
-    owner = logits._base if logits._is_view() else logits
-    if owner.is_leaf and owner.requires_grad:
-        raise ValueError("inplace_backward needs logits that were computed from something, got a leaf (or a view of one), "
-                         "whose values would be overwritten with their gradient")
-
-def _pick(x, index):
-    "The element of each row of `x` that `index` names."
-    try: return x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    except (IndexError, RuntimeError) as e:
-        if "out of bounds" not in str(e): raise
-        raise ValueError(f"index must be between 0 and {x.shape[-1] - 1}, the last of {x.shape[-1]} choices: {e}") from e
-
-def _nothing_asked(logits, g):
-    "Rows without a softmax, of which no gradient is asked either: (..., 1) boolean."
-    return (g == 0) & ~logits.detach().amax(-1, keepdim=True).isfinite()
-
-class _SelectiveLogSoftmax(torch.autograd.Function):
-    "log softmax(logits / temperature) at `index`; keeps the logits alone and computes the probabilities again for the gradient."
+class _LogProb(torch.autograd.Function):
+    "Keeps the logits alone; a row of which nothing is asked gets no gradient, be it NaN."
     generate_vmap_rule = True
 
     @staticmethod
     def forward(logits, index, temperature):
-        return _pick(torch.log_softmax(_scaled(logits, temperature), -1), index)
+        return _pick(_scaled(logits, temperature).log_softmax(-1), index)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -72,329 +46,111 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         logits, index = ctx.saved_tensors
-        g = grad.unsqueeze(-1) / ctx.temperature
-        z = logits.masked_fill(_nothing_asked(logits, g), 0)
-        p = torch.softmax(_scaled(z, ctx.temperature), -1)
-        return (-g * p).scatter_add(-1, index.unsqueeze(-1), g).to(logits.dtype), None, None
+        g = grad[..., None] / ctx.temperature
+        broken = ~logits.amax(-1, keepdim=True).isfinite()
+        p = _scaled(logits.masked_fill(broken & (g == 0), 0), ctx.temperature).softmax(-1)
+        return (-g * p).scatter_add(-1, index[..., None], g).to(logits.dtype), None, None
 
-def selective_log_softmax(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
-                          index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
-                          temperature: float = 1.0, # What the logits are divided by, that of the sampler, > 0
-                          mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                          inplace_backward: bool = False, # May the gradient be written over the logits? For those that nobody looks at afterwards
-                         ) -> torch.Tensor: # log pi of the chosen words, in nats, float32 or better, (...); 0 where nothing counts
-    "log softmax(logits / temperature) of the chosen words, in float32 or better; keeps nothing of the logits' size for the backward pass."
-    _check_logits(logits, temperature)
-    _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
-    index = apply_mask(index.long(), mask, 0)
-    if _by_rows(logits): return apply_mask(_LogProb.apply(logits, index, temperature, False, inplace_backward)[0], mask)
-    return apply_mask(_SelectiveLogSoftmax.apply(logits, index, temperature), mask)
+def _scaled(logits, temperature):
+    "logits / temperature, up to a shift of each row."
+    z = at_least_float32(logits)
+    if temperature == 1: return z
+    return (z - z.detach().amax(-1, keepdim=True)) / temperature
 
-# %% ../../nbs/formulas/02_logprob.ipynb #chunks
-# logits: so many are still taken in one piece; so many for each thread make a piece where there are more
-_WHOLE, _CHUNK = 2**20, 9 * 2**16
-_LOG2_E = 1 / math.log(2)
-_HEAVY = 2.0**64  # a row that weighs more, measured by its chosen word, is measured by its largest logit instead
-
-def _by_rows(logits):
-    "Are these logits worth the trouble?"
-    return kernels.eager(logits) and logits.numel() > _WHOLE and (logits.device.type == "cpu" or kernels.usable(logits))
-
-def _piece(logits, copies):
-    "How many rows make a piece, if so many copies of it are at work; half as many of 16-bit logits, since the copies are in float32."
-    return max(1, torch.get_num_threads() * _CHUNK // copies * min(logits.element_size(), 4) // 4 // logits.shape[-1])
-
-def _pieces(size, logits, *others):
-    "The logits in pieces of `size` rows, (R, V), with the rows (R, ...) of `others` that belong to them; views of everything."
-    try: rows = logits.view(-1, logits.shape[-1])
-    except RuntimeError:  # rows that do not follow one another: part by part of the first dimension
-        for part in zip(logits, *others): yield from _pieces(size, *part)
-        return
-    yield from zip(rows.split(size), *(t.reshape(-1, t.shape[-1]).split(size) for t in others))
-
-def _scale(temperature, dtype):
-    "log2(e) / temperature, as a number of this dtype."
-    return torch.tensor(_LOG2_E / temperature, dtype=dtype).item()
-
-def _base(reference, scale):
-    "(shift, far), which make x = shift + scale (z - far) of logits z: scale (z - reference), up to less than 1. far is 0 except in rows so large that their differences would drown in scale z; left out if it is 0 everywhere."
-    shift = (reference * -scale).ceil_()
-    low, high = torch.aminmax(shift)
-    if low > -128 and high < 128: return shift,
-    near = shift.abs() < 128
-    return torch.where(near, shift, 0), torch.where(near, 0, reference)
-
-def _exponents(z, shift, far, scale, out):
-    "x into `out`, which may be z; far may be None."
-    return torch.add(shift, z if far is None else torch.sub(z, far, out=out), alpha=scale, out=out)
-
-def _forward_rows(logits, index, temperature, entropy):
-    "log pi, entropy (0 unless it is wanted), and what the backward pass needs: reference and total. (..., 1) each."
-    dtype = at_least_float32(logits[..., :0]).dtype
-    scale, chosen = _scale(temperature, dtype), _pick(logits, index).unsqueeze(-1).to(dtype)
-    reference, total, product = chosen.clone(), torch.zeros_like(chosen), torch.zeros_like(chosen)
-    if not total.numel(): return chosen, product, reference, total
-    size = _piece(logits, 1 + entropy)
-    x, e = _buffers(size, logits, dtype, entropy)
-    def weigh(z, total, shift, far=None):
-        torch.sum(torch.exp2(_exponents(z, shift, far, scale, x[:len(z)]), out=e[:len(z)]), -1, keepdim=True, out=total)
-    if not entropy:
-        for z, *row in _pieces(size, logits, total, *_base(reference, scale)): weigh(_upcast(z, x), *row)
-    if entropy or not total.sum() < _HEAVY:                    # (NaN is not below anything)
-        for z, r, s, product_ in _pieces(size, logits, reference, total, product):
-            if not entropy and s.sum() < _HEAVY: continue
-            top = (z := _upcast(z, x)).amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
-            r.copy_(top if entropy else torch.where(s < _HEAVY, r, top))
-            weigh(z, s, *_base(r, scale))
-            # 2^-1e4 is 0, and so is 2^-1e4 times -1e4
-            if entropy: torch.sum(x[:len(z)].clamp_(min=-1e4).mul_(e[:len(z)]), -1, keepdim=True, out=product_)
-    shift, *far = _base(reference, scale)
-    x = shift + scale * (chosen.double() - (far[0] if far else 0))
-    logp = ((x - total.double().log2()) / _LOG2_E).clamp(max=0)  # rounding may lift a certain word above 0
-    return (logp.to(dtype), torch.where(total == 0, 0.0, (total.log2() - product / total) / _LOG2_E).clamp(min=0) if entropy
-            else product, reference, total)
-
-def _backward_rows(logits, index, temperature, g, h, H, reference, total, out):
-    "The gradient of g log pi + h entropy with respect to the logits, in their dtype; into `out`, which may be the logits. h may be None. All but logits and index (..., 1)."
-    if not total.numel(): return out
-    dtype = total.dtype
-    constant, slope, scale = -g / (temperature * total), torch.zeros_like(total), _scale(temperature, dtype)
-    if h is not None:
-        constant, slope = constant - h * (H - total.log()) / (temperature * total), -h / (temperature * total * _LOG2_E)
-        constant, slope = (torch.where(total == 0, 0.0, t) for t in (constant, slope))
-    two = h is not None
-    size = _piece(logits, 1 + two)
-    x, e = _buffers(size, logits, dtype, two)
-    pieces = _pieces(size, logits, index.unsqueeze(-1), out, g / temperature, constant, slope, *_base(reference, scale))
-    for z, i, o, g_, a, b, shift, *far in reversed([*pieces]):  # the forward pass has left the last ones in the cache
-        x_, e_ = x[:len(z)], o if o.dtype == dtype else e[:len(z)]
-        z, far = _upcast(z, x), far[0] if far else None
-        if h is None: torch.exp2(_exponents(z, shift, far, scale, e_), out=e_).mul_(a)
-        else: torch.exp2(_exponents(z, shift, far, scale, x_).clamp_(min=-1e4), out=e_).mul_(x_.mul_(b).add_(a))
-        e_.scatter_add_(-1, i, g_)
-        if e_ is not o: o.copy_(e_)
-    silent = g == 0 if h is None else (g == 0) & (h == 0)  # a row without a gradient has none, whatever its logits are
-    return out.masked_fill_(silent, 0) if silent.any() else out
-
-def _upcast(z, x):
-    "z in the dtype of x, and in its memory if that takes a copy."
-    return z if z.dtype == x.dtype else x[:len(z)].copy_(z)
-
-def _buffers(size, logits, dtype, two):
-    "A piece's worth of memory, once or twice."
-    x = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
-    return x, torch.empty_like(x) if two else x
-
-def _rows(logits):
-    "(forward, backward) for rows of logits: of the kernels, compiled, or in pieces."
-    for module in (kernels, compiled):
-        if module.usable(logits): return module.forward_rows, module.backward_rows
-    return _forward_rows, _backward_rows
-
-class _LogProb(torch.autograd.Function):
-    "(log pi, entropy), from one read of the logits; keeps two numbers of each row."
-    @staticmethod
-    def forward(ctx, logits, index, temperature, entropy, inplace):
-        forward_rows, ctx.backward_rows = _rows(logits)
-        logp, H, reference, total = forward_rows(logits, index, temperature, entropy)
-        ctx.save_for_backward(logits, index, reference, total, *[H] * entropy)
-        ctx.temperature, ctx.inplace = temperature, inplace
-        ctx.set_materialize_grads(False)
-        if not entropy: ctx.mark_non_differentiable(H := H.new_zeros(()))
-        return logp.squeeze(-1), H.squeeze(-1) if entropy else H
-
-    @staticmethod
-    def backward(ctx, g, h):
-        logits, index, reference, total, *H = ctx.saved_tensors
-        if g is None and h is None: return None, None, None, None, None
-        if torch.is_grad_enabled():
-            return _differentiable_gradient(logits, index, ctx.temperature, g, h), None, None, None, None
-        g, h = torch.zeros_like(total) if g is None else g.unsqueeze(-1), None if h is None else h.unsqueeze(-1)
-        # rows with others between them may share their memory
-        out = (logits.detach() if ctx.inplace and logits.is_contiguous()
-               else _large_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)))
-        return (ctx.backward_rows(logits, index, ctx.temperature, g, h, H[0] if H else None, reference, total, out),
-                None, None, None, None)
-
-def _differentiable_gradient(logits, index, temperature, g, h):
-    "The gradient of g log pi + h entropy, for those who want the gradient of that."
-    def entropy(z): return _whole_entropy(z, temperature, ~_nothing_asked(z, h.unsqueeze(-1)).squeeze(-1))
-    pairs = [(f, d) for f, d in ((lambda z: _SelectiveLogSoftmax.apply(z, index, temperature), g), (entropy, h))
-             if d is not None]
-    return torch.autograd.grad([f(logits) for f, _ in pairs], logits, [d for _, d in pairs], create_graph=True)[0]
-
-def _large_pages(x):
-    "`x`, for whose memory Linux is asked to hand out pages of 2 MiB instead of 4 KiB: they cost a fraction of the time. Elsewhere, just `x`."
-    if x.device.type == "cpu" and x.nbytes >= 2**23 and (madvise := _madvise()):
-        first, last = -(-x.data_ptr() // 2**12) * 2**12, (x.data_ptr() + x.nbytes) // 2**12 * 2**12
-        madvise(first, last - first, 14)  # MADV_HUGEPAGE; it is advice, and may be declined
-    return x
-
-@cache
-def _madvise():
-    if not sys.platform.startswith("linux"): return None
-    try: f = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError): return None
-    f.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    return f
+def _pick(x, index):
+    "The element of each row of `x` that `index` names."
+    try:
+        return x.gather(-1, index[..., None])[..., 0]
+    except (IndexError, RuntimeError) as e:
+        if "out of bounds" not in str(e): raise
+        V = x.shape[-1]
+        raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices: {e}") from e
 
 # %% ../../nbs/formulas/02_logprob.ipynb #entropy
-def _whole_entropy(logits, temperature, mask):
-    "By the definition, impossible words left out; for logits that are taken in one piece."
-    possible = logits != -torch.inf if mask is None else (logits != -torch.inf) & mask.unsqueeze(-1)
-    z = torch.where(possible, at_least_float32(logits), torch.where(possible.any(-1, keepdim=True), -torch.inf, 0.0))
-    # 0 times minus infinity would be NaN
-    logp = torch.log_softmax(_scaled(z, temperature), -1).clamp(min=torch.finfo(torch.float32).min)
+@checked(logits="raw (... V)", temperature="(0, inf)", mask="bool (...)?", inplace_backward="flag")
+@door(rows.entropy)
+def entropy_from_logits(
+    logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
+    temperature: float = 1.0, # what the logits are divided by
+    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
+    inplace_backward: bool = False, # may the gradient be written over the logits?
+) -> Tensor: # (...) nats in [0, log V], float32 or better; 0 where nothing counts or no token is possible
+    "Entropy of softmax(logits / temperature): - sum p log p over the tokens that are possible."
+    rows.check_inplace(logits, inplace_backward)
+    possible = logits != -torch.inf
+    if mask is not None: possible = possible & mask[..., None]
+    z = at_least_float32(logits).masked_fill(~possible, -torch.inf)
+    z = z.masked_fill(~possible.any(-1, keepdim=True), 0)
+    logp = _scaled(z, temperature).log_softmax(-1).clamp(min=torch.finfo(torch.float32).min)
     return masked_sum(-logp.exp() * logp, possible, dim=-1)
 
-def entropy_from_logits(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
-                        temperature: float = 1.0, # What the logits are divided by, > 0
-                        mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                        inplace_backward: bool = False, # May the gradient be written over the logits?
-                       ) -> torch.Tensor: # In nats, from 0 to log V, float32 or better, (...); 0 where nothing counts or no word is possible
-    "Entropy of softmax(logits / temperature), -sum p log p; its gradient is 0 where a logit is -inf."
-    _check_logits(logits, temperature)
-    check_mask(mask, **{"logits[..., 0]": logits[..., 0]}); _check_inplace(inplace_backward, logits)
-    if not _by_rows(logits): return _whole_entropy(logits, temperature, mask)
-    return apply_mask(_LogProb.apply(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device),
-                                     temperature, True, inplace_backward)[1], mask)
-
-def log_probs_and_entropy(logits: torch.Tensor, # (..., V), any float dtype; -inf = this word cannot be chosen
-                          index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
-                          temperature: float = 1.0, # What the logits are divided by, > 0
-                          mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                          inplace_backward: bool = False, # May the gradient be written over the logits?
-                         ) -> tuple[torch.Tensor, torch.Tensor]: # (log pi of the chosen words, entropy), in nats, float32 or better, (...) each; 0 where nothing counts
-    "`selective_log_softmax` and `entropy_from_logits` from one read of the logits."
-    _check_logits(logits, temperature)
-    _check_index(index, logits); check_mask(mask, index=index); _check_inplace(inplace_backward, logits)
-    if not _by_rows(logits):
-        return selective_log_softmax(logits, index, temperature, mask), entropy_from_logits(logits, temperature, mask)
-    return tuple(apply_mask(y, mask)
-                 for y in _LogProb.apply(logits, apply_mask(index.long(), mask, 0), temperature, True, inplace_backward))
+# %% ../../nbs/formulas/02_logprob.ipynb #both
+@checked(logits="raw (... V)", index="int (...)", temperature="(0, inf)", mask="bool (...)?", inplace_backward="flag")
+@door(rows.log_prob_and_entropy)
+def log_probs_and_entropy(
+    logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
+    index: Tensor, # (...) integers in [0, V): the chosen tokens
+    temperature: float = 1.0, # what the logits are divided by
+    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
+    inplace_backward: bool = False, # may the gradient be written over the logits?
+) -> tuple[Tensor, Tensor]: # (log pi of the chosen tokens, entropy), as of the two functions
+    "`selective_log_softmax` and `entropy_from_logits`, from one read of the logits where there are many."
+    rows.check_inplace(logits, inplace_backward)
+    logp = selective_log_softmax(logits, index, temperature, mask)
+    return logp, entropy_from_logits(logits, temperature, mask)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #linear
-def _heads(chunk, hidden, weight, bias, *others):
-    "hidden @ weight.T + bias for some rows at a time, all in the same memory, with those rows of `hidden` and `others`."
-    memory = _large_pages(hidden.new_empty(min(chunk, len(hidden)), len(weight)))
-    for h, *rest in zip(*(t.split(chunk) for t in (hidden, *others))):
-        out = memory[:len(h)]
-        yield torch.mm(h, weight.t(), out=out) if bias is None else torch.addmm(bias, h, weight.t(), out=out), h, *rest
-
-class _LinearLogProb(torch.autograd.Function):
-    "(log pi, entropy) of hidden @ weight.T + bias, some rows at a time; keeps two numbers of each row."
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, index, temperature, chunk, entropy):
-        forward_rows, ctx.backward_rows = _rows(hidden)
-        out = [forward_rows(z, i, temperature, entropy) for z, _, i in _heads(chunk, hidden, weight, bias, index)]
-        logp, H, reference, total = (torch.cat(x) for x in zip(*out))
-        ctx.save_for_backward(hidden, weight, bias, index, H, reference, total)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.set_materialize_grads(False)
-        if not entropy: ctx.mark_non_differentiable(H := H.squeeze(-1)); return logp.squeeze(-1), H
-        return logp.squeeze(-1), H.squeeze(-1)
-
-    @staticmethod
-    def backward(ctx, g, h):
-        (hidden, weight, bias, *rest), T = ctx.saved_tensors, ctx.temperature
-        if torch.is_grad_enabled():  # for those who want the gradient of that: with all logits at once
-            inputs, logits = ([t for t, need in zip((hidden, weight, bias), ctx.needs_input_grad) if need],
-                              torch.nn.functional.linear(hidden, weight, bias))
-            found = iter(torch.autograd.grad(logits, inputs,
-                                             _differentiable_gradient(logits, rest[0], T, g, h), create_graph=True))
-            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None, None
-        need, by = ctx.needs_input_grad, [torch.zeros_like(rest[-1]) if g is None else g.unsqueeze(-1),
-                                          *([] if h is None else [h.unsqueeze(-1)])]
-        d_hidden = torch.empty_like(hidden) if need[0] else None
-        d_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need[1] else None
-        d_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need[2] else None
-        first = 0
-        for z, x, i, H, reference, total, g, *h in _heads(ctx.chunk, hidden, weight, bias, *rest, *by):
-            dz = ctx.backward_rows(z, i, T, g, h[0] if h else None, H, reference, total, z)
-            if need[0]: torch.mm(dz, weight, out=d_hidden[first:first + len(x)])
-            if need[1]: d_weight.addmm_(dz.t(), x) if d_weight.dtype == x.dtype else d_weight.add_(dz.t() @ x)
-            if need[2]: d_bias += dz.sum(0, dtype=d_bias.dtype)
-            first += len(x)
-        return (d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
-                None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None)
-
-def linear_log_probs(hidden: torch.Tensor, # What is under the language model's head, (..., d), any float dtype
-                     weight: torch.Tensor, # The head's weights, (V, d)
-                     index: torch.Tensor, # The chosen words, integers from 0 to V - 1, (...)
-                     bias: torch.Tensor | None = None, # The head's bias, (V,); None = it has none
-                     temperature: float = 1.0, # What the logits are divided by, > 0
-                     chunk: int | None = None, # Rows whose logits are there at once; None = as many as make 8 million logits
-                     entropy: bool = False, # Return the entropy as well?
-                     mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                    ) -> torch.Tensor | tuple: # log pi of the chosen words, in nats, float32 or better, (...); with `entropy`, (log pi, entropy)
-    "`selective_log_softmax` of hidden @ weight.T + bias (and `entropy_from_logits`), without ever holding these logits (a second derivative does); gradients go to hidden, weight and bias."
-    check_float(optional=("bias",), hidden=hidden, weight=weight, bias=bias)
-    check_integer(index=index); check_ndim(2, weight=weight); check_mask(mask, index=index)
-    check_number("temperature", temperature, low=0, open_low=True); check_flag("entropy", entropy)
-    if chunk is not None: check_whole("chunk", chunk, low=1)
-    V, d = weight.shape
-    if V == 0:
-        raise ValueError("weight must have a row for each word of a vocabulary of at least 1, got shape "
-                         f"{tuple(weight.shape)}")
-    if hidden.ndim == 0 or hidden.shape[-1] != d:
-        raise ValueError(f"hidden must end in the width of weight, {d}, got shape {tuple(hidden.shape)}")
-    if index.shape != hidden.shape[:-1]:
-        raise ValueError(f"index must have the shape of hidden without its width, {tuple(hidden.shape[:-1])}, got "
-                         f"{tuple(index.shape)}")
-    if bias is not None and bias.shape != (V,):
-        raise ValueError(f"bias must have one number for each word, shape {(V,)}, got {tuple(bias.shape)}")
-    index, kind = apply_mask(index.long(), mask, 0), hidden.device.type
-    if mask is not None: hidden = apply_mask(hidden, mask.unsqueeze(-1).expand_as(hidden))
-    if torch.is_autocast_enabled(kind):
-        hidden, weight, bias = (t if t is None or t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind))
-                                for t in (hidden, weight, bias))
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != hidden.dtype:
-            raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {t.dtype}")
-    if not kernels.eager(hidden) or kind not in ("cpu", "cuda") or chunk is None and index.numel() * V <= _WHOLE:
-        logits = torch.nn.functional.linear(hidden, weight, bias)
-        return (log_probs_and_entropy(logits, index, temperature, mask) if entropy
-                else selective_log_softmax(logits, index, temperature, mask))
-    with torch.autocast(kind, enabled=False):
-        both = _LinearLogProb.apply(hidden.reshape(-1, d), weight, bias, index.reshape(-1), temperature,
-                                    chunk or max(1, _LINEAR_CHUNK // V), entropy)
-    logp, H = (apply_mask(y.view(index.shape), mask) for y in both)
-    return (logp, H) if entropy else logp
-
-_LINEAR_CHUNK = 2**23                # logits that `linear_log_probs` has at once
+@checked(hidden="raw (... d)", weight="raw (V d)", index="int (...)", bias="raw (V)?", temperature="(0, inf)",
+         chunk="int [1, inf)?", entropy="flag", mask="bool (...)?")
+@door(linear.log_probs)
+def linear_log_probs(
+    hidden: Tensor, # (..., d), any float dtype: final hidden states
+    weight: Tensor, # (V, d) of the head
+    index: Tensor, # (...) integers in [0, V): the chosen tokens
+    bias: Tensor | None = None, # (V,) of the head
+    temperature: float = 1.0, # what the logits are divided by
+    chunk: int | None = None, # rows whose logits exist at once; None = as many as make 8 million logits
+    entropy: bool = False, # return the entropy as well?
+    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
+) -> Tensor | tuple: # (...) log pi in nats, float32 or better; with `entropy`, (log pi, entropy)
+    "`selective_log_softmax` of hidden @ weight.T + bias, its products accumulated in float32."
+    if mask is not None: hidden = hidden.masked_fill(~mask[..., None], 0)
+    bias = None if bias is None else at_least_float32(bias)
+    logits = torch.nn.functional.linear(at_least_float32(hidden), at_least_float32(weight), bias)
+    both = log_probs_and_entropy(logits, index, temperature, mask)
+    return both if entropy else both[0]
 
 # %% ../../nbs/formulas/02_logprob.ipynb #gaussian
-def _dimensions(mask, **tensors):
-    "The tensors in float32 or better, with 1 where the mask is False."
-    check_float(**tensors); check_same_shape(**tensors)
-    (name, x), *_ = tensors.items()
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{name} must have at least 1 dimension, the last of which is that of the action, of at least 1 "
-                         f"number; got shape {tuple(x.shape)}")
-    tensors = [at_least_float32(t) for t in tensors.values()]
-    if mask is None: return tensors
-    check_mask(mask, **{f"{name}[..., 0]": x[..., 0]})
-    return [apply_mask(t, mask.unsqueeze(-1).expand_as(t), 1.0) for t in tensors]
+@checked(action="float (... N)", mu="float (... N)", sigma="float (... N)", mask="bool (...)?")
+def gaussian_log_prob(
+    action: Tensor, # (..., N)
+    mu: Tensor, # (..., N) mean of each dimension
+    sigma: Tensor, # (..., N) standard deviation of each dimension, > 0
+    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
+) -> Tensor: # (...) log density of the whole action in nats, float32 or better; 0 where nothing counts
+    "log N(action; mu, sigma^2), summed over N independent dimensions."
+    action, mu, sigma = (_ones_under(mask, x) for x in (action, mu, sigma))
+    x = (action - mu) / sigma
+    return apply_mask((-0.5 * x.square() - sigma.log() - 0.5 * math.log(2 * math.pi)).sum(-1), mask)
 
-def gaussian_log_prob(action: torch.Tensor, # (..., N)
-                      mu: torch.Tensor, # Mean of each dimension, (..., N)
-                      sigma: torch.Tensor, # Standard deviation of each dimension, > 0, (..., N)
-                      mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                     ) -> torch.Tensor: # log density of the whole action, in nats, float32 or better, (...); 0 where nothing counts
-    "log N(action; mu, sigma^2), summed over the N dimensions, which are independent."
-    action, mu, sigma = _dimensions(mask, action=action, mu=mu, sigma=sigma)
-    return apply_mask((-0.5 * ((action - mu) / sigma).square() - sigma.log() - 0.5 * math.log(2 * math.pi)).sum(-1), mask)
+def _ones_under(mask, x):
+    "x, but 1 where the mask is False."
+    return x if mask is None else x.masked_fill(~mask[..., None], 1)
 
-def gaussian_entropy(sigma: torch.Tensor, # Standard deviation of each dimension, > 0, (..., N)
-                     mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                    ) -> torch.Tensor: # In nats, any sign, float32 or better, (...); 0 where nothing counts
-    "Entropy of N independent Gaussians, the sum of log sigma + (1 + log 2 pi) / 2."
-    sigma, = _dimensions(mask, sigma=sigma)
+# %% ../../nbs/formulas/02_logprob.ipynb #gaussian-entropy
+@checked(sigma="float (... N)", mask="bool (...)?")
+def gaussian_entropy(
+    sigma: Tensor, # (..., N) standard deviation of each dimension, > 0
+    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
+) -> Tensor: # (...) nats, any sign, float32 or better; 0 where nothing counts
+    "Entropy of N independent Gaussians: the sum of log sigma + (1 + log 2 pi) / 2."
+    sigma = _ones_under(mask, sigma)
     return apply_mask((sigma.log() + 0.5 * (1 + math.log(2 * math.pi))).sum(-1), mask)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #tanh-log-det
-def tanh_log_det(x: torch.Tensor, # Before the tanh, (..., N)
-                ) -> torch.Tensor: # In nats, float32 or better, (...)
-    "log |d tanh(x) / dx|, summed over the N dimensions: what the log density of x exceeds that of tanh(x) by; exact for large x too."
-    x, = _dimensions(None, x=x)
+@checked(x="float (... N)")
+def tanh_log_det(
+    x: Tensor, # (..., N) before the tanh
+) -> Tensor: # (...) nats, float32 or better
+    "log |d tanh(x) / dx|, summed over N dimensions: log density of x less that of tanh(x)."
     return 2 * (math.log(2) - x - torch.nn.functional.softplus(-2 * x)).sum(-1)

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import notebooks
-from formulas import test_advantage, test_logprob
-from rlhf_notes.formulas import advantage, logprob
+from formulas import test_advantage
+from rlhf_notes.formulas import advantage
 from rlhf_notes.fast import compiled
-from rlhf_notes.fast.compiled import COEFFICIENTS, ROWS, STEPS, backward_rows, exp2, forward_rows, gae_loop, scan, status, usable, without
+from rlhf_notes.fast.compiled import STEPS, gae_loop, scan, status, usable, without
 from strategies import normal, random_mask, value_and_grad
-from fast.test_kernels import reference
 
 here = pytest.mark.skipif(not usable(torch.ones(1)), reason=f"nothing is compiled here: {status()}")
 
@@ -32,145 +31,6 @@ def calls(monkeypatch):
 @pytest.mark.skipif(not sys.platform.startswith("linux") or shutil.which("cc") is None, reason="only where there surely is a compiler")
 def test_where_there_is_a_compiler_it_is_used():
     assert os.environ.get("CC") or os.environ.get("RLHF_NOTES_COMPILE") or status() == f"compiled by {shutil.which('cc')}"
-
-
-# ---- 2 to the power of x
-
-@here
-def test_the_power_of_two_is_right_to_the_last_digits():
-    x = torch.cat([torch.linspace(-126, 127, 200_001), torch.randn(1000), torch.arange(-126.0, 128)])
-    assert (exp2(x).double() / torch.exp2(x.double()) - 1).abs().max() < 2**-23
-    assert torch.equal(exp2(torch.arange(-126.0, 128)), torch.exp2(torch.arange(-126, 128).double()).float())       # whole powers, exactly
-    y = exp2(torch.tensor([[-math.inf, -1e30, -127.0], [math.inf, 1e30, math.nan]]))
-    assert (y[0] == 0).all() and (y[1, :2] >= 2.0**126).all() and y[1, 2].isnan() and y.shape == (2, 3)
-    assert torch.equal(exp2(torch.randn(4, 6).t()[:, ::2]).isfinite(), torch.ones(6, 2).bool()) and exp2(torch.ones(0)).shape == (0,)
-
-
-@pytest.mark.parametrize("x", [torch.ones(3, dtype=torch.float64), torch.ones(3).bfloat16(), torch.ones(3, dtype=torch.long), torch.ones(3, device="meta")])
-def test_what_the_power_is_not_made_for_is_refused(x):
-    with pytest.raises(ValueError, match=f"x must be a float32 tensor on the CPU, where the programs are compiled, got {x.dtype} on {x.device}, .*compiled"): exp2(x)
-    with without(), pytest.raises(ValueError, match="x must be a float32 tensor"): exp2(torch.ones(3))
-
-
-def test_the_coefficients_are_those_of_two_to_the_power_of_f():
-    f = torch.linspace(-0.5, 0.5, 1001, dtype=torch.float64)
-    assert (sum(c * f**k for k, c in enumerate(COEFFICIENTS)) / 2**f - 1).abs().max() < 3e-9
-
-
-# ---- rows
-
-@here
-@pytest.mark.parametrize("name", ["test_pieces_give_what_the_whole_gives", "test_a_row_does_not_depend_on_its_neighbours", "test_a_word_that_is_all_but_impossible", "test_the_gradient_in_place_of_the_logits_is_the_gradient",
-                                  "test_in_place_makes_no_tensor_of_the_logits_size", "test_logits_that_others_need_are_not_overwritten_in_silence", "test_pieces_keep_two_numbers_for_a_row",
-                                  "test_linear_equals_the_way_through_the_logits", "test_linear_by_finite_differences_and_where_only_some_gradients_are_wanted"])
-def test_what_holds_in_pieces_holds_compiled(name, monkeypatch):
-    monkeypatch.setattr(test_logprob, "HOW", nullcontext)
-    getattr(test_logprob, name)()
-
-
-@here
-@pytest.mark.parametrize("threads", [1, 2])
-def test_rows_that_do_not_follow_one_another(threads, monkeypatch, calls):
-    monkeypatch.setattr(test_logprob, "HOW", nullcontext)
-    test_logprob.test_pieces_of_logits_whose_rows_do_not_follow_one_another(threads)
-    assert {name for name, _ in calls} == {"forward_float", "backward_float"} and {given[-1] for _, given in calls} == {threads}
-
-
-@here
-@pytest.mark.parametrize("name", test_logprob.INPLACE)
-def test_what_may_not_be_overwritten_is_refused(name, monkeypatch):
-    monkeypatch.setattr(test_logprob, "HOW", nullcontext)
-    test_logprob.test_what_may_not_be_overwritten_is_refused(name)
-
-
-@here
-@pytest.mark.parametrize("dtype", ROWS)
-def test_rows_in_every_layout(dtype, monkeypatch, calls):
-    monkeypatch.setattr(logprob, "_WHOLE", 0)
-    whole = normal(0, (2, 4, 4200), scale=3.0).to(dtype)
-    for z, temperature in ((whole[0, 0, :37], 1.0), (whole[:, 0, :64], 0.7), (whole[:, :-1], 2.0), (whole[:, 1:, :16].transpose(0, 1), 1.0), (whole[..., :1], 1.0), (whole + 1e3, 1.0), (whole[:, :, None, :5], 1.0), (whole[..., ::3], 1.0), (whole[0].expand(3, 4, 4200), 1.0), (whole[:0], 1.0)):
-        z = z.detach()
-        i = (torch.arange(math.prod(z.shape[:-1])) * 7 % z.shape[-1]).view(z.shape[:-1])
-        weight = normal(1, (2, *i.shape))
-        exact = z.double().requires_grad_(True)
-        (expected,) = torch.autograd.grad((reference(exact, i, temperature) * weight).sum(), exact)
-        leaf = z.requires_grad_(True)
-        y = torch.stack(logprob.log_probs_and_entropy(leaf, i, temperature))
-        (got,) = torch.autograd.grad((y * weight).sum(), leaf)
-        torch.testing.assert_close(y.detach().double(), reference(z.detach(), i, temperature), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
-    assert {name for name, _ in calls} == {f"{way}_{'float' if dtype == torch.float32 else 'bfloat16'}" for way in ("forward", "backward")}
-
-
-@here
-def test_impossible_words_infinite_logits_and_nan():
-    inf = math.inf
-    z = torch.tensor([[1.0, 2.0, -inf], [-inf] * 3, [math.nan, 1.0, 2.0], [5.0, 5.0, 5.0], [-inf, -inf, 3.0], [1.0, inf, 2.0], [3e38, -3e38, 0.0], [-3e38, 3e38, 0.0]])
-    i = torch.tensor([2, 0, 1, 1, 2, 0, 0, 0])
-    for dtype in ROWS:
-        logp, H, base, total = forward_rows(z.to(dtype), i, 1.0, True)
-        alone = forward_rows(z.to(dtype), i, 1.0, False)
-        for y in (logp, alone[0]):
-            assert y[0] == -inf and y[1].isnan() and y[2].isnan() and y[4] == 0 and y[5].isnan() and y[6] == 0 and y[7] == -inf
-        assert H[1] == 0 and H[2].isnan() and H[4] == 0 and (alone[1] == 0).all() and total[1] == 0
-        torch.testing.assert_close(H[[0, 3], 0], torch.tensor([0.58220309, math.log(3)]))
-        one, zero = torch.ones(8, 1), torch.zeros(8, 1)
-        assert (backward_rows(z.to(dtype), i, 1.0, zero, zero, H, base, total) == 0).all()                   # nothing is asked, whatever lies there
-        silent = one.clone(); silent[[1, 2, 5, 7]] = 0
-        g = backward_rows(z.to(dtype), i, 1.0, silent, None, None, base, total)
-        assert g.isfinite().all() and (g[silent[:, 0] == 0] == 0).all() and g[0, 2] == 1 and g.dtype == dtype
-        assert backward_rows(z.to(dtype), i, 1.0, one, None, None, base, total)[2].isnan().all()             # a NaN is seen
-
-
-@here
-def test_a_bfloat16_is_rounded_to_the_nearest():
-    z, i = normal(0, (300, 64), torch.bfloat16, 3.0), torch.arange(300) % 64
-    leaf = z.float().requires_grad_(True)
-    (exact,) = torch.autograd.grad(logprob.selective_log_softmax(leaf, i).sum(), leaf)
-    _, _, base, total = forward_rows(z, i, 1.0, False)
-    got = backward_rows(z, i, 1.0, torch.ones(300, 1), None, None, base, total)
-    assert (got != exact.bfloat16()).float().mean() < 1e-3                                                   # but for ties that a last digit decides
-
-
-@here
-def test_a_bfloat16_halfway_between_two_is_rounded_to_the_even_one():
-    "Two equal logits: the gradient of the other word is -g / 2, exactly."
-    half = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, -1 - 3 * 2.0**-8])
-    z, i = torch.zeros(4, 2, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
-    _, _, base, total = forward_rows(z, i, 1.0, False)
-    got = backward_rows(z, i, 1.0, 2 * half[:, None], None, None, base, total)[:, 1]
-    assert torch.equal(got, (-half).bfloat16()) and got.tolist() == [-1, -1 - 2.0**-6, -1 - 2.0**-7, 1 + 2.0**-6]
-    nan = torch.full((4, 1), 2**31 - 1, dtype=torch.int32).view(torch.float32)                               # all its bits but the sign
-    assert backward_rows(z, i, 1.0, nan, None, None, base, total).isnan().all()
-
-
-@here
-def test_a_sum_of_many_small_numbers_is_right():
-    z, i = torch.zeros(2, 2**21), torch.tensor([5, 0])
-    z[1, 1:] = -17                                                               # two million of 4e-8
-    exact = z.double().log_softmax(-1)[torch.arange(2), i]
-    for entropy in (False, True): torch.testing.assert_close(forward_rows(z, i, 1.0, entropy)[0][:, 0].double(), exact, atol=4e-6, rtol=1e-6)     # the thousand in which the 1 stands loses 64 of them
-
-
-@here
-@pytest.mark.parametrize("index", [5, -1, 10**6])
-def test_a_word_beyond_the_vocabulary_is_named(index, monkeypatch):
-    monkeypatch.setattr(logprob, "_WHOLE", 0)
-    with pytest.raises(ValueError, match=f"index must be between 0 and 4, the last of 5 choices, got {min(index, 0)} to {max(index, 0)}"):
-        logprob.selective_log_softmax(torch.randn(2, 5), torch.tensor([0, index]))
-
-
-@here
-def test_threads_do_not_change_a_digit():
-    z, i, w = normal(0, (33, 3000), torch.float32, 4.0), torch.arange(33), normal(1, (2, 33, 1), torch.float32)
-    found = []
-    for threads in (1, 2, 3):
-        before = torch.get_num_threads(); torch.set_num_threads(threads)
-        try:
-            out = forward_rows(z, i, 0.7, True)
-            found.append([*out, backward_rows(z, i, 0.7, *w, *out[1:]), *gae_loop(z, z, z, z > 3, z > 2, 0.9, 0.9), scan(z, z)])
-        finally: torch.set_num_threads(before)
-    for other in found[1:]: assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
 
 # ---- over time

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import notebooks
-from rlhf_notes.formulas import advantage, logprob
-from rlhf_notes.fast import kernels
+from rlhf_notes.fast import kernels, linear, rows
+from rlhf_notes.formulas import advantage
 from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
 from strategies import normal, random_mask, value_and_grad
 
@@ -36,11 +36,24 @@ def test_only_plain_tensors_are_computed_with():
     assert seen == [True, True, False, False] and not kernels.usable(x.double())
 
 
+def test_triton_that_cannot_work_is_left_aside_with_one_warning(monkeypatch, recwarn):
+    def broken(*_): raise RuntimeError("no C compiler")
+    monkeypatch.setattr(kernels, "interpreted", lambda: True)
+    monkeypatch.setattr(kernels, "scan", broken)
+    kernels._runs.cache_clear()
+    try:
+        z, i = torch.randn(3, 5), torch.arange(3)
+        monkeypatch.setattr(rows, "LARGE", 0)
+        for _ in range(2): torch.testing.assert_close(selective_log_softmax(z, i), z.log_softmax(-1)[range(3), i])
+        assert [str(w.message) for w in recwarn if "Triton kernels cannot run" in str(w.message)] == ["the Triton kernels cannot run on cpu, PyTorch's code runs instead: RuntimeError('no C compiler')"]
+    finally: kernels._runs.cache_clear()
+
+
 @triton
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_kernels_in_the_interpreter():
     p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(__file__), timeout=300)
-    assert p.returncode == 0 and "10 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
+    assert p.returncode == 0 and "11 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
 
 
 @triton
@@ -48,9 +61,8 @@ def test_kernels_in_the_interpreter():
 def test_kernels_compile_for_gpus():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
-    forward, backward = kernels._rows()
-    numbers = dict(V="i32", T="i32", per_part="i32", stride_part="i64", stride_row="i32", inv_temperature="fp32", stride_t="i32", stride_n="i32", I="*i64", SILENT="*i32")
-    for kernel, pointers, constants in ((forward, dict(Z="*bf16"), dict(ENTROPY=True, BLOCK=4096)), (backward, dict(Z="*bf16", OUT="*bf16"), dict(ENTROPY=True, BLOCK=4096)), (kernels._scan(), {}, dict(FORWARD=False, BLOCK=1024))):
+    numbers = dict(V="i32", T="i32", per_part="i32", stride_part="i64", stride_row="i32", scale="fp32", stride_t="i32", stride_n="i32", I="*i64")
+    for kernel, pointers, constants in ((kernels._forward(), dict(Z="*bf16"), dict(ENTROPY=True, BLOCK=4096)), (kernels._backward(), dict(Z="*bf16", OUT="*bf16"), dict(BLOCK=4096)), (kernels._scan(), {}, dict(FORWARD=False, BLOCK=1024))):
         names = kernel.arg_names
         signature = {n: "constexpr" if n in constants else pointers.get(n) or numbers.get(n, "*fp32") for n in names}
         made = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}), target=GPUTarget("cuda", 80, 32))
@@ -61,7 +73,7 @@ def test_kernels_compile_for_gpus():
 def test_the_notebook_says_so_where_its_proofs_cannot_run():
     "Without Triton they print that they were not run; what is stored was run."
     cells = {c["id"]: c for c in json.loads((notebooks.ROOT / "nbs" / "fast" / "kernels.ipynb").read_text(encoding="utf-8"))["cells"]}
-    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "interpret", "imports", "usable", "rows", "proof-rows", "gae", "proof-gae"))
+    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "interpret", "imports", "usable", "rows", "rows-backward", "proof-rows", "gae", "proof-gae"))
     lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == 4 and all(line.endswith(": not run here: Triton is not installed") for line in lines)
     for i in ("proof-rows", "proof-gae"):
@@ -72,7 +84,7 @@ def test_the_notebook_says_so_where_its_proofs_cannot_run():
 @pytest.fixture(autouse=True)
 def however_few(monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(logprob, "_WHOLE", 0); monkeypatch.setattr(logprob, "_LINEAR_CHUNK", 60); monkeypatch.setattr(advantage, "_SCAN", 1)
+        monkeypatch.setattr(rows, "LARGE", 0); monkeypatch.setattr(linear, "CHUNK", 60); monkeypatch.setattr(advantage, "_SCAN", 1)
 
 
 def reference(z, i, temperature):
