@@ -32,8 +32,8 @@ def finish(stage):
 
 
 def control(change):
-    from rlhf_notes.control.ppo import PPO, PPOConfig
-    ppo = PPO(PPOConfig(**change))
+    from rlhf_notes.control.ppo import PPO
+    ppo = PPO(**change)
     return [ppo.iterate() for _ in range(ppo.config.iterations)]
 
 

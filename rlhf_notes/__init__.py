@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .language.rlhf import RLHF
 
 FORMULAS = {  # module -> its public names, separated by spaces
-    "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean masked_var aggregate_loss",
+    "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean centre masked_var "
+                        "aggregate_loss",
     "formulas.logprob": "selective_log_softmax entropy_from_logits log_probs_and_entropy "
                         "linear_log_probs gaussian_log_prob gaussian_entropy tanh_log_det",
     "formulas.ratio": "RATIO_LEVELS bounded_log_ratio importance_ratio effective_sample_size "
@@ -40,8 +41,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
                       "value_inv_transform symlog inv_symlog",
     "formulas.kl": "KL_KINDS kl_estimate exact_kl kl_loss FixedKLController AdaptiveKLController",
     "formulas.whitening": "whiten RunningMoments",
-    "formulas.advantage": "GROUP_SCALES discounted_returns gae gae_tokens group_advantage "
-                          "rloo_advantage reinforce_pp_advantage",
+    "formulas.advantage": "GROUP_SCALES accumulate discounted_returns gae gae_tokens "
+                          "group_advantage rloo_advantage reinforce_pp_advantage",
     "formulas.reward": "PENALTY_MODES token_rewards RewardNorm truncate_at_stop apply_penalty "
                        "overlong_penalty",
     "formulas.ppo": "ppo_loss ppo_stats",
