@@ -236,7 +236,7 @@ def train(config: RLHFConfig, # Hyperparameters of all stages
     "Train to the end or to Ctrl-C; either leaves a whole run directory."
     training = Training(config, world)
     if run is not None and run.checkpoint is not None:
-        with run.fitting() as state: training.load_state_dict(state)
+        training.load_state_dict(run.checkpoint)
     if not training.accelerator.is_main_process: run = None
     bar = progress_bar(training.steps, sum(map(len, training.rows.values())))
     with stop_on_interrupt() as stop:
