@@ -778,7 +778,8 @@ exercise("off_policy_sequence_mask", "11_grpo",
 # %% ../../nbs/formulas/12_preference.ipynb #exercise-checks
 _log_sigmoid = torch.nn.functional.logsigmoid
 
-exercise("dpo_loss", "12_preference", lambda c, r, p, q, b: -_log_sigmoid(b * (c - p - r + q)).mean(),
+exercise("dpo_loss", "12_preference",
+    lambda c, r, p, q, b: -_log_sigmoid(b * (c - p - r + q)).mean(),
     "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of "
     "whole responses, mean over the pairs, 0-dim",
     "Two log-ratios against the reference, their difference times beta, and the loss of a coin "
