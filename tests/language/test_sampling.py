@@ -195,7 +195,7 @@ P, M, U = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool
 @pytest.mark.parametrize("args, error, words", [
     ((P, M, U, 0.0), ValueError, "temperature must be in"),
     ((P, M, U, -1.0), ValueError, "temperature must be in"),
-    ((P, M, U[:1]), ValueError, r"u must have B = 2, as prompts has, in its shape \(B, T\), got \(1, 4\)"),
+    ((P, M, U[:1]), ValueError, r"B = 2, as prompts has, got \(1, 4\)"),
     ((P, M, U.long()), TypeError, "u must have a floating-point dtype"),
     ((P, M, U.double()), TypeError, "u must have dtype torch.float32, got torch.float64"),
     ((P, M.long(), U), TypeError, "mask must be boolean"),
