@@ -239,7 +239,7 @@ def test_the_policy_answers_many_texts_as_it_does_one(tmp_path, pad, expected):
     def answers(texts): return lm.generate(**{k: x for k, x in tokenizer(texts, return_tensors="pt", padding=True).items() if k != "token_type_ids"}, max_new_tokens=4, min_new_tokens=4, do_sample=False)[:, -4:]
     texts = ["about the hotel .", "a word on the old hotel ."]
     assert torch.equal(answers(texts), torch.cat([answers([t]) for t in texts])) and not torch.equal(*answers(texts))
-    assert P.make_world(replace(TINY, model=str(tmp_path / "p")), "cpu")[1].pad_token == len(WORDS)
+    assert P.make_world(replace(TINY, model=str(tmp_path / "p")), "cpu")[1].pad_token >= len(WORDS)
 
 
 @pytest.fixture
