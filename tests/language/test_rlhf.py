@@ -412,3 +412,51 @@ def test_one_process_keeps_its_device_and_its_rows():
 def test_finite(row):
     with pytest.raises(FloatingPointError, match="stage sft, iteration 5: loss is"): R.check_finite("stage sft, iteration 5", row)
     R.check_finite("stage sft", dict(a=1.0, b=None, n=3))
+
+
+# --- a user's prompts and reward
+
+def likes_good(prompts, responses): return [r.split().count("good") for r in responses]
+
+
+def own(reward=likes_good, prompts=("about the hotel .", "about the old film ."), **options):
+    return R.RLHF(tiny_lm(), make_tokenizer(), prompts=list(prompts), reward=reward, **dict(algo="rloo", max_new_tokens=8, iterations=2, batch=8, minibatches=2, device="cpu") | options)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
+def test_a_users_reward_is_learned(algo):
+    t = own(algo=algo, iterations=25, batch=32, learning_rate=3e-2, kl_coef=0.0)
+    assert t.learn() is t and len(t.rows) == 25 == t.iteration
+    assert sum(r["score"] for r in t.rows[-3:]) / 3 > 4 * max(t.rows[0]["score"], 0.2)
+    assert len(t.learn().rows) == 25                                                                 # nothing is left to do
+
+
+def test_a_reward_sees_prompts_responses_and_columns():
+    seen = []
+    def reward(prompts, responses, word): seen.append((prompts, responses, word)); return [1.0 if p.endswith(f"{w} .") else 0.0 for p, w in zip(prompts, word)]
+    t = own(reward, [dict(prompt="about the hotel .", word="hotel"), dict(prompt="about the film .", word="film")])
+    row = t.iterate()
+    (prompts, responses, word), = seen
+    assert row["score"] == 1 and len(prompts) == 8 and {*zip(prompts, word)} <= {("about the hotel .", "hotel"), ("about the film .", "film")}
+    assert prompts[:4] == [prompts[0]] * 4 and all(isinstance(r, str) and "<" not in r for r in responses)
+
+
+@pytest.mark.parametrize("values", [[1.0], [[1.0]] * 8])
+def test_a_reward_is_one_number_for_each_response(values):
+    with pytest.raises(ValueError, match="^reward must return a number for each of the 8 responses, got shape"): own(lambda p, r: values).iterate()
+
+
+def test_a_saved_policy_answers_as_before(tmp_path):
+    t = own().learn()
+    t.save(tmp_path / "mine")
+    again = R.RLHF.load(tmp_path / "mine")
+    texts = ["about the hotel .", "about the old film ."]
+    assert again.generate(texts) == t.generate(texts) != t.generate(texts, seed=1) and again.config == t.config
+    assert R.RLHF.load(tmp_path / "mine", ["about the hotel ."], likes_good).learn().iteration == 2
+    by_name = R.RLHF(str(tmp_path / "mine"), prompts=texts, reward=likes_good, max_new_tokens=8, device="cpu")
+    assert by_name.generate(texts) == t.generate(texts)
+
+
+def test_an_option_that_is_none_is_refused():
+    with pytest.raises((TypeError, ValueError), match="learning_rat"): own(learning_rat=1.0)
+    with pytest.raises(ValueError, match="batch"): own(batch=9)

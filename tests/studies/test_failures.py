@@ -48,6 +48,15 @@ def test_each_failure_changes_the_training_and_leaves_nothing_behind(name, start
     assert set(DIALS) <= set(rows[0]) and set(outcome) == {"proxy", "true", "kl", "valid", "win", "first", "broke"}
 
 
+@pytest.mark.parametrize("name, i", [(name, i) for name, f in FAILURES.items() for i in range(len(f.swaps)) if len(f.swaps) > 1])
+def test_each_swap_changes_a_gradient(name, i, start, intact, monkeypatch):
+    "They patch by name: one whose function is called by another name would be silent."
+    f = FAILURES[name]
+    monkeypatch.setitem(FAILURES, "one", replace(f, swaps=(f.swaps[i],)))
+    gradients = [[r["grad_norm"] for r in rows] for rows in (attempt("one", start)[1], intact[f.base])]
+    assert (gradients[0] != gradients[1]) == (f.swaps[i][2] is not failures.behind_the_end)          # which computes more, for the swap beside it
+
+
 def test_every_detail_has_a_row_and_options_are_changes():
     numbers = {f.number for f in FAILURES.values()}
     assert numbers - {""} == {*(f"G{i}" for i in range(1, 7)), *(f"R{i}" for i in range(1, 5)), *(f"P{i}" for i in range(1, 13))}              # P13 is about what is logged
