@@ -15,7 +15,8 @@ import torch
 
 from ..checks import check_float, check_ndim, check_same_shape
 from ..formulas.masking import masked_mean
-from ..formulas.reward import RewardNorm, best_of_n_loss
+from ..formulas.preference import best_of_n_loss
+from ..formulas.reward import RewardNorm
 from .model import RewardModel, autocast, check_weights
 from .sampling import sample
 from .task import human_choice

@@ -21,13 +21,14 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from ..formulas.advantage import gae, gae_tokens, group_advantage, rloo_advantage
-from ..formulas.grpo import dpo_loss, policy_loss
+from ..formulas.grpo import policy_loss
 from ..formulas.kl import kl_estimate
 from ..formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax
 from ..formulas.masking import masked_mean
-from ..formulas.ppo import ppo_policy_data_continuous, ppo_policy_error_continuous
+from ..compat.ding import ppo_policy_data_continuous, ppo_policy_error_continuous
 from ..formulas.ratio import importance_ratio
-from ..formulas.reward import bradley_terry_loss, token_rewards, truncate_at_stop
+from ..formulas.preference import bradley_terry_loss, dpo_loss
+from ..formulas.reward import token_rewards, truncate_at_stop
 from ..formulas.surrogate import clip_fraction
 from ..formulas.value import explained_variance, symlog, value_loss, value_transform
 from ..formulas.whitening import whiten

@@ -26,7 +26,8 @@ from ..exercises.engine import Verdict
 from .ablations import in_standard_deviations, swapped, unclipped
 from ..formulas import grpo
 from ..formulas.kl import kl_estimate
-from ..formulas.reward import RewardNorm, bradley_terry_loss
+from ..formulas.preference import bradley_terry_loss
+from ..formulas.reward import RewardNorm
 from ..language import model, reward_model, rlhf, rollout, sampling as sample
 from . import variants
 from ..language.config import RLHFConfig

@@ -21,8 +21,8 @@ from ..fast import compiled
 from ..formulas import logprob
 from ..formulas.advantage import gae, gae_tokens
 from ..checks import check_choice
-from ..formulas.logprob import (efficient_method, entropy_from_logits, less_efficient_method, linear_log_probs,
-                                         log_probs_and_entropy, naive_method,
+from ..compat.ding import efficient_method, less_efficient_method, naive_method
+from ..formulas.logprob import (entropy_from_logits, linear_log_probs, log_probs_and_entropy,
                                          selective_log_softmax)
 
 # %% ../../nbs/studies/36_speed.ipynb #machine
