@@ -104,7 +104,8 @@ def test_loss_by_hand():
     x = with_advantages(replace(TINY, whiten_rewards=False, whiten_advantages=False), handmade(), 0.1)
     g = torch.Generator().manual_seed(1)
     logp, values = x.logp + 0.3 * torch.randn(4, 4, generator=g), x.values + torch.randn(4, 4, generator=g)
-    policy, value, _ = R.losses(replace(TINY, clip=0.1, value_clip=0.3), x, logp, values, 0.1)
+    loss, parts = R.rl_loss(replace(TINY, clip=0.1, value_clip=0.3), x, logp, values, 0.1)
+    policy, value = parts["policy_loss"], parts["value_loss"]
     p = v = n = 0.0
     for i in range(4):
         for j in range(4):
@@ -114,31 +115,26 @@ def test_loss_by_hand():
             v += 0.5 * max((V - ret) ** 2, (min(max(V, V0 - 0.3), V0 + 0.3) - ret) ** 2)                # P10
             n += 1
     assert policy.item() == pytest.approx(p / n, rel=1e-5) and value.item() == pytest.approx(v / n, rel=1e-5)
-    assert R.losses(replace(TINY, value_clip=0.0), x, logp, values, 0.1)[1] < value
+    assert loss.item() == pytest.approx((policy + 0.1 * value).item())
+    assert R.rl_loss(replace(TINY, value_clip=0.0), x, logp, values, 0.1)[1]["value_loss"] < value
 
 
 def test_the_kl_in_the_loss_is_k3_times_the_coefficient():
     x = with_advantages(replace(TINY, algo="rloo", group=2), handmade(), 0.1)
     c, logp = replace(TINY, algo="rloo"), x.logp + 0.1
     d = (logp - x.logp_ref)[x.response_mask]
-    with_kl, without = R.losses(replace(c, kl_in_loss=True), x, logp, x.values, 0.4)[0], R.losses(c, x, logp, x.values, 0.4)[0]
+    with_kl, without = R.rl_loss(replace(c, kl_in_loss=True), x, logp, x.values, 0.4)[0], R.rl_loss(c, x, logp, x.values, 0.4)[0]
     assert (with_kl - without).item() == pytest.approx(0.4 * (torch.exp(-d) - 1 + d).mean().item(), rel=1e-4)
 
 
 def test_no_value_loss_without_a_value_head():
     x = with_advantages(replace(TINY, algo="grpo", group=2), handmade(), 0.1)
-    assert R.losses(replace(TINY, algo="grpo"), x, x.logp, x.values, 0.1)[1] is None
+    assert "value_loss" not in R.rl_loss(replace(TINY, algo="grpo"), x, x.logp, x.values, 0.1)[1]
     t = trainer(replace(TINY, algo="grpo"))
     before = t.policy.value_head.weight.clone()
     row = t.iterate()
     assert torch.equal(t.policy.value_head.weight, before) and row["value_loss"] is None is row["explained_variance"]
     assert trainer().iterate()["value_loss"] > 0
-
-
-def test_the_share_of_a_part():
-    whole = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
-    assert float(R.microbatch_weight(whole[:1], whole, "token-mean")) == pytest.approx(0.8)
-    assert all(R.microbatch_weight(whole[:1], whole, a) == 0.5 for a in ("seq-mean-token-mean", "seq-mean-token-sum", "constant"))
 
 
 def gradient_of(t, batch, microbatches):
@@ -165,8 +161,8 @@ def test_the_gradient_is_that_of_the_loss():
     batch = a_batch(t)
     found = gradient_of(t, batch, 2)
     logp, values = logp_now(t, batch)
-    policy, value, _ = R.losses(t.config, batch, logp, values, t.kl.coef)
-    expected = vector(torch.autograd.grad(policy + 0.1 * value, list(t.policy.parameters())))
+    loss, _ = R.rl_loss(t.config, batch, logp, values, t.kl.coef)
+    expected = vector(torch.autograd.grad(loss, list(t.policy.parameters())))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
