@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['DOMAINS', 'NOUNS', 'ADJECTIVES', 'INTENSIFIERS', 'VERBS', 'STOP', 'EOS', 'PAD',
            'CATEGORY', 'FOLLOWS', 'MOOD', 'SLIP', 'STRAY', 'OPENERS', 'KINDS', 'TIMES',
-           'PROMPTS', 'HELD_OUT', 'NEGATION', 'LIMIT', 'COSTS', 'WORDS', 'queries',
-           'human_score', 'grammatical', 'write_review', 'review_prompts', 'domain_of',
-           'corpus', 'sentiments', 'judgement', 'true_reward', 'human_choice',
-           'make_tokenizer', 'Reviews']
+           'PROMPTS', 'HELD_OUT', 'NEGATION', 'LIMIT', 'COSTS', 'WORDS', 'grammatical',
+           'write_review', 'review_prompts', 'domain_of', 'corpus', 'sentiments',
+           'judgement', 'true_reward', 'human_choice', 'make_tokenizer', 'Reviews']
 
 # %% ../../nbs/language/22_task.ipynb #export-imports
 import random
@@ -279,7 +278,3 @@ class Reviews(Prompts):
                     ) -> torch.Tensor: # (B,), float32
         "`true_reward` of each response: for labels and for evaluation, never for training."
         return torch.tensor([true_reward(*text) for text in self.texts(prompts, mask, responses)])
-
-# %% ../../nbs/language/22_task.ipynb #aliases
-queries, human_score = review_prompts, true_reward
-Reviews.draw, Reviews.true_scores = Reviews.sample_prompts, Reviews.true_rewards
