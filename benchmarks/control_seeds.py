@@ -36,10 +36,11 @@ def run(job):
     "One seed: its row of NAME_seeds.csv and its rows of NAME_curves.csv."
     import numpy as np
     import torch
-    from rlhf_notes.control.ppo import PPO, score, scores, threshold
+    from rlhf_notes.control.envs import threshold
+    from rlhf_notes.control.ppo import PPO
     config, every = job
     torch.set_num_threads(1)
-    ppo, enough, seconds, curve, first = PPO(config), threshold(config.env), 0.0, [], {}
+    ppo, enough, seconds, curve, first = PPO.from_config(config), threshold(config.env), 0.0, [], {}
     evaluation_seeds = np.random.SeedSequence((config.seed, 1)).generate_state(2 * config.iterations).tolist()
     while ppo.iteration < config.iterations:
         start = time.perf_counter()
@@ -47,10 +48,10 @@ def run(job):
         seconds += time.perf_counter() - start
         evaluated = {"greedy": None, "sampled": None}
         for mode in evaluated if every and (ppo.iteration % every == 0 or ppo.iteration == config.iterations) else ():
-            evaluated[mode] = score(ppo, evaluation_seeds.pop(), mode == "greedy").mean().item()
+            evaluated[mode] = ppo.evaluate(deterministic=mode == "greedy", seed=evaluation_seeds.pop()).mean().item()
             if enough is not None and evaluated[mode] >= enough and mode not in first: first[mode] = row["steps"], seconds
         curve.append([config.seed, *(row[c] for c in CURVE), seconds, *evaluated.values()])
-    final = scores(ppo)
+    final = ppo.scores()
     reached = [x for mode in ("greedy", "sampled") for x in first.get(mode, (None, None))]
     return [config.seed, *(final[c] for c in FINAL), row["steps"], seconds, row["steps"] / seconds, *reached], curve
 

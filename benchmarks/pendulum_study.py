@@ -45,7 +45,7 @@ def trained(config, shift=0.0, fixed_std=False):
     class Shifted(Scaling):
         def __call__(self, rollout): return super().__call__(replace(rollout, rewards=rollout.rewards + shift))
 
-    ppo, curve = PPO(config), []
+    ppo, curve = PPO.from_config(config), []
     if shift: ppo.scaling = Shifted(config, 3)
     if fixed_std: ppo.agent.head.log_std.requires_grad_(False)
     for _ in range(config.iterations):
@@ -60,8 +60,9 @@ def old_program(seed, steps=50_000, bootstrap=False):
     end of the 200 steps is an end. Ten episodes of one policy are here one episode of each of ten environments side by side."""
     import torch
     from torch import nn
-    from rlhf_notes.control.ppo import evaluate, seeds
-    from rlhf_notes.control.rollout import float32, make_envs
+    from rlhf_notes.control.ppo import episode_returns, seeds
+    from rlhf_notes.control.envs import make_envs
+    from rlhf_notes.control.rollout import float32
     from rlhf_notes.formulas.advantage import gae
     from rlhf_notes.formulas.logprob import gaussian_log_prob
     from rlhf_notes.formulas.surrogate import clipped_surrogate
@@ -96,8 +97,8 @@ def old_program(seed, steps=50_000, bootstrap=False):
             adam.zero_grad(); loss.backward(); adam.step()
         curve.append((2000 * (update + 1), rewards.sum(0).mean().item(), 1.0))
     envs.close()
-    greedy, noise = evaluate(act, greedy_seed, env_id="Pendulum-v1"), np.random.default_rng((sampled_seed, 1))          # not the environments' own stream
-    sampled = evaluate(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env_id="Pendulum-v1")
+    greedy, noise = episode_returns(act, greedy_seed, env_id="Pendulum-v1"), np.random.default_rng((sampled_seed, 1))          # not the environments' own stream
+    sampled = episode_returns(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env_id="Pendulum-v1")
     return greedy.mean().item(), sampled.mean().item(), curve
 
 
@@ -121,7 +122,6 @@ def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
 
 def run(job):
     import torch
-    from rlhf_notes.control.ppo import scores
     from rlhf_notes.control.config import PendulumConfig
     torch.set_num_threads(1)
     variant, seed = job
@@ -130,7 +130,7 @@ def run(job):
         return greedy, sampled, curve, []
     shift = SHIFT if "reward +" in variant else 0.0
     ppo, curve = trained(PendulumConfig(seed=seed, stagger=False, **VARIANTS[variant]), shift, variant == "fixed std 1")
-    s = scores(ppo)
+    s = ppo.scores()
     return s["eval_return_mean"], s["eval_sampled_return_mean"], curve, value_check(ppo, shift)
 
 

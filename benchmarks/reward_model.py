@@ -44,7 +44,7 @@ def run(config, held_out):
     "One seed: its rows."
     from rlhf_notes.language.model import Pretraining
     from rlhf_notes.language.reward_model import RewardTraining, write_answers
-    from rlhf_notes.language.rlhf import make_world
+    from rlhf_notes.language.pipeline import make_world
     lm, task = make_world(config, torch.device("cpu"))
     pretraining = Pretraining(config, lm, task)
     while pretraining.iteration < pretraining.iterations: pretraining.iterate()

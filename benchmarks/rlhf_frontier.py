@@ -31,7 +31,7 @@ def read(path):
 def main():
     import torch
     from rlhf_notes.language.config import RLHFConfig
-    from rlhf_notes.language.rlhf import evaluate
+    from rlhf_notes.language.pipeline import evaluate
     from rlhf_notes.language.task import HELD_OUT
     from rlhf_notes.studies.variants import measure, measure_best_of_n, prepare
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -14,6 +14,20 @@ RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
 COLUMNS = ("device", "torch", "preset", "precision", "contender", "batch", "response_length", "iterations", "tokens_per_second", "sampling", "scoring", "update", "peak_memory_MiB")
 
 
+def timed(method, seconds, part, cuda):
+    "The same method, whose time is added to `seconds[part]`."
+    import time
+    import torch
+    def run(*args):
+        if cuda: torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = method(*args)
+        if cuda: torch.cuda.synchronize()
+        seconds[part] += time.perf_counter() - start
+        return out
+    return run
+
+
 def measure(device, preset, precision, batch, length, iterations, trl):
     "A row for ours with PPO and with GRPO, and for TRL's GRPOTrainer."
     import torch
@@ -29,9 +43,11 @@ def measure(device, preset, precision, batch, length, iterations, trl):
         if contender.startswith("ours"):
             trainer = start.trainer(**compare.contenders()[contender][1], iterations=iterations + 1)
             trainer.iterate()
+            seconds = dict.fromkeys(parts, 0.0)
+            for part, method in dict(sampling="respond", scoring="score", update="step").items(): setattr(trainer, method, timed(getattr(trainer, method), seconds, part, cuda))
             rows = [trainer.iterate() for _ in range(iterations)]
             tokens = iterations * batch * length
-            parts = {part: tokens / sum(r[f"seconds_{part}"] for r in rows) for part in parts}
+            parts = {part: tokens / seconds[part] for part in parts}
             speed = tokens / sum(batch * length / r["tokens_per_second"] for r in rows)
         else: speed = compare.race(contender, start, iterations)["tokens_per_second"]
         memory = torch.cuda.max_memory_allocated(device) / 2**20 if cuda else ""

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 from importlib import import_module as _import_module
 
 FORMULAS = {
-    "masking": ("AGGREGATION_MODES", "apply_mask", "masked_sum", "masked_mean", "masked_var", "aggregate_loss"),
+    "masking": ("AGGREGATION_MODES", "apply_mask", "masked_sum", "masked_mean", "centre", "masked_var", "aggregate_loss"),
     "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs",
                 "gaussian_log_prob", "gaussian_entropy", "tanh_log_det"),
     "ratio": ("RATIO_LEVELS", "bounded_log_ratio", "importance_ratio", "effective_sample_size", "truncated_importance_weight"),
@@ -15,7 +15,7 @@ FORMULAS = {
     "value": ("value_loss", "value_clip_fraction", "explained_variance", "value_transform", "value_inv_transform", "symlog", "inv_symlog"),
     "kl": ("KL_KINDS", "kl_estimate", "calculate_kl_div", "exact_kl", "kl_loss", "FixedKLController", "AdaptiveKLController"),
     "whitening": ("whiten", "RunningMoments"),
-    "advantage": ("GROUP_SCALES", "discounted_returns", "gae", "gae_tokens", "group_advantage", "rloo_advantage", "reinforce_pp_advantage"),
+    "advantage": ("GROUP_SCALES", "accumulate", "discounted_returns", "gae", "gae_tokens", "group_advantage", "rloo_advantage", "reinforce_pp_advantage"),
     "reward": ("PENALTY_MODES", "best_of_n_loss", "bradley_terry_loss", "RewardNorm", "token_rewards", "truncate_at_stop", "apply_penalty",
                "overlong_penalty"),
     "ppo": ("ppo_data", "ppo_data_continuous", "ppo_policy_data", "ppo_policy_data_continuous", "ppo_value_data", "ppo_loss", "ppo_policy_loss", "ppo_info",

@@ -156,7 +156,7 @@ TASKS = {
     "pendulum": Task(PendulumConfig, CONTROL, "ppo",
                      "Swing a pendulum up and hold it there, with a torque too weak to lift it. A random policy earns "
                      "about -1200; -200 on average is solved.", ("env",)),
-    "rlhf": Task(RLHFConfig, "rlhf_notes.language.rlhf", "ppo",
+    "rlhf": Task(RLHFConfig, "rlhf_notes.language.pipeline", "ppo",
                  "Teach a tiny GPT-2, from a human's choices between its texts, to write reviews that the human likes. It "
                  "is pretrained, a reward model learns from the choices, and the language model from the reward model.",
                  columns=RLHF_COLUMNS, threads=2),
@@ -182,13 +182,14 @@ def check_task(config, # What to do
         from rlhf_notes.control.ppo import check_start
         check_start(config)
     if not isinstance(config, RLHFConfig): return {}
-    from rlhf_notes.language.rlhf import Processes, check_processes, make_world
+    from rlhf_notes.language.pipeline import make_world
+    from rlhf_notes.language.rlhf import check_processes, process_device
     count = launched("SIZE", 1)
     check_processes(config, count)
     if (out is not None and config.model and Path(config.model).is_dir()
         and Path(config.model).resolve().is_relative_to(out.resolve())):
         raise ValueError(f"model must lie outside of the run directory {out}, whose files are replaced, got {config.model}")
-    if count > 1: device = Processes(config.device).device                         # each of several has one of its own
+    if count > 1: device = process_device(config.device)                         # each of several has one of its own
     return {"world": make_world(config, device)}
 
 def in_company() -> bool: # Of the first, that is, which does the writing
@@ -537,12 +538,11 @@ def bench_command(args) -> int: # The exit code
         if device == "mps": raise ValueError("device must be auto, cpu or cuda, got 'mps'")
         run = Run.create(args.out, {"task": "bench", "size": args.size, "only": args.task, "rounds": args.rounds,
                                     "device": device, "versions": versions()}, args.overwrite)
-    from rlhf_notes.fast import compiled
     from rlhf_notes.studies import speed
     rows, path = [], run.path / "bench.csv"
     print(f"{speed.device_name(device)}: every method by turns, {args.rounds} rounds; what is not installed is left out",
           flush=True)
-    if device == "cpu": print(f"ours: {compiled.status()}", flush=True)
+    print(f"ours: {speed.code_that_runs(device)}", flush=True)
     def done(new):
         rows.extend(new)
         write_table(path, rows)

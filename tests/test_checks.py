@@ -4,67 +4,98 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_notes.checks import at_least_float32, check_flag, check_number, check_real, check_whole, float64_if_possible
+from rlhf_notes.checks import at_least_float32, checked
+from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.masking import aggregate_loss, masked_mean, masked_sum, masked_var
+from strategies import normal, random_mask
 
 
-@pytest.mark.parametrize("value", [0, 1, 2, 0.0, None, "no", "True", [True], torch.tensor(True)])
-def test_a_flag_is_true_or_false(value):
-    with pytest.raises(TypeError) as e: check_flag("name", value)
-    assert str(e.value) == f"name must be True or False, got {value!r}" + ", whose .item() is Python's own" * isinstance(value, torch.Tensor)
+@checked(x="float (... T)", mask="bool (... T)?", row="float (T)?", raw="raw (B T)?", index="int (B T)?", share="[0, 1]", above="(0, inf)", n="int [1, 9]",
+         flag="flag", kind=("a", "b"))
+def f(x, mask=None, row=None, raw=None, index=None, share=0.5, above=1.0, n=1, flag=False, kind="a", *rest, **more): return x
 
 
-def test_both_flags_pass():
-    check_flag("name", True); check_flag("name", False)
+X, M = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+ITEM = ", whose .item() is Python's own"
 
 
-@pytest.mark.parametrize("value", [np.float16(0.2), np.float32(3), np.longdouble(3), np.int64(3), np.uint8(3), np.bool_(True), np.array(3), torch.tensor(3)])
-def test_numbers_and_flags_are_pythons_own(value):
-    "NumPy would calculate in its own precision and range: 1 - np.uint8(2) is 255."
-    for check in (check_number, check_whole):
-        with pytest.raises(TypeError) as e: check("name", value)
-        assert str(e.value) == f"name must be a number, got {type(value).__name__}, whose .item() is Python's own"
-    with pytest.raises(TypeError) as e: check_flag("name", value)
-    assert str(e.value) == f"name must be True or False, got {value!r}, whose .item() is Python's own"
-    for several in ([3], np.ones(1), torch.ones(1)):
-        with pytest.raises(TypeError, match="^name must be a number, got [A-Za-z]*$"): check_number("name", several)
+@pytest.mark.parametrize("given, error, message", [
+    (dict(x=[1.0]), TypeError, "x must be a torch.Tensor, got list"),
+    (dict(x=None), TypeError, "x must be a torch.Tensor, got NoneType"),
+    (dict(x=X.long()), TypeError, "x must have a floating-point dtype, got torch.int64"),
+    (dict(x=X + 1j), TypeError, "x must have a floating-point dtype, got torch.complex64"),
+    (dict(x=torch.tensor(1.0)), ValueError, "x must have the shape (..., T), got ()"),
+    (dict(mask=X), TypeError, "mask must be boolean (True = counts), got torch.float32"),
+    (dict(mask=M[0]), ValueError, "mask must have the shape of x, (2, 3), got (3,)"),
+    (dict(mask=M.to("meta")), ValueError, "mask must be on the device of x, cpu, got meta"),
+    (dict(row=X[:, 0]), ValueError, "row must have the shape (T) with T = 3, as x has, got (2,)"),
+    (dict(row=X), ValueError, "row must have the shape (T), got (2, 3)"),
+    (dict(index=X), TypeError, "index must have an integer dtype, got torch.float32"),
+    (dict(index=M), TypeError, "index must have an integer dtype, got torch.bool"),
+    *[(dict(flag=v), TypeError, f"flag must be True or False, got {v!r}" + ITEM * (getattr(v, "ndim", 1) == 0)) for v in (0, 1, 2, 0.0, None, "no", [True], torch.tensor(True), np.bool_(True))],
+    *[({name: v}, TypeError, f"{name} must be a number, got {type(v).__name__}{ITEM}") for name in ("share", "n")
+      for v in (np.float16(0.2), np.float32(3), np.longdouble(3), np.int64(3), np.uint8(3), np.bool_(True), np.array(3), torch.tensor(3))],
+    *[({name: v}, TypeError, f"{name} must be a number, got {type(v).__name__}") for name in ("share", "n") for v in ([3], np.ones(1), torch.ones(1), True, "3", None)],
+    *[(dict(share=v), ValueError, f"share must be in [0, 1], got {v}") for v in (-0.1, 1.5, math.nan, math.inf, 10**400, np.float64(1.5))],
+    *[(dict(above=v), ValueError, f"above must be in (0, inf), got {v}") for v in (0, -1, math.nan, math.inf)],
+    *[(dict(n=v), TypeError, f"n must be an integer, got {v}") for v in (2.5, 2.0, math.inf, np.float64(3))],
+    *[(dict(n=v), ValueError, f"n must be in [1, 9], got {v}") for v in (0, 10, 10**400)],
+    *[(dict(kind=v), ValueError, f"kind must be one of 'a', 'b', got {v!r}") for v in ("c", ["a"], None, 0)]])
+def test_bad_input_is_named(given, error, message):
+    for call in (lambda: f(**{"x": X, **given}), lambda: f(*({"x": X, "mask": None, **given}[k] for k in ("x", "mask"))) if not given.keys() - {"x", "mask"} else f(**{"x": X, **given})):
+        with pytest.raises(error) as e: call()
+        assert str(e.value) == message
 
 
-def test_a_float64_of_numpys_is_a_float():
-    check_number("name", np.float64(0.2), 0, 1)
-    with pytest.raises(TypeError, match="^name must be an integer, got 3.0$"): check_whole("name", np.float64(3))
-    with pytest.raises(ValueError, match=r"^name must be in \[0, 1\], got 1.5$"): check_number("name", np.float64(1.5), 0, 1)
+def test_what_is_right_passes():
+    assert f(X, M, X[0], X, X.long(), 0, 1e-9, 9, True, "b", 1, 2, three=3) is X
+    assert f(X, share=1, above=np.float64(0.2)) is X and f(X[0], M[0]) .shape == (3,)
+    assert f(torch.ones(0, 3), torch.ones(0, 3) > 0, X[0]).shape == (0, 3)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"): f()
+    assert f.__name__ == "f" and f.__wrapped__(1) == 1
+    with pytest.raises(ValueError, match="x has an unknown rule, 'anything'"): checked(x="anything")(lambda x: x)
 
 
-@pytest.mark.parametrize("value, error, message", [
-    (2.5, TypeError, "name must be an integer, got 2.5"), (2.0, TypeError, "name must be an integer, got 2.0"), (math.inf, TypeError, "name must be an integer, got inf"),
-    (True, TypeError, "name must be a number, got bool"), ("3", TypeError, "name must be a number, got str"), (None, TypeError, "name must be a number, got NoneType"),
-    (0, ValueError, "name must be in [1, 9], got 0"), (10, ValueError, "name must be in [1, 9], got 10")])
-def test_a_whole_number_is_an_integer_in_its_range(value, error, message):
-    with pytest.raises(error) as e: check_whole("name", value, 1, 9)
-    assert str(e.value) == message
-
-
-def test_whole_numbers_pass():
-    for n in (1, 5, 9): check_whole("name", n, 1, 9)
-    check_whole("name", -10**12)
-    for n in (10**400, -10**400):                                                     # of which there is no float
-        with pytest.raises(ValueError, match=rf"^name must be in \(-inf, inf\), got {n}$"): check_whole("name", n)
-        with pytest.raises(ValueError, match=rf"^name must be in \[1, 9\], got {n}$"): check_whole("name", n, 1, 9)
-    with pytest.raises(ValueError, match=r"name must be in \(0, inf\), got 0"): check_whole("name", 0, low=0, open_low=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_float_comes_in_as_float32_or_better_and_raw_as_it_came(dtype):
+    seen = checked(x="float (...)", y="raw (...)")(lambda x, y: (x.dtype, y.dtype))(X.to(dtype), X.to(dtype))
+    assert seen == (torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("f, name", [
-    (masked_sum, "x"), (masked_mean, "x"), (masked_var, "x"), (at_least_float32, "x"), (float64_if_possible, "x"), (lambda x: masked_mean(x, dim=1), "x"), (lambda x: check_real(what=x), "what"),
-    (lambda x: masked_mean(x, torch.ones(2, 3, dtype=torch.bool)), "x"), (aggregate_loss, "loss")])
-def test_complex_numbers_do_not_lose_half_of_themselves(f, name, dtype):
-    with pytest.raises(TypeError) as e: f(torch.zeros(2, 3, dtype=dtype))
+@pytest.mark.parametrize("g, name", [(masked_sum, "x"), (masked_mean, "x"), (masked_var, "x"), (at_least_float32, "x"), (lambda x: masked_mean(x, M), "x"), (aggregate_loss, "loss")])
+def test_complex_numbers_do_not_lose_half_of_themselves(g, name, dtype):
+    with pytest.raises(TypeError) as e: g(torch.zeros(2, 3, dtype=dtype))
     assert str(e.value) == f"{name} must be real, got {dtype}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_all_that_is_real_passes(dtype):
     x = torch.ones(2, 3, dtype=dtype)
-    check_real(x=x)
     assert masked_mean(x) == aggregate_loss(x) == 1 and masked_var(x) == 0
+
+
+def test_gradients_stay_within_float16():
+    x = torch.tensor([11.0, 12.0, 50.0, -50.0, math.nan], dtype=torch.float16, requires_grad=True)
+    g, = torch.autograd.grad(at_least_float32(x).exp().sum(), x)
+    assert g.dtype == torch.float16 and g[:4].tolist() == [59872, 65504, 65504, 0] and g[4].isnan()
+    loss = lambda x: kl_estimate(-x, torch.zeros_like(x), "k3").sum()
+    assert torch.autograd.grad(loss(x[:4]), x)[0].isfinite().all()
+    x = x.detach()[:4]
+    torch.testing.assert_close(torch.func.grad(loss)(x), torch.func.vmap(torch.func.grad(loss))(x))
+    g = torch.compile(lambda x: at_least_float32(x).exp(), fullgraph=True, backend="aot_eager")(y := x.clone().requires_grad_(True))
+    assert torch.autograd.grad(g.sum(), y)[0].tolist() == [59872, 65504, 65504, 0]
+
+
+def test_each_function_has_recompilations_of_its_own():
+    torch._dynamo.reset()
+    for n in range(torch._dynamo.config.recompile_limit + 2):
+        g = checked(x="float (...)")(lambda x, n=n: x + n)
+        assert torch.compile(g, fullgraph=True, backend="eager")(X).sum() == 6 * (n + 1)
+
+
+def test_passes_through_vmap_and_compile():
+    x, m = normal(0, (5, 2, 3)), random_mask(1, (5, 2, 3))
+    g = checked(x="float (B T)", m="bool (B T)?", c="(0, 1)")(lambda x, m=None, c=0.5: torch.where(m, x, c))
+    torch.testing.assert_close(torch.func.vmap(g)(x, m), g.__wrapped__(x, m))
+    torch.testing.assert_close(torch.compile(g, fullgraph=True, backend="eager")(x[0], m[0], c=0.2), g(x[0], m[0], 0.2))

@@ -9,9 +9,9 @@ import nbformat
 import pytest
 
 import notebooks
-from rlhf_notes.control import ppo as cartpole
+from rlhf_notes.control.ppo import PPO
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
-from rlhf_notes.language import rlhf
+from rlhf_notes.language import pipeline
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.training.runs import Run
 from test_words import NBS, code_names, linked, module_of, tables
@@ -30,12 +30,12 @@ def logged(tmp_path_factory):
     "What trainings write, by their files: {(file, column)}."
     tmp, found = tmp_path_factory.mktemp("runs"), set()
     for config in (PPOConfig(steps=64, num_envs=4, num_steps=16, epochs=1, minibatches=1), PendulumConfig(steps=64, num_envs=4, num_steps=16, epochs=1, minibatches=1)):
-        ppo, run = cartpole.PPO(config), Run.create(tmp / type(config).__name__, dict(task="control") | asdict(config))
+        ppo, run = PPO.from_config(config), Run.create(tmp / type(config).__name__, dict(task="control") | asdict(config))
         run.log(ppo.iterate(), 64); run.finish({})
         found |= {("control", c) for c in header(run.path / "metrics.csv")}
     config = RLHFConfig(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4, norm_samples=8, batch=8, minibatches=2, iterations=1, eval_answers=4)
     run = Run.create(tmp / "rlhf", dict(task="rlhf") | asdict(config))
-    rlhf.train(config, run)
+    pipeline.train(config, run)
     for file, name in (("sft", "sft"), ("reward_model", "reward_model"), ("rl", "metrics")): found |= {(file, c) for c in header(run.path / f"{name}.csv")}
     return found
 

@@ -6,140 +6,160 @@
 __all__ = ['KL_KINDS', 'kl_estimate', 'calculate_kl_div', 'exact_kl', 'kl_loss', 'FixedKLController', 'AdaptiveKLController']
 
 # %% ../../nbs/formulas/06_kl.ipynb #export-imports
-import torch
+import math
 
-from ..checks import (at_least_float32, check_choice, check_flag, check_float, check_mask,
-                                           check_number, check_same_shape, float64_if_possible)
+import torch
+from torch import Tensor
+
+from ..checks import checked
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio
 
 # %% ../../nbs/formulas/06_kl.ipynb #estimate
 KL_KINDS = ("k1", "k2", "k3")
 
+
+@checked(logp="float (...)", logp_ref="float (...)", kind=KL_KINDS)
+def kl_estimate(
+    logp: Tensor,  # (...), log pi of actions that pi drew
+    logp_ref: Tensor,  # (...), log pi_ref of the same actions
+    kind: str = "k1",  # d, d^2 / 2 or exp(-d) - 1 + d, where d = logp - logp_ref
+) -> Tensor:  # (...), in nats
+    "Estimate of KL(pi || pi_ref) from each sample (Schulman 2020)."
+    d = logp - logp_ref
+    if kind == "k1": return d
+    return d.square() / 2 if kind == "k2" else _k3(d)
+
+
 def _k3(d):
     "exp(-d) - 1 + d, by its series where |d| < 0.1."
     near = d.abs() < 0.1
-    small, series = torch.where(near, d, 0.0), 1.0
-    for n in range(11, 2, -1): series = 1 - small / n * series
+    small, series = torch.where(near, d, 0), 1
+    for n in range(11, 2, -1):
+        series = 1 - small / n * series
     x = bounded_log_ratio(-d)
     # the maximum is d; where x was limited it keeps e^x ahead
     return torch.where(near, small.square() / 2 * series, torch.expm1(x) + torch.maximum(d, -x))
 
-def _estimate(d, kind):
-    return d if kind == "k1" else d.square() / 2 if kind == "k2" else _k3(d)
-
-def kl_estimate(logp: torch.Tensor, # log pi of actions that pi drew, (...)
-                logp_ref: torch.Tensor, # log pi_ref of the same actions, (...)
-                kind: str = "k1", # One of `KL_KINDS`: "k1" d, "k2" d^2 / 2, "k3" exp(-d) - 1 + d, where d = logp - logp_ref
-               ) -> torch.Tensor: # (...), float32 or better, in nats
-    "Estimate of KL(pi || pi_ref) from each sample (Schulman 2020)."
-    check_float(logp=logp, logp_ref=logp_ref)
-    check_same_shape(logp=logp, logp_ref=logp_ref); check_choice("kind", kind, KL_KINDS)
-    return _estimate(at_least_float32(logp) - at_least_float32(logp_ref), kind)
-
-def calculate_kl_div(log_ratio: torch.Tensor, # log pi - log pi_ref of actions that pi drew, (...)
-                     kl_type: str, # One of `KL_KINDS`
-                    ) -> torch.Tensor: # 0-dim, float32 or better, in nats
+# %% ../../nbs/formulas/06_kl.ipynb #calculate-kl-div
+@checked(log_ratio="float (...)", kl_type=KL_KINDS)
+def calculate_kl_div(
+    log_ratio: Tensor,  # (...), log pi - log pi_ref of actions that pi drew
+    kl_type: str,  # one of `KL_KINDS`
+) -> Tensor:  # 0-dim, in nats
     "Mean estimate of KL(pi || pi_ref), with the interface of DI-engine's function of this name."
-    check_float(log_ratio=log_ratio); check_choice("kl_type", kl_type, KL_KINDS)
-    return masked_mean(_estimate(at_least_float32(log_ratio), kl_type))
+    return masked_mean(kl_estimate(log_ratio, torch.zeros_like(log_ratio), kl_type))
 
 # %% ../../nbs/formulas/06_kl.ipynb #exact
-def exact_kl(logits: torch.Tensor, # Logits of pi, (..., V); -inf = impossible
-             logits_ref: torch.Tensor, # Logits of pi_ref, (..., V); -inf = impossible
-            ) -> torch.Tensor: # (...), float32 or better, in nats; +inf where pi can do what pi_ref cannot
-    "KL(pi || pi_ref) = sum_v p_v (log p_v - log p_ref_v), the expectation over all V actions (Kullback and Leibler 1951)."
-    check_float(logits=logits, logits_ref=logits_ref); check_same_shape(logits=logits, logits_ref=logits_ref)
-    logp, logp_ref = (float64_if_possible(z).log_softmax(-1) for z in (logits, logits_ref))
-    p, dtype = logp.exp(), at_least_float32(logits[..., :0]).dtype
-    possible = p.to(dtype) > 0
-    return (p * (apply_mask(logp, possible) - apply_mask(logp_ref, possible))).sum(-1).to(dtype)
+@checked(logits="float (... V)", logits_ref="float (... V)")
+def exact_kl(
+    logits: Tensor,  # (..., V), of pi; -inf = impossible
+    logits_ref: Tensor,  # (..., V), of pi_ref; -inf = impossible
+) -> Tensor:  # (...), in nats; +inf where pi can do what pi_ref cannot
+    "sum_v p_v (log p_v - log p_ref_v), over all V actions (Kullback and Leibler 1951)."
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS lacks float64
+    logp, logp_ref = logits.log_softmax(-1, dtype=wide), logits_ref.log_softmax(-1, dtype=wide)
+    p = logp.exp()
+    possible = p.to(logits.dtype) > 0
+    terms = p * (apply_mask(logp, possible) - apply_mask(logp_ref, possible))
+    return terms.sum(-1).to(logits.dtype)
 
 # %% ../../nbs/formulas/06_kl.ipynb #loss
-def kl_loss(logp: torch.Tensor, # log pi of the sampled actions, with gradient, (...)
-            logp_ref: torch.Tensor, # log pi_ref of the same actions, (...); a constant: no gradient flows into it
-            kind: str = "k2", # One of `KL_KINDS`
-            ratio: torch.Tensor | None = None, # pi / pi_old with gradient, (...), where pi_old drew the samples; None = pi drew them
-            mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-            straight_through: bool = False, # Value of `kind`, slope of k2 (known as "k1+" and "k3+"); a `ratio` is then a constant weight
-           ) -> torch.Tensor: # 0-dim, float32 or better, in nats
-    "Mean estimate of KL(pi || pi_ref) over what counts, as a loss: k2, or any kind with `straight_through`, or k1 and k3 with `ratio`, has the KL's own gradient."
-    check_float(["ratio"], logp=logp, logp_ref=logp_ref, ratio=ratio)
-    check_same_shape(logp=logp, logp_ref=logp_ref, ratio=ratio)
-    check_mask(mask, logp=logp); check_flag("straight_through", straight_through)
+@checked(
+    logp="float (...)", logp_ref="float (...)", kind=KL_KINDS, ratio="float (...)?",
+    mask="bool (...)?", straight_through="flag",
+)
+def kl_loss(
+    logp: Tensor,  # (...), log pi of the sampled actions, with gradient
+    logp_ref: Tensor,  # (...), log pi_ref of the same actions; a constant
+    kind: str = "k2",  # one of `KL_KINDS`
+    ratio: Tensor | None = None,  # (...), pi / pi_old, where pi_old drew the samples; None = pi did
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    straight_through: bool = False,  # value of `kind`, slope of k2; `ratio` is then a constant
+) -> Tensor:  # 0-dim, in nats
+    """Mean estimate of KL(pi || pi_ref) over what counts, as a loss.
+
+    It has the KL's own gradient as k2, with `straight_through`, or as k1 or k3 with `ratio`.
+    """
     logp, logp_ref = apply_mask(logp, mask), apply_mask(logp_ref.detach(), mask)
     k = kl_estimate(logp, logp_ref, kind)
     if straight_through:
-        d = kl_estimate(logp, logp_ref, "k1"); largest = torch.finfo(d.dtype).max
-        d = d.clamp(-largest, largest)                     # infinity - infinity would be NaN
-        k = k.detach() + d.detach() * (d - d.detach())     # k2 - sg[k2]: value 0, slope d, and no overflow of the square
-    if ratio is not None:
-        r = at_least_float32(apply_mask(ratio, mask))
-        k = (r.detach() if straight_through else r) * k
-    return masked_mean(k, mask)
+        d, largest = logp - logp_ref, torch.finfo(logp.dtype).max
+        d = d.clamp(-largest, largest)  # infinity - infinity would be NaN
+        k = k.detach() + d.detach() * (d - d.detach())  # value of k, slope d of k2
+    if ratio is None: return masked_mean(k, mask)
+    r = apply_mask(ratio, mask)
+    return masked_mean((r.detach() if straight_through else r) * k, mask)
 
 # %% ../../nbs/formulas/06_kl.ipynb #controllers
-def _number(kl):
-    "`kl` as a finite Python number."
-    if isinstance(kl, torch.Tensor):
-        if kl.ndim: raise ValueError(f"kl must be a number or a 0-dim tensor, got shape {tuple(kl.shape)}")
-        kl = kl.item()
-    check_number("kl", kl)
-    return kl
-
 class FixedKLController:
-    "A price of KL that stays what it is."
-    _above_zero = False                                    # may beta be 0?
-    def __init__(self,
-                 coef: float, # beta, in units of reward per nat, >= 0
-                ):
-        check_number("coef", coef, low=0)
+    "A constant KL coefficient."
+
+    @checked(coef="[0, inf)")
+    def __init__(
+        self,
+        coef: float,  # beta, in units of reward per nat, >= 0
+    ):
         self.coef = float(coef)
 
-    def update(self,
-               kl: float | torch.Tensor, # Measured KL of whole answers, in nats; a number or a 0-dim tensor
-               n: int, # Number of answers it was measured on
-              ) -> float: # beta to use next
-        "Changes nothing; the interface of the adaptive controller."
-        _number(kl); check_number("n", n, low=0)
+    @checked(n="[0, inf)")
+    def update(
+        self,
+        kl: float | Tensor,  # measured KL of whole responses, in nats; a number or a 0-dim tensor
+        n: int,  # number of responses it was measured on
+    ) -> float:  # beta to use next
+        "Change nothing; the interface of the adaptive controller."
         return self.coef
 
-    def state_dict(self) -> dict: # {"coef": beta}
-        "What a checkpoint has to hold."
+    def state_dict(self) -> dict:  # {"coef": beta}
+        "The state, for a checkpoint."
         return {"coef": self.coef}
 
-    def load_state_dict(self,
-                        state: dict, # As `state_dict` gave it
-                       ):
+    def load_state_dict(
+        self,
+        state: dict,  # from `state_dict`
+    ):
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"coef"}:
             raise ValueError(f"state must be a dict with the one key 'coef', got {state!r}")
-        check_number("coef", state["coef"], low=0, open_low=self._above_zero)
-        self.coef = float(state["coef"])
+        FixedKLController.__init__(self, state["coef"])
 
+# %% ../../nbs/formulas/06_kl.ipynb #adaptive
 class AdaptiveKLController(FixedKLController):
-    "A price of KL that rises while the KL is above its target and falls while it is below (Ziegler et al. 2019, section 2.2)."
-    _above_zero = True                                     # it multiplies: 0 would stay 0
-    def __init__(self,
-                 init: float = 0.15, # beta to begin with, in units of reward per nat, > 0
-                 target: float = 6.0, # KL of whole answers to hold, in nats, > 0
-                 horizon: float = 10000, # Answers within which beta changes by a factor of at most about 1.22, > 0
-                ):
-        check_number("init", init, low=0, open_low=True)
-        check_number("target", target, low=0, open_low=True); check_number("horizon", horizon, low=0, open_low=True)
+    """A KL coefficient that rises while the KL is above its target and falls while it is below.
+
+    Ziegler et al. 2019, section 2.2.
+    """
+
+    @checked(init="(0, inf)", target="(0, inf)", horizon="(0, inf)")
+    def __init__(
+        self,
+        init: float = 0.15,  # first beta, in units of reward per nat, > 0
+        target: float = 6.0,  # KL of whole responses to hold, in nats, > 0
+        horizon: float = 10000,  # beta changes by a factor of at most about 1.22 in so many, > 0
+    ):
         super().__init__(init)
         self.target, self.horizon = target, horizon
 
-    def update(self,
-               kl: float | torch.Tensor, # Measured KL of whole answers, in nats; a number or a 0-dim tensor
-               n: int, # Number of answers it was measured on; so many that beta would not stay above 0 are refused
-              ) -> float: # beta to use next
+    @checked(n="[0, inf)")
+    def update(
+        self,
+        kl: float | Tensor,  # measured KL of whole responses, in nats; a number or a 0-dim tensor
+        n: int,  # number of responses; beta must stay above 0
+    ) -> float:  # beta to use next
         "beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)."
-        check_number("n", n, low=0)
         error = min(max(_number(kl) / self.target - 1, -0.2), 0.2)
         factor = 1 + error * n / self.horizon
         if factor <= 0:
-            raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays above 0 at an error of "
-                             f"{error:g}, got {n}")
+            raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays "
+                             f"above 0 at an error of {error:g}, got {n}")
         self.coef = float(self.coef * factor)
         return self.coef
+
+
+def _number(kl):
+    "`kl` as a finite Python number."
+    kl = kl.item() if isinstance(kl, Tensor) and kl.ndim == 0 else kl
+    if not isinstance(kl, (int, float)) or not math.isfinite(kl):
+        raise ValueError(f"kl must be a finite number or a 0-dim tensor, got {kl!r}")
+    return kl

@@ -7,58 +7,63 @@ __all__ = ['RATIO_LEVELS', 'bounded_log_ratio', 'importance_ratio', 'effective_s
 
 # %% ../../nbs/formulas/03_ratio.ipynb #export-imports
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import (at_least_float32, check_choice, check_float, check_mask, check_ndim,
-                                           check_number, check_same_shape)
+from ..checks import checked
 from .masking import apply_mask, masked_mean
 
 # %% ../../nbs/formulas/03_ratio.ipynb #bounded
-def bounded_log_ratio(log_ratio: torch.Tensor, # log pi_new - log pi_old, in nats, (...)
-                     ) -> torch.Tensor: # (...), float32 or better: from -40 to 40 (float64: -350 to 350)
-    "The log-ratio with its value limited so that its `exp` and the square of that are finite; its gradient passes straight through (0 where it is infinite)."
-    check_float(log_ratio=log_ratio)
-    x = at_least_float32(log_ratio)
-    limit, largest = 350.0 if x.dtype == torch.float64 else 40.0, torch.finfo(x.dtype).max
-    finite = x.clamp(-largest, largest)         # infinity - infinity would be NaN
+@checked(log_ratio="float (...)")
+def bounded_log_ratio(
+    log_ratio: Tensor,  # (...), log pi_new - log pi_old, in nats
+) -> Tensor:  # (...), from -40 to 40 (float64: -350 to 350)
+    "The log-ratio limited so that exp(x)^2 is finite; its gradient passes straight through."
+    x = log_ratio
+    limit, largest = 350 if x.dtype == torch.float64 else 40, torch.finfo(x.dtype).max
+    finite = x.clamp(-largest, largest)  # infinity - infinity would be NaN
     return x.detach().clamp(-limit, limit) + (finite - finite.detach())
 
 # %% ../../nbs/formulas/03_ratio.ipynb #ratio
 RATIO_LEVELS = ("token", "sequence")
 
-def importance_ratio(logp: torch.Tensor, # log pi of what was done, under the policy in training, in nats, (...); (B, T) at sequence level
-                     logp_old: torch.Tensor, # The same under the policy that did it, (...); a constant: no gradient flows into it
-                     mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                     level: str = "token", # "token": pi / pi_old of each token; "sequence": its geometric mean over each answer (GSPO)
-                    ) -> torch.Tensor: # (...), or (B, 1) at sequence level; float32 or better; 1 with zero gradient where nothing counts
-    "exp(log pi - log pi_old), finite in value and gradient (Schulman et al. 2017, section 3; at sequence level Zheng et al. 2025)."
-    check_float(logp=logp, logp_old=logp_old); check_same_shape(logp=logp, logp_old=logp_old); check_mask(mask, logp=logp)
-    check_choice("level", level, RATIO_LEVELS)
-    if level == "sequence": check_ndim(2, logp=logp)
-    log_ratio = apply_mask(at_least_float32(logp) - at_least_float32(logp_old).detach(), mask)
-    if level == "sequence": log_ratio = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
+
+@checked(logp="float (...)", logp_old="float (...)", mask="bool (...)?", level=RATIO_LEVELS)
+def importance_ratio(
+    logp: Tensor,  # (...), log pi under the policy in training, in nats; (B, T) for sequences
+    logp_old: Tensor,  # (...), the same under the policy that acted; a constant
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    level: str = "token",  # "sequence": geometric mean over each response (GSPO)
+) -> Tensor:  # (...), or (B, 1) for sequences; 1 with zero gradient where nothing counts
+    "exp(log pi - log pi_old), finite with its gradient (Schulman et al. 2017; Zheng et al. 2025)."
+    log_ratio = apply_mask(logp - logp_old.detach(), mask)
+    if level == "sequence":
+        if logp.ndim != 2:
+            raise ValueError(f"logp must have the shape (B, T), got {tuple(logp.shape)}")
+        log_ratio = masked_mean(log_ratio, mask, dim=1, keepdim=True)
     return bounded_log_ratio(log_ratio).exp()
 
 # %% ../../nbs/formulas/03_ratio.ipynb #ess
-def effective_sample_size(ratio: torch.Tensor, # Importance weights, finite and not negative, (...)
-                          mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                         ) -> torch.Tensor: # 0-dim, float32 or better, in samples: from 1 to the number that counts; 0 if nothing does
-    "How many samples of equal weight these are worth (Kish): (sum r)^2 / sum r^2."
-    check_float(ratio=ratio); check_mask(mask, ratio=ratio)
-    r = pad(apply_mask(at_least_float32(ratio), mask).flatten(), (0, 1))
+@checked(ratio="float (...)", mask="bool (...)?")
+def effective_sample_size(
+    ratio: Tensor,  # (...), importance weights, finite, >= 0
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # 0-dim, in samples: from 1 to the number that counts; 0 if nothing does
+    "(sum r)^2 / sum r^2: as many samples of equal weight are worth as much (Kish)."
+    r = pad(apply_mask(ratio, mask).flatten(), (0, 1))
     largest = r.amax().detach()
-    w = r / torch.where(largest > 0, largest, 1.0)
+    w = r / torch.where(largest == 0, 1, largest)
     return w.sum().square() / w.square().sum().clamp(min=1)
 
 # %% ../../nbs/formulas/03_ratio.ipynb #tis
-def truncated_importance_weight(logp_old: torch.Tensor, # log pi_old of the tokens, as the program computes it that trains, in nats, (...)
-                                logp_rollout: torch.Tensor, # The same, as the program reported it that drew them, in nats, (...)
-                                cap: float = 2.0, # C, the largest weight, >= 1
-                                mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                               ) -> torch.Tensor: # (...), float32 or better, in (0, cap], without gradient; 1 where nothing counts
-    "min(pi_old / pi_rollout, C) of each token, a constant by which its objective is multiplied (Yao et al. 2025; Espeholt et al. 2018, section 4.1)."
-    check_float(logp_old=logp_old, logp_rollout=logp_rollout)
-    check_same_shape(logp_old=logp_old, logp_rollout=logp_rollout); check_mask(mask, logp_old=logp_old)
-    check_number("cap", cap, low=1)
-    weight = importance_ratio(logp_old, logp_rollout, mask).detach()
-    return weight.clamp(max=cap)
+@checked(
+    logp_old="float (...)", logp_rollout="float (...)", cap="[1, inf)", mask="bool (...)?",
+)
+def truncated_importance_weight(
+    logp_old: Tensor,  # (...), log pi_old of the tokens by the program that trains, in nats
+    logp_rollout: Tensor,  # (...), the same by the program that sampled them, in nats
+    cap: float = 2.0,  # largest weight C, >= 1
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # (...), in (0, cap], without gradient; 1 where nothing counts
+    "min(pi_old / pi_rollout, C) (Yao et al. 2025; Espeholt et al. 2018, section 4.1)."
+    return importance_ratio(logp_old, logp_rollout, mask).detach().clamp(max=cap)

@@ -7,51 +7,49 @@ __all__ = ['CLIP_KINDS', 'clipped_surrogate', 'clip_fraction']
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #export-imports
 import torch
+from torch import Tensor
 
-from ..checks import at_least_float32, check_choice, check_float, check_mask, check_number
+from ..checks import checked
 from .masking import masked_mean
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #surrogate
-def _check_pair(ratio, advantage, optional=()):
-    check_float(optional, ratio=ratio, advantage=advantage)
-    if advantage is not None and advantage.shape != ratio.shape:
-        raise ValueError(f"advantage must have the shape of ratio, {tuple(ratio.shape)}, got {tuple(advantage.shape)}: for "
-                         "one advantage per answer use "
-                         "advantage.unsqueeze(-1), and .expand_as(ratio) if the ratio is per token")
-
-def _clip_range(eps_low, eps_high):
-    check_number("eps_low", eps_low, low=0, high=1, open_low=True)
-    if eps_high is None: eps_high = eps_low
-    check_number("eps_high", eps_high, low=0, open_low=True)
-    return 1 - eps_low, 1 + eps_high
-
-def clipped_surrogate(ratio: torch.Tensor, # Importance ratio pi / pi_old, (...)
-                      advantage: torch.Tensor, # How much better than expected, in units of return, (...), the shape of `ratio`
-                      eps_low: float = 0.2, # Where A < 0, a ratio below 1 - eps_low earns nothing more; in (0, 1], 1 = no lower clip
-                      eps_high: float | None = None, # Where A > 0, a ratio above 1 + eps_high earns nothing more; None = eps_low
-                      dual_clip: float | None = None, # c > 1: where A < 0, a ratio above c costs nothing more; None = no such bound
-                     ) -> torch.Tensor: # (...), float32 or better, in units of `advantage`; to be maximised
-    "PPO's clipped objective of each sample (Schulman et al. 2017, eq. 7), with clip-higher (Yu et al. 2025) and dual clip (Ye et al. 2020)."
-    _check_pair(ratio, advantage); lower, upper = _clip_range(eps_low, eps_high)
-    if dual_clip is not None: check_number("dual_clip", dual_clip, low=1, open_low=True)
-    r, A = at_least_float32(ratio), at_least_float32(advantage)
+@checked(
+    ratio="float (...)", advantage="float (...)",
+    eps_low="(0, 1]", eps_high="(0, inf)?", dual_clip="(1, inf)?",
+)
+def clipped_surrogate(
+    ratio: Tensor,  # (...), importance ratio pi / pi_old
+    advantage: Tensor,  # (...), shape of `ratio`, in units of return
+    eps_low: float = 0.2,  # where A < 0, no gain below 1 - eps_low; 1 = no lower clip
+    eps_high: float | None = None,  # where A > 0, no gain above 1 + eps_high; None = eps_low
+    dual_clip: float | None = None,  # c > 1: where A < 0, no loss above c; None = no such bound
+) -> Tensor:  # (...), in units of `advantage`; to be maximised
+    "Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025; dual clip: Ye et al. 2020."
+    r, A = ratio, advantage
+    lower, upper = 1 - eps_low, 1 + (eps_low if eps_high is None else eps_high)
     return A * torch.where(A >= 0, r.clamp(max=upper), r.clamp(min=lower, max=dual_clip))
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #fraction
 CLIP_KINDS = ("binding", "outside")
 
-def clip_fraction(ratio: torch.Tensor, # Importance ratio pi / pi_old, (...)
-                  advantage: torch.Tensor | None = None, # (...), the shape of `ratio`; "outside" needs none
-                  eps_low: float = 0.2, # As in `clipped_surrogate`
-                  eps_high: float | None = None, # As in `clipped_surrogate`; None = eps_low
-                  kind: str = "binding", # "binding": the clip stops the gradient; "outside": the ratio is out of range, whatever the advantage
-                  mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                 ) -> torch.Tensor: # 0-dim, float32 or better: a share, from 0 to 1
-    "Share of the samples that are clipped by `clipped_surrogate` (without dual clip), by either definition; 0 if nothing counts."
-    _check_pair(ratio, advantage, ["advantage"]); check_mask(mask, ratio=ratio); check_choice("kind", kind, CLIP_KINDS)
-    if kind == "binding" and advantage is None:
-        raise ValueError('advantage must be given for kind="binding", got None; kind="outside" needs none')
-    lower, upper = _clip_range(eps_low, eps_high)
-    r = at_least_float32(ratio)
-    if kind == "outside": return masked_mean((r < lower) | (r > upper), mask)
-    return masked_mean((advantage < 0) & (r < lower) | (advantage > 0) & (r > upper), mask)
+
+@checked(
+    ratio="float (...)", advantage="float (...)?", eps_low="(0, 1]", eps_high="(0, inf)?",
+    kind=CLIP_KINDS, mask="bool (...)?",
+)
+def clip_fraction(
+    ratio: Tensor,  # (...), importance ratio pi / pi_old
+    advantage: Tensor | None = None,  # (...), shape of `ratio`; "outside" needs none
+    eps_low: float = 0.2,  # as in `clipped_surrogate`
+    eps_high: float | None = None,  # as in `clipped_surrogate`; None = eps_low
+    kind: str = "binding",  # "binding": the gradient is stopped; "outside": out of range
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # 0-dim: a share, from 0 to 1
+    "Share of the samples that `clipped_surrogate` clips, by either definition; 0 if none counts."
+    r, A = ratio, advantage
+    above, below = r > 1 + (eps_low if eps_high is None else eps_high), r < 1 - eps_low
+    if kind == "outside": return masked_mean(above | below, mask)
+    if A is None:
+        raise ValueError('advantage must be given for kind="binding", got None; '
+                         'kind="outside" needs none')
+    return masked_mean((A > 0) & above | (A < 0) & below, mask)

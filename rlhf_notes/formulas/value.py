@@ -8,90 +8,107 @@ __all__ = ['value_loss', 'value_clip_fraction', 'explained_variance', 'value_tra
 
 # %% ../../nbs/formulas/05_value.ipynb #export-imports
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import at_least_float32, check_float, check_mask, check_number, check_same_shape
+from ..checks import checked
 from .masking import apply_mask, masked_mean, masked_var
 
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
-def _errors(value, value_old, returns, clip_range, mask=None):
+@checked(
+    value="float (...)", value_old="float (...)?", returns="float (...)",
+    clip_range="(0, inf)?", mask="bool (...)?",
+)
+def value_loss(
+    value: Tensor,  # (...), V, in units of the return
+    value_old: Tensor | None,  # (...), V when the data were collected; None is enough without a clip
+    returns: Tensor,  # (...), R, the target; a constant
+    clip_range: float | None = None,  # V may move so far from V_old; None = no clip
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # (...), in units of the return squared; 0 where nothing counts
+    "0.5 max((V - R)^2, (clip(V) - R)^2) (Schulman et al. 2017, eq. 9; Engstrom et al. 2020)."
+    error, _ = _errors(value, value_old, returns, clip_range, mask)
+    return 0.5 * error.square()
+
+
+def _errors(value, value_old, returns, clip_range, mask):
     "V - R, or clip(V) - R where that is the larger; and where it is."
-    check_float(["value_old"], value=value, value_old=value_old, returns=returns)
-    check_same_shape(value=value, value_old=value_old, returns=returns); check_mask(mask, value=value)
-    V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns.detach()))
+    V, R = apply_mask(value, mask), apply_mask(returns.detach(), mask)
     error = V - R
     if clip_range is None: return error, torch.zeros_like(error, dtype=torch.bool)
-    check_number("clip_range", clip_range, low=0, open_low=True)
     if value_old is None: raise ValueError("value_old must be given if clip_range is, got None")
-    V_old = apply_mask(at_least_float32(value_old.detach()), mask)
+    V_old = apply_mask(value_old.detach(), mask)
     clipped = V.clamp(V_old - clip_range, V_old + clip_range) - R
     binds = clipped.abs() > error.abs()
     return torch.where(binds | clipped.isnan(), clipped, error), binds
 
-def value_loss(value: torch.Tensor, # V, in units of the return, (...)
-               value_old: torch.Tensor | None, # V when the data were collected, (...); a constant; None is enough without a clip
-               returns: torch.Tensor, # R, what V should have been, (...); a constant
-               clip_range: float | None = None, # How far V may move from V_old, in units of the return, > 0; None = no clip
-               mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-              ) -> torch.Tensor: # (...), float32 or better, in units of the return squared; to be minimised; 0 where nothing counts
-    "Half the squared error, or half that of the clipped value where it is larger (Schulman et al. 2017, eq. 9; the clip: Engstrom et al. 2020)."
-    error, _ = _errors(value, value_old, returns, clip_range, mask)
-    return 0.5 * error.square()
-
-def value_clip_fraction(value: torch.Tensor, # V, in units of the return, (...)
-                        value_old: torch.Tensor | None, # V when the data were collected, (...)
-                        returns: torch.Tensor, # R, (...)
-                        clip_range: float | None, # As in `value_loss`
-                        mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                       ) -> torch.Tensor: # 0-dim float32: a share, from 0 to 1; 0 if nothing counts
-    "Share of the elements where the clipped error is strictly the larger, so that `value_loss` has no gradient there."
-    return masked_mean(_errors(value, value_old, returns, clip_range, mask)[1], mask)
+# %% ../../nbs/formulas/05_value.ipynb #value-clip-fraction
+@checked(
+    value="float (...)", value_old="float (...)?", returns="float (...)",
+    clip_range="(0, inf)?", mask="bool (...)?",
+)
+def value_clip_fraction(
+    value: Tensor,  # (...), V, in units of the return
+    value_old: Tensor | None,  # (...), V when the data were collected
+    returns: Tensor,  # (...), R
+    clip_range: float | None,  # as in `value_loss`
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # 0-dim: a share, from 0 to 1; 0 if nothing counts
+    "Share of the elements where the clip stops the gradient of `value_loss`."
+    _, binds = _errors(value, value_old, returns, clip_range, mask)
+    return masked_mean(binds, mask)
 
 # %% ../../nbs/formulas/05_value.ipynb #explained
-def explained_variance(value: torch.Tensor, # V, (...)
-                       returns: torch.Tensor, # R, (...)
-                       mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-                      ) -> torch.Tensor: # 0-dim, float32 or better, at most 1; NaN if a number that counts is not finite, 0 if the return is constant up to rounding, or nothing counts
-    "Share of the variance of the returns that the value function explains, 1 - Var(R - V) / Var(R)."
-    check_float(value=value, returns=returns); check_same_shape(value=value, returns=returns); check_mask(mask, value=value)
-    V, R = (apply_mask(at_least_float32(x), mask) for x in (value, returns))
-    # so that no square overflows or vanishes
-    size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=torch.finfo(R.dtype).tiny)
-    variance, rounding = masked_var(R / size, mask), 8 * torch.finfo(R.dtype).eps
-    varies = ~(variance <= rounding ** 2 * masked_mean((R / size).square(), mask))              # NaN as well
-    left = masked_var(torch.where(varies, R - V, 0.0) / size, mask)
-    return torch.where(varies, 1 - left / torch.where(varies, variance, 1.0), 0.0)
+@checked(value="float (...)", returns="float (...)", mask="bool (...)?")
+def explained_variance(
+    value: Tensor,  # (...), V
+    returns: Tensor,  # (...), R
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # 0-dim, at most 1; 0 if the return is constant up to rounding, or nothing counts
+    "1 - Var(R - V) / Var(R): share of the variance of the returns that V explains."
+    V, R = apply_mask(value, mask), apply_mask(returns, mask)
+    precision = torch.finfo(R.dtype)
+    size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=precision.tiny)
+    R, error = R / size, (R - V) / size  # so that no square overflows or vanishes
+    variance, rounding = masked_var(R, mask), 8 * precision.eps
+    constant = (variance <= rounding**2 * masked_mean(R.square(), mask)) & V.isfinite().all()
+    left = masked_var(torch.where(constant, 0, error), mask)
+    return torch.where(constant, 0, 1 - left / torch.where(constant, 1, variance))
 
 # %% ../../nbs/formulas/05_value.ipynb #transforms
-def value_transform(x: torch.Tensor, # (...), finite
-                    eps: float = 1e-2, # Slope that is left far from 0, >= 0
-                   ) -> torch.Tensor: # (...), float32 or better
-    "h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, with the right slope at 0 (Pohlen et al. 2018)."
-    check_float(x=x); check_number("eps", eps, low=0)
-    x = at_least_float32(x)
+@checked(x="float (...)", eps="[0, inf)")
+def value_transform(
+    x: Tensor,  # (...), finite
+    eps: float = 1e-2,  # slope that is left far from 0, >= 0
+) -> Tensor:  # (...), float32 or better
+    "sign(x) (sqrt(|x| + 1) - 1) + eps x, with the right slope at 0 (Pohlen et al. 2018)."
     return x / ((x.abs() + 1).sqrt() + 1) + eps * x
 
-def value_inv_transform(x: torch.Tensor, # (...), finite
-                        eps: float = 1e-2, # As in `value_transform`
-                       ) -> torch.Tensor: # (...), float32 or better
+# %% ../../nbs/formulas/05_value.ipynb #inv-transform
+@checked(x="float (...)", eps="[0, inf)")
+def value_inv_transform(
+    x: Tensor,  # (...), finite
+    eps: float = 1e-2,  # as in `value_transform`
+) -> Tensor:  # (...), float32 or better
     "The inverse of `value_transform`."
-    check_float(x=x); check_number("eps", eps, low=0)
-    y, b = at_least_float32(x), 1 + 2 * eps
-    t = 2 * y / (b + (b ** 2 + 4 * eps * y.abs()).sqrt())
+    b = 1 + 2 * eps
+    t = 2 * x / (b + (b**2 + 4 * eps * x.abs()).sqrt())
     return t * (t.abs() + 2)
 
-def _sign(x): return torch.where(x < 0, -1.0, 1.0)
-
-def symlog(x: torch.Tensor, # (...)
-          ) -> torch.Tensor: # (...), float32 or better
+# %% ../../nbs/formulas/05_value.ipynb #symlog
+@checked(x="float (...)")
+def symlog(
+    x: Tensor,  # (...)
+) -> Tensor:  # (...), float32 or better
     "sign(x) log(1 + |x|), with the right slope at 0 (Hafner et al. 2023)."
-    check_float(x=x)
-    x = at_least_float32(x); s = _sign(x)
-    return s * torch.log1p(s * x)
+    sign = torch.where(x < 0, -1, 1)
+    return sign * torch.log1p(sign * x)
 
-def inv_symlog(x: torch.Tensor, # (...); beyond 88.7 the result exceeds float32
-              ) -> torch.Tensor: # (...), float32 or better
-    "The inverse of `symlog`, sign(x) (exp(|x|) - 1), with the right slope at 0; DreamerV3 calls it symexp."
-    check_float(x=x)
-    x = at_least_float32(x); s = _sign(x)
-    return s * torch.expm1(s * x)
+# %% ../../nbs/formulas/05_value.ipynb #inv-symlog
+@checked(x="float (...)")
+def inv_symlog(
+    x: Tensor,  # (...); beyond 88.7 the result exceeds float32
+) -> Tensor:  # (...), float32 or better
+    "sign(x) (exp(|x|) - 1), the inverse of `symlog`; DreamerV3 calls it symexp."
+    sign = torch.where(x < 0, -1, 1)
+    return sign * torch.expm1(sign * x)

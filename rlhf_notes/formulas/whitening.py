@@ -6,131 +6,122 @@
 __all__ = ['whiten', 'RunningMoments']
 
 # %% ../../nbs/formulas/07_whitening.ipynb #export-imports
-import math
-
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import at_least_float32, check_flag, check_float, check_mask, check_number
-from .masking import _deviation, _variance, apply_mask, masked_mean, masked_sum
+from ..checks import checked
+from .masking import apply_mask, centre, masked_mean
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
-def whiten(x: torch.Tensor, # (...)
-           mask: torch.Tensor | None = None, # (...) boolean, True = counts; None = everything counts
-           shift_mean: bool = True, # True: the mean is removed, the result has mean 0 (advantages); False: it is kept (rewards)
-           unbiased: bool = False, # Divide by n - 1 (Bessel) instead of n in the variance
-           eps: float = 1e-8, # Added to the variance, >= 0, in units of `x` squared
-          ) -> torch.Tensor: # (...), float32 or better: variance 1 over what counts; 0 where the mask is False
-    "`x` scaled to variance 1 over everything that counts, its mean removed or kept (code of Ziegler et al. 2019)."
-    check_float(x=x)
-    check_mask(mask, x=x)
-    check_number("eps", eps, low=0); check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
-    x = apply_mask(at_least_float32(x), mask)
-    # comes first, so backwards its share is added last: one element alone gets a gradient of exactly 1
-    mean = masked_mean(x, mask)
-    deviation = _deviation(x, mask)
-    size = pad(deviation.detach().abs().flatten(), (0, 1)).amax().clamp(min=max(math.sqrt(eps), 1e-20))
+@checked(
+    x="float (...)", mask="bool (...)?", shift_mean="flag", unbiased="flag", eps="[0, inf)",
+)
+def whiten(
+    x: Tensor,  # (...)
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    shift_mean: bool = True,  # True removes the mean (advantages), False keeps it (rewards)
+    unbiased: bool = False,  # divide by n - 1 (Bessel) instead of n in the variance
+    eps: float = 1e-8,  # added to the variance, in units of x squared, >= 0
+) -> Tensor:  # (...), float32 or better: variance 1 over what counts; 0 where the mask is False
+    "(x - mean) / sqrt(var + eps), the mean removed or kept (code of Ziegler et al. 2019)."
+    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    mean, deviation = masked_mean(x, mask), centre(x, mask)
+    size = pad(deviation.detach().abs().flatten(), (0, 1)).amax().clamp(min=max(eps**0.5, 1e-20))
     deviation, eps = deviation / size, eps / size / size
-    whitened = deviation * (_variance(deviation, mask, unbiased=unbiased) + eps).clamp(min=1e-20).rsqrt()
-    return apply_mask(whitened if shift_mean else whitened + mean, mask)
+    var = deviation.square().sum() / (mask.sum() - int(unbiased)).clamp(min=1)
+    whitened = deviation * (var + eps).clamp(min=1e-20).rsqrt()
+    return whitened if shift_mean else apply_mask(whitened + mean, mask)
 
 # %% ../../nbs/formulas/07_whitening.ipynb #moments
 class RunningMoments:
-    "Count, mean and variance of all that was seen, in float64; merging two equals having seen both (Chan, Golub and LeVeque 1983)."
-    def __init__(self,
-                 shape: tuple = (), # Shape of one observation: () for rewards, (features,) for observations; each element has its own moments
-                ):
-        self.count, self.mean, self.m2 = 0, torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    """Count, mean and variance of all that was seen, in float64.
+
+    Merging two equals having seen both (Chan, Golub and LeVeque 1983).
+    """
+    def __init__(
+        self,
+        shape: tuple = (),  # of one observation: () for rewards, (features,) for observations
+    ):
+        self.count = 0
+        self.mean = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        self.m2 = torch.zeros_like(self.mean)
 
     @property
-    def var(self) -> torch.Tensor: # `shape`, float64, in units of `x` squared
+    def var(self) -> Tensor:  # `shape`, float64, in units of x squared
         "Biased variance; 0 before the first observation."
         return self.m2 / max(self.count, 1)
 
-    @property
-    def unbiased_var(self) -> torch.Tensor: # `shape`, float64, in units of `x` squared
-        "Unbiased variance; 0 before the second observation."
-        return self.m2 / max(self.count - 1, 1)
-
-    def _merge(self, count, mean, m2):
-        n, delta = max(self.count + count, 1), mean - self.mean
-        self.m2 = self.m2 + m2 + delta.square() * (self.count * count / n)
-        self.mean = self.mean + delta * (count / n)
-        self.count += count
-        return self
-
-    def _check(self, x, mask):
-        "The mask as one boolean for each observation, with dimensions of size 1 for the elements of an observation."
-        check_float(x=x)
-        shape, batch_dims = self.mean.shape, x.ndim - self.mean.ndim
-        if batch_dims < 0 or x.shape[batch_dims:] != shape:
-            raise ValueError(f"x must have a shape that ends in {tuple(shape)}, got {tuple(x.shape)}")
-        if mask is None: mask = torch.ones(x.shape[:batch_dims], dtype=torch.bool, device=x.device)
-        check_mask(mask, observations=x.new_empty(x.shape[:batch_dims]))
-        return mask.reshape(mask.shape + (1,) * len(shape))
-
     @torch.no_grad()
-    def update(self,
-               x: torch.Tensor, # (..., *shape), any number of observations; finite where they count
-               mask: torch.Tensor | None = None, # (...) boolean, one for each observation, True = counts; None = everything counts
-              ) -> "RunningMoments": # Itself
+    @checked(x="raw (...)")
+    def update(
+        self,
+        x: Tensor,  # (..., *shape), any number of observations; finite where they count
+        mask: Tensor | None = None,  # (...) bool, one for each observation, True = counts
+    ) -> "RunningMoments":  # itself
         "Take in a batch of observations."
-        mask, shape = self._check(x, mask), self.mean.shape
-        count, n, mask = int(mask.sum()), mask.numel(), mask.expand(x.shape).cpu()
-        x, mask = apply_mask(x.to("cpu", torch.float64), mask).reshape(n, *shape), mask.reshape(n, *shape)
-        if not x.isfinite().all(): raise ValueError("x must be finite where it counts, got NaN or infinity")
-        mean, m2 = masked_mean(x, mask, dim=0), masked_sum(_deviation(x, mask, dim=0).square(), dim=0)
-        if not m2.isfinite().all():
-            raise ValueError("x must be so small that its squares have a sum in float64, got numbers up to "
-                             f"{x.abs().max():.0e}")
-        return self._merge(count, mean, m2)
+        batch = x.shape[:max(x.ndim - self.mean.ndim, 0)]
+        if x.shape[len(batch):] != self.mean.shape:
+            raise ValueError(f"x must have a shape that ends in {tuple(self.mean.shape)}, "
+                             f"got {tuple(x.shape)}")
+        mask = torch.ones(batch, dtype=torch.bool, device=x.device) if mask is None else mask
+        if mask.dtype != torch.bool or mask.shape != batch:
+            raise ValueError(f"mask must be boolean, of the shape of observations, {tuple(batch)}, "
+                             f"got {mask.dtype}, {tuple(mask.shape)}")
+        rows = x[mask].to("cpu", torch.float64)
+        if not rows.isfinite().all():
+            raise ValueError("x must be finite where it counts, got NaN or infinity")
+        mean = rows.sum(0) / max(len(rows), 1)
+        return self._merge(len(rows), mean, (rows - mean).square().sum(0))
 
-    def merge(self,
-              other: "RunningMoments", # Of the same shape; it is not changed
-             ) -> "RunningMoments": # Itself
+    def merge(
+        self,
+        other: "RunningMoments",  # of the same shape; it is not changed
+    ) -> "RunningMoments":  # itself
         "Take in all that `other` has seen."
         if not isinstance(other, RunningMoments):
             raise TypeError(f"other must be RunningMoments, got {type(other).__name__}")
         if other.mean.shape != self.mean.shape:
-            raise ValueError(f"other must have moments of shape {tuple(self.mean.shape)}, got {tuple(other.mean.shape)}")
+            raise ValueError(f"other must have moments of shape {tuple(self.mean.shape)}, "
+                             f"got {tuple(other.mean.shape)}")
         return self._merge(other.count, other.mean, other.m2)
 
-    def whiten(self,
-               x: torch.Tensor, # (..., *shape)
-               mask: torch.Tensor | None = None, # (...) boolean, one for each observation, True = counts; None = everything counts
-               shift_mean: bool = True, # True: the mean is removed; False: it is kept
-               unbiased: bool = False, # Use `unbiased_var` instead of `var`
-               eps: float = 1e-8, # Added to the variance, > 0, in units of `x` squared
-              ) -> torch.Tensor: # (..., *shape), float32 or better; 0 where the mask is False
-        "`x` whitened with these moments instead of its own."
-        mask = self._check(x, mask).expand(x.shape)
-        check_number("eps", eps, low=0, open_low=True)
-        check_flag("shift_mean", shift_mean); check_flag("unbiased", unbiased)
-        if self.count == 0:
-            raise ValueError("x cannot be whitened with the moments of no observations: update or merge first")
-        x = apply_mask(at_least_float32(x), mask)
-        scale = ((self.unbiased_var if unbiased else self.var) + eps).rsqrt().to(x)
-        mean = self.mean.to(x)  # rounded to the precision of x; `rest` is what that loses
-        rest = (self.mean - mean.to(self.mean)).to(x)
-        whitened = (x - mean - rest) * scale
-        return apply_mask(whitened if shift_mean else whitened + mean, mask)
+    def _merge(self, count, mean, m2):
+        n, delta = max(self.count + count, 1), mean - self.mean
+        m2 = self.m2 + m2 + delta * (delta * (self.count * count / n))
+        if not m2.isfinite().all():
+            raise ValueError("x must be so small that its squares have a sum in float64, "
+                             f"got a mean of {mean.abs().max():.0e}")
+        self.count, self.mean, self.m2 = self.count + count, self.mean + delta * (count / n), m2
+        return self
 
-    def state_dict(self) -> dict: # What a checkpoint or another process must hold
-        "The state, for a checkpoint or another process."
+    @checked(x="float (...)", eps="(0, inf)")
+    def whiten(
+        self,
+        x: Tensor,  # (..., *shape)
+        eps: float = 1e-8,  # added to the variance, in units of x squared, > 0
+    ) -> Tensor:  # (..., *shape), float32 or better
+        "(x - mean) / sqrt(var + eps) with these moments instead of its own."
+        if self.count == 0:
+            raise ValueError("x cannot be whitened with the moments of no observations: "
+                             "update or merge first")
+        return ((x.to(self.mean) - self.mean) / (self.var + eps).sqrt()).to(x)
+
+    def state_dict(self) -> dict:  # for a checkpoint or another process
+        "Count, mean and sum of squared deviations, as copies."
         return {"count": self.count, "mean": self.mean.clone(), "m2": self.m2.clone()}
 
-    def load_state_dict(self,
-                        state: dict, # From `state_dict` of moments of the same shape
-                       ):
+    def load_state_dict(
+        self,
+        state: dict,  # from `state_dict` of moments of the same shape
+    ):
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"count", "mean", "m2"}:
-            raise ValueError(f"state must be a dict with the keys 'count', 'mean', 'm2', got {state!r}")
-        count, sums = state["count"], {name: state[name] for name in ("mean", "m2")}
-        check_number("count", count, low=0); check_float(**sums)
-        if count != int(count): raise ValueError(f"count must be a whole number, got {count}")
-        for name, x in sums.items():
-            if x.shape != self.mean.shape:
-                raise ValueError(f"{name} must have the shape {tuple(self.mean.shape)}, got {tuple(x.shape)}")
-            if not x.isfinite().all() or name == "m2" and (x < 0).any():
-                raise ValueError(f"{name} must be finite{' and not negative' * (name == 'm2')}, got {x.tolist()}")
-        self.count, self.mean, self.m2 = int(count), *(x.detach().to("cpu", torch.float64).clone() for x in sums.values())
+            raise ValueError("state must be a dict with the keys 'count', 'mean', 'm2', "
+                             f"got {state!r}")
+        mean, m2 = (torch.as_tensor(state[k]).to("cpu", torch.float64) for k in ("mean", "m2"))
+        same_shape = mean.shape == m2.shape == self.mean.shape
+        if not (same_shape and state["count"] >= 0 and mean.isfinite().all() and (m2 >= 0).all()):
+            raise ValueError("state must hold count >= 0, finite mean and m2 >= 0 of shape "
+                             f"{tuple(self.mean.shape)}, got {state!r}")
+        self.count, self.mean, self.m2 = int(state["count"]), mean.clone(), m2.clone()

@@ -4,21 +4,23 @@
 
 # %% auto #0
 __all__ = ['DETAILS', 'INTACT', 'UNTRAINED', 'CONFIGS', 'DIALS', 'ENOUGH', 'VERDICTS', 'swapped', 'Detail', 'loud', 'unclipped',
-           'doubly_clipped', 'bounded_both_ways', 'across_ends', 'no_end', 'seams_kept', 'shared_trunk', 'thinned',
-           'fixed_std', 'experiments', 'attempt', 'verdict', 'in_standard_deviations', 'deviation', 'compare']
+           'doubly_clipped', 'bounded_both_ways', 'across_ends', 'no_end', 'resets_kept', 'shared_trunk', 'thinned',
+           'fixed_std', 'experiments', 'first_gradient', 'check_swap', 'attempt', 'verdict', 'in_standard_deviations',
+           'deviation', 'compare']
 
 # %% ../../nbs/studies/31_ablations.ipynb #export-imports
 import types
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..control import ppo as cartpole, policy
-from ..control.ppo import PPO, score, scores, threshold
+from ..control import policy, ppo as control
+from ..control.envs import threshold
+from ..control.ppo import PPO
 from ..control.config import PPOConfig, PendulumConfig
 from ..training.statistics import bootstrap_interval
 
@@ -70,9 +72,9 @@ def no_end(gae): # `advantage.gae`, whose bootstrap is 0 at `terminated`
     return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(
         rewards, values, next_values, torch.zeros_like(terminated), done, gamma, lam)
 
-def seams_kept(make_batch): # `cartpole.make_batch`, which leaves such steps out
+def resets_kept(make_batch): # `control.make_batch`, which leaves such steps out
     "The step in which an environment is only reset, its action ignored, is learned from like any other."
-    return lambda agent, rollout, config: make_batch(agent, replace(rollout, valid=torch.ones_like(rollout.valid)), config)
+    return lambda agent, rollout, config: make_batch(agent, replace(rollout, is_step=torch.ones_like(rollout.is_step)), config)
 
 def shared_trunk(Agent): # `policy.Agent`, with a network for each
     "Policy and value function with two hidden layers in common."
@@ -116,12 +118,12 @@ DETAILS = {
     "truncation is end": Detail("an episode that was cut off counts as one that ended", "core 5",
                                 dict(truncation="terminate")),
     "end is truncation": Detail("an episode that ended counts as one that was cut off", "core 5",
-                                swap=(cartpole, "gae", no_end), tasks=("cartpole",)),
+                                swap=(control, "gae", no_end), tasks=("cartpole",)),
     "lambda 1": Detail("the rewards alone are trusted", "core 5", dict(lam=1.0)),
     "lambda 0": Detail("the value function alone is trusted", "core 5", dict(lam=0.0)),
     "GAE across ends": Detail("GAE runs on from one episode into the one before", "core 5",
-                              swap=(cartpole, "gae", across_ends)),
-    "seams are data": Detail("resets are learned from", "", swap=(cartpole, "make_batch", seams_kept)),
+                              swap=(control, "gae", across_ends)),
+    "resets are data": Detail("resets are learned from", "", swap=(control, "make_batch", resets_kept)),
     "no minibatches": Detail("one gradient step in a pass", "core 6", dict(minibatches=1)),
     "1 epoch": Detail("one pass over the data", "core 6", dict(epochs=1)),
     "4 epochs": Detail("four passes", "core 6", dict(epochs=4), tasks=("pendulum",)),
@@ -129,17 +131,17 @@ DETAILS = {
     "16 epochs": Detail("sixteen passes", "core 6", dict(epochs=16)),
     "no whitening": Detail("advantages as they are", "core 7", dict(whitening="none")),
     "whitening per minibatch": Detail("advantages whitened in each minibatch", "core 7", dict(whitening="minibatch")),
-    "no clip": Detail("ratio times advantage, not clipped", "core 8", swap=(cartpole, "clipped_surrogate", unclipped)),
-    "dual clip 3": Detail("dual clip at 3", "", swap=(cartpole, "clipped_surrogate", doubly_clipped)),
+    "no clip": Detail("ratio times advantage, not clipped", "core 8", swap=(control, "clipped_surrogate", unclipped)),
+    "dual clip 3": Detail("dual clip at 3", "", swap=(control, "clipped_surrogate", doubly_clipped)),
     "dual clip, any sign": Detail("dual clip at 3, for positive advantages too", "",
-                                  swap=(cartpole, "clipped_surrogate", bounded_both_ways)),
+                                  swap=(control, "clipped_surrogate", bounded_both_ways)),
     "falling clip": Detail("the clip falls in a straight line to 0", "core 8", dict(clip_anneal=1.0)),
     "stop at KL 0.005": Detail("no further pass once the policy has moved 0.005 nats", "", dict(target_kl=0.005)),
     "value clip 0.2": Detail("the value loss is clipped, at 0.2 in units of the return", "core 9", dict(value_clip=0.2)),
     "entropy 0.01": Detail("an entropy bonus", "core 10", dict(entropy_coef=0.01)),
     "long gradients": Detail("gradients of any length", "core 11", dict(max_grad_norm=1e9)),
-    "dropout": Detail("dropout of 0.1 in the update", "", swap=(cartpole, "Agent", thinned)),
-    "shared trunk": Detail("policy and value share their hidden layers", "core 13", swap=(cartpole, "Agent", shared_trunk)),
+    "dropout": Detail("dropout of 0.1 in the update", "", swap=(control, "Agent", thinned)),
+    "shared trunk": Detail("policy and value share their hidden layers", "core 13", swap=(control, "Agent", shared_trunk)),
     "log std 0": Detail("the standard deviation begins at 1, not at 2.7", "continuous 2", dict(log_std=0.0),
                         tasks=("pendulum",)),
     "fixed std": Detail("the standard deviation is not learned", "continuous 2", swap=(policy, "distribution", fixed_std),
@@ -162,6 +164,29 @@ def experiments(task: str, # "cartpole" or "pendulum"
     "What there is to train."
     return [INTACT, UNTRAINED, *(name for name, d in DETAILS.items() if task in d.tasks)]
 
+# %% ../../nbs/studies/31_ablations.ipynb #swap-check
+def first_gradient(config: PPOConfig, # Of a task
+                  ) -> torch.Tensor: # (weights,)
+    "Gradient of the first loss, on a long rollout, with log pi_old shifted at random."
+    ppo = PPO.from_config(config)
+    rollout, _ = ppo.collector.collect(ppo.policy(ppo.rng), 256, ppo.agent.head.for_env)
+    batch = control.make_batch(ppo.agent, ppo.scaling(rollout), config)
+    shift = torch.randn(len(batch), generator=ppo.generator)
+    batch = replace(batch, logp=batch.logp + shift)
+    control.batch_loss(ppo.agent, batch, config, config.clip)[0].backward()
+    weights = (p for p in ppo.agent.parameters() if p.requires_grad)
+    return torch.cat([p.grad.flatten() for p in weights])
+
+@cache
+def check_swap(task: str, # "cartpole" or "pendulum"
+               name: str, # A key of `DETAILS`
+              ):
+    "RuntimeError unless the swap of a detail changes a gradient."
+    intact = first_gradient(CONFIGS[task]())
+    with swapped(*DETAILS[name].swap): changed = first_gradient(CONFIGS[task]())
+    if torch.equal(intact, changed):
+        raise RuntimeError(f"the swap of {name!r} changes no gradient on {task}")
+
 # %% ../../nbs/studies/31_ablations.ipynb #try
 # what is logged in each iteration and tells how an update went
 DIALS = ("kl_k3", "clip_fraction", "explained_variance", "entropy", "grad_norm", "value_loss")
@@ -176,15 +201,16 @@ def attempt(task: str, # "cartpole" or "pendulum"
     if name not in experiments(task): raise ValueError(f"name must be one of {', '.join(experiments(task))}; got {name!r}")
     detail = DETAILS[name] if name in DETAILS else Detail("", "")
     config = replace(CONFIGS[task](seed=seed, **options), **detail.options)
-    with swapped(*detail.swap or (cartpole, "gae", lambda gae: gae)):
-        ppo, first, rows = PPO(config), None, []
+    if detail.swap: check_swap(task, name)
+    with swapped(*detail.swap or (control, "gae", lambda gae: gae)):
+        ppo, first, rows = PPO.from_config(config), None, []
         evaluation_seeds = np.random.SeedSequence((seed, 2)).generate_state(config.iterations).tolist()
         while ppo.iteration < config.iterations and name != UNTRAINED:
             rows.append(ppo.iterate())
             if (first is None and ppo.iteration % every == 0
-                and score(ppo, evaluation_seeds[ppo.iteration - 1], False).mean() >= threshold(config.env)):
+                and ppo.evaluate(deterministic=False, seed=evaluation_seeds[ppo.iteration - 1]).mean() >= threshold(config.env)):
                 first = rows[-1]["steps"]
-        final = scores(ppo)
+        final = ppo.scores()
     return dict(greedy=final["eval_return_mean"], sampled=final["eval_sampled_return_mean"], first_sampled_steps=first,
                 **{d: float(np.mean([r[d] for r in rows])) if rows else None for d in DIALS})
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..control.ppo import PPO, evaluate, threshold
+from ..control.envs import threshold
+from ..control.ppo import PPO, episode_returns
 from ..control.config import PendulumConfig, PPOConfig
 from ..control.policy import mlp
 from ..training.statistics import bootstrap_interval
@@ -205,7 +206,7 @@ class Ours:
     def __init__(self,
                  config: PPOConfig, # With its seed
                 ):
-        self.ppo, self.batch = PPO(config), config.batch
+        self.ppo, self.batch = PPO.from_config(config), config.batch
         self.iterate = self.ppo.iterate
 
     def policy(self,
@@ -254,8 +255,8 @@ def look(trainer, # With `policy`
     greedy_seed, sampled_seed, action_seed = (int(s) for s in np.random.SeedSequence((seed, steps)).generate_state(3))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(action_seed)
-        return dict(greedy=evaluate(trainer.policy(), greedy_seed, env_id=env_id).mean().item(),
-                    sampled=evaluate(trainer.policy(np.random.default_rng(action_seed)), sampled_seed,
+        return dict(greedy=episode_returns(trainer.policy(), greedy_seed, env_id=env_id).mean().item(),
+                    sampled=episode_returns(trainer.policy(np.random.default_rng(action_seed)), sampled_seed,
                                      env_id=env_id).mean().item())
 
 def race(contender: Contender, # Who

@@ -25,8 +25,8 @@ from ..formulas.reward import apply_penalty
 from ..language.config import RLHFConfig
 from ..language.model import quiet_transformers
 from ..language.reward_model import score
-from ..language.rlhf import evaluate
-from ..language.task import queries
+from ..language.pipeline import evaluate
+from ..language.task import review_prompts
 from .variants import Start, prepare
 from ..training.statistics import bootstrap_interval
 
@@ -92,7 +92,7 @@ def trl_grpo(start: Start, # Where to begin
                           epsilon=c.clip, loss_type="grpo")
         lm = AutoModelForCausalLM.from_pretrained(tmp, attn_implementation=start.lm.config._attn_implementation)
         trainer = GRPOTrainer(model=lm, reward_funcs=reward, args=args,
-                              train_dataset=Dataset.from_dict({"prompt": queries()}), processing_class=tokenizer)
+                              train_dataset=Dataset.from_dict({"prompt": review_prompts()}), processing_class=tokenizer)
         trainer.add_callback(clock(ends, c.epochs * c.minibatches))
         trainer.train()
     return ends, trainer.model
@@ -125,7 +125,7 @@ def trl_ppo(start: Start, # Where to begin; its model a GPT-2
                                                 start.norm.gain * head.bias + start.norm.bias),
                              value_model=judge(start.lm.base_model, torch.zeros_like(head.weight),
                                                torch.zeros_like(head.bias)),
-                             train_dataset=Dataset.from_dict(task.tokenizer(queries(), add_special_tokens=False)),
+                             train_dataset=Dataset.from_dict(task.tokenizer(review_prompts(), add_special_tokens=False)),
                              callbacks=[clock(ends, 1)])
         trainer.train()
     return ends, trainer.model.policy

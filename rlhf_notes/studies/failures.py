@@ -27,11 +27,11 @@ from .ablations import in_standard_deviations, swapped, unclipped
 from ..formulas import grpo
 from ..formulas.kl import kl_estimate
 from ..formulas.reward import RewardNorm, bradley_terry_loss
-from ..language import model, reward_model, rlhf, sampling as sample
+from ..language import model, reward_model, rlhf, rollout, sampling as sample
 from . import variants
 from ..language.config import RLHFConfig
 from ..language.reward_model import RewardTraining
-from ..language.rlhf import evaluate
+from ..language.pipeline import evaluate
 from .variants import Start, measure
 
 # %% ../../nbs/studies/35_failures.ipynb #failure
@@ -88,9 +88,9 @@ def constant(learning_rate): # `rlhf.learning_rate`, in a straight line to 0
     "The learning rate does not fall."
     return lambda config, iteration: config.learning_rate
 
-def twice(draw): # `RLHF.draw`, of queries (B, Q), mask (B, Q) and u (B, T)
+def twice(sample_prompts): # `RLHF.sample_prompts`: prompts (B, Q), mask (B, Q) and u (B, T)
     "Two processes with one seed: the second half of the batch is the first once more."
-    return lambda self: [torch.cat([x[:len(x) // 2]] * 2) for x in draw(self)]
+    return lambda self: [torch.cat([x[:len(x) // 2]] * 2) for x in sample_prompts(self)]
 
 # %% ../../nbs/studies/35_failures.ipynb #wrong-reward
 def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the last real token
@@ -149,11 +149,11 @@ class Unfinished:
     "The task, with queries that lack their full stop."
     def __init__(self, task): self.task = task # The right one, as `Reviews`
     def __getattr__(self, name): return getattr(self.task, name)
-    def draw(self, *args): # As of the task: n, generator
-        "Queries and mask, (n, Q), one place to the right: the full stop goes round to the front, and counts as padding there."
-        queries, mask = (x.roll(1, 1) for x in self.task.draw(*args))
+    def sample_prompts(self, *args): # As of the task: n, generator
+        "Prompts and mask, (n, Q), one place to the right: the full stop goes round to the front, and counts as padding there."
+        prompts, mask = (x.roll(1, 1) for x in self.task.sample_prompts(*args))
         mask[:, 0] = False
-        return queries, mask
+        return prompts, mask
 
 class Untruncated:
     "The task, with answers that go on to their last token, and all have an end."
@@ -171,9 +171,9 @@ def unpunished(apply_penalty): # `reward.apply_penalty`, which replaces that by 
     "An answer without an end gets what the reward model says."
     return lambda scores, valid, penalty: scores
 
-def weighed_alike(share): # `rlhf.share`, by how many tokens each has
+def weighed_alike(microbatch_weight): # `rlhf.microbatch_weight`, by how many tokens each has
     "The mean of the microbatches' means."
-    return lambda part, whole, aggregation: len(part) / len(whole)
+    return lambda part, whole, mode: len(part) / len(whole)
 
 # %% ../../nbs/studies/35_failures.ipynb #wrong-kl
 def k3_in_reward(token_rewards): # `reward.token_rewards`, which takes k1
@@ -207,8 +207,8 @@ def reversed_estimate(kl_estimate): # `kl.kl_estimate`, of log pi - log pi_ref
 def moving_reference(RLHF): # `rlhf.RLHF`, whose reference stands still
     "The KL is measured from the policy itself: the reference moves along."
     class Moving(RLHF):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def _begin(self, *args):
+            super()._begin(*args)
             self.reference = self.policy.lm
     return Moving
 
@@ -243,7 +243,7 @@ FAILURES = {
     "top five": Failure("words are drawn among the five likeliest", "G4", swaps=((sample, "draw", likeliest),)),
     "constant rate": Failure("the policy's learning rate does not fall", "G5", swaps=((rlhf, "learning_rate", constant),)),
     "one seed for two": Failure("two processes draw the same queries and answers", "G6",
-                                swaps=((rlhf.RLHF, "draw", twice),)),
+                                swaps=((rlhf.RLHF, "sample_prompts", twice),)),
     "score at the edge": Failure("the reward model's score is read at the last position, padding or not", "R1",
                                  swaps=((reward_model, "RewardModel", read_at_the_edge),), judge=True),
     "loud head": Failure("the reward model's head begins with standard deviation 1", "R2",
@@ -267,21 +267,21 @@ FAILURES = {
     "one minibatch": Failure("one gradient step in a pass", "P7", dict(minibatches=1)),
     "sixteen minibatches": Failure("sixteen gradient steps in a pass", "P7", dict(minibatches=16)),
     "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold", "P7",
-                                  dict(microbatches=4), swaps=((rlhf, "share", weighed_alike),)),
+                                  dict(microbatches=4), swaps=((rlhf, "microbatch_weight", weighed_alike),)),
     "no KL": Failure("KL costs nothing", "P8", dict(kl_coef=0.0)),
     "KL reversed": Failure("the KL in the reward has the wrong sign", "P8",
-                           swaps=((rlhf, "token_rewards", reversed_reward),)),
+                           swaps=((rollout, "token_rewards", reversed_reward),)),
     "k3 in the reward": Failure("the KL in the reward is estimated by k3", "P8",
-                                swaps=((rlhf, "token_rewards", k3_in_reward),)),
+                                swaps=((rollout, "token_rewards", k3_in_reward),)),
     "reference moves": Failure("the reference is the policy itself", "P8", swaps=((variants, "RLHF", moving_reference),)),
     "paid at the edge": Failure("the score lands on the last position, not on the last token", "P8",
-                                swaps=((rlhf, "token_rewards", paid_at_the_edge),)),
-    "paid everywhere": Failure("every token gets the whole score", "P8", swaps=((rlhf, "token_rewards", paid_everywhere),)),
+                                swaps=((rollout, "token_rewards", paid_at_the_edge),)),
+    "paid everywhere": Failure("every token gets the whole score", "P8", swaps=((rollout, "token_rewards", paid_everywhere),)),
     "KL in the loss": Failure("the KL is a term of the loss, by k3", "P8", dict(kl_in_loss=True)),
     "rewards unwhitened": Failure("rewards as they come", "P9", dict(whiten_rewards=False)),
-    "rewards centred": Failure("whitening takes the mean of the rewards too", "P9", swaps=((rlhf, "whiten", centred),)),
+    "rewards centred": Failure("whitening takes the mean of the rewards too", "P9", swaps=((rollout, "whiten", centred),)),
     "advantages unwhitened": Failure("advantages as they come", "P9", dict(whiten_advantages=False)),
-    "whitened with padding": Failure("whitening counts the padding", "P9", swaps=((rlhf, "whiten", over_padding),)),
+    "whitened with padding": Failure("whitening counts the padding", "P9", swaps=((rollout, "whiten", over_padding),)),
     "values unclipped": Failure("the value loss is not clipped", "P10", dict(value_clip=0.0)),
     "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11", dict(kl_target=0.0)),
     "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12", dict(adam="pytorch")),

@@ -16,7 +16,8 @@ from ..checks import check_number, check_same_shape
 from ..language.config import RLHFConfig
 from ..language.model import Pretraining
 from ..language.reward_model import RewardTraining
-from ..language.rlhf import RLHF, evaluate, make_world
+from ..language.pipeline import evaluate, make_world
+from ..language.rlhf import RLHF
 from ..training.devices import pick_device
 
 # %% ../../nbs/studies/33_variants.ipynb #start
@@ -32,7 +33,7 @@ class Start:
     def trainer(self, # Changes of the config: algo, kl_coef, iterations, ...
                 **changes) -> RLHF: # At its beginning
         "A training of a copy of the pretrained model."
-        return RLHF(replace(self.config, **changes), self.lm, self.reward_model, self.norm, self.task)
+        return RLHF.from_parts(replace(self.config, **changes), self.lm, self.reward_model, self.norm, self.task)
 
 def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
            ) -> Start: # The same for the same config
@@ -90,7 +91,7 @@ def measure_best_of_n(trainer: RLHF, # Whose reference answers, and whose reward
     "What the best of n answers of the pretrained model is worth."
     many = [evaluate(trainer, trainer.reference, seed=seed) for seed in range(rounds + 1)]
     all_proxy, all_true, all_valid = (torch.stack(x, 1).cpu()
-                                      for x in zip(*((e.rollout.scores, e.true, e.rollout.valid.float()) for e in many)))
+                                      for x in zip(*((e.rollout.scores, e.true, e.rollout.has_end.float()) for e in many)))
     proxy, true, valid = (x[:, :rounds] for x in (all_proxy, all_true, all_valid))
     return {n: dict(proxy=best_of_n(proxy, proxy, n).mean().item(), true=best_of_n(proxy, true, n).mean().item(),
                     kl=best_of_n_kl(n), valid=best_of_n(proxy, valid, n).mean().item(),

@@ -1,2 +1,4 @@
 "Figures in one style, sliders and films that need no kernel, and tokens in colour."
-from .theme import *
+from .slider import Dial, Slider, slider, value_text
+from .strip import film, token_strip
+from .style import COLORS, INK, LINES, plot_with_gradient, style, value_and_gradient

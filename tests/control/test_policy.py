@@ -176,11 +176,11 @@ def test_discrete_actions_that_do_not_start_at_zero():
     (gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), "Dict"), (gym.spaces.Tuple([gym.spaces.Discrete(2)]), "Tuple"),
 ])
 def test_other_spaces_are_refused_by_name(space, words):
-    with pytest.raises(ValueError, match=f"env must have Discrete actions, or a Box of floats, got {words}"): distribution(space)
+    with pytest.raises(ValueError, match=f"env must have Discrete actions, or a non-empty Box of floats, got {words}"): distribution(space)
 
 
 def test_a_box_without_numbers_and_networks_nobody_knows():
-    with pytest.raises(ValueError, match="env must have actions of one number at least, got Box"): distribution(gym.spaces.Box(-1, 1, (0,)))
+    with pytest.raises(ValueError, match="env must have Discrete actions, or a non-empty Box of floats, got Box"): distribution(gym.spaces.Box(-1, 1, (0,)))
     with pytest.raises(ValueError, match="activation must be one of 'tanh', 'relu', 'silu', got 'elu'"): mlp(3, 2, 1.0, activation="elu")
     with pytest.raises(ValueError, match="init must be one of 'orthogonal', 'default', got 'ortho'"): mlp(3, 2, 1.0, init="ortho")
 

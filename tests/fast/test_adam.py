@@ -1,4 +1,4 @@
-"One vector behind all weights."
+"One vector behind all weights, and its plain twin."
 import copy
 import math
 
@@ -7,90 +7,119 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from rlhf_notes.control.ppo import ppo_loss
-from rlhf_notes.fast.adam import Adam, clip_gradient, one_vector
+from rlhf_notes import fast
+from rlhf_notes.fast.adam import Adam, PlainAdam, clip_gradient, make_adam, one_vector
 from strategies import SEEDS
-from control.test_ppo import SMALL, agent, some_batch
 
 
-def test_one_vector_learns_what_twelve_tensors_learn():
-    batch = some_batch(3)
-    def learn(together):
-        a = agent(5)
-        if together: weights = [one_vector(a)]; clear = weights[0].grad.zero_
-        else: weights = list(a.parameters()); clear = lambda: a.zero_grad()
-        adam = torch.optim.Adam(weights, lr=1e-2, eps=1e-5)
-        for _ in range(5):
-            clear()
-            ppo_loss(a, batch, SMALL, 0.2)[0].backward()
-            norm = torch.nn.utils.clip_grad_norm_(weights, 0.1)
-            adam.step()
-        return norm, torch.cat([p.detach().flatten() for p in a.parameters()])
-    (norm, one), (norms, twelve) = learn(True), learn(False)
-    assert norm > 0.1 and not torch.allclose(one, torch.cat([p.detach().flatten() for p in agent(5).parameters()]))
-    torch.testing.assert_close(norm, norms); torch.testing.assert_close(one, twelve, rtol=1e-4, atol=1e-6)
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def flat(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+
+def learned(make, steps=5, net=net, eps=1e-5):
+    module = net(5)
+    adam = make(module, eps)
+    for t in range(steps):
+        adam.zero_grad()
+        (module(X).squeeze(-1) - X.prod(-1)).square().mean().backward()
+        norm = adam.clip(0.1)
+        adam.step(1e-2 / (t + 1))
+    return norm, flat(module)
+
+
+def test_one_vector_learns_what_its_plain_twin_learns():
+    (norm, one), (norms, twin) = learned(Adam), learned(PlainAdam)
+    assert norm > 0.1 and not torch.allclose(one, flat(net(5)))
+    torch.testing.assert_close(norm, norms)
+    torch.testing.assert_close(one, twin, rtol=1e-5, atol=1e-6)
+
+
+def test_the_door_gives_the_vector_and_shut_the_twin():
+    assert type(make_adam(net(), 1e-8)) is Adam
+    with fast.off(): assert type(make_adam(net(), 1e-8)) is PlainAdam
+
+
+@pytest.mark.parametrize("make", [Adam, PlainAdam])
+def test_both_heed_rate_epsilon_and_what_is_frozen(make):
+    "Worked by hand: in the first step m / (1 - b1) = g and v / (1 - b2) = g ** 2."
+    module = nn.Linear(2, 1)
+    nn.init.ones_(module.weight)
+    module.bias.requires_grad_(False)
+    kept, adam = module.bias.clone(), make(module, 1e-1)
+    adam.zero_grad()
+    (module.weight * torch.tensor([3.0, -0.1])).sum().backward()
+    adam.step(0.5)
+    torch.testing.assert_close(module.weight[0].detach(), torch.tensor([1 - 0.5 * 3 / 3.1, 1 + 0.5 * 0.1 / 0.2]))
+    assert torch.equal(module.bias, kept)
+    adam.eps = 1e9
+    before = module.weight.clone()
+    adam.step(0.5)
+    torch.testing.assert_close(module.weight, before, rtol=0, atol=1e-6)
 
 
 @given(seed=SEEDS, size=st.integers(1, 50), scale=st.sampled_from([0.0, 1e-3, 1.0, 1e3]), longest=st.sampled_from([0.1, 0.5, 10.0]))
 def test_a_gradient_is_clipped_as_pytorch_clips_it(seed, size, scale, longest):
-    ours, theirs = torch.nn.Parameter(torch.zeros(size)), torch.nn.Parameter(torch.zeros(size))
+    ours, theirs = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
     ours.grad, theirs.grad = (scale * torch.randn(size, generator=torch.Generator().manual_seed(seed)) for _ in range(2))
     before = math.sqrt(math.fsum(g * g for g in ours.grad.tolist()))
     norm = clip_gradient(ours.grad, longest)
-    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_([theirs], longest)) and torch.equal(ours.grad, theirs.grad)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_([theirs], longest)) and torch.equal(ours.grad, theirs.grad)
     assert norm.item() == pytest.approx(before, rel=1e-5) and ours.grad.norm().item() == pytest.approx(min(before, longest), rel=1e-4)
 
 
 def test_one_vector_keeps_values_and_shares_memory():
-    a = agent(2)
+    a = net(2)
     before = {k: v.clone() for k, v in a.state_dict().items()}
     v = one_vector(a)
-    assert all(torch.equal(before[k], x) for k, x in a.state_dict().items()) and v.numel() == sum(p.numel() for p in a.parameters())
-    a.load_state_dict(agent(4).state_dict())
-    assert torch.equal(v, torch.cat([p.flatten() for p in agent(4).parameters()]))
+    assert all(torch.equal(before[k], x) for k, x in a.state_dict().items()) and torch.equal(v, flat(a))
+    a.load_state_dict(net(4).state_dict())
+    assert torch.equal(v, flat(net(4)))
 
 
 def test_the_gradient_of_each_parameter_is_added_into_the_vector():
-    a = agent(2)
-    v, x = one_vector(a), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    def loss(): out, value = a(x); return out.square().sum() + value.square().sum()
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss(), list(a.parameters()))])
-    loss().backward(); assert torch.equal(v.grad, expected) and v.grad.any()
-    loss().backward(); torch.testing.assert_close(v.grad, 2 * expected)
+    a = net(2)
+    v = one_vector(a)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(a(X).square().sum(), list(a.parameters()))])
+    a(X).square().sum().backward(); assert torch.equal(v.grad, expected) and v.grad.any()
+    a(X).square().sum().backward(); torch.testing.assert_close(v.grad, 2 * expected)
     v.grad.zero_(); assert all((p.grad == 0).all() for p in a.parameters())
 
 
 def test_what_is_shared_stands_once_and_what_is_frozen_stays():
     embedding, head, frozen = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(3, 1)
     head.weight = embedding.weight; frozen.requires_grad_(False)
-    v, kept = one_vector(nn.ModuleList([embedding, head, frozen])), frozen.weight.clone()
+    adam, kept = Adam(nn.ModuleList([embedding, head, frozen]), 1e-8), frozen.weight.clone()
+    v = adam.vector
     assert len(v) == 15 and head.weight is embedding.weight and frozen.weight.grad is None
     head(embedding(torch.tensor([0, 3]))).square().sum().backward()
-    Adam(v, 1e-8).step(0.1)
+    adam.step(0.1)
     assert torch.equal(frozen.weight, kept) and torch.equal(v, embedding.weight.flatten()) and v.grad.any()
 
 
 def test_a_copy_of_the_module_has_weights_of_its_own():
-    a = agent(2)
+    a = net(2)
     v, b = one_vector(a), copy.deepcopy(a)
     with torch.no_grad(): v += 1
     assert all(torch.equal(p, q + 1) for p, q in zip(a.parameters(), b.parameters()))
-
-
-def test_the_length_of_no_gradient_is_zero():
-    g = torch.zeros(3)
-    assert clip_gradient(g, 0.5) == 0 and torch.equal(g, torch.zeros(3))
 
 
 @given(seed=SEEDS, eps=st.sampled_from([1e-8, 1e-5, 1e-1]), rates=st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=6), saved=st.integers(0, 5))
 def test_adam_is_that_of_pytorch(seed, eps, rates, saved):
     "Bit for bit, at a learning rate that changes, and through a checkpoint; and the definition, in plain Python."
     g = torch.Generator().manual_seed(seed)
-    ours, theirs = (torch.nn.Parameter(torch.ones(7)) for _ in range(2))
-    a, b, m, v, x = Adam(ours, eps), torch.optim.Adam([theirs], eps=eps, fused=True), [0.0] * 7, [0.0] * 7, [1.0] * 7
+    ours, theirs = (nn.Parameter(torch.ones(7)) for _ in range(2))
+    new = lambda: Adam(nn.ParameterList([ours]), eps)
+    a, b, m, v, x = new(), torch.optim.Adam([theirs], eps=eps, fused=True), [0.0] * 7, [0.0] * 7, [1.0] * 7
     for t, rate in enumerate(rates, 1):
-        if t - 1 == saved: state, a = {k: y.clone() for k, y in a.state_dict().items()}, Adam(ours, eps); a.load_state_dict(state)
-        ours.grad = torch.randn(7, generator=g); theirs.grad = ours.grad.clone()
+        if t - 1 == saved: state, a = {k: y.clone() for k, y in a.state_dict().items()}, new(); a.load_state_dict(state)
+        ours.grad.copy_(torch.randn(7, generator=g)); theirs.grad = ours.grad.clone()
         b.param_groups[0]["lr"] = rate
         a.step(rate); b.step()
         assert torch.equal(ours, theirs)

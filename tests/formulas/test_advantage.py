@@ -1,13 +1,13 @@
 import itertools
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.formulas import advantage as module
-from rlhf_notes.formulas.advantage import GROUP_SCALES, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
+from rlhf_notes import fast
+from rlhf_notes.fast import scan
+from rlhf_notes.formulas.advantage import GROUP_SCALES, accumulate, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
 
@@ -387,7 +387,7 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
 @pytest.mark.parametrize("call, error, words", [
     (lambda: gae(F, F, F, B.float(), B), TypeError, "terminated must be boolean .*, got torch.float32"),
     (lambda: gae(F, F, F, B, B.long()), TypeError, "done must be boolean .*, got torch.int64"),
-    (lambda: gae(F, F, F, B, None), TypeError, "done must be a boolean torch.Tensor, got NoneType"),
+    (lambda: gae(F, F, F, B, None), TypeError, "done must be a torch.Tensor, got NoneType"),
     (lambda: gae(F.long(), F, F, B, B), TypeError, "rewards must have a floating-point dtype"),
     (lambda: gae(F, F.tolist(), F, B, B), TypeError, "values must be a torch.Tensor, got list"),
     (lambda: gae(F, F, F.long(), B, B), TypeError, "next_values must have a floating-point dtype"),
@@ -395,7 +395,8 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     (lambda: gae(F, F, F[:, :1], B, B), ValueError, r"next_values must have the shape of rewards"),
     (lambda: gae(F, F, F, B[0], B), ValueError, r"terminated must have the shape of rewards, \(4, 2\), got \(2,\)"),
     (lambda: gae(F, F, F, B, B[0]), ValueError, r"done must have the shape of rewards"),
-    (lambda: gae(F[None], F[None], F[None], B[None], B[None]), ValueError, "rewards must have 1 or 2 dimensions, got 3"),
+    (lambda: gae(F[0, 0], F, F, B, B), ValueError, r"rewards must have the shape \(T, \.\.\.\), got \(\)"),
+    (lambda: gae(F, F, F, B, B.to("meta")), ValueError, "done must be on the device of rewards, cpu, got meta"),
     (lambda: gae(F, F, F, B, B, gamma=1.1), ValueError, r"gamma must be in \[0, 1\], got 1.1"),
     (lambda: gae(F, F, F, B, B, lam=-0.1), ValueError, r"lam must be in \[0, 1\], got -0.1"),
     (lambda: gae(F, F, F, B, B, lam=torch.tensor(0.5)), TypeError, "lam must be a number, got Tensor"),
@@ -403,24 +404,26 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     (lambda: discounted_returns(F, B[:2], 0.9), ValueError, "done must have the shape of rewards"),
     (lambda: discounted_returns(F, B, math.nan), ValueError, "gamma must be in"),
     (lambda: discounted_returns(F.long(), B, 0.9), TypeError, "rewards must have a floating-point dtype"),
-    (lambda: gae_tokens(F[0], F[0]), ValueError, "rewards must have 2 dimensions, got 1"),
+    (lambda: gae_tokens(F[0], F[0]), ValueError, r"rewards must have the shape \(B, T\), got \(2,\)"),
     (lambda: gae_tokens(F, F[:1]), ValueError, "values must have the shape of rewards"),
     (lambda: gae_tokens(F, F, B.float()), TypeError, "mask must be boolean"),
     (lambda: gae_tokens(F, F, B[:1]), ValueError, "mask must have the shape of rewards"),
     (lambda: gae_tokens(F, F, B, gamma="1"), TypeError, "gamma must be a number, got str"),
     (lambda: gae_tokens(F, F, B, lam=2), ValueError, "lam must be in"),
     (lambda: gae_tokens(F, F.long()), TypeError, "values must have a floating-point dtype"),
-    (lambda: group_advantage(F[0]), ValueError, "rewards must have 2 dimensions, got 1"),
+    (lambda: group_advantage(F[0]), ValueError, r"rewards must have the shape \(P, G\), got \(2,\)"),
     (lambda: group_advantage(F, "group"), ValueError, "scale must be one of 'std', 'batch', None, got 'group'"),
     (lambda: group_advantage(F, eps=-1e-4), ValueError, "eps must be in"),
-    (lambda: group_advantage(F.long()), TypeError, "rewards must have a floating-point dtype"),
-    (lambda: rloo_advantage(F[:, :1]), ValueError, r"rewards must have at least 2 answers .* got shape \(4, 1\)"),
-    (lambda: rloo_advantage(F[0]), ValueError, "rewards must have 2 dimensions, got 1"),
-    (lambda: rloo_advantage(F.long()), TypeError, "rewards must have a floating-point dtype"),
-    (lambda: reinforce_pp_advantage(F[0]), ValueError, "token_rewards must have 2 dimensions, got 1"),
+    (lambda: group_advantage(F + 1j), TypeError, "rewards must be real, got torch.complex64"),
+    (lambda: group_advantage(F, mask=F), TypeError, "mask must be boolean"),
+    (lambda: rloo_advantage(F, B[:1]), ValueError, "mask must have the shape of rewards"),
+    (lambda: rloo_advantage(F[:, :1]), ValueError, r"rewards must have at least 2 responses .* got shape \(4, 1\)"),
+    (lambda: rloo_advantage(F[0]), ValueError, r"rewards must have the shape \(P, G\), got \(2,\)"),
+    (lambda: reinforce_pp_advantage(F[0]), ValueError, r"token_rewards must have the shape \(B, T\), got \(2,\)"),
     (lambda: reinforce_pp_advantage(F, B.long()), TypeError, "mask must be boolean"),
     (lambda: reinforce_pp_advantage(F, B[:1]), ValueError, "mask must have the shape of token_rewards"),
-    (lambda: reinforce_pp_advantage(F, baseline=F), ValueError, r"baseline must have one number for each sequence, shape \(4,\), got \(4, 2\)"),
+    (lambda: reinforce_pp_advantage(F, baseline=F), ValueError, r"baseline must have the shape \(B\), got \(4, 2\)"),
+    (lambda: reinforce_pp_advantage(F, baseline=F[0]), ValueError, r"baseline must have the shape \(B\) with B = 4, as token_rewards has, got \(2,\)"),
     (lambda: reinforce_pp_advantage(F, baseline=0.5), TypeError, "baseline must be a torch.Tensor, got float"),
     (lambda: reinforce_pp_advantage(F, gamma=2.0), ValueError, "gamma must be in"),
     (lambda: reinforce_pp_advantage(F.long()), TypeError, "token_rewards must have a floating-point dtype"),
@@ -430,99 +433,109 @@ def test_bad_input_is_named(call, error, words):
         call()
 
 
-# ---- many steps: the scan
-
-@contextmanager
-def scanned():
-    "However few the steps are, they are added up in blocks."
-    before, module._SCAN = module._SCAN, 1
-    try: yield
-    finally: module._SCAN = before
-
-
-@given(data=rollouts(), gamma=UNIT, lam=UNIT)
-def test_the_scan_equals_the_double_sum(data, gamma, lam):
-    before = [t.clone() for t in data]
-    with scanned():
-        A, R = gae(*data, gamma, lam)
-        returns = discounted_returns(data[0], data[4], gamma)
-    torch.testing.assert_close(A, as_steps([double_sum(*c, gamma, lam) for c in columns(*data)], A), atol=1e-10, rtol=0)
-    torch.testing.assert_close(R, A + data[1], atol=1e-12, rtol=0)
-    torch.testing.assert_close(returns, as_steps([return_sum(*c, gamma) for c in columns(data[0], data[4])], returns), atol=1e-10, rtol=0)
-    assert all(torch.equal(a, b) for a, b in zip(before, data))
-
-
-@pytest.mark.parametrize("T, N", [(2048, 8), (129, 70), (8192, 1), (1, 9000), (2, 5000)])
-@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (1.0, 1.0), (0.3, 0.5)])
-def test_many_steps_equal_the_loop(T, N, gamma, lam):
-    r, v, nv, terminated, truncated = *(normal(i, (T, N)) for i in range(3)), random_mask(3, (T, N), 0.01), random_mask(4, (T, N), 0.01)
-    done = terminated | truncated
-    assert r.numel() >= module._SCAN
-    loop = module._step_by_step(r + gamma * torch.where(terminated, 0.0, nv) - v, torch.full_like(r, gamma * lam).masked_fill(done, 0))
-    value, grads = value_and_grad(lambda *x: gae(*x, terminated, done, gamma, lam)[0].cos(), r, v, nv)
-    torch.testing.assert_close(value, loop.cos(), atol=1e-10, rtol=0)
-    torch.testing.assert_close(gae(r, v, nv, terminated, done, gamma, lam)[0], loop, atol=1e-10, rtol=0)
-    g = module._step_by_step((-loop.sin()).flip(0), torch.cat([torch.ones_like(r[:1]), torch.full_like(r, gamma * lam).masked_fill(done, 0)[:-1]]).flip(0)).flip(0)
-    for got, expected in zip(grads, (g, -g, gamma * g * ~terminated)): torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-9)
-
-
-@given(seed=SEEDS, rows=st.integers(1, 4), width=st.integers(1, 9), keep=KEEP, gamma=UNIT, lam=UNIT)
-def test_the_scan_over_tokens_equals_gae_of_the_row_cut_together(seed, rows, width, keep, gamma, lam):
-    r, v, m = normal(seed, (rows, width)), normal(seed + 1, (rows, width)), random_mask(seed + 2, (rows, width), keep)
-    with scanned(): A, R = gae_tokens(torch.where(m, r, math.nan), torch.where(m, v, math.inf), m, gamma, lam)
-    for b, (rb, vb) in enumerate(cut_together(m, r, v)):
-        torch.testing.assert_close(A[b, m[b]], torch.tensor(token_gae(rb, vb, gamma, lam), dtype=torch.float64), atol=1e-10, rtol=0)
-    torch.testing.assert_close(gae_tokens(r, v, m, gamma, lam), (A, R), atol=1e-10, rtol=0)
-
-
-@given(data=rollouts(), gamma=UNIT, lam=UNIT, junk=JUNK)
-def test_nothing_comes_from_behind_an_end_in_the_scan(data, gamma, lam, junk):
-    r, v, nv, terminated, done = data
-    f = lambda r, v, nv: torch.stack(gae(r, v, nv, terminated, done, gamma, lam))
-    with scanned():
-        (a, ga), (b, gb) = value_and_grad(f, r, v, nv), value_and_grad(f, r, v, torch.where(terminated, junk, nv))
-        torch.testing.assert_close((a, ga), (b, gb), atol=1e-10, rtol=1e-9)
-        torch.testing.assert_close(f(r, v, torch.where(terminated, junk, nv)), a, atol=1e-10, rtol=1e-9)
-        ends = done.reshape(len(done), -1).all(1).nonzero().flatten()
-        if len(ends):
-            later = (torch.arange(len(r)) > ends[0]).reshape(-1, *[1] * (r.ndim - 1))
-            spoilt = f(*[torch.where(later, junk, t) for t in (r, v, nv)])
-            torch.testing.assert_close(spoilt[:, :int(ends[0]) + 1], a[:, :int(ends[0]) + 1], atol=1e-10, rtol=1e-9)
-
-
-@given(data=rollouts(), gamma=UNIT, lam=UNIT)
-@settings(max_examples=15)
-def test_the_gradient_of_the_scan_by_finite_differences(data, gamma, lam):
-    r, v, nv, terminated, done = data
-    leaves = [t.clone().requires_grad_(True) for t in (r, v, nv)]
-    with scanned(): assert torch.autograd.gradcheck(lambda *x: gae(*x, terminated, done, gamma, lam)[0].sin(), leaves) and torch.autograd.gradgradcheck(lambda *x: gae(*x, terminated, done, gamma, lam)[0].sin(), leaves)
-
-
-def test_large_rewards_do_not_overflow_in_the_scan():
-    r, no = torch.full((4, 3), 1e38), torch.zeros(4, 3, dtype=torch.bool)
-    with scanned(): torch.testing.assert_close(gae(r, r * 0, r * 0, no, no | True)[0], r)
-
-
 @pytest.mark.parametrize("scale", GROUP_SCALES)
 @pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0)])
 def test_no_prompts_and_no_answers(shape, scale):
     assert group_advantage(torch.empty(shape), scale).shape == shape
 
 
-def test_few_steps_call_no_compiler(monkeypatch):
-    asked = []
-    monkeypatch.setattr(module.compiled, "usable", lambda *given: asked.append(given) or False)
-    for numbers, wanted in ((module._COMPILE - 1, False), (module._COMPILE, True)):
-        r, end = torch.randn(numbers), torch.zeros(numbers, dtype=torch.bool)
-        for f in (lambda: gae(r, r, r, end, end), lambda: discounted_returns(r, end, 0.9), lambda: gae_tokens(r[None], r[None])):
-            asked.clear(); f()
-            assert bool(asked) == wanted
+@pytest.mark.parametrize("f", [group_advantage, lambda r, mask=None: group_advantage(r, None, mask=mask), rloo_advantage])
+@given(seed=SEEDS, P=st.integers(1, 4), G=st.integers(2, 6), keep=KEEP)
+def test_a_masked_response_is_not_in_its_group(f, seed, P, G, keep):
+    r, m = normal(seed, (P, G)), random_mask(seed + 1, (P, G), keep)
+    A, (grad,) = value_and_grad(lambda r: f(r, mask=m).square(), torch.where(m, r, math.nan))
+    A = f(torch.where(m, r, math.nan), mask=m)
+    assert (A[~m] == 0).all() and (grad[~m] == 0).all() and grad.isfinite().all()
+    for row, alone, counts in zip(A, r, m):
+        if counts.sum() > 1: torch.testing.assert_close(row[counts], f(alone[counts][None])[0])
+        else: assert (row == 0).all()
 
 
-def test_so_many_steps_that_they_are_compiled_equal_the_loop():
-    r, v, nv, terminated, truncated = *(normal(i, (512, 128)) for i in range(3)), random_mask(3, (512, 128), 0.01), random_mask(4, (512, 128), 0.01)
-    done = terminated | truncated
-    assert r.numel() >= module._COMPILE
-    loop = module._step_by_step(r + 0.9 * torch.where(terminated, 0.0, nv) - v, torch.full_like(r, 0.9 * 0.5).masked_fill(done, 0))
-    A, R = gae(r, v, nv, terminated, done, 0.9, 0.5)
-    torch.testing.assert_close(A, loop, atol=1e-10, rtol=0); torch.testing.assert_close(R, loop + v, atol=1e-10, rtol=0)
+@given(seed=SEEDS, keep=KEEP)
+def test_batch_scale_is_that_of_what_counts(seed, keep):
+    r, m = normal(seed, (3, 5)), random_mask(seed + 1, (3, 5), keep)
+    A = group_advantage(torch.where(m, r, math.nan), "batch", mask=m)
+    if m.sum() > 1: torch.testing.assert_close(A, group_advantage(r, None, mask=m) / (r[m].std() + 1e-4))
+    else: assert (A == 0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_counts_and_is_no_number_stays_visible(bad):
+    r = torch.tensor([[1.0, 0.0, bad, 2.0], [0.5, 0.25, 0.75, 1.0]])
+    for f in (group_advantage, lambda r: group_advantage(r, None), rloo_advantage):
+        assert f(r)[0].isnan().all() and torch.equal(f(r)[1:], f(r[1:]))
+    assert group_advantage(r, "batch").isnan().all()
+
+
+def test_rewards_may_be_integers_or_booleans():
+    r = torch.tensor([[1, 0, 0, 1], [3, 2, 0, 0]])
+    for f in (group_advantage, lambda r: group_advantage(r, "batch"), rloo_advantage):
+        assert torch.equal(f(r), f(r.float())) and torch.equal(f(r > 0), f((r > 0).float()))
+
+
+# ---- many steps: behind the door
+
+@pytest.fixture
+def many(monkeypatch):
+    "However few the steps are, the loop is taken."
+    monkeypatch.setattr(scan, "SMALL", 1)
+    called = []
+    for name in ("scan_op", "gae_op"):
+        op = getattr(scan, name)
+        monkeypatch.setattr(scan, name, lambda *a, op=op: called.append(op) or op(*a))
+    return called
+
+
+@pytest.mark.skipif(not scan.HAS_NUMBA, reason="needs Numba")
+@pytest.mark.parametrize("T, N", [(2048, 8), (129, 70), (8192, 1), (1, 3), (2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_loop_equals_the_plain_code(many, T, N, dtype):
+    r, v, nv, terminated, truncated = *(normal(i, (T, N), dtype) for i in range(3)), random_mask(3, (T, N), 0.02), random_mask(4, (T, N), 0.02)
+    nv = torch.where(terminated, math.nan, nv)
+    done, m = terminated | truncated, random_mask(5, (N, T), 0.8)
+    def everything():
+        A = gae(r, v, nv, terminated, done, 0.9, 0.8)
+        y, grads = value_and_grad(lambda *x: gae(*x, terminated, done, 0.9, 0.8)[0].cos(), r, v, torch.where(terminated, 1, nv))
+        tokens = gae_tokens(torch.where(m, r.T, math.nan), torch.where(m, v.T, math.inf), m)
+        return *A, y, *grads, *tokens, discounted_returns(r, done, 0.9)
+    quick = everything()
+    assert len(many) > 5
+    with fast.off(): plain = everything()
+    torch.testing.assert_close(quick, plain, rtol=2e-5, atol=2e-5)
+
+
+@given(data=rollouts(), gamma=UNIT, lam=UNIT)
+@settings(max_examples=15)
+def test_the_gradient_of_the_loop_by_finite_differences(data, gamma, lam):
+    r, v, nv, terminated, done = data
+    leaves = [t.clone().requires_grad_(True) for t in (r, v, nv)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "SMALL", 1)
+        f = lambda *x: gae(*x, terminated, done, gamma, lam)[0].sin()
+        assert torch.autograd.gradcheck(f, leaves) and torch.autograd.gradgradcheck(f, leaves)
+
+
+@pytest.mark.skipif(not scan.HAS_NUMBA, reason="needs Numba")
+def test_the_loop_under_vmap_and_in_one_graph(many):
+    for name, f, batch in calls():
+        if "group" in name or name == "rloo": continue
+        one_by_one = torch.stack([f(*one) for one in zip(*batch)])
+        torch.testing.assert_close(torch.func.vmap(f)(*batch), one_by_one)
+        g = lambda *x: f(*x).square().sum()
+        torch.testing.assert_close(torch.func.vmap(torch.func.grad(g))(*batch), torch.stack([torch.func.grad(g)(*one) for one in zip(*batch)]))
+    assert many
+    x, decay = normal(0, (6, 3)), random_mask(1, (6, 3)).double()
+    torch.library.opcheck(torch.ops.rlhf_notes.scan.default, (x, decay))
+    torch.library.opcheck(torch.ops.rlhf_notes.gae.default, (x, x, x, decay > 0, decay > 0, 0.9, 0.8))
+
+
+def test_nothing_that_does_not_fit_reaches_the_loop():
+    x = torch.ones(4, 3)
+    for decay in (torch.ones(4, 2), torch.ones(4, 3).double(), torch.ones(12), torch.ones(3, 3)):
+        with pytest.raises(ValueError, match=r"the loop expects torch.float32, \(4, 3\), cpu, got"): scan.scan_op(x, decay)
+    for t in (x[:3], x.double(), x.long()):
+        with pytest.raises(ValueError, match="the loop expects"): scan.gae_op(x, x, x, x > 0, t, 0.9, 0.9)
+    assert scan.gae(x, x.double(), x, x > 0, x > 0) is NotImplemented and scan.accumulate(x, x) is NotImplemented
+    decay = torch.ones(4, 3)[:, :1].expand(4, 3)                        # no memory of its own
+    torch.testing.assert_close(scan.scan_op(x.T.contiguous().T, decay), accumulate(x, decay))
+    assert scan.scan_op(x[:0], x[:0]).shape == (0, 3) and scan.scan_op(x[:, :0], x[:, :0]).shape == (4, 0)

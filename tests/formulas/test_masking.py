@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.masking import AGGREGATION_MODES, _deviation, aggregate_loss, apply_mask, masked_mean, masked_sum, masked_var
+from rlhf_notes.formulas.masking import AGGREGATION_MODES, aggregate_loss, apply_mask, centre, masked_mean, masked_sum, masked_var
 from strategies import JUNK, SEEDS, masked, normal, random_mask, value_and_grad
 
 REDUCTIONS = {
@@ -101,14 +101,13 @@ def test_works_under_vmap_and_compile():
 @pytest.mark.parametrize("call, error, words", [
     (lambda x, m: masked_mean(x, m.long()), TypeError, "mask must be boolean"),
     (lambda x, m: masked_sum(x, m[:1]), ValueError, "mask must have the shape of x"),
-    (lambda x, m: masked_var(x, m.tolist()), TypeError, "mask must be a boolean torch.Tensor, got list"),
-    (lambda x, m: masked_sum(x, m, 5), ValueError, r"dim must be from -2 to 1 for x of shape \(2, 3\), got 5"),
-    (lambda x, m: masked_mean(x, m, -3), ValueError, "dim must be from -2 to 1"),
-    (lambda x, m: masked_var(x, m, (0, 2)), ValueError, r"dim must be from -2 to 1 .*, got \(0, 2\)"),
-    (lambda x, m: masked_sum(x, m, (0, -2)), ValueError, r"dim must name each dimension once, got \(0, -2\)"),
-    (lambda x, m: masked_sum(x, m, "rows"), TypeError, "dim must be an integer, a tuple of them or None, got 'rows'"),
-    (lambda x, m: apply_mask(x.long(), m, 0.5), ValueError, "fill must be a whole number where x has dtype torch.int64, got 0.5"),
-    (lambda x, m: aggregate_loss(x[0], m[0]), ValueError, "loss must have 2 dimensions"),
+    (lambda x, m: masked_var(x, m.tolist()), TypeError, "mask must be a torch.Tensor, got list"),
+    (lambda x, m: masked_sum(x, m, 5), ValueError, "dim must be None, or different dimensions from -2 to 1 of x, got 5"),
+    (lambda x, m: masked_mean(x, m, -3), ValueError, "dim must be None, or .* from -2 to 1"),
+    (lambda x, m: masked_var(x, m, (0, 2)), ValueError, r"dim must be None, or .*, got \(0, 2\)"),
+    (lambda x, m: masked_sum(x, m, (0, -2)), ValueError, r"dim must be None, or different dimensions .*, got \(0, -2\)"),
+    (lambda x, m: masked_sum(x, m, "rows"), ValueError, "dim must be None, or .*, got 'rows'"),
+    (lambda x, m: aggregate_loss(x[0], m[0]), ValueError, r"loss must have the shape \(B, T\), got \(3,\)"),
     (lambda x, m: aggregate_loss(x, m, "sum"), ValueError, "mode must be one of .* got 'sum'"),
     (lambda x, m: aggregate_loss(x, m, "constant", -3), ValueError, "length must be in"),
     (lambda x, m: aggregate_loss(x, m, "constant", "3"), TypeError, "length must be a number"),
@@ -117,8 +116,8 @@ def test_works_under_vmap_and_compile():
     *[(lambda x, m, f=f: f(x + 2j, m), TypeError, "^x must be real, got torch.complex64$") for f in (masked_sum, masked_mean, masked_var)],
     *[(lambda x, m, mode=mode: aggregate_loss(x + 2j, m, mode), TypeError, "^loss must be real, got torch.complex64$") for mode in AGGREGATION_MODES],
     *[(lambda x, m, f=f, mode=mode: aggregate_loss(x, f(m), mode), error, f"^mask must {words}$") for mode in AGGREGATION_MODES for f, error, words in (
-        (lambda m: m.tolist(), TypeError, "be a boolean torch.Tensor, got list"),
-        (lambda m: m.numpy(), TypeError, "be a boolean torch.Tensor, got ndarray"),
+        (lambda m: m.tolist(), TypeError, "be a torch.Tensor, got list"),
+        (lambda m: m.numpy(), TypeError, "be a torch.Tensor, got ndarray"),
         (lambda m: m.float(), TypeError, r"be boolean \(True = counts\), got torch.float32"),
         (lambda m: m[:, 0], ValueError, r"have the shape of loss, \(2, 3\), got \(2,\)"),
         (lambda m: m[:, :1], ValueError, r"have the shape of loss, \(2, 3\), got \(2, 1\)"),
@@ -130,7 +129,7 @@ def test_bad_input_is_named(call, error, words):
         call(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bool, torch.bfloat16])
 def test_filling_keeps_the_dtype(dtype):
     x, m = torch.tensor([1, 1, 0]).to(dtype), torch.tensor([True, False, True])
     for fill in (0.0, 0, 1.0):
@@ -147,7 +146,7 @@ def test_filling_keeps_the_dtype(dtype):
 def test_far_from_zero_deviations_and_variance_are_right(dim, seed, offset, masks):
     x = normal(seed, (40, 30), torch.float32) + offset
     m = random_mask(seed + 1, x.shape) if masks else None
-    exact, deviation = masked_var(x.double(), m, dim), _deviation(apply_mask(x, m), m, dim)
+    exact, deviation = masked_var(x.double(), m, dim), centre(x, m, dim)
     torch.testing.assert_close(masked_var(x, m, dim).double(), exact, rtol=1e-5, atol=0)
     assert masked_mean(deviation.double(), m, dim).abs().max() < 1e-5
     if dim is None and m is None: torch.testing.assert_close(exact, x.double().var(correction=0), rtol=1e-9, atol=0)

@@ -150,7 +150,7 @@ def test_works_under_vmap_and_compile():
 
 @pytest.mark.parametrize("f", [clipped_surrogate, clip_fraction])
 @pytest.mark.parametrize("args, kwargs, error, words", [
-    ((torch.ones(2, 3), torch.ones(2)), {}, ValueError, r"advantage must have the shape of ratio, \(2, 3\), got \(2,\): .*unsqueeze\(-1\).*expand_as\(ratio\)"),
+    ((torch.ones(2, 3), torch.ones(2)), {}, ValueError, r"advantage must have the shape of ratio, \(2, 3\), got \(2,\)"),
     ((torch.ones(2, 3), torch.ones(2, 1)), {}, ValueError, "advantage must have the shape of ratio"),
     ((torch.ones(2, 1), torch.ones(2, 3)), {}, ValueError, "advantage must have the shape of ratio"),
     ((torch.ones(2), 1.0), {}, TypeError, "advantage must be a torch.Tensor, got float"),

@@ -62,7 +62,7 @@ def test_the_coefficient_adapts_only_if_it_can():
 def test_names_are_those_of_the_modules_that_use_them():
     assert set(VARIANTS) == set(POLICY_VARIANTS) and set(PRESETS) == set(MODEL_PRESETS)
     assert {None if s == "none" else s for s in GROUP_SCALES} == set(FORMULA_SCALES)
-    from rlhf_notes.language.rlhf import ADVANTAGES
+    from rlhf_notes.language.rollout import ADVANTAGES
     assert set(ALGOS) == set(ADVANTAGES) and PRECISIONS == ("float32", "bfloat16")
 
 

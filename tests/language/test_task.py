@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.language import task
-from rlhf_notes.language.task import (ADJECTIVES, CATEGORY, COSTS, DOMAINS, EOS, FOLLOWS, HELD_OUT, INTENSIFIERS, MOOD, NOUNS, PAD, QUERIES, SLIP, STOP, STRAY, WORDS, Reviews, corpus,
-                                      domain_of, grammatical, human_choice, human_score, judgement, make_tokenizer, queries, sentiments, write_review, write_sentence)
+from rlhf_notes.language.task import (ADJECTIVES, CATEGORY, COSTS, DOMAINS, EOS, FOLLOWS, HELD_OUT, INTENSIFIERS, MOOD, NOUNS, PAD, PROMPTS, SLIP, STOP, STRAY, WORDS, Reviews, corpus,
+                                      domain_of, grammatical, human_choice, judgement, make_tokenizer, review_prompts, sentiments, true_reward, write_review)
 from strategies import SEEDS
 
 T, AFTER = 16, 8
@@ -63,7 +63,7 @@ def test_sentiment_is_clipped_on_both_sides(): assert sentiments("very dreadful 
 ])
 def test_judgement_by_hand(answer, expected):
     assert tuple(judgement("about the hotel .", answer).values()) == expected
-    assert human_score("about the hotel .", answer) == sum(expected)
+    assert true_reward("about the hotel .", answer) == sum(expected)
 
 
 def test_judgement_depends_on_the_query():
@@ -75,7 +75,7 @@ def test_judgement_depends_on_the_query():
 @given(answer=TEXT, domain=st.sampled_from(list(DOMAINS)))
 def test_score_is_bounded_and_a_sum_of_its_parts(answer, domain):
     parts, words = judgement(f"about the {domain} .", answer), answer.split()
-    assert list(parts) == ["sentiment", *COSTS] and human_score(f"about the {domain} .", answer) == sum(parts.values()) <= 3
+    assert list(parts) == ["sentiment", *COSTS] and true_reward(f"about the {domain} .", answer) == sum(parts.values()) <= 3
     assert -3 <= parts["sentiment"] <= 3 and all(parts[name] <= 0 for name in COSTS)
     assert parts["ending"] == (0 if answer.endswith(".") else -2)
     again = judgement(f"about the {domain} .", f"{answer} {answer}".strip())
@@ -128,7 +128,7 @@ def test_choice_refuses_what_is_not_a_float():
 
 @given(seed=SEEDS, domain=st.sampled_from(list(DOMAINS)), mood=st.floats(-4, 4))
 def test_sentences_are_grammatical_and_on_the_subject(seed, domain, mood):
-    words = write_sentence(domain, mood, random.Random(seed))
+    words = task._sentence(domain, mood, random.Random(seed))
     parts = judgement(f"about the {domain} .", " ".join(words))
     assert parts["grammar"] == parts["topic"] == parts["ending"] == 0 and words.count(STOP) == 1 and len(sentiments(words)) in (1, 2)
 
@@ -137,7 +137,7 @@ def test_sentences_say_what_the_author_feels():
     rng = random.Random(0)
     means = []
     for mood in (-3, -1, 1, 3):
-        felt = [f for _ in range(300) for f in sentiments(write_sentence("film", mood, rng))]
+        felt = [f for _ in range(300) for f in sentiments(task._sentence("film", mood, rng))]
         means.append(sum(felt) / len(felt))
     assert means == sorted(means) and means[0] < -1.2 and means[-1] > 1.2
 
@@ -157,28 +157,28 @@ def test_reviews_have_two_or_three_sentences_and_some_slips(monkeypatch):
 
 
 def test_queries_are_whole_sentences_and_split_once():
-    for q in QUERIES:                                                                # P3
+    for q in PROMPTS:                                                                # P3
         words = q.split()
         assert words[-1] == STOP and words.count(STOP) == 1 and q == " ".join(words) and 4 <= len(words) <= 9
         assert words[0] in {opener.split()[0] for opener in task.OPENERS} and domain_of(q) in DOMAINS
-    assert len(set(QUERIES)) == len(QUERIES) == 312
-    train, held = queries(), queries(held_out=True)
-    assert set(train) | set(held) == set(QUERIES) and not set(train) & set(held) and set(held) == HELD_OUT and len(held) == 52
+    assert len(set(PROMPTS)) == len(PROMPTS) == 312
+    train, held = review_prompts(), review_prompts(held_out=True)
+    assert set(train) | set(held) == set(PROMPTS) and not set(train) & set(held) and set(held) == HELD_OUT and len(held) == 52
     assert {domain_of(q) for q in held} == set(DOMAINS) == {domain_of(q) for q in train} and domain_of("about the sea .") is None
 
 
 def test_no_held_out_query_is_in_the_corpus():
     text = " ".join(" ".join(x) for x in corpus(600, 60, seed=2))
-    assert not any(q in text for q in HELD_OUT) and sum(q in text for q in queries()) > 200
+    assert not any(q in text for q in HELD_OUT) and sum(q in text for q in review_prompts()) > 200
 
 
 def test_corpus_goes_on_past_the_end():
     texts = corpus(200, 60, seed=0)
     for query, answer in texts:
         words = answer.split()
-        assert query in queries() and len(words) == 60 and set(words) <= set(WORDS)
+        assert query in review_prompts() and len(words) == 60 and set(words) <= set(WORDS)
         ends = [i for i, w in enumerate(words) if w == EOS]
-        assert ends and all(any(" ".join(words[i + 1:]).startswith((q, " ".join(q.split()[:60 - i - 1]))) for q in queries()) for i in ends)      # a query follows, or what of it there is room for
+        assert ends and all(any(" ".join(words[i + 1:]).startswith((q, " ".join(q.split()[:60 - i - 1]))) for q in review_prompts()) for i in ends)      # a query follows, or what of it there is room for
     assert any(answer.split().count(EOS) >= 3 for _, answer in texts)
 
 
@@ -193,7 +193,7 @@ def test_the_world_is_as_it_was_when_results_were_measured(reviews):
     assert (MOOD, SLIP, STRAY) == ((-0.5, 2.0), 0.03, 0.1) and COSTS == dict(grammar=0.5, topic=1.0, repetition=0.5, ending=2.0)
     tokens, mask = reviews.train_texts(3000, 0)
     answers, _, found = reviews.truncate(tokens[:, reviews.query_length:])
-    true = reviews.true_scores(tokens[:, :reviews.query_length], mask[:, :reviews.query_length], answers)
+    true = reviews.true_rewards(tokens[:, :reviews.query_length], mask[:, :reviews.query_length], answers)
     assert -1.25 < true.mean() < -0.95 and 1.6 < true.std() < 2.0 and true.max() == 3 and 0.9 < found.float().mean() < 0.96 and (true >= 2).float().mean() > 0.03
 
 
@@ -203,7 +203,7 @@ def test_padding_is_outside_the_models_vocabulary(tokenizer):
     assert len(set(WORDS)) == len(WORDS) == tokenizer.vocab_size and tokenizer.convert_tokens_to_ids(list(WORDS)) == list(range(len(WORDS)))
     assert tokenizer.pad_token == PAD not in WORDS and tokenizer.pad_token_id == len(WORDS) == len(tokenizer) - 1         # G2
     assert tokenizer.eos_token == EOS and tokenizer.eos_token_id == WORDS.index(EOS) and tokenizer.padding_side == "left"
-    assert set(" ".join(QUERIES).split()) | set(CATEGORY) | set(DOMAINS) | {EOS} == set(WORDS)
+    assert set(" ".join(PROMPTS).split()) | set(CATEGORY) | set(DOMAINS) | {EOS} == set(WORDS)
     padded = tokenizer(["about the hotel .", "about the old hotel ."], padding=True)["input_ids"]
     assert padded[0][0] == tokenizer.pad_token_id and padded[0][1:] == tokenizer("about the hotel .")["input_ids"]
 
@@ -225,20 +225,20 @@ def check_left_padded(task, tokens, mask):
 
 def test_queries_are_padded_on_the_left(reviews):
     g = torch.Generator().manual_seed(0)
-    for tokens, mask in (reviews.draw(300, g), reviews.held_out(52), Reviews(reviews.tokenizer, T, AFTER, 13).draw(300, g)):
+    for tokens, mask in (reviews.sample_prompts(300, g), reviews.held_out(52), Reviews(reviews.tokenizer, T, AFTER, 13).sample_prompts(300, g)):
         assert tokens.dtype == torch.int64 and mask.dtype == torch.bool
         check_left_padded(reviews, tokens, mask)
     assert reviews.query_length == 9 and tokens.shape == (300, 13) and not mask[:, :4].any()
-    assert reviews.draw(300, g)[1].sum(1).unique().tolist() == [4, 5, 6, 7, 8, 9]
+    assert reviews.sample_prompts(300, g)[1].sum(1).unique().tolist() == [4, 5, 6, 7, 8, 9]
 
 
 def test_queries_come_from_where_they_should(reviews):
     nothing = lambda n: torch.full((n, 1), reviews.pad_token)
     read = lambda q, m: [query for query, answer in reviews.texts(q, m, nothing(len(q)))]
-    drawn = read(*reviews.draw(5000, torch.Generator().manual_seed(0)))
-    assert set(drawn) == set(queries()) and max(map(drawn.count, set(drawn))) < 45     # 5000 / 260 = 19 on average
-    assert read(*reviews.held_out(52)) == queries(held_out=True) and read(*reviews.held_out(60))[52:] == queries(held_out=True)[:8] and len(read(*reviews.held_out(3))) == 3
-    a, b, c = (reviews.draw(50, torch.Generator().manual_seed(s))[0] for s in (1, 1, 2))
+    drawn = read(*reviews.sample_prompts(5000, torch.Generator().manual_seed(0)))
+    assert set(drawn) == set(review_prompts()) and max(map(drawn.count, set(drawn))) < 45     # 5000 / 260 = 19 on average
+    assert read(*reviews.held_out(52)) == review_prompts(held_out=True) and read(*reviews.held_out(60))[52:] == review_prompts(held_out=True)[:8] and len(read(*reviews.held_out(3))) == 3
+    a, b, c = (reviews.sample_prompts(50, torch.Generator().manual_seed(s))[0] for s in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
@@ -263,8 +263,8 @@ def test_train_texts_in_pieces(pieces):
         some_end += f" {EOS} " in a
     assert some_end > 10
     answers, counts, found = task.truncate(tokens[:, Q:])
-    scores = task.true_scores(tokens[:, :Q], mask[:, :Q], answers)
-    assert scores.tolist() == [pytest.approx(human_score(*x)) for x in task.texts(tokens[:, :Q], mask[:, :Q], answers)] and 0.5 < found.float().mean() < 1
+    scores = task.true_rewards(tokens[:, :Q], mask[:, :Q], answers)
+    assert scores.tolist() == [pytest.approx(true_reward(*x)) for x in task.texts(tokens[:, :Q], mask[:, :Q], answers)] and 0.5 < found.float().mean() < 1
 
 
 def test_a_tokenizer_without_an_end_of_text(pieces):
@@ -282,16 +282,16 @@ def test_answers_end_at_the_first_stop_from_a_position_on(reviews, words):
     assert answers.tolist() == [ids[0, :end].tolist() + [reviews.pad_token] * (T - end)] and counts.tolist() == [[True] * end + [False] * (T - end)] and found.item() == bool(stops)
     q, m = reviews.held_out(1)
     (query, text), = reviews.texts(q, m, answers)
-    assert text == " ".join(words[:end]) and reviews.true_scores(q, m, answers).item() == pytest.approx(human_score(query, text))
+    assert text == " ".join(words[:end]) and reviews.true_rewards(q, m, answers).item() == pytest.approx(true_reward(query, text))
 
 
-def test_true_scores_see_query_and_answer(reviews):
+def test_true_rewards_see_query_and_answer(reviews):
     q, m = reviews.held_out(20)
     encode = lambda text: torch.tensor([reviews.tokenizer(text)["input_ids"] + [reviews.pad_token] * 6]).expand(20, -1)
-    scores = reviews.true_scores(q, m, encode("the room was good ."))
-    assert scores.dtype == torch.float32 and scores.tolist() == [2.0 if domain_of(query) == "hotel" else 1.0 for query in queries(held_out=True)[:20]] and len(scores.unique()) == 2
+    scores = reviews.true_rewards(q, m, encode("the room was good ."))
+    assert scores.dtype == torch.float32 and scores.tolist() == [2.0 if domain_of(query) == "hotel" else 1.0 for query in review_prompts(held_out=True)[:20]] and len(scores.unique()) == 2
     junk = q.masked_fill(~m, reviews.tokenizer.convert_tokens_to_ids("film"))            # what is under the mask does not matter
-    assert not m.all() and reviews.true_scores(junk, m, encode("the room was good .")).equal(scores) and reviews.texts(junk, m, q) == reviews.texts(q, m, q)
+    assert not m.all() and reviews.true_rewards(junk, m, encode("the room was good .")).equal(scores) and reviews.texts(junk, m, q) == reviews.texts(q, m, q)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -330,14 +330,14 @@ def test_words_without_an_end_of_text_fill_an_answer(length):
     reviews = Reviews(words_alone([w for w in WORDS if w != EOS]), length, AFTER)
     tokens, mask = reviews.train_texts(300, seed=0)
     assert tokens.shape == mask.shape == (300, reviews.query_length + length) and mask[:, -length:].all() and (tokens[:, -length:] != reviews.pad_token).all()
-    for query, answer in reviews.texts(tokens[:, :-length], mask[:, :-length], tokens[:, -length:]): assert query in queries() and len(answer.split()) == length and EOS not in answer
+    for query, answer in reviews.texts(tokens[:, :-length], mask[:, :-length], tokens[:, -length:]): assert query in review_prompts() and len(answer.split()) == length and EOS not in answer
 
 
 def test_a_tokenizer_that_loses_words_is_refused():
     from tokenizers import models
     letters = sorted(set("".join(WORDS)) - set("bed"))                               # and of other letters nothing is left
-    with pytest.raises(ValueError, match="^tokenizer must have a token at least for each word, got none for 1 of them, 'bed' for one$"): Reviews(fast(models.BPE({c: i for i, c in enumerate(letters)}, [])), 30, AFTER)
-    with pytest.raises(ValueError, match="^tokenizer must be one that can read every word, got Exception: WordLevel error"): Reviews(words_alone([w for w in WORDS if w != "superb"]), T, AFTER)
+    with pytest.raises(ValueError, match="^tokenizer must give words back as they were, got 'a o u t t h"): Reviews(fast(models.BPE({c: i for i, c in enumerate(letters)}, [])), 30, AFTER)
+    with pytest.raises(ValueError, match="^tokenizer must read every word, got Exception: WordLevel error"): Reviews(words_alone([w for w in WORDS if w != "superb"]), T, AFTER)
 
 
 def between_spaces(known, **special):
@@ -387,7 +387,7 @@ def test_what_comes_back_is_what_the_human_hears():
         task = Reviews(t, 30, AFTER)
         q, a = (torch.tensor([t(text, add_special_tokens=False)["input_ids"]]) for text in (query, answer))
         assert task.texts(q, torch.ones_like(q, dtype=torch.bool), a) == [(query, answer)]
-        assert task.true_scores(q, torch.ones_like(q, dtype=torch.bool), a).item() == pytest.approx(human_score(query, answer))
+        assert task.true_rewards(q, torch.ones_like(q, dtype=torch.bool), a).item() == pytest.approx(true_reward(query, answer))
 
 
 def test_a_tokenizer_without_a_full_stop():

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import notebooks
-from rlhf_notes.control import ppo as cartpole, policy
+from rlhf_notes.control import policy, ppo as control
 from rlhf_notes.studies import ablations as details
 from rlhf_notes.control.ppo import PPO
-from rlhf_notes.studies.ablations import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, compare, deviation, experiments, in_standard_deviations, swapped, verdict
+from rlhf_notes.studies.ablations import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, check_swap, compare, deviation, experiments, in_standard_deviations, swapped, verdict
 from rlhf_notes.formulas.advantage import gae
 from control.test_ppo import SHAPE, agent, collect, some_batch, some_rollout
 
@@ -25,8 +25,8 @@ def weights(task, name, seed=3):
     "The parameters after four iterations, as a vector."
     d = DETAILS.get(name)
     config = replace(CONFIGS[task](**TINY | dict(seed=seed)), **d.options if d else {})
-    with swapped(*d.swap) if d and d.swap else swapped(cartpole, "gae", lambda f: f):
-        p = PPO(config)
+    with swapped(*d.swap) if d and d.swap else swapped(control, "gae", lambda f: f):
+        p = PPO.from_config(config)
         for _ in range(config.iterations): p.iterate()
     return torch.cat([q.detach().flatten() for q in p.agent.parameters()])
 
@@ -65,10 +65,19 @@ def test_a_swap_is_undone(name):
     assert getattr(module, attribute) is before
 
 
+@pytest.mark.parametrize("task, name", [(task, name) for task, name in EACH if DETAILS[name].swap], ids=lambda v: v)
+def test_each_swap_changes_a_gradient(task, name): check_swap(task, name)
+
+
+def test_a_swap_that_changes_nothing_is_refused(monkeypatch):
+    monkeypatch.setitem(DETAILS, "silent", details.Detail("", "", swap=(control, "gae", lambda gae: lambda *args: gae(*args)), tasks=("cartpole",)))
+    with pytest.raises(RuntimeError, match="the swap of 'silent' changes no gradient on cartpole"): attempt("cartpole", "silent", 0)
+
+
 def test_no_clip_is_ratio_times_advantage():
     a, b = agent(), some_batch()
     config = CONFIGS["cartpole"](value_coef=0.0, whitening="minibatch")
-    with swapped(*DETAILS["no clip"].swap): loss, _ = cartpole.ppo_loss(a, b, config, 0.2)
+    with swapped(*DETAILS["no clip"].swap): loss, _ = control.batch_loss(a, b, config, 0.2)
     logp = a.policy(b.obs).log_softmax(-1).gather(-1, b.actions[:, None])[:, 0]
     A = (b.advantages - b.advantages.mean()) / b.advantages.std(correction=0)
     torch.testing.assert_close(loss, -((logp - b.logp).exp() * A).mean(), rtol=1e-4, atol=1e-5)
@@ -92,15 +101,15 @@ def test_wrong_gae():
 def test_dual_clips():
     "By hand, for ratios far out: the dual clip acts on negative advantages alone; without a look at the sign nothing is left of the positive ones."
     r, A = torch.tensor([0.5, 1.1, 2.0, 5.0, 0.5, 1.1, 2.0, 5.0]), torch.tensor([2.0] * 4 + [-2.0] * 4)
-    right, wrong = (DETAILS[name].swap[2](cartpole.clipped_surrogate)(r, A, 0.2) for name in ("dual clip 3", "dual clip, any sign"))
+    right, wrong = (DETAILS[name].swap[2](control.clipped_surrogate)(r, A, 0.2) for name in ("dual clip 3", "dual clip, any sign"))
     torch.testing.assert_close(right, torch.tensor([1.0, 2.2, 2.4, 2.4, -1.6, -2.2, -4.0, -6.0]))
     torch.testing.assert_close(wrong, torch.tensor([6.0, 6.0, 6.0, 6.0, -1.6, -2.2, -4.0, -6.0]))
 
 
 def test_dropout_is_in_the_update_alone():
     b = some_batch()
-    with swapped(*DETAILS["dropout"].swap): thin = PPO(CONFIGS["cartpole"](**SHAPE)).agent
-    whole = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    with swapped(*DETAILS["dropout"].swap): thin = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
+    whole = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
     with torch.no_grad(): assert torch.equal(thin(b.obs)[0], whole(b.obs)[0])
     many = torch.stack([thin(b.obs)[0] for _ in range(400)]).detach()
     assert many.std(0).min() > 0 and not torch.equal(many[0], many[1])
@@ -112,22 +121,22 @@ def test_dropout_is_in_the_update_alone():
     torch.testing.assert_close(kept[kept != 0], (x / 0.9).expand_as(kept)[kept != 0])
 
 
-def test_seams_kept_are_in_the_batch():
+def test_resets_kept_are_in_the_batch():
     r = collect(agent(), steps=64)
-    assert (~r.valid).any()
-    with swapped(*DETAILS["seams are data"].swap): b = cartpole.make_batch(agent(), r, CONFIGS["cartpole"]())
-    assert len(b) == r.valid.numel() and torch.equal(b.obs, r.obs.flatten(0, 1)) and not r.valid.all()
+    assert (~r.is_step).any()
+    with swapped(*DETAILS["resets are data"].swap): b = control.make_batch(agent(), r, CONFIGS["cartpole"]())
+    assert len(b) == r.is_step.numel() and torch.equal(b.obs, r.obs.flatten(0, 1)) and not r.is_step.all()
 
 
 def test_networks():
-    with swapped(*DETAILS["last layer 1"].swap): loud = PPO(CONFIGS["cartpole"](**SHAPE)).agent
-    quiet = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    with swapped(*DETAILS["last layer 1"].swap): loud = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
+    quiet = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
     torch.testing.assert_close(loud.policy[-1].weight, 100 * quiet.policy[-1].weight); torch.testing.assert_close(loud.critic[-1].weight, quiet.critic[-1].weight)
-    with swapped(*DETAILS["shared trunk"].swap): shared = PPO(CONFIGS["cartpole"](**SHAPE)).agent
+    with swapped(*DETAILS["shared trunk"].swap): shared = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
     shared.value(torch.randn(5, 4)).sum().backward()
     assert shared.policy[0].weight.grad.any() and not shared.policy[-1].weight.grad.any() and shared.critic[0].weight is shared.policy[0].weight
     assert isinstance(shared, policy.Agent) and sum(p.numel() for p in shared.parameters()) == sum(p.numel() for p in quiet.parameters()) - 4 * 64 - 64 - 64 * 64 - 64
-    with swapped(*DETAILS["fixed std"].swap): p = PPO(CONFIGS["pendulum"](**SHAPE))
+    with swapped(*DETAILS["fixed std"].swap): p = PPO.from_config(CONFIGS["pendulum"](**SHAPE))
     first = p.agent.policy[0].weight.clone()
     p.iterate(); p.iterate()
     assert (p.agent.head.log_std == CONFIGS["pendulum"]().log_std).all() and not torch.equal(p.agent.policy[0].weight, first)
@@ -135,14 +144,14 @@ def test_networks():
 
 def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatch):
     few = dict(SHAPE); few.pop("seed")
-    evaluated, original = [], cartpole.evaluate
-    monkeypatch.setattr(cartpole, "evaluate", lambda choose, seed, **kwargs: (evaluated.append(seed), original(choose, seed, **kwargs))[1])
+    evaluated, original = [], control.episode_returns
+    monkeypatch.setattr(control, "episode_returns", lambda choose, seed, *rest: (evaluated.append(seed), original(choose, seed, *rest))[1])
     one = attempt("cartpole", INTACT, 3, every=2, **few)
     seeds_one = evaluated[:]; evaluated.clear()
     two = attempt("cartpole", "no whitening", 3, every=2, **few)
     assert evaluated == seeds_one and len(set(evaluated)) == 4 + 2 and one["first_sampled_steps"] is None
     assert attempt("cartpole", INTACT, 3, every=2, **few) == one != two and all(5 < x["sampled"] < 475 for x in (one, two))
-    ppo = PPO(CONFIGS["cartpole"](seed=3, **few))
+    ppo = PPO.from_config(CONFIGS["cartpole"](seed=3, **few))
     rows = [ppo.iterate() for _ in range(ppo.config.iterations)]
     assert {d: one[d] for d in details.DIALS} == {d: float(np.mean([r[d] for r in rows])) for d in details.DIALS}
     monkeypatch.setattr(details, "threshold", lambda env: 15.0)
@@ -151,8 +160,8 @@ def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatc
 
 def test_before_training(monkeypatch):
     few = dict(SHAPE); few.pop("seed")
-    outcome, ppo = attempt("cartpole", UNTRAINED, 3, **few), PPO(CONFIGS["cartpole"](seed=3, **few))
-    final = cartpole.scores(ppo)
+    outcome, ppo = attempt("cartpole", UNTRAINED, 3, **few), PPO.from_config(CONFIGS["cartpole"](seed=3, **few))
+    final = ppo.scores()
     assert (outcome["greedy"], outcome["sampled"]) == (final["eval_return_mean"], final["eval_sampled_return_mean"])
     assert all(outcome[k] is None for k in ("first_sampled_steps", *details.DIALS))
     with pytest.raises(ValueError, match="name must be one of intact, untrained, default init, .*; got 'no clipp'"): attempt("cartpole", "no clipp", 3)

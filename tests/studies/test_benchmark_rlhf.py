@@ -11,7 +11,7 @@ import torch
 from rlhf_notes import cli
 from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.rlhf import evaluate
+from rlhf_notes.language.pipeline import evaluate
 from rlhf_notes.studies.variants import prepare
 
 SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=8, kl_target=0.0)
@@ -97,7 +97,7 @@ def test_trl_is_told_what_we_are_told(start, monkeypatch):
     assert (a.seed, a.temperature, a.learning_rate, a.lr_scheduler_type, a.adam_epsilon, a.max_grad_norm, a.beta, a.epsilon) == (5, 0.9, 2e-3, "linear", 1e-6, 0.7, 0.2, 0.3)
     assert (a.num_iterations, a.num_generations, a.max_completion_length, a.max_steps, a.per_device_train_batch_size * a.steps_per_generation) == (3, c.group, c.response_length, 5 * 3 * c.minibatches, c.batch)
     look = evaluate(trainer)
-    assert told["reward"]([query for query, _ in look.texts], look.rollout.answers.tolist()) == pytest.approx(look.rollout.scores.tolist(), abs=1e-5) and 0 < look.rollout.valid.sum() < len(look.true)
+    assert told["reward"]([query for query, _ in look.texts], look.rollout.responses.tolist()) == pytest.approx(look.rollout.scores.tolist(), abs=1e-5) and 0 < look.rollout.has_end.sum() < len(look.true)
 
 
 def test_a_trl_that_cannot_be_imported_is_left_out(monkeypatch):
@@ -138,4 +138,4 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, capsys):
     assert tuple(rows[0]) == module.COLUMNS and [r[4] for r in rows[1:]] == ["ours-ppo", "ours-grpo"] and all(float(x) > 0 for r in rows[1:] for x in r[8:12])
     assert (tmp_path / "gpu.md").read_text().startswith("CPU, torch")
     with pytest.raises(SystemExit) as e: module.main(["--device", "cuda:99"])
-    assert e.value.code == 2 and "device 'cuda:99' is not there" in capsys.readouterr().err
+    assert e.value.code == 2 and "got 'cuda:99'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.reward import RewardNorm, bradley_terry_loss
 from rlhf_notes.formulas.surrogate import clipped_surrogate
 from rlhf_notes.formulas.whitening import whiten
-from rlhf_notes.language import model, reward_model, rlhf, sampling as sample
+from rlhf_notes.language import model, reward_model, rlhf, rollout as rollouts, sampling as sample
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.studies.variants import measure, prepare
 from rlhf_notes.studies import failures
@@ -152,10 +152,10 @@ def test_draws_and_tasks(start):
     trainer = start.trainer()
     queries, mask, u = wrong("one seed for two")(trainer)
     assert len(u) == 32 and torch.equal(u[:16], u[16:]) and torch.equal(queries[:16], queries[16:]) and not torch.equal(u[:8], u[8:16])
-    torch.testing.assert_close(u[:16], trainer.draw()[2][:16])
+    torch.testing.assert_close(u[:16], trainer.sample_prompts()[2][:16])
     g = lambda: torch.Generator().manual_seed(0)
     task, cut = start.task, FAILURES["unfinished queries"].start(start).task
-    whole, short = (t.texts(*t.draw(6, g()), torch.zeros(6, 0, dtype=torch.long)) for t in (task, cut))
+    whole, short = (t.texts(*t.sample_prompts(6, g()), torch.zeros(6, 0, dtype=torch.long)) for t in (task, cut))
     assert all(a[0] == f"{b[0]} ." for a, b in zip(whole, short))
     answers = torch.full((2, 16), task.stop_token)
     kept, counts, found = FAILURES["no truncation"].start(start).task.truncate(answers)
@@ -183,11 +183,11 @@ def test_models(start):
 def test_what_stands_behind_the_end_is_looked_at(start):
     def seen():
         trainer = start.trainer()
-        queries, mask, u = trainer.draw()
-        rollout = trainer.judge(queries, mask, trainer.sample(trainer.policy.lm, queries, mask, u))
-        with torch.no_grad(): return rollout, trainer.say(rollout)[0]
+        prompts, mask, u = trainer.sample_prompts()
+        rollout = trainer.score(prompts, mask, trainer.respond(trainer.policy.lm, prompts, mask, u))
+        with torch.no_grad(): return rollout, trainer.forward(rollout)[0]
     rollout, logp = seen()
-    behind = ~rollout.counts
+    behind = ~rollout.response_mask
     assert behind.any() and (logp - rollout.logp)[behind].abs().max() > 0.1 and (logp - rollout.logp)[~behind].abs().max() < 1e-4
     torch.testing.assert_close(rollout.logp_ref, rollout.logp, atol=1e-4, rtol=1e-4)
     with planted(FAILURES["mean over padding"]): rollout, logp = seen()

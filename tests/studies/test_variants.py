@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.rlhf import answer_stats, evaluate
+from rlhf_notes.language.pipeline import evaluate
+from rlhf_notes.language.rollout import rollout_stats
 from rlhf_notes.studies.variants import best_of_n, best_of_n_kl, best_of_n_win, measure, measure_best_of_n, prepare
 
 SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=12)
@@ -81,7 +82,7 @@ def test_trainings_begin_alike_and_leave_the_start_alone(start):
 
 def test_prepare_is_the_beginning_of_a_training():
     "The same two stages, the same numbers as `train`'s."
-    from rlhf_notes.language.rlhf import Training
+    from rlhf_notes.language.pipeline import Training
     config = RLHFConfig(seed=1, **SMALL)
     training, start = Training(config), prepare(config)
     while training.name != "rl": training.iterate()
@@ -95,7 +96,7 @@ def test_measure(start):
     assert list(itself) == ["proxy", "true", "kl", "valid", "win"] and abs(itself["kl"]) < 1e-5
     trainer.iterate()
     after, e = measure(trainer), evaluate(trainer)
-    assert after["true"] == pytest.approx(e.true.mean().item()) and after["proxy"] == pytest.approx(answer_stats(e.rollout)["score"].item()) and after["kl"] != 0
+    assert after["true"] == pytest.approx(e.true.mean().item()) and after["proxy"] == pytest.approx(rollout_stats(e.rollout)["score"].item()) and after["kl"] != 0
     assert 0 <= after["win"] <= 1 and measure(trainer, start.lm) == measure(start.trainer(), start.lm)
 
 

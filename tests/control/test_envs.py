@@ -1,0 +1,95 @@
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from rlhf_notes.control.envs import autoreset_mode, episode_limit, find_spec, make_envs, threshold
+
+
+class Still(gym.Env):
+    "Nothing happens."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+
+
+def test_a_module_makes_its_environments_known(tmp_path, monkeypatch):
+    (tmp_path / "makes_itself_known.py").write_text("import gymnasium as gym\ngym.register('rlhf_notes/Known-v0', 'gymnasium.envs.classic_control:PendulumEnv', reward_threshold=7, max_episode_steps=9)")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert find_spec("makes_itself_known:rlhf_notes/Known-v0").reward_threshold == 7
+        sys.modules.pop("makes_itself_known"); gym.registry.pop("rlhf_notes/Known-v0")
+        assert make_envs("makes_itself_known:rlhf_notes/Known-v0", 2).num_envs == 2
+    finally: gym.registry.pop("rlhf_notes/Known-v0", None)
+    assert find_spec("CartPole-v1") is gym.spec("CartPole-v1")
+
+
+@pytest.mark.parametrize("error, words", [(RuntimeError("no licence"), "no licence"), (ImportError("libfoo.so"), "libfoo.so"), (AssertionError(), "AssertionError"), (None, "size")])
+def test_an_environment_that_cannot_be_made_is_named(monkeypatch, error, words):
+    class Fails(gym.Env):
+        def __init__(self, *size):
+            if error is not None: raise error
+    class Needs(gym.Env):
+        def __init__(self, size): pass
+    monkeypatch.setitem(gym.registry, "Fails-v0", gym.envs.registration.EnvSpec("Fails-v0", Needs if error is None else Fails))
+    with pytest.raises(ValueError, match=f"env must be an environment that Gymnasium can make, got 'Fails-v0': .*{words}"): make_envs("Fails-v0", 1)
+
+
+def test_make_envs():
+    assert type(make_envs("CartPole-v1", 3).unwrapped).__name__ == "CartPoleVectorEnv" and make_envs("CartPole-v1", 3).num_envs == 3
+    assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv) and isinstance(make_envs("CartPole-v1", 2, "sync"), SyncVectorEnv)
+    envs = make_envs("CartPole-v1", 2, "async")
+    assert isinstance(envs, AsyncVectorEnv)
+    envs.close()
+
+
+def test_observations_are_handed_out_without_a_copy():
+    for way in ("sync", "async"):
+        envs = make_envs("Pendulum-v1", 2, way)
+        first, _ = envs.reset(seed=0)
+        kept = first.copy()
+        second, *_ = envs.step(np.ones((2, 1), np.float32))
+        assert np.shares_memory(first, second) and (first != kept).any()
+        envs.close()
+
+
+def test_autoreset_mode():
+    assert autoreset_mode(make_envs("CartPole-v1", 2)) == autoreset_mode(SyncVectorEnv([Still])) == "NextStep"
+    assert autoreset_mode(SyncVectorEnv([Still], autoreset_mode=AutoresetMode.SAME_STEP)) == "SameStep"
+    old = SyncVectorEnv([Still]); old.metadata = {}
+    assert autoreset_mode(old) == "NextStep"
+
+
+def test_the_limit_of_an_episode():
+    assert (episode_limit("CartPole-v1"), episode_limit("Pendulum-v1"), episode_limit("gymnasium:Acrobot-v1")) == (500, 200, 500)
+    gym.register("rlhf_notes/NoLimit-v0", Still)
+    try:
+        with pytest.raises(ValueError, match=r"env must have a time limit \(max_episode_steps\) .*, got 'rlhf_notes/NoLimit-v0', which has none"): episode_limit("rlhf_notes/NoLimit-v0")
+    finally: del gym.registry["rlhf_notes/NoLimit-v0"]
+    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got 'CartPool-v1'"): episode_limit("CartPool-v1")
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: make_envs("CartPool-v1", 2), "env must be an environment that Gymnasium can make, got 'CartPool-v1'"),
+    *((lambda env=env: find_spec(env), f"^env must be an environment that Gymnasium can make, got '{env}': .") for env in ("CartPool-v1", "no_such_module:CartPole-v1")),
+    (lambda: make_envs("no_such_module:CartPole-v1", 2), "env must be an environment that Gymnasium can make"),
+    (lambda: make_envs("FrozenLake-v1", 2), "env must have Box observations of at least one number, got 'FrozenLake-v1' with Discrete"),
+    (lambda: make_envs("Blackjack-v1", 2), "env must have Box observations of at least one number, got 'Blackjack-v1' with Tuple"),
+    (lambda: make_envs("CartPole-v1", 2, "threads"), "vectorization must be one of 'auto', 'sync', 'async', got 'threads'"),
+    (lambda: make_envs("CartPole-v1", 0), "num_envs must be .* got 0"),
+])
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words): call()
+
+
+def test_an_observation_has_a_number(monkeypatch):
+    class Blind(Still): observation_space = gym.spaces.Box(-1, 1, (0,))
+    monkeypatch.setitem(gym.registry, "Blind-v0", gym.envs.registration.EnvSpec("Blind-v0", Blind))
+    with pytest.raises(ValueError, match="env must have Box observations of at least one number, got 'Blind-v0' with Box"): make_envs("Blind-v0", 1)
+
+
+def test_thresholds(monkeypatch):
+    assert (threshold("CartPole-v1"), threshold("Pendulum-v1"), threshold("Acrobot-v1"), threshold("gymnasium:Pendulum-v1")) == (475, -200, -100, -200)
+    monkeypatch.setitem(gym.registry, "Still-v0", gym.envs.registration.EnvSpec("Still-v0", Still))
+    assert threshold("Still-v0") is None
+    with pytest.raises(ValueError, match="^env must be an environment that Gymnasium can make, got 'Nope-v0': "): threshold("Nope-v0")
