@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.reward import RewardNorm, best_of_n_loss
+from rlhf_notes.formulas.preference import best_of_n_loss
+from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import Pretraining, RewardModel, make_gpt2
 from rlhf_notes.language.reward_model import CHOICES, Labels, RewardTraining, agreement, ask_human, score, warm_linear, write_answers

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rlhf_notes.formulas.kl import AdaptiveKLController
 from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language import pipeline as P, rlhf as R
-from rlhf_notes.language.config import VARIANTS
+from rlhf_notes.language.config import Variant
 from rlhf_notes.language.model import RewardModel, answer_states, hidden_states, to_logits
 from rlhf_notes.language.rollout import Rollout, with_advantages
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
@@ -148,7 +149,7 @@ def gradient_of(t, batch, microbatches):
     return t.weights.grad.clone()
 
 
-@pytest.mark.parametrize("options", [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in VARIANTS)], ids=lambda o: o.get("variant", "value head"))
+@pytest.mark.parametrize("options", [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in get_args(Variant))], ids=lambda o: o.get("variant", "value head"))
 def test_microbatches_add_up_to_the_gradient_of_the_minibatch(options):                              # P7
     t = trainer(replace(TINY, **options))
     batch = a_batch(t)
