@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'loss_advantage', 'batch_loss', 'Batch',
-           'make_batch', 'seeds', 'health', 'update_moments', 'Scaling', 'PPO',
-           'episode_returns', 'check_finite', 'start', 'check_start', 'train']
+           'make_batch', 'seeds', 'health', 'check_finite', 'update_moments', 'Scaling',
+           'PPO', 'episode_returns', 'train', 'check_start']
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import math
@@ -72,7 +72,7 @@ class Batch:
     returns: torch.Tensor    # Targets of the values, (B,)
 
     def __len__(self): return len(self.logp)
-    def __getitem__(self, index): return Batch(*(getattr(self, f.name)[index] for f in fields(self)))
+    def __getitem__(self, rows): return Batch(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def shuffled(self,
                  parts: int, # Number of minibatches; as many as rows if those are fewer
@@ -104,7 +104,7 @@ def make_batch(agent: Agent, # That collected the rollout
 # %% ../../nbs/control/19_ppo.ipynb #seeds
 def seeds(seed: int, # The one seed of a run
           iteration: int = 0, # From which its episodes begin; not 0 in a resumed run
-         ) -> list: # Of training environments; of weights, actions and minibatches; two of evaluation
+         ) -> list: # Of four: environments; weights, actions and minibatches; two of evaluation
     "Independent seeds from one: nothing is evaluated on the episodes it was trained on."
     return [int(s) for s in np.random.SeedSequence((seed, iteration)).generate_state(4)]
 
@@ -123,6 +123,11 @@ def health(agent: Agent, # After the update
         kl_k3=masked_mean(kl_estimate(batch.logp, logp, "k3")).item(),
         clip_fraction=clip_fraction(ratio, loss_advantage(batch, config), clip).item(),
         explained_variance=explained_variance(batch.values, batch.returns).item())
+
+def check_finite(row: dict): # Of metrics
+    "FloatingPointError if a number is NaN, but for the explained variance of returns all alike."
+    bad = [k for k, v in row.items() if v is not None and v != v and k != "explained_variance"]
+    if bad: raise FloatingPointError(", ".join(f"{name} is nan" for name in bad))
 
 # %% ../../nbs/control/19_ppo.ipynb #scaling
 def update_moments(moments: RunningMoments, # Changed in place
@@ -174,9 +179,7 @@ class Scaling:
         "Both moments."
         return dict(seen=self.seen.state_dict(), earned=self.earned.state_dict())
 
-    def load_state_dict(self,
-                        state: dict, # From `state_dict`
-                       ):
+    def load_state_dict(self, state: dict): # From `state_dict`
         "Continue from a checkpoint, with new episodes."
         self.seen.load_state_dict(state["seen"])
         self.earned.load_state_dict(state["earned"])
@@ -208,9 +211,7 @@ class PPO:
         self._begin_episodes()
 
     @classmethod
-    def from_config(cls,
-                    config: PPOConfig, # All options
-                   ) -> "PPO": # Untrained
+    def from_config(cls, config: PPOConfig): # All options
         "A trainer for a config."
         return cls(**asdict(config))
 
@@ -259,10 +260,8 @@ class PPO:
         return dict(iteration=self.iteration, steps=self.iteration * self.config.batch,
                     episodes=self.episodes, return_mean=returns[0], length_mean=returns[1], **means)
 
-    def learn(self,
-              run: Run | None = None, # Directory to log and save to; None = nowhere
-             ) -> "PPO": # Itself; `rows` holds the metrics
-        "Train to the end of `steps`, or to Ctrl-C."
+    def learn(self, run: Run | None = None): # Directory to log and save to; None = nowhere
+        "Train to the end of `steps`, or to Ctrl-C; `rows` holds the metrics. Returns itself."
         c, saved = self.config, time.perf_counter()
         done, total = self.iteration * c.batch, c.iterations * c.batch
         with stop_on_interrupt() as stop, progress_bar(total, done, c.env) as bar:
@@ -280,23 +279,21 @@ class PPO:
                 if run is None: continue
                 run.log(row, row["steps"])
                 if start - saved > CHECKPOINT_EVERY:
-                    self._save_checkpoint(run)
+                    run.save_checkpoint({"ppo": self.state_dict()})
                     saved = start
-        if run is not None: self._save_checkpoint(run)
+        if run is not None: run.save_checkpoint({"ppo": self.state_dict()})
         return self
 
     def _note_time(self, row, seconds):
         "Add to the clock; note when the recent episodes first reached the threshold."
-        self.clock["wall_seconds"] += seconds
+        seconds += self.clock["wall_seconds"]
+        self.clock = self.clock | dict(wall_seconds=seconds)
         solve, full = threshold(self.config.env), len(self.recent) == RECENT
         if self.clock["steps_to_solve"] or solve is None or not full: return
         if row["return_mean"] >= solve:
-            self.clock["steps_to_solve"] = row["steps"]
-            self.clock["seconds_to_solve"] = self.clock["wall_seconds"]
+            self.clock |= dict(steps_to_solve=row["steps"], seconds_to_solve=seconds)
 
-    def policy(self,
-               rng=None, # A NumPy generator to draw actions with; None = the most probable ones
-              ): # (N, obs_size) array -> actions
+    def policy(self, rng=None): # A NumPy generator to draw actions; None = the most probable ones
         "The policy as it is now, in NumPy, for observations as the environment gives them."
         actor = self.agent.actor(rng)
         return lambda obs: actor(self.scaling.obs(obs))
@@ -307,8 +304,8 @@ class PPO:
                ): # An action for the environment, or a batch of them
         "Choose an action."
         shape, obs = self.envs.single_observation_space.shape, np.asarray(obs)
-        if obs.shape[-len(shape):] != shape or obs.ndim > len(shape) + 1:
-            raise ValueError(f"obs must have shape {shape}, or that of a batch of them, got {obs.shape}")
+        if obs.shape[obs.ndim - len(shape):] != shape or obs.ndim > len(shape) + 1:
+            raise ValueError(f"obs must have shape {shape}, or be a batch of that, got {obs.shape}")
         rows = float32(obs.reshape(-1, *shape))
         actions = self.agent.head.for_env(self.policy(None if deterministic else self.rng)(rows))
         return actions[0] if obs.ndim == len(shape) else actions
@@ -331,7 +328,8 @@ class PPO:
         numbers = greedy.mean(), greedy.std(), sampled.mean(), sampled.std()
         solve = threshold(self.config.env)
         solved = None if solve is None else bool(min(greedy.mean(), sampled.mean()) >= solve)
-        return {**dict(zip(SCORES, map(float, numbers))), "eval_episodes": len(greedy), "solved": solved}
+        scores = dict(zip(SCORES, map(float, numbers)))
+        return scores | dict(eval_episodes=len(greedy), solved=solved)
 
     def film(self,
              path, # The file to write, an animated GIF
@@ -341,39 +339,29 @@ class PPO:
         "Film one episode."
         return plots.film(self.config.env, lambda obs: self.predict(obs, deterministic), path, seed)
 
+    LEARNED, COUNTED = ("agent", "optimizer", "scaling"), ("iteration", "episodes", "clock")
+
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "Everything a training continues from, but the episodes: those begin anew."
-        parts = {name: getattr(self, name).state_dict() for name in ("agent", "optimizer", "scaling")}
-        return dict(**parts, iteration=self.iteration, episodes=self.episodes, clock=self.clock,
-                    recent=[list(e) for e in self.recent])
+        return dict({name: getattr(self, name).state_dict() for name in self.LEARNED},
+                    **{name: getattr(self, name) for name in self.COUNTED},
+                    recent=[list(episode) for episode in self.recent])
 
-    def load_state_dict(self,
-                        state: dict, # From `state_dict` of a PPO with the same config
-                       ):
+    def load_state_dict(self, state: dict): # From `state_dict` of a PPO with the same config
         "Continue from a checkpoint, with new episodes."
-        for name in ("agent", "optimizer", "scaling"):
-            getattr(self, name).load_state_dict(state[name])
-        self.iteration, self.episodes = state["iteration"], state["episodes"]
-        self.recent.extend(tuple(e) for e in state["recent"])
-        self.clock = dict(state["clock"])
+        for name in self.LEARNED: getattr(self, name).load_state_dict(state[name])
+        for name in self.COUNTED: setattr(self, name, state[name])
+        self.recent.extend(tuple(episode) for episode in state["recent"])
         self._begin_episodes()
 
-    def _save_checkpoint(self, run):
-        run.save_checkpoint({"ppo": self.state_dict()})
-
-    def save(self,
-             path, # The file to write
-            ):
+    def save(self, path): # The file to write
         "Save config, networks and optimizer."
         saved = dict(config=asdict(self.config), state=self.state_dict())
         write_atomically(path, lambda p: torch.save(saved, p))
 
     @classmethod
-    def load(cls,
-             path, # From `save`
-             **options, # To be other than saved, such as device="cpu"
-            ) -> "PPO": # To predict, evaluate, or learn on
-        "A trainer as it was saved."
+    def load(cls, path, **options): # From `save`; options to be other than saved, say device="cpu"
+        "A trainer as it was saved, to predict, evaluate or learn on."
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
             raise ValueError(f"path must be a file that PPO.save has written, got {path}")
@@ -403,19 +391,11 @@ def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the
     return torch.from_numpy(returns)
 
 # %% ../../nbs/control/19_ppo.ipynb #scores
-SCORES = ("eval_return_mean", "eval_return_std", "eval_sampled_return_mean", "eval_sampled_return_std")
+SCORES = ("eval_return_mean", "eval_return_std",
+          "eval_sampled_return_mean", "eval_sampled_return_std")
 
 # %% ../../nbs/control/19_ppo.ipynb #train
-def check_finite(row: dict, # Of metrics
-                ):
-    "FloatingPointError if a number is NaN; returns that are all alike have no explained variance."
-    bad = [name for name, value in row.items() if value is not None and math.isnan(value)]
-    bad = [name for name in bad if name != "explained_variance"]
-    if bad: raise FloatingPointError(", ".join(f"{name} is nan" for name in bad))
-
-def start(config: PPOConfig, # All options
-          run: Run | None = None, # To be continued from its checkpoint, if it has one
-         ) -> PPO: # Ready to learn
+def _start(config, run):
     "A trainer at its beginning, or where its run stopped."
     ppo = PPO.from_config(config)
     if run is None or run.checkpoint is None: return ppo
@@ -423,17 +403,11 @@ def start(config: PPOConfig, # All options
     ppo.rows = run.read_metrics()
     return ppo
 
-def check_start(config: PPOConfig, # As for `start`
-                run: Run | None = None, # As for `start`
-               ):
-    "ValueError unless a training can begin."
-    start(config, run).envs.close()
-
 def train(config: PPOConfig, # All options
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
          ) -> tuple[PPO, list, dict]: # The trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
-    ppo = start(config, run).learn(run)
+    ppo = _start(config, run).learn(run)
     interrupted = ppo.iteration < config.iterations
     scores = dict.fromkeys([*SCORES, "eval_episodes"])
     scores["solved"] = None if threshold(config.env) is None else False
@@ -443,8 +417,16 @@ def train(config: PPOConfig, # All options
         interrupted = True
     task = config.env if run is None else run.config["task"]
     summary = dict(task=task, env=config.env, algo="ppo", seed=config.seed, device=ppo.device,
-                   steps=ppo.iteration * config.batch, interrupted=interrupted, **ppo.clock, **scores)
+                   steps=ppo.iteration * config.batch, interrupted=interrupted,
+                   **ppo.clock, **scores)
     if run is not None:
         run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
         run.finish(summary)
     return ppo, ppo.rows, summary
+
+# %% ../../nbs/control/19_ppo.ipynb #check-start
+def check_start(config: PPOConfig, # As for `train`
+                run: Run | None = None, # As for `train`
+               ):
+    "ValueError unless a training can begin."
+    _start(config, run).envs.close()
