@@ -1,6 +1,7 @@
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
+from typing import get_args
 
 import pytest
 
@@ -8,15 +9,15 @@ from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
 from rlhf_notes.language import config as module
-from rlhf_notes.language.config import ALGOS, GROUP_SCALES, PRECISIONS, PRESETS, VARIANTS, RLHFConfig
+from rlhf_notes.language.config import CLIPPED, PRECISIONS, Algo, GroupScale, Preset, RLHFConfig, Variant
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
 
 
 def test_defaults_are_whole():
     c = RLHFConfig()
     assert c.batch % c.minibatches == 0 and c.algo == "ppo" and c.answers_per_query == 1
-    assert all(len(f.metadata["help"]) > 8 for f in fields(c))
-    assert len({f.metadata["help"] for f in fields(c)}) == len(fields(c))
+    explained = [f.description for f in RLHFConfig.__pydantic_fields__.values()]
+    assert all(len(text) > 8 for text in explained) and len(set(explained)) == len(explained)
 
 
 def test_defaults_are_those_of_the_details():
@@ -34,7 +35,7 @@ def test_defaults_are_those_of_the_details():
     (dict(stop_after=16), "stop_after"), (dict(response_length=8), "stop_after"), (dict(kl_coef=-0.1), "kl_coef"), (dict(kl_target=-1.0), "kl_target"), (dict(eval_every=0), "eval_every"), (dict(kl_horizon=25), "kl_horizon"), (dict(penalty=float("inf")), "penalty"), (dict(seed=-1), "seed"),
     (dict(model=3), "model"), (dict(whiten_rewards=1), "whiten_rewards"), (dict(labels=0), "labels"), (dict(norm_samples=1), "norm_samples"), (dict(clip=0.0), "clip")])
 def test_what_cannot_be_is_refused_by_name(bad, name):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name}\b"): RLHFConfig(**bad)
+    with pytest.raises(ValueError, match=rf"^{name}\b"): RLHFConfig(**bad)
 
 
 @pytest.mark.parametrize("good", [dict(algo="ppo", group=3), dict(sft_steps=0), dict(kl_coef=0.0, kl_horizon=1), dict(kl_target=0.0, kl_horizon=1), dict(kl_horizon=26), dict(microbatches=32), dict(stop_after=15)])
@@ -48,7 +49,7 @@ def test_a_seed_is_one_that_every_source_of_chance_takes(config):
     assert config(seed=2**63 - 1).seed == 2**63 - 1
     torch.Generator().manual_seed(2**63 - 1); numpy.random.default_rng(2**63 - 1)
     for seed in (2**63, 2**64, -1):
-        with pytest.raises(ValueError, match=rf"^seed must be in \[0, 9223372036854775807\], got {seed}$"): config(seed=seed)
+        with pytest.raises(ValueError, match=rf"^seed must be (greater|less) than or equal to .*, got {seed}$"): config(seed=seed)
 
 
 def test_groups_are_for_those_without_a_value_head():
@@ -60,10 +61,18 @@ def test_the_coefficient_adapts_only_if_it_can():
 
 
 def test_names_are_those_of_the_modules_that_use_them():
-    assert set(VARIANTS) == set(POLICY_VARIANTS) and set(PRESETS) == set(MODEL_PRESETS)
-    assert {None if s == "none" else s for s in GROUP_SCALES} == set(FORMULA_SCALES)
+    assert set(get_args(Variant)) == set(POLICY_VARIANTS) and set(get_args(Preset)) == set(MODEL_PRESETS)
+    assert {None if s == "none" else s for s in get_args(GroupScale)} == set(FORMULA_SCALES)
     from rlhf_notes.language.rollout import ADVANTAGES
-    assert set(ALGOS) == set(ADVANTAGES) and PRECISIONS == ("float32", "bfloat16")
+    assert set(get_args(Algo)) == set(ADVANTAGES) and PRECISIONS == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("variant", get_args(Variant))
+def test_ppo_takes_the_variants_that_clip(variant):
+    RLHFConfig(algo="grpo", variant=variant)
+    if variant in CLIPPED: RLHFConfig(variant=variant)
+    else:
+        with pytest.raises(ValueError, match=f"^variant must be one of ppo, grpo, dr_grpo, dapo for algo ppo, got {variant}$"): RLHFConfig(variant=variant)
 
 
 def test_frozen_and_checked_again():

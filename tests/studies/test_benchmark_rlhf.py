@@ -119,14 +119,10 @@ def test_the_command(tmp_path, monkeypatch, capsys, start):
     monkeypatch.setattr(compare, "prepare", lambda config: asked.append((config.seed, config.device)) or start)
     assert cli.main(["compare", "--task", "rlhf", "--seeds", "2", "--iterations", "1"]) == 0
     out, _ = capsys.readouterr()
-    assert asked == [(0, "cpu"), (1, "cpu")] and "rlhf on cpu, seeds 0 to 1, 1 iterations each" in out
+    assert asked == [(0, "cpu"), (1, "cpu")] and "tokens / s" in out and "compare.csv" in out
     lines = (tmp_path / "runs" / "compare-rlhf" / "compare.csv").read_text().splitlines()
     assert lines[0] == ",".join(compare.COLUMNS) and [line.split(",")[2:4] for line in lines[1:]] == [["ours-grpo", "1"], ["ours-ppo", "1"], ["ours-ppo", "1"], ["ours-grpo", "1"]]
-    assert "TRL is not installed, or not for the versions of its libraries that are, and is left out" in out and "tokens / s" in out and "compare.csv" in out
     assert cli.main(["compare", "--task", "rlhf"]) == 2
-    asked.clear(); monkeypatch.setattr(cli, "pick_device", lambda name, auto: "cuda:1" if (name, auto) == ("auto", "cuda") else name)
-    assert cli.main(["compare", "--task", "rlhf", "--seed", "5", "--seeds", "1", "--iterations", "1", "--device", "auto", "--out", "gpu"]) == 0
-    assert asked == [(5, "cuda:1")] and "rlhf on cuda:1, seeds 5 to 5" in capsys.readouterr().out and '"device": "cuda:1"' in (tmp_path / "gpu" / "config.json").read_text()
 
 
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, capsys):
