@@ -1,38 +1,77 @@
 """Every formula of PPO, GRPO and RLHF: explained, proved, drawn, and shipped as a library.
 
-All of `rlhf_notes.formulas` can be imported from here; a module is loaded when one of its names is first asked for.
+All of `rlhf_notes.formulas` and `rlhf_notes.compat` can be imported from here, as can `PPO`, `RLHF`,
+`check` and `fast`; a module is loaded when one of its names is first asked for.
 """
 __version__ = "0.1.0"
 
+from difflib import get_close_matches as _get_close_matches
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
-FORMULAS = {
-    "masking": ("AGGREGATION_MODES", "apply_mask", "masked_sum", "masked_mean", "centre", "masked_var", "aggregate_loss"),
-    "logprob": ("selective_log_softmax", "naive_method", "less_efficient_method", "efficient_method", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs",
-                "gaussian_log_prob", "gaussian_entropy", "tanh_log_det"),
-    "ratio": ("RATIO_LEVELS", "bounded_log_ratio", "importance_ratio", "effective_sample_size", "truncated_importance_weight"),
-    "surrogate": ("CLIP_KINDS", "clipped_surrogate", "clip_fraction"),
-    "value": ("value_loss", "value_clip_fraction", "explained_variance", "value_transform", "value_inv_transform", "symlog", "inv_symlog"),
-    "kl": ("KL_KINDS", "kl_estimate", "calculate_kl_div", "exact_kl", "kl_loss", "FixedKLController", "AdaptiveKLController"),
-    "whitening": ("whiten", "RunningMoments"),
-    "advantage": ("GROUP_SCALES", "accumulate", "discounted_returns", "gae", "gae_tokens", "group_advantage", "rloo_advantage", "reinforce_pp_advantage"),
-    "reward": ("PENALTY_MODES", "best_of_n_loss", "bradley_terry_loss", "RewardNorm", "token_rewards", "truncate_at_stop", "apply_penalty",
-               "overlong_penalty"),
-    "ppo": ("ppo_data", "ppo_data_continuous", "ppo_policy_data", "ppo_policy_data_continuous", "ppo_value_data", "ppo_loss", "ppo_policy_loss", "ppo_info",
-            "PPO_REDUCTIONS", "ppo_policy_error", "ppo_policy_error_continuous", "ppo_value_error", "ppo_error", "ppo_error_continuous", "shape_fn_ppo", "PPOLoss"),
-    "grpo": ("grpo_policy_data", "grpo_info", "rloo_policy_data", "rloo_info", "POLICY_VARIANTS", "DPO_KINDS", "grpo_policy_error", "rloo_policy_error", "policy_loss",
-             "off_policy_sequence_mask", "dpo_loss"),
+if TYPE_CHECKING:
+    from . import fast
+    from .compat.ding import *
+    from .compat.torchtune import *
+    from .control.ppo import PPO
+    from .exercises import check
+    from .formulas.advantage import *
+    from .formulas.grpo import *
+    from .formulas.kl import *
+    from .formulas.logprob import *
+    from .formulas.masking import *
+    from .formulas.ppo import *
+    from .formulas.preference import *
+    from .formulas.ratio import *
+    from .formulas.reward import *
+    from .formulas.surrogate import *
+    from .formulas.value import *
+    from .formulas.whitening import *
+    from .language.rlhf import RLHF
+
+FORMULAS = {  # module -> its public names, separated by spaces
+    "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean centre masked_var "
+                        "aggregate_loss",
+    "formulas.logprob": "selective_log_softmax entropy_from_logits log_probs_and_entropy "
+                        "linear_log_probs gaussian_log_prob gaussian_entropy tanh_log_det",
+    "formulas.ratio": "RATIO_LEVELS bounded_log_ratio importance_ratio effective_sample_size "
+                      "truncated_importance_weight",
+    "formulas.surrogate": "CLIP_KINDS clipped_surrogate clip_fraction",
+    "formulas.value": "value_loss value_clip_fraction explained_variance value_transform "
+                      "value_inv_transform symlog inv_symlog",
+    "formulas.kl": "KL_KINDS kl_estimate exact_kl kl_loss FixedKLController AdaptiveKLController",
+    "formulas.whitening": "whiten RunningMoments",
+    "formulas.advantage": "GROUP_SCALES accumulate discounted_returns gae gae_tokens "
+                          "group_advantage rloo_advantage reinforce_pp_advantage",
+    "formulas.reward": "PENALTY_MODES token_rewards RewardNorm truncate_at_stop apply_penalty "
+                       "overlong_penalty",
+    "formulas.ppo": "ppo_loss ppo_stats",
+    "formulas.grpo": "POLICY_VARIANTS policy_loss microbatch_weight off_policy_sequence_mask",
+    "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss",
+    "compat.ding": "ppo_data ppo_data_continuous ppo_policy_data ppo_policy_data_continuous "
+                   "ppo_value_data ppo_policy_loss ppo_info naive_method less_efficient_method "
+                   "efficient_method calculate_kl_div ppo_policy_error ppo_policy_error_continuous "
+                   "ppo_value_error ppo_error ppo_error_continuous shape_fn_ppo grpo_policy_data "
+                   "grpo_info grpo_policy_error rloo_policy_data rloo_info rloo_policy_error",
+    "compat.torchtune": "PPOLoss",
 }
-_MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names}
-__all__ = list(_MODULE_OF)
+_MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names.split()}
+_MODULE_OF |= {"PPO": "control.ppo", "RLHF": "language.rlhf"}
+__all__ = [*_MODULE_OF, "check", "fast"]
 
 
 def __getattr__(name):
     if name == "check":
-        return _import_module(".exercises.check", __name__)
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(_import_module(f".formulas.{_MODULE_OF[name]}", __name__), name)
+        value = _import_module(".exercises.check", __name__)
+    elif name == "fast":
+        value = _import_module(".fast", __name__)
+    elif name in _MODULE_OF:
+        value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)
+    else:
+        near = " or ".join(map(repr, _get_close_matches(name, __all__)))
+        hint = f"; did you mean {near}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    globals()[name] = value
     return value
 
 

@@ -367,8 +367,8 @@ exercise("kl_k3", "06_kl", lambda a, b: kl.kl_estimate(a, b, "k3"),
         "The linear term has the wrong sign: the slope at d = 0 must be 0."))
 
 exercise("kl_loss", "06_kl", lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m),
-    "f(logp, logp_ref, mask) -> a loss of any value whose gradient is that of KL(pi || pi_ref): the "
-    "mean over what counts of log-ratio times gradient of logp, 0-dim",
+    "f(logp, logp_ref, mask) -> a loss of any value whose gradient is that of KL(pi || pi_ref): "
+    "the mean over what counts of log-ratio times gradient of logp, 0-dim",
     "Which of k1, k2, k3 has the log-ratio as its slope? E[d grad log pi] is the gradient of the "
     "KL.",
     inputs=[(vec([-1., -3., -5.]), vec([-2., -2.5, -1.]), vec([True, True, False])),
@@ -737,32 +737,6 @@ exercise("grpo_loss", "11_grpo", lambda *x: _grpo(*_selected(*x)),
     leak=(lambda *x: _grpo(*x, mean=lambda v, m: over_rows((v * m).sum(1) / m.sum(1).clamp(min=1),
         m)), LEAK))
 
-_log_sigmoid = torch.nn.functional.logsigmoid
-
-exercise("dpo_loss", "11_grpo", lambda c, r, p, q, b: -_log_sigmoid(b * (c - p - r + q)).mean(),
-    "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of "
-    "whole responses, mean over the pairs, 0-dim",
-    "Two log-ratios against the reference, their difference times beta, and the loss of a coin "
-    "that should have shown heads.",
-    inputs=[(vec([-4.]), vec([-7.]), vec([-5.]), vec([-6.]), 0.5),
-            (normal(4, seed=45, scale=3) - 9, normal(4, seed=46, scale=3) - 9,
-            normal(4, seed=47, scale=3) - 9, normal(4, seed=48, scale=3) - 9, 0.3)],
-    edges=[(vec([-400.]), vec([-7.]), vec([-5.]), vec([-6.]), 0.5)],
-    no_reference=(lambda c, r, p, q, b: -_log_sigmoid(b * (c - r)).mean(),
-        "The reference is missing: compare the policy with it."),
-    swapped=(lambda c, r, p, q, b: -_log_sigmoid(b * (r - q - c + p)).mean(),
-        "Chosen and rejected are swapped: the rejected response would become more probable."),
-    reference_added=(lambda c, r, p, q, b: -_log_sigmoid(b * (c + p - r -
-        q)).mean(), "The reference is added; a log-ratio subtracts it."),
-    no_beta=(lambda c, r, p, q, b: -_log_sigmoid(c - p - r + q).mean(),
-        "beta is not used."),
-    beta_outside=(lambda c, r, p, q, b: -b * _log_sigmoid(c - p - r + q).mean(),
-        "beta multiplies the loss; it belongs inside of the sigmoid, to the margin."),
-    sign=(lambda c, r, p, q, b: _log_sigmoid(b * (c - p - r + q)).mean(),
-        "The sign is flipped: a loss is minus the log-likelihood."),
-    underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(),
-        "Right, but in float32 the sigmoid of -200 is 0: use logsigmoid."))
-
 def _kept(a, b, A, m, delta, mean=row_means, bad=lambda A: A < 0):
     return ~(bad(A) & (mean(b - a, m) > delta))
 
@@ -800,3 +774,31 @@ exercise("off_policy_sequence_mask", "11_grpo",
     padded_length=(lambda *x: _kept(*x, mean=lambda d, m: keep(d, m).mean(1)),
         "The mean counts padding: divide by the number of tokens of the response."),
     leak=(lambda *x: _kept(*x, mean=lambda d, m: (d * m).sum(1) / m.sum(1)), LEAK))
+
+# %% ../../nbs/formulas/12_preference.ipynb #exercise-checks
+_log_sigmoid = torch.nn.functional.logsigmoid
+
+exercise("dpo_loss", "12_preference",
+    lambda c, r, p, q, b: -_log_sigmoid(b * (c - p - r + q)).mean(),
+    "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of "
+    "whole responses, mean over the pairs, 0-dim",
+    "Two log-ratios against the reference, their difference times beta, and the loss of a coin "
+    "that should have shown heads.",
+    inputs=[(vec([-4.]), vec([-7.]), vec([-5.]), vec([-6.]), 0.5),
+            (normal(4, seed=45, scale=3) - 9, normal(4, seed=46, scale=3) - 9,
+            normal(4, seed=47, scale=3) - 9, normal(4, seed=48, scale=3) - 9, 0.3)],
+    edges=[(vec([-400.]), vec([-7.]), vec([-5.]), vec([-6.]), 0.5)],
+    no_reference=(lambda c, r, p, q, b: -_log_sigmoid(b * (c - r)).mean(),
+        "The reference is missing: compare the policy with it."),
+    swapped=(lambda c, r, p, q, b: -_log_sigmoid(b * (r - q - c + p)).mean(),
+        "Chosen and rejected are swapped: the rejected response would become more probable."),
+    reference_added=(lambda c, r, p, q, b: -_log_sigmoid(b * (c + p - r -
+        q)).mean(), "The reference is added; a log-ratio subtracts it."),
+    no_beta=(lambda c, r, p, q, b: -_log_sigmoid(c - p - r + q).mean(),
+        "beta is not used."),
+    beta_outside=(lambda c, r, p, q, b: -b * _log_sigmoid(c - p - r + q).mean(),
+        "beta multiplies the loss; it belongs inside of the sigmoid, to the margin."),
+    sign=(lambda c, r, p, q, b: _log_sigmoid(b * (c - p - r + q)).mean(),
+        "The sign is flipped: a loss is minus the log-likelihood."),
+    underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(),
+        "Right, but in float32 the sigmoid of -200 is 0: use logsigmoid."))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rlhf_notes.compat import ding as our_ding, torchtune as our_torchtune
 from rlhf_notes.formulas import advantage, grpo, kl, logprob, ppo, ratio, reward, surrogate, value, whitening
 from rlhf_notes.studies.differences import openrlhf_advantages, sb3_update, trl_loss, verl_loss
 from crosscheck.test_agreement import functions_of
@@ -63,7 +64,7 @@ def test_approximate_kl_sb3(sb3): close(sb3_update(sb3, NEW[2:], OLD[2:], A[2:])
 
 # dual clip of one Gaussian action 0.5, mu 0 and 0.1, sigma 1: log-ratio (0.4^2 - 0.5^2) / 2 = -0.045
 @pytest.mark.parametrize("sign", [1., -1.])
-def test_dual_clip_ours(sign): close(_dual(ppo.ppo_policy_error_continuous, ppo.ppo_policy_data_continuous, sign), -sign * math.exp(-.045), -sign * .5 * math.exp(-.045))
+def test_dual_clip_ours(sign): close(_dual(our_ding.ppo_policy_error_continuous, our_ding.ppo_policy_data_continuous, sign), -sign * math.exp(-.045), -sign * .5 * math.exp(-.045))
 def test_dual_clip_ding_good_action(ding): close(_dual(ding.ppo.ppo_policy_error_continuous, ding.ppo.ppo_policy_data_continuous, 1.), -3, 0)
 def test_dual_clip_ding_bad_action(ding): close(_dual(ding.ppo.ppo_policy_error_continuous, ding.ppo.ppo_policy_data_continuous, -1.), math.exp(-.045), .5 * math.exp(-.045))
 
@@ -151,14 +152,15 @@ def test_openrlhf_divides_the_logits_in_place(openrlhf):
 def test_ding_sends_gradients_into_the_old_policy(ding):
     z, action, one = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), torch.ones(1)
     close(slope(lambda old: ding.ppo.ppo_policy_error(ding.ppo.ppo_policy_data(z, old, action, one, None))[0].policy_loss, z), .5, -.5)
-    close(slope(lambda old: ppo.ppo_policy_error(ppo.ppo_policy_data(z + 0 * old, old, action, one, None))[0].policy_loss, z), 0, 0)
+    close(slope(lambda old: our_ding.ppo_policy_error(our_ding.ppo_policy_data(z + 0 * old, old, action, one, None))[0].policy_loss, z), 0, 0)
 
 
 def test_ding_divides_by_all_elements(ding):
     data = (t([1., 0.])[0].expand(4, 2), torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), torch.ones(4), t(1., 1., 0., 0.))
     close(ding.ppo.ppo_policy_error(ding.ppo.ppo_policy_data(*data))[0].policy_loss, -.6)      # ratio 2 sigmoid(1) = 1.46, clipped to 1.2
-    close(ppo.ppo_policy_error(ppo.ppo_policy_data(*data), reduction="weight")[0].policy_loss, -1.2)
-    close(ppo.ppo_policy_error(ppo.ppo_policy_data(*data))[0].policy_loss, -.6)
+    logp, logp_old = (logprob.selective_log_softmax(z, data[2]) for z in data[:2])
+    close(ppo.ppo_loss(logp, logp_old, data[3], mask=data[4] > 0)[0], -1.2)
+    close(our_ding.ppo_policy_error(our_ding.ppo_policy_data(*data))[0].policy_loss, -.6)
 
 
 def test_ding_docstrings(ding):
@@ -225,12 +227,12 @@ def test_cispo_bound_trl(trl):
 def test_mean_ratio_includes_padding(torchtune):
     logp = t([0., math.log(3.)])
     close(torchtune.ppo.PPOLoss()(torch.zeros(1, 2), logp, UP, UP, UP, UP, ONE)[3], 2.)
-    close(ppo.PPOLoss()(torch.zeros(1, 2), logp, UP, UP, UP, UP, ONE)[3], 1.)
+    close(our_torchtune.PPOLoss()(torch.zeros(1, 2), logp, UP, UP, UP, UP, ONE)[3], 1.)
     close(ratio.importance_ratio(logp, torch.zeros(1, 2)), 1., 3.)
 
 
 @pytest.mark.parametrize("log_ratio, expected, asserted", [(-1., -math.exp(-1), .8), (.1, -math.exp(.1), math.exp(.1))])
 def test_what_the_tests_of_torchtune_expect(torchtune, log_ratio, expected, asserted):
     old, one = t(.5, .8, 1.2), torch.ones(3)
-    for loss in (ppo.PPOLoss(epsilon=.2), torchtune.ppo.PPOLoss(epsilon=.2)): close(loss(old, old + log_ratio, one, one, one, one)[1], expected)
+    for loss in (our_torchtune.PPOLoss(epsilon=.2), torchtune.ppo.PPOLoss(epsilon=.2)): close(loss(old, old + log_ratio, one, one, one, one)[1], expected)
     torch.testing.assert_close(torch.tensor(expected), torch.tensor(asserted), atol=1e-4, rtol=1e6)

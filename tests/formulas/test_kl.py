@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.kl import KL_KINDS, AdaptiveKLController, FixedKLController, calculate_kl_div, exact_kl, kl_estimate, kl_loss
+from rlhf_notes.compat.ding import calculate_kl_div
+from rlhf_notes.formulas.kl import KL_KINDS, AdaptiveKLController, FixedKLController, exact_kl, kl_estimate, kl_loss
 from rlhf_notes.formulas.ratio import importance_ratio
 from strategies import DTYPES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
 

@@ -12,7 +12,8 @@ from torch import nn
 import notebooks
 from rlhf_notes import check
 from rlhf_notes.formulas.kl import kl_estimate
-from rlhf_notes.formulas.reward import RewardNorm, bradley_terry_loss
+from rlhf_notes.formulas.preference import bradley_terry_loss
+from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.formulas.surrogate import clipped_surrogate
 from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.language import model, reward_model, rlhf, rollout as rollouts, sampling as sample
