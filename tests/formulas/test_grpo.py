@@ -4,18 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.formulas.grpo import (DPO_KINDS, POLICY_VARIANTS, dpo_loss, grpo_info, grpo_policy_data, grpo_policy_error, off_policy_sequence_mask, policy_loss, rloo_info, rloo_policy_data,
-                                      rloo_policy_error)
-from rlhf_notes.formulas.logprob import efficient_method, less_efficient_method, naive_method, selective_log_softmax
+from rlhf_notes.formulas.grpo import POLICY_VARIANTS, microbatch_weight, off_policy_sequence_mask, policy_loss
 from rlhf_notes.formulas.ratio import importance_ratio, truncated_importance_weight
-from rlhf_notes.formulas.reward import bradley_terry_loss
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 F64 = torch.float64
 VARIANTS = st.sampled_from(list(POLICY_VARIANTS))
-SURROGATES = ("ppo", "grpo", "dr_grpo", "dapo", "gspo")
-DEFAULTS = {"ppo": (0.2, 0.2), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "sapo": (None, None), "gmpo": (0.4, 0.4)}
-AGGREGATION = {"ppo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "constant", "dapo": "token-mean", "gspo": "seq-mean-token-mean", "cispo": "token-mean",
+SURROGATES = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
+DEFAULTS = {"ppo": (0.2, 0.2), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "cispo": (1.0, 4.0), "sapo": (None, None), "gmpo": (0.4, 0.4)}
+AGGREGATION = {"ppo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "constant", "dapo": "token-mean", "gspo": "seq-mean-token-mean", "gspo_token": "seq-mean-token-mean", "cispo": "token-mean",
                "sapo": "seq-mean-token-mean", "gmpo": "seq-mean-token-mean"}
 
 
@@ -46,7 +43,7 @@ def oracle(variant, logp, old, A, mask, low=None, high=None, dual=None, tau=(1.0
         for t in where:
             total += 1
             if variant in SURROGATES:
-                x = s if variant == "gspo" else r[t]
+                x = s if variant in ("gspo", "gspo_token") else r[t]
                 J = min(x * a, clip(x, 1 - low, 1 + high) * a)
                 is_free = free(x, a, 1 - low, 1 + high)
                 bounded += a != 0 and not is_free
@@ -132,7 +129,7 @@ def test_the_defaults_are_those_of_the_papers():
 
 # two answers of two and one tokens, ratios 1.5, 1 and 0.5, A = 1 and -1
 @pytest.mark.parametrize("variant, expected, bounded", [
-    ("ppo", -1.4 / 3, 2 / 3), ("grpo", -0.15, 2 / 3), ("dr_grpo", -0.35, 2 / 3), ("dapo", -1.48 / 3, 2 / 3), ("gspo", -(1.0004 - 0.9997) / 2, 1.0), ("cispo", 2 / 3, 0.0),
+    ("ppo", -1.4 / 3, 2 / 3), ("grpo", -0.15, 2 / 3), ("dr_grpo", -0.35, 2 / 3), ("dapo", -1.48 / 3, 2 / 3), ("gspo", -(1.0004 - 0.9997) / 2, 1.0), ("gspo_token", -(1.0004 - 0.9997) / 2, 1.0), ("cispo", 2 / 3, 0.0),
     ("sapo", -((4 / (1 + math.exp(-0.5)) + 2) / 2 - 4 / 1.05 / (1 + math.exp(0.525))) / 2, 0.0), ("gmpo", -(math.exp(0.2) - math.exp(-0.4)) / 2, 2 / 3)])
 def test_by_hand(variant, expected, bounded):
     logp = torch.tensor([[-1.0, -2.0], [-3.0, 7.0]], dtype=F64)
@@ -151,6 +148,38 @@ def test_on_policy_all_are_the_policy_gradient(variant, seed):
     _, (grad,) = value_and_grad(lambda x: policy_loss(x, x.detach(), each, m, variant)[0], logp)
     mean = (each * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
     close(grad, -(m * c[:, None] * (mean if variant in ("gspo", "gmpo") else each)))
+
+
+def test_gspo_token_gives_each_token_the_slope_of_its_own_advantage():
+    logp, old, A = torch.tensor([[-1.0, -2.0, -0.5]], dtype=F64), torch.tensor([[-1.0001, -1.9999, -0.5001]], dtype=F64), torch.tensor([[1.0, 2.0, -3.0]], dtype=F64)
+    s = (logp - old).mean().exp()
+    loss, (grad,) = value_and_grad(lambda x: policy_loss(x, old, A, variant="gspo_token")[0], logp)
+    close(grad, -s * A / 3); close(loss, -(s * A).mean().item())
+
+
+@given(variant=VARIANTS, seed=SEEDS, parts=st.sampled_from([1, 2, 4]), keep=st.sampled_from([0.0, 0.4, 1.0]), mode=st.sampled_from([None, *AGGREGATION.values(), "seq-mean-token-sum"]))
+def test_microbatches_add_up_to_the_batch(variant, seed, parts, keep, mode):
+    logp, old, A, m = batch(seed, B=4, keep=keep)
+    m[seed % 4] = False                                                       # a response without tokens
+    aggregation, ref = mode or AGGREGATION[variant], old + 0.1
+    whole, (expected,) = value_and_grad(lambda x: policy_loss(x, old, A, m, variant, ref, aggregation=aggregation)[0], logp)
+    rows = torch.arange(4).chunk(parts)
+    def total(x): return sum(policy_loss(x[i], old[i], A[i], m[i], variant, ref[i], aggregation=aggregation)[0] * microbatch_weight(m[i], m, aggregation) for i in rows)
+    got, (grad,) = value_and_grad(total, logp)
+    close(got, whole.item(), rtol=1e-6, atol=1e-7); close(grad, expected.tolist(), rtol=1e-6, atol=1e-7)
+    weights = [microbatch_weight(m[i], m, aggregation) for i in rows]
+    assert all(w.dtype == torch.float32 and w.ndim == 0 for w in weights)
+    assert sum(weights).item() == pytest.approx(float(bool(m.any()) or aggregation == "constant"))
+
+
+def test_microbatch_weights_by_hand():
+    m = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0], [1, 0, 0]]) > 0
+    by_hand = {"token-mean": 3 / 5, "seq-mean-token-mean": 1 / 3, "seq-mean-token-sum": 1 / 3, "constant": 1 / 2}
+    for mode, expected in by_hand.items(): assert microbatch_weight(m[:2], m, mode).item() == pytest.approx(expected)
+    assert microbatch_weight(m[:2], m) == microbatch_weight(m[:2], m, "token-mean")
+    with pytest.raises(ValueError, match="aggregation must be one of"): microbatch_weight(m, m, "mean")
+    with pytest.raises(TypeError, match="batch_mask must be boolean"): microbatch_weight(m, m.float())
+    with pytest.raises(ValueError, match="batch_mask must have .*T = 3"): microbatch_weight(m, m[:, :2])
 
 
 @pytest.mark.parametrize("variant", POLICY_VARIANTS)
@@ -272,14 +301,14 @@ def test_vmap_and_compile(variant):
 
 
 @pytest.mark.parametrize("kwargs, error, words", [
-    (dict(variant="gpro"), ValueError, "variant must be one of 'ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'gmpo', got 'gpro'"),
-    (dict(variant="sapo", eps_low=0.2), ValueError, "eps_low must be None for variant='sapo', .* got 0.2"),
+    (dict(variant="gpro"), ValueError, "variant must be one of 'ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'gspo_token', 'cispo', 'sapo', 'gmpo', got 'gpro'"),
+    (dict(variant="sapo", eps_low=0.2), ValueError, "eps_low must be None for variant='sapo', got 0.2"),
     (dict(variant="sapo", eps_high=0.2), ValueError, "eps_high must be None for variant='sapo'"),
-    (dict(variant="cispo", dual_clip=3.0), ValueError, "dual_clip must be None for variant='cispo', got 3.0; it belongs to 'ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo'"),
+    (dict(variant="cispo", dual_clip=3.0), ValueError, "dual_clip must be None for variant='cispo', got 3.0"),
     (dict(variant="sapo", dual_clip=3.0), ValueError, "dual_clip must be None for variant='sapo'"),
     (dict(variant="gmpo", dual_clip=3.0), ValueError, "dual_clip must be None for variant='gmpo'"),
     (dict(dual_clip=1.0), ValueError, r"dual_clip must be in \(1, inf\), got 1.0"),
-    (dict(eps_low=0.0), ValueError, r"eps_low must be in \(0, 1\], got 0.0"), (dict(eps_low=1.5), ValueError, r"eps_low must be in \(0, 1\], got 1.5"),
+    (dict(eps_low=0.0), ValueError, r"eps_low must be in \(0, inf\), got 0.0"), (dict(eps_low=1.5), ValueError, r"eps_low must be in \(0, 1\], got 1.5"),
     (dict(variant="cispo", eps_low=1.5), ValueError, "eps_low"), (dict(variant="gmpo", eps_low=0.0), ValueError, "eps_low"), (dict(variant="cispo", eps_high=-1.0), ValueError, "eps_high"),
     (dict(eps_high=0), ValueError, r"eps_high must be in \(0, inf\), got 0"), (dict(eps_low="0.2"), TypeError, "eps_low must be a number, got str"),
     (dict(variant="sapo", tau=1.0), TypeError, "tau must be a pair of numbers, .* got 1.0"), (dict(variant="sapo", tau=(1.0,)), TypeError, "tau must be a pair"),
@@ -289,9 +318,9 @@ def test_vmap_and_compile(variant):
     (dict(mask=torch.ones(2, 3)), TypeError, "mask must be boolean"), (dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask must have the shape of logp, \(2, 3\), got \(2,\)"),
     (dict(logp_ref=torch.zeros(2)), ValueError, r"logp_ref must have the shape of logp, \(2, 3\), got \(2,\)"), (dict(logp_ref=1.0), TypeError, "logp_ref must be a torch.Tensor, got float"),
     (dict(logp_old=torch.zeros(3, 2)), ValueError, r"logp_old must have the shape of logp"), (dict(logp_old=torch.zeros(2, 3).long()), TypeError, "logp_old must have a floating-point dtype"),
-    (dict(logp=torch.zeros(3), logp_old=torch.zeros(3)), ValueError, "logp must have 2 dimensions, got 1"),
-    (dict(advantage=torch.ones(3)), ValueError, r"advantage must have one number for each answer, \(2,\) or \(2, 1\), or for each token, \(2, 3\), got \(3,\)"),
-    (dict(advantage=torch.ones(1, 3)), ValueError, "advantage must have one number"), (dict(advantage=torch.ones(())), ValueError, "advantage must have one number"),
+    (dict(logp=torch.zeros(3), logp_old=torch.zeros(3)), ValueError, r"logp must have the shape \(B, T\), got \(3,\)"),
+    (dict(advantage=torch.ones(3)), ValueError, r"advantage must have .*got \(3,\)"),
+    (dict(advantage=torch.ones(1, 3)), ValueError, "advantage must have"), (dict(advantage=torch.ones(())), ValueError, "advantage must have"),
     (dict(advantage=torch.ones(2).long()), TypeError, "advantage must have a floating-point dtype"), (dict(advantage=1.0), TypeError, "advantage must be a torch.Tensor, got float"),
 ])
 def test_bad_input_of_policy_loss_is_named(kwargs, error, words):
@@ -370,9 +399,9 @@ def test_a_truncated_weight_times_the_advantage_weighs_the_objective(variant, se
 @pytest.mark.parametrize("args, kwargs, error, words", [
     ([torch.zeros(2, 3).long(), torch.zeros(2, 3), torch.zeros(2), 0.5], {}, TypeError, "logp must have a floating-point dtype"),
     ([torch.zeros(2, 3), torch.zeros(2, 3), [0.0, 0.0], 0.5], {}, TypeError, "advantage must be a torch.Tensor, got list"),
-    ([torch.zeros(3), torch.zeros(3), torch.zeros(3), 0.5], {}, ValueError, "logp must have 2 dimensions, got 1"),
+    ([torch.zeros(3), torch.zeros(3), torch.zeros(3), 0.5], {}, ValueError, r"logp must have the shape \(B, T\), got \(3,\)"),
     ([torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2), 0.5], {}, ValueError, r"logp_old must have the shape of logp, \(2, 3\), got \(2, 1\)"),
-    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), 0.5], {}, ValueError, r"advantage must have one number for each answer, \(2,\) or \(2, 1\), got \(2, 3\)"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), 0.5], {}, ValueError, r"advantage must have the shape \(2,\) or \(2, 1\), got \(2, 3\)"),
     ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 2), 0.5], {}, ValueError, r"got \(1, 2\)"),
     ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), -0.5], {}, ValueError, r"threshold must be in \[0, inf\), got -0.5"),
     ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.5], dict(mask=torch.ones(2, 3)), TypeError, "mask must be boolean"),
