@@ -10,7 +10,7 @@ EXPECT ?= $(shell $(PYTHON) -c 'import sys; print("stable-baselines3" + ",trl" *
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED  ?= 0
 
-.PHONY: demo test crosscheck install export outputs check site docs lab clean breaks
+.PHONY: demo test test-all crosscheck install export outputs check site docs lab clean breaks
 
 demo: export OMP_NUM_THREADS = 2
 demo: $(READY)          ## train with the embedded defaults, print what came of it
@@ -18,6 +18,9 @@ demo: $(READY)          ## train with the embedded defaults, print what came of 
 
 test: $(READY)          ## modules, notebooks and README agree; every notebook runs; the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: export HYPOTHESIS_PROFILE = thorough
+test-all: test breaks   ## the same with ten times the examples, and every deliberate break
 
 crosscheck: $(PEERS)/.ready ## our formulas against those of other libraries; fails if one of EXPECT is missing
 	$(PEERS)/bin/python -m pytest tests/crosscheck --expect '$(EXPECT)'
@@ -43,8 +46,9 @@ export: $(READY)        ## notebooks -> modules and README
 outputs: $(READY)       ## execute the notebooks and store their outputs; NB='nbs/a.ipynb nbs/b.ipynb' for some
 	$(BIN)/python tools/notebooks.py outputs $(NB)
 
-check: $(READY)         ## the quick half of `make test`: in step, clean, outputs stored
-	$(BIN)/python -m pytest tests/test_in_step.py tests/test_package.py
+check: $(READY)         ## in half a minute: lint, limits of the style, notebooks and modules in step
+	$(BIN)/ruff check
+	$(BIN)/python -m pytest -n 2 tests/test_in_step.py tests/test_package.py tests/test_style.py -m 'not slow'
 
 breaks: $(READY)        ## break the code on purpose and count the breaks that the tests catch
 	$(BIN)/python tools/breaks.py --out tests/breaks/caught.csv

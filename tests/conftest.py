@@ -6,8 +6,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("rlhf_notes", deadline=None, derandomize=True, max_examples=60)
-settings.load_profile("rlhf_notes")
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_terminal_summary(terminalreporter):

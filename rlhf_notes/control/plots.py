@@ -62,8 +62,8 @@ def _rendered(env_id):
         env.render().shape
         return env
     except Exception as e:
-        raise ValueError("env must be an environment that can be rendered (render_mode 'rgb_array'), "
-                         f"got {env_id!r}: {e}") from e
+        raise ValueError("env must be an environment that can be rendered (render_mode "
+                         f"'rgb_array'), got {env_id!r}: {e}") from e
 
 def film(env_id: str, # A name that Gymnasium knows
          choose, # choose(obs) -> action

@@ -6,8 +6,7 @@ __all__ = []
 import torch
 
 from .engine import exercise
-from .given import (
-    always_clipped, clip, flags, mean, normal, pessimistic, steps, vec)
+from .given import always_clipped, clip, flags, normal, pessimistic, vec
 from ..formulas import surrogate, value
 
 # %% ../../nbs/control/16_rollout.ipynb #exercise-checks

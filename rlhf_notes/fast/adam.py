@@ -21,15 +21,11 @@ class PlainAdam(torch.optim.Adam):
         self.weights, self.eps = [p for p in module.parameters() if p.requires_grad], eps
         super().__init__(self.weights, eps=eps)
 
-    def clip(self,
-             max_norm: float, # > 0
-            ) -> torch.Tensor: # 0-dim: the norm before
+    def clip(self, max_norm: float) -> torch.Tensor: # > 0 -> 0-dim: the norm before
         "Rescale the gradients if their norm exceeds `max_norm`."
         return nn.utils.clip_grad_norm_(self.weights, max_norm)
 
-    def step(self,
-             learning_rate: float, # Step size
-            ):
+    def step(self, learning_rate: float): # Step size
         "Take a step against the gradient."
         self.param_groups[0].update(lr=learning_rate, eps=self.eps)
         super().step()
@@ -74,16 +70,12 @@ class Adam:
         "Set the gradients to zero."
         self.vector.grad.zero_()
 
-    def clip(self,
-             max_norm: float, # > 0
-            ) -> torch.Tensor: # 0-dim: the norm before
+    def clip(self, max_norm: float) -> torch.Tensor: # > 0 -> 0-dim: the norm before
         "Rescale the gradients if their norm exceeds `max_norm`."
         return clip_gradient(self.vector.grad, max_norm)
 
     @torch.no_grad()
-    def step(self,
-             learning_rate: float, # Step size
-            ):
+    def step(self, learning_rate: float): # Step size
         "Take a step against the gradient."
         self.steps += 1
         beta1, beta2 = self.BETAS
@@ -96,9 +88,7 @@ class Adam:
         "Both moments and the number of steps."
         return dict(m=self.m, v=self.v, steps=self.steps)
 
-    def load_state_dict(self,
-                        state: dict, # From `state_dict`
-                       ):
+    def load_state_dict(self, state: dict): # From `state_dict`
         "Continue from a checkpoint."
         for name, x in state.items(): getattr(self, name).copy_(x)
 

@@ -28,6 +28,7 @@ class Dial:
     start: object = ... # Value at first; ... = the first of `values`
     show: object = None # show(value) -> text of the value; None = `value_text`
 
+# %% ../../nbs/viz/slider.ipynb #value-text
 def value_text(value,   # Of a parameter
               ) -> str: # Stands beside its slider
     "A value in a few characters."
@@ -37,7 +38,7 @@ def value_text(value,   # Of a parameter
 
 def _dial(name, dial):
     "A complete `Dial` of plain Python values."
-    if not isinstance(dial, Dial): dial = Dial(dial)
+    dial = dial if isinstance(dial, Dial) else Dial(dial)
     if isinstance(dial.values, (str, bytes)) or not hasattr(dial.values, "__iter__"):
         raise TypeError(f"{name} must be a sequence of values or a Dial, got {dial.values!r}")
     values = [v.item() if hasattr(v, "item") else v for v in dial.values]
@@ -57,7 +58,8 @@ def _draw(draw, values):
         returned = draw(**values)
         figure = returned if isinstance(returned, Figure) else plt.gcf()
     finally:
-        for number in set(plt.get_fignums()) - before: plt.close(number)
+        for number in set(plt.get_fignums()) - before:
+            plt.close(number)
     if figure.axes: return figure
     raise ValueError("draw must draw on the current figure or return one, "
                      f"but drew nothing at {values}")
@@ -71,7 +73,8 @@ def _settle(figures):
     places = [ax.get_position(original=True) for ax in first.axes]
     for figure in figures:
         figure.set_layout_engine("none")
-        for ax, place in zip(figure.axes, places): ax.set_position(place)
+        for ax, place in zip(figure.axes, places):
+            ax.set_position(place)
     return figures
 
 def _round(text):
@@ -90,10 +93,10 @@ def _svg(figure):
     for e in root.iter():
         e.tag, e.text, e.tail = e.tag.split("}")[-1], None, None
         e.attrib = {k.split("}")[-1]: v for k, v in e.attrib.items()}
-        for k in {"d", "x", "y", "width", "height", "transform"} & e.attrib.keys():
-            if not e.get(k).startswith(("scale", "matrix")): e.set(k, _round(e.get(k)))
-        if "d" in e.attrib: e.set("d", re.sub(r"\s*([A-Za-z])\s*", r"\1", e.get("d")).strip())
-        if "style" in e.attrib: e.set("style", re.sub(r"([:;]) ", r"\1", e.get("style")))
+        for k in {"d", "x", "y", "width", "height"} & e.attrib.keys():
+            e.set(k, _round(e.get(k)))
+        if "d" in e.attrib:
+            e.set("d", re.sub(r"\s*([A-Za-z])\s*", r"\1", e.get("d")).strip())
     return root
 
 # %% ../../nbs/viz/slider.ipynb #share
@@ -106,7 +109,8 @@ def _refer(e, names):
     "Replace names in the references of `e` and all below it."
     for x in e.iter():
         x.attrib.pop("id", None)
-        if x.get("href", "").startswith("#"): x.set("href", "#" + names[x.get("href")[1:]])
+        if x.get("href", "").startswith("#"):
+            x.set("href", "#" + names[x.get("href")[1:]])
         for k in {"clip-path", "style"} & x.attrib.keys():
             x.set(k, re.sub(r"url\(#([^)]+)\)", lambda m: f"url(#{names[m[1]]})", x.get(k)))
 
@@ -126,15 +130,18 @@ def _share(roots):
     "The texts of the frames, and the definitions of all that occurs twice."
     store = {}
     def name_of(piece): return store.setdefault(piece, f"{_NAME}-{len(store)}")
-    for root in roots: _define(root, name_of)
+    for root in roots:
+        _define(root, name_of)
     counts = Counter(_text(e) for root in roots for e in root.iter())
     def replace(e):
         for i, child in enumerate(e):
             text = _text(child)
-            if counts[text] > 1 and len(text) > 80:
+            if counts[text] == 1 or len(text) <= 80:
+                replace(child)
+            else:
                 e[i] = ElementTree.Element("use", href="#" + name_of(text))
-            else: replace(child)
-    for root in roots: replace(root)
+    for root in roots:
+        replace(root)
     named = (re.sub(r"^<(\w+)", rf'<\1 id="{name}"', piece) for piece, name in store.items())
     return [_text(root) for root in roots], "".join(named)
 
@@ -213,6 +220,7 @@ class Slider:
                 f'{frames}</div><script>{_SCRIPT}</script>')
         return text.replace(_NAME, "s" + sha256(text.encode()).hexdigest()[:6])
 
+# %% ../../nbs/viz/slider.ipynb #slider-function
 def slider(draw,         # draw(**values) draws a figure with pyplot or returns one
            alt,          # Text for those who do not see it, or a function of the values
            **parameters, # Name -> a sequence of values or a `Dial`; the last one turns fastest

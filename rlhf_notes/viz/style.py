@@ -33,7 +33,8 @@ def style():
         from IPython import get_ipython
         from matplotlib_inline.backend_inline import set_matplotlib_formats
     except ImportError: return
-    if get_ipython(): set_matplotlib_formats("svg", metadata={"Date": None}, bbox_inches=None)
+    if get_ipython() is None: return
+    set_matplotlib_formats("svg", metadata={"Date": None}, bbox_inches=None)
 
 # %% ../../nbs/viz/style.ipynb #value-code
 def value_and_gradient(f,               # Elementwise function of a tensor
@@ -53,7 +54,7 @@ def plot_with_gradient(functions: dict,    # Label -> elementwise function of a 
                        axes=None,          # Two axes to draw on; new ones by default
                       ):                   # The two axes
     "Draw each of `functions` on the left, its gradient by autograd on the right."
-    if axes is None: _, axes = plt.subplots(1, 2)
+    axes = plt.subplots(1, 2)[1] if axes is None else axes
     for label, f in functions.items():
         y, grad = value_and_gradient(f, x)
         axes[0].plot(x, y, label=label)

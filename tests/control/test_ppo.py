@@ -698,7 +698,7 @@ def test_learn_predict_evaluate():
     assert p.predict(obs).tolist() == [1, 0] and p.predict(obs[0]) == 1 and np.shape(p.predict(obs[0])) == ()
     assert set(np.stack([p.predict(np.zeros((50, 4)), deterministic=False) for _ in range(5)]).flatten().tolist()) == {0, 1}
     for wrong in (np.zeros(3), np.zeros((2, 3)), np.zeros((2, 2, 4)), 0.0):
-        with pytest.raises(ValueError, match=r"obs must have shape \(4,\), or that of a batch of them, got"): p.predict(wrong)
+        with pytest.raises(ValueError, match=r"obs must have shape \(4,\), or be a batch of that, got"): p.predict(wrong)
 
 
 def test_pendulum_has_its_own_defaults_and_scaled_actions():
