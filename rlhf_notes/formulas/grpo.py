@@ -35,9 +35,10 @@ POLICY_VARIANTS = {
 
 def _ratio(variant, logp, logp_old, mask):
     "Ratio of each token, or of its response, (B, T)."
-    if variant not in ("gspo", "gspo_token"): return importance_ratio(logp, logp_old, mask)
+    r = importance_ratio(logp, logp_old, mask)
+    if variant not in ("gspo", "gspo_token"): return r
     s = importance_ratio(logp, logp_old, mask, level="sequence").expand_as(logp)
-    return s if variant == "gspo" else s.detach() * importance_ratio(logp, logp, mask)
+    return s if variant == "gspo" else s.detach() * (r / r.detach())
 
 def _objective(variant, logp, logp_old, A, mask, low, high, dual_clip, tau):
     "Objective of each token, to be maximised, and the share of the tokens that a bound holds."

@@ -51,8 +51,8 @@ class RewardNorm:
         if std_D <= 1e-12 * abs(mean_D):
             raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with mean "
                              f"{mean_D} and standard deviation {std_D}")
-        self.gain = std / std_D
-        self.bias = mean - self.gain * mean_D
+        self.gain = float(std / std_D)
+        self.bias = float(mean - self.gain * mean_D)
         return self
 
     @checked(r="float (...)")
