@@ -198,7 +198,7 @@ def _over_rows(loop, logits, index, rows, numbers, out=None):
 
 # %% ../../nbs/fast/row_loops.ipynb #forward
 def forward_rows(logits, index, temperature, entropy):
-    "log pi, entropy, base and total of each row, from one read; two for the entropy and rare tokens."
+    "log pi, entropy, base and total of each row, from one read or two."
     out = tuple(torch.empty(index.shape, dtype=torch.float32, device="cpu") for _ in range(4))
     _over_rows(forward, logits, index, out, (np.float32(LOG2_E / temperature), entropy))
     return out
