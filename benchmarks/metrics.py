@@ -40,11 +40,11 @@ def control(change):
 def reinforce(start, change):
     "PPO on a language model; `sampled_at` is a temperature that the sampler knows and the loss does not."
     from rlhf_notes.language.pipeline import evaluate
-    from rlhf_notes.language.sampling import Sampler
+    from rlhf_notes.language.sampling import sample
     change = dict(change)
     temperature = change.pop("sampled_at", None)
     trainer, rows = start.trainer(**change), []
-    if temperature: trainer.sampler = Sampler(trainer.policy.lm, trainer.config.response_length, temperature)
+    if temperature: trainer.respond = lambda lm, *args: sample(lm, *args, temperature)
     try:
         while trainer.iteration < trainer.iterations:
             rows.append(trainer.iterate())

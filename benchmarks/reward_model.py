@@ -43,14 +43,14 @@ def measure(stage, queries, mask, answers, counts, true):
 def run(config, held_out):
     "One seed: its rows."
     from rlhf_notes.language.model import Pretraining
-    from rlhf_notes.language.reward_model import RewardTraining, write_answers
+    from rlhf_notes.language.reward_model import RewardTraining, write_responses
     from rlhf_notes.language.pipeline import make_world
     lm, task = make_world(config, torch.device("cpu"))
     pretraining = Pretraining(config, lm, task)
     while pretraining.iteration < pretraining.iterations: pretraining.iterate()
     queries, mask = (x.repeat_interleave(4, 0) for x in task.held_out(held_out))
-    answers, counts = write_answers(config, lm, task, queries, mask, torch.Generator().manual_seed(10_000 + config.seed))
-    seen = queries, mask, answers, counts, task.true_scores(queries, mask, answers).view(-1, 4)
+    answers, counts = write_responses(config, lm, task, queries, mask, torch.Generator().manual_seed(10_000 + config.seed))
+    seen = queries, mask, answers, counts, task.true_rewards(queries, mask, answers).view(-1, 4)
     stage = RewardTraining(config, lm, task)
     moments = {0, stage.iterations, *(round(stage.iterations / 2 ** (i / 2)) for i in range(13))}
     while True:

@@ -1,4 +1,4 @@
-"""One small, random language model of each kind: positions learnt, rotated, as a bias, or none at all; logits plain, scaled or capped."""
+"""One small, random language model of each kind: positions learnt or rotated; logits plain, scaled or capped."""
 import torch
 import transformers
 
@@ -12,11 +12,9 @@ KINDS = {
     "Llama": ROTARY,
     "Qwen2": ROTARY,
     "OPT": dict(**SHAPE, **SPECIAL, ffn_dim=32, word_embed_proj_dim=8),                              # its last hidden state is narrower than the others
-    "Bloom": dict(vocab_size=37, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1, attention_dropout=0.1, **SPECIAL),          # positions from the mask alone
     "Gemma2": dict(**ROTARY, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, final_logit_softcapping=2.0),
     "Cohere": dict(**ROTARY, logit_scale=0.25),
     "Granite": dict(**ROTARY, logits_scaling=4.0),
-    "Mamba": dict(vocab_size=37, hidden_size=16, num_hidden_layers=2, state_size=4, **SPECIAL),          # no keys, no values
 }
 WORDS = [f"w{i}" for i in range(37)]
 

@@ -17,10 +17,11 @@ from torch import nn
 
 from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
+from .hub import load_model, pad_outside, save_model
 from .model import (Pretraining, RewardModel, check_weights, context_length,
-                                       load_model, make_gpt2, pad_outside)
+                                       make_gpt2)
 from .reward_model import RewardTraining
-from .rlhf import RLHF, check_processes, make_accelerator, process_device, save_policy
+from .rlhf import RLHF, check_processes, make_accelerator, process_device
 from .rollout import Rollout, rollout_stats
 from .task import WORDS, Reviews, make_tokenizer
 from ..training.runs import Run, write_table
@@ -156,7 +157,7 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
               ) -> tuple: # (language model, task)
     "A language model, and the task in its tokens; ValueError if they do not fit."
     if config.model:
-        lm, tokenizer = load_model(config.model, device)
+        lm, tokenizer = load_model(config.model, device=device)
     else:
         size = len(WORDS) if config.preset == "tiny" else GPT2_VOCAB
         tokenizer = pad_outside(make_tokenizer(), size)
@@ -263,7 +264,7 @@ def finish(training: Training, # At its end or interrupted
           ):
     "Write the policy, the curve and the summary."
     trainer, rows = training.stage, training.rows["rl"]
-    if training.done: save_policy(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
+    if training.done: save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
 

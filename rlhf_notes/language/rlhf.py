@@ -4,15 +4,12 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'RLHF', 'losses', 'microbatch_weight', 'tensorflow_eps', 'learning_rate',
-           'make_accelerator', 'process_device', 'check_processes', 'check_finite',
-           'save_policy']
+           'make_accelerator', 'process_device', 'check_processes', 'check_finite']
 
 # %% ../../nbs/language/27_rlhf.ipynb #export-imports
 import copy
 import json
 import math
-import os
-import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -24,17 +21,16 @@ from torch import nn
 from ..fast.adam import Adam, clip_gradient, one_vector
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
-from ..formulas.logprob import entropy_from_logits, selective_log_softmax
 from ..formulas.masking import masked_mean
 from ..formulas.reward import RewardNorm, apply_penalty
 from ..formulas.value import explained_variance, value_clip_fraction, value_loss
 from .config import RLHFConfig
-from .model import (Policy, answer_states, autocast, check_weights,
-                                       head_log_probs, lean_head, load_model, no_dropout, pad_inside,
-                                       pad_outside, quiet_transformers, to_logits)
+from .hub import load_model, save_model
+from .model import (Policy, autocast, check_weights, head_log_probs, no_dropout,
+                                       response_states)
 from .reward_model import score
 from .rollout import Prompts, Rollout, rollout_stats, with_advantages
-from .sampling import Sampler, Samples
+from .sampling import Samples, sample
 from ..training.devices import pick_device
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
@@ -59,13 +55,9 @@ class RLHF:
         self._from_prompts(config, model, tokenizer, prompts, reward)
 
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
-        device = process_device(config.device)
-        if isinstance(model, (str, Path)):
-            model, tokenizer = load_model(str(model), device)
-        else:
-            pad_outside(tokenizer, model.get_output_embeddings().weight.shape[0])
+        lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
         task = Prompts(tokenizer, prompts, reward, config.response_length)
-        self._begin(config, model.to(device), task, task.score)
+        self._begin(config, lm, task, task.score)
 
     @classmethod
     def from_parts(cls,
@@ -89,7 +81,6 @@ class RLHF:
         self.policy = Policy(copy.deepcopy(lm))  # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model = self.accelerator.prepare_model(self.policy)
-        self.sampler = Sampler(self.policy.lm, config.response_length, config.temperature)  # G4, P1
         self.weights = one_vector(self.policy)  # last: preparing a model may move it
         self.optimizer = Adam(self.weights, config.adam_eps)
         self.kl = FixedKLController(config.kl_coef)
@@ -128,10 +119,8 @@ class RLHF:
                 u: torch.Tensor, # Uniform in [0, 1), (B, T)
                ) -> Samples: # Tokens, log-probabilities and hidden states, (B, T)
         "Responses of a fixed length, sampled past their ends (detail G4)."
-        c, sampler = self.config, self.sampler
-        if lm is not self.policy.lm:
-            sampler = Sampler(lm, c.response_length, c.temperature, graph=False)
-        with autocast(self.device, c.precision): return sampler(prompts, mask, u)
+        with autocast(self.device, self.config.precision):
+            return sample(lm, prompts, mask, u, self.config.temperature)  # G4, P1
 
     def proxy_reward(self, prompts, mask, responses, response_mask, has_end) -> torch.Tensor: # (B,)
         "The normalised score of the reward model; the penalty where a response has no end."
@@ -152,12 +141,8 @@ class RLHF:
         tokens = torch.cat([prompts, samples.tokens], 1)
         mask = torch.cat([mask, torch.ones_like(response_mask)], 1)
         with autocast(self.device, c.precision):
-            hidden = answer_states(self.reference, tokens, mask, c.response_length)
-            if lean_head(self.reference, response_mask.numel()):
-                logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)
-            else:
-                logits = to_logits(self.reference, hidden)
-                logp_ref = selective_log_softmax(logits, samples.tokens, c.temperature)  # P1
+            hidden = response_states(self.reference, tokens, mask, c.response_length)
+            logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)  # P1
         return Rollout(tokens, mask, response_mask, has_end, scores, samples.logp, logp_ref,
                        self.policy.value(samples.hidden))
 
@@ -185,14 +170,9 @@ class RLHF:
     def forward(self, part: Rollout) -> tuple: # logp, entropy (no gradient), values, (b, T) each
         "Log-probs, entropy and values of a microbatch under the current policy."
         c = self.config
-        lean = lean_head(self.policy.lm, part.response_mask.numel())
         with autocast(self.device, c.precision):
-            out, values = self.model(part.tokens, part.mask, c.response_length,
-                                     part.responses if lean else None, c.temperature,
-                                     part.response_mask)
-        if lean: return *out, values
-        logp = selective_log_softmax(out, part.responses, c.temperature)  # P1
-        return logp, entropy_from_logits(out.detach(), c.temperature), values
+            return self.model(part.tokens, part.mask, c.response_length, c.temperature,
+                              part.response_mask)  # P1
 
     def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple: # As `forward`
         "Add the gradient of a microbatch, with its weight in the minibatch."
@@ -266,7 +246,7 @@ class RLHF:
 
     def save(self, path): # A directory
         "Write policy, tokenizer and options; `AutoModelForCausalLM` loads the policy from there."
-        save_policy(Path(path), self.policy.lm, self.task.tokenizer)
+        save_model(Path(path), self.policy.lm, self.task.tokenizer)
         write_atomically(Path(path) / "rlhf.json", json.dumps(asdict(self.config), indent=1) + "\n")
 
     @classmethod
@@ -366,21 +346,3 @@ def check_finite(where: str, # Stage and iteration
     "FloatingPointError if a number is NaN or infinite."
     bad = [f"{k} is {v}" for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
     if bad: raise diverged(where, ", ".join(bad))
-
-# %% ../../nbs/language/27_rlhf.ipynb #files
-def save_policy(path: Path, # A directory; one that is there is replaced
-                lm: nn.Module, # A model of transformers
-                tokenizer, # Its own; like the model, it stays as it is
-               ):
-    "Write a model that AutoModelForCausalLM and AutoTokenizer load, with a padding token that it knows."
-    tmp = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tokenizer = pad_inside(tokenizer, lm.get_output_embeddings().weight.shape[0])
-    with quiet_transformers():
-        lm.save_pretrained(tmp)
-        tokenizer.save_pretrained(tmp)
-        for config in copy.deepcopy((lm.config, lm.generation_config)):
-            config.pad_token_id = tokenizer.pad_token_id
-            config.save_pretrained(tmp)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(tmp, path)

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..formulas.reward import apply_penalty
 from ..language.config import RLHFConfig
-from ..language.model import quiet_transformers
+from ..language.hub import quiet_transformers
 from ..language.reward_model import score
 from ..language.pipeline import evaluate
 from ..language.task import review_prompts

@@ -65,12 +65,10 @@ def padding_read(hidden_states): # `model.hidden_states`, which goes by the mask
     "Padding is word 0, and nothing hides it."
     return lambda lm, tokens, mask, at=None: hidden_states(lm, tokens.masked_fill(~mask, 0), torch.ones_like(mask), at)
 
-def padding_sampled(Sampler): # `sample.Sampler`, which goes by the mask
-    "The same while answers are drawn."
-    class Reading(Sampler):
-        def __call__(self, queries, mask, u):
-            return super().__call__(queries.masked_fill(~mask, 0), torch.ones_like(mask), u)
-    return Reading
+def padding_sampled(sample): # `sampling.sample`, which goes by the mask
+    "The sampler looks at padding as if it were word 0."
+    return lambda lm, prompts, mask, u, temperature: sample(lm, prompts.masked_fill(~mask, 0), torch.ones_like(mask), u,
+                                                            temperature)
 
 def places(position_ids): # `model.position_ids`, which counts real tokens alone
     "Positions count the padding."
@@ -101,7 +99,8 @@ def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the
     "The score is read off the last position, padding or not."
     class Edge(RewardModel):
         def forward(self, tokens, mask):
-            return model._head(self.head, model._transformers_states(self.trunk, tokens, mask)[:, -1])
+            states = model._states.__wrapped__(self.trunk, tokens.masked_fill(~mask, 0), mask, model.position_ids(mask), mask)
+            return model._float32(self.head, states[:, -1])
     return Edge
 
 def loud(RewardModel): # `model.RewardModel`, whose head begins with 1 / sqrt(d + 1)
@@ -217,9 +216,9 @@ def moving_reference(RLHF): # `rlhf.RLHF`, whose reference stands still
     return Moving
 
 # %% ../../nbs/studies/35_failures.ipynb #wrong-update
-def behind_the_end(answer_states): # `model.answer_states`, which leaves out what `counts` says nobody looks at
+def behind_the_end(response_states): # `model.response_states`, which leaves out what `counts` says nobody looks at
     "States behind the end of an answer are computed as well: someone looks at them."
-    return lambda lm, tokens, mask, response, counts=None: answer_states(lm, tokens, mask, response)
+    return lambda lm, tokens, mask, length, counts=None: response_states(lm, tokens, mask, length)
 
 def over_padding(whiten): # `whitening.whiten`, over what counts alone
     "Mean and variance are taken over the padding too."
@@ -239,7 +238,7 @@ FAILURES = {
     "query unseen": Failure("the reward model reads the answer without its query", "G1",
                             swaps=((reward_model, "score", judged_alone), (rlhf, "score", judged_alone)), judge=True),
     "padding is a word": Failure("padding is read like any word", "G2",
-                                 swaps=((model, "hidden_states", padding_read), (rlhf, "Sampler", padding_sampled))),
+                                 swaps=((model, "hidden_states", padding_read), (rlhf, "sample", padding_sampled))),
     "positions count padding": Failure("positions count the padding, in sampling and learning", "G3",
                                        swaps=((model, "position_ids", places), (sample, "position_ids", places))),
     "positions differ": Failure("positions count the padding in the update alone", "G3",
@@ -260,7 +259,7 @@ FAILURES = {
     "pairs": Failure("the best answer is compared with one other, not with three", "R4",
                      swaps=((reward_model, "best_of_n_loss", one_pair),), judge=True),
     "temperature forgotten": Failure("drawn at temperature 0.7, log-probabilities at 1", "P1",
-                                     swaps=((rlhf, "selective_log_softmax", temperature_forgotten),), base="cooler"),
+                                     swaps=((model, "selective_log_softmax", temperature_forgotten),), base="cooler"),
     "loud values": Failure("the value head begins with standard deviation 1", "P2", swaps=((rlhf, "Policy", opinionated),)),
     "unfinished queries": Failure("queries end before their full stop", "P3", start=on_task(Unfinished)),
     "dropout": Failure("dropout of 0.1 in the update", "P4", swaps=((rlhf, "Policy", thinned),)),
@@ -290,7 +289,7 @@ FAILURES = {
     "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11", dict(kl_target=0.0)),
     "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12", dict(adam="pytorch")),
     "mean over padding": Failure("the policy's loss counts the padding", "",
-                                 swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean))),
+                                 swaps=((model, "response_states", behind_the_end), (rlhf, "policy_loss", padded_mean))),
     "no clip": Failure("ratio times advantage, not clipped", "", swaps=((grpo, "clipped_surrogate", unclipped),)),
     "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
     "eight epochs": Failure("eight passes", "", dict(epochs=8)),
@@ -306,7 +305,7 @@ FAILURES = {
     "GRPO: unscaled": Failure("advantages are not divided by the group's standard deviation", "",
                               dict(group_scale="none"), base="grpo"),
     "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "",
-                                       swaps=((model, "answer_states", behind_the_end), (rlhf, "policy_loss", padded_mean)),
+                                       swaps=((model, "response_states", behind_the_end), (rlhf, "policy_loss", padded_mean)),
                                        base="grpo"),
 }
 

@@ -43,8 +43,8 @@ def a_batch(t):
 
 
 def logp_now(t, batch):
-    logits, values = t.policy(batch.tokens, batch.mask, t.config.response_length)
-    return (logits / t.config.temperature).log_softmax(-1).gather(-1, batch.responses[..., None])[..., 0], values
+    logp, _, values = t.policy(batch.tokens, batch.mask, t.config.response_length, t.config.temperature)
+    return logp, values
 
 
 def vector(tensors): return torch.cat([x.detach().flatten() for x in tensors])

@@ -14,7 +14,8 @@ import torch
 
 from language.parts import TIMES, TINY, After, a_batch, tiny_lm, trainer, vector, weights, without_times
 from rlhf_notes.language import pipeline as P, rlhf as R
-from rlhf_notes.language.model import make_gpt2, pad_outside
+from rlhf_notes.language.hub import pad_outside
+from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
 from rlhf_notes.training.runs import Run
 
@@ -23,7 +24,7 @@ from rlhf_notes.training.runs import Run
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tokenizer = make_tokenizer()
-    R.save_policy(path / "lm", tiny_lm(), tokenizer)
+    R.save_model(path / "lm", tiny_lm(), tokenizer)
     return str(path / "lm")
 
 
@@ -155,7 +156,7 @@ def test_bad_models_are_refused_in_a_line(tmp_path):
 
 def test_a_query_longer_than_the_context_is_refused(tmp_path):
     tokenizer = make_tokenizer()
-    R.save_policy(tmp_path / "short", tiny_lm(positions=20), tokenizer)
+    R.save_model(tmp_path / "short", tiny_lm(n_positions=20), tokenizer)
     with pytest.raises(ValueError, match="20 tokens"): P.make_world(replace(TINY, model=str(tmp_path / "short")), torch.device("cpu"))
     for options, words in ((dict(response_length=60), "response_length must fit into the model's context of 64 tokens, beside a query of 9, got 60"), (dict(query_length=60), "query_length must fit into the model's context of 64 tokens, beside a response of 16, got 60")):
         with pytest.raises(ValueError, match=f"^{words}$"): P.make_world(replace(TINY, **options), torch.device("cpu"))
@@ -165,7 +166,7 @@ def test_a_query_longer_than_the_context_is_refused(tmp_path):
 def test_a_tokenizer_that_does_not_fit_is_the_models(tmp_path):
     from language.test_task import words_alone
     words = [w for w in WORDS if w != "superb"]
-    R.save_policy(tmp_path / "lm", make_gpt2("tiny", len(words), n_layer=1, n_embd=16, n_head=2), words_alone(words))
+    R.save_model(tmp_path / "lm", make_gpt2("tiny", len(words), n_layer=1, n_embd=16, n_head=2), words_alone(words))
     with pytest.raises(ValueError, match="^model must have a tokenizer that fits the task, got '.*lm': tokenizer must read every word"): P.make_world(replace(TINY, model=str(tmp_path / "lm")), "cpu")
 
 
@@ -230,15 +231,15 @@ def test_the_policy_answers_many_texts_as_it_does_one(tmp_path, pad, expected):
     with torch.no_grad():
         for p in lm.parameters(): p.add_(0.3 * torch.randn(p.shape, generator=g))                     # or it would say the same to all
     tokenizer = pad_outside(make_tokenizer() if pad == "outside" else PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[0], pad_token=pad), len(WORDS))
-    R.save_policy(tmp_path / "p", lm, tokenizer)
+    R.save_model(tmp_path / "p", lm, tokenizer)
     assert tokenizer.pad_token_id == len(WORDS) and lm.config.pad_token_id is None and lm.generation_config.pad_token_id is None
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "p"), AutoTokenizer.from_pretrained(tmp_path / "p")
-    assert tokenizer.pad_token == expected and tokenizer.padding_side == "left" and len(tokenizer) == len(WORDS)
+    assert tokenizer.pad_token == expected and tokenizer.padding_side == "left" and tokenizer.pad_token_id < len(WORDS)
     assert tokenizer.pad_token_id == lm.config.pad_token_id == lm.generation_config.pad_token_id
     def answers(texts): return lm.generate(**{k: x for k, x in tokenizer(texts, return_tensors="pt", padding=True).items() if k != "token_type_ids"}, max_new_tokens=4, min_new_tokens=4, do_sample=False)[:, -4:]
     texts = ["about the hotel .", "a word on the old hotel ."]
     assert torch.equal(answers(texts), torch.cat([answers([t]) for t in texts])) and not torch.equal(*answers(texts))
-    assert P.make_world(replace(TINY, model=str(tmp_path / "p")), "cpu")[1].pad_token == len(WORDS)
+    assert P.make_world(replace(TINY, model=str(tmp_path / "p")), "cpu")[1].pad_token >= len(WORDS)
 
 
 @pytest.fixture
@@ -303,7 +304,7 @@ def test_nothing_is_written_without_a_run(tmp_path, monkeypatch, model_dir):
 
 def test_a_policy_takes_the_place_of_another(tmp_path):
     tokenizer = make_tokenizer()
-    for seed in (0, 1): R.save_policy(tmp_path / "p", tiny_lm(seed), tokenizer)
+    for seed in (0, 1): R.save_model(tmp_path / "p", tiny_lm(seed), tokenizer)
     from transformers import AutoModelForCausalLM
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "p").transformer.wte.weight, tiny_lm(1).transformer.wte.weight)
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
@@ -312,5 +313,5 @@ def test_a_policy_takes_the_place_of_another(tmp_path):
 def test_other_tokenizers_will_do(tmp_path):
     "One that response_mask further than the model it comes with was made for."
     tokenizer = pad_outside(make_tokenizer(), len(WORDS))
-    R.save_policy(tmp_path / "p", tiny_lm(), tokenizer)
+    R.save_model(tmp_path / "p", tiny_lm(), tokenizer)
     assert P.train(replace(TINY, model=str(tmp_path / "p"), iterations=1))[2]["steps"] == 16

@@ -1,7 +1,7 @@
 import copy
 import io
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from rlhf_notes.formulas.preference import best_of_n_loss
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import Pretraining, RewardModel, make_gpt2
-from rlhf_notes.language.reward_model import CHOICES, Labels, RewardTraining, agreement, ask_human, score, warm_linear, write_answers
+from rlhf_notes.language.reward_model import CHOICES, RewardTraining, agreement, ask_human, score, warm_linear, write_responses
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer, queries
 from strategies import SEEDS
 
@@ -33,12 +33,14 @@ def lm(task):
 
 @pytest.fixture(scope="module")
 def asked(lm, task):
-    queries, mask = task.draw(24, torch.Generator().manual_seed(0))
-    return queries, mask, *write_answers(CONFIG, lm, task, queries, mask, torch.Generator().manual_seed(1))
+    queries, mask = task.sample_prompts(24, torch.Generator().manual_seed(0))
+    return queries, mask, *write_responses(CONFIG, lm, task, queries, mask, torch.Generator().manual_seed(1))
 
 
 def generator(seed=0): return torch.Generator().manual_seed(seed)
 def run(stage, n=None): return [stage.iterate() for _ in range(stage.iterations - stage.iteration if n is None else n)]
+def rewards_of(model, texts): return score(model, *(x.flatten(0, 1) for x in texts)).view(-1, 4)
+def batch(stage, i=0): *texts, best = (x[stage.order[i]] for x in stage.labels); return texts, best
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -71,8 +73,8 @@ def test_the_last_real_token_counts_and_nothing_behind_it(lm, asked, task):
 # answers and labels
 
 def test_answers_are_cut_and_depend_on_the_generator_alone(lm, task):
-    queries, mask = task.draw(50, generator(3))
-    write = lambda seed, **kw: write_answers(CONFIG, lm, task, queries, mask, generator(seed), **kw)
+    queries, mask = task.sample_prompts(50, generator(3))
+    write = lambda seed, **kw: write_responses(CONFIG, lm, task, queries, mask, generator(seed), **kw)
     torch.manual_seed(0); answers, counts = write(1)
     torch.manual_seed(1); again, _ = write(1, at_once=7)
     assert torch.equal(answers, again) and not torch.equal(answers, write(2)[0]) and answers.shape == counts.shape == (50, 16)
@@ -83,42 +85,38 @@ def test_answers_are_cut_and_depend_on_the_generator_alone(lm, task):
 
 
 def test_answers_are_drawn_at_the_temperature_of_the_policy(lm, task):
-    queries, mask = task.draw(200, generator(3))
-    distinct = lambda t: len(set(map(tuple, write_answers(replace(CONFIG, temperature=t), lm, task, queries, mask, generator(1))[0].tolist())))
+    queries, mask = task.sample_prompts(200, generator(3))
+    distinct = lambda t: len(set(map(tuple, write_responses(replace(CONFIG, temperature=t), lm, task, queries, mask, generator(1))[0].tolist())))
     assert distinct(0.05) < distinct(1.0) == 200
 
 
-def test_labels_are_four_answers_to_a_query_and_the_humans_choice(lm, task):
-    labels = ask_human(replace(CONFIG, labels=60, human_temperature=1e-3), lm, task, generator(5))
-    assert len(labels) == 60 and CHOICES == 4 and labels.answers.shape == labels.counts.shape == (60, 4, 16) and labels.best.shape == (60,) and labels.queries.shape == (60, task.query_length)
-    assert {f.name for f in fields(Labels)} == {"queries", "mask", "answers", "counts", "best"}             # the true scores stay with the human
-    q, m, a, c = labels.texts()
-    assert len(q) == len(m) == len(a) == len(c) == 240
-    true = task.true_scores(q, m, a).view(60, 4)
-    assert torch.equal(true.gather(1, labels.best[:, None])[:, 0], true.amax(1)) and labels.best.unique().tolist() == [0, 1, 2, 3]            # R4
-    texts = task.texts(q, m, a)
-    for i in range(60): assert len({query for query, _ in texts[4 * i:4 * i + 4]}) == 1 and texts[4 * i][0] in queries() and len({answer for _, answer in texts[4 * i:4 * i + 4]}) > 1
-    assert len({query for query, _ in texts}) > 40
-    some = labels[torch.tensor([3, 5])]
-    assert len(some) == 2 and torch.equal(some.answers[1], labels.answers[5]) and torch.equal(some.texts()[1][:4], labels.mask[3:4].expand(4, -1)) and torch.equal(some.texts()[2][4:], labels.answers[5])
+def test_labels_are_four_responses_to_a_prompt_and_the_humans_choice(lm, task):
+    texts, best = ask_human(replace(CONFIG, labels=60, human_temperature=1e-3), lm, task, generator(5))
+    assert [x.shape for x in texts] == [(60, 4, task.query_length)] * 2 + [(60, 4, 16)] * 2              # no true rewards
+    assert CHOICES == 4 and best.shape == (60,)
+    prompts, mask, responses, _ = (x.flatten(0, 1) for x in texts)
+    true = task.true_rewards(prompts, mask, responses).view(60, 4)
+    assert torch.equal(true.gather(1, best[:, None])[:, 0], true.amax(1))                                # R4
+    assert best.unique().tolist() == [0, 1, 2, 3]
+    words = task.texts(prompts, mask, responses)
+    for i in range(60):
+        four = words[4 * i:4 * i + 4]
+        assert len({prompt for prompt, _ in four}) == 1 and four[0][0] in queries()
+        assert len({response for _, response in four}) > 1
+    assert len({prompt for prompt, _ in words}) > 40
 
 
 def test_the_human_is_as_noisy_as_configured(lm, task):
-    true_best = lambda t: ((lambda l: task.true_scores(*l.texts()[:3]).view(-1, 4).gather(1, l.best[:, None])[:, 0] == task.true_scores(*l.texts()[:3]).view(-1, 4).amax(1))(
-        ask_human(replace(CONFIG, labels=150, human_temperature=t), lm, task, generator(5)))).float().mean()
+    def true_best(temperature):
+        texts, best = ask_human(replace(CONFIG, labels=150, human_temperature=temperature), lm, task, generator(5))
+        true = task.true_rewards(*(x.flatten(0, 1) for x in texts[:3])).view(-1, 4)
+        return (true.gather(1, best[:, None])[:, 0] == true.amax(1)).float().mean()
     assert true_best(1e-3) == 1 and 0.5 < true_best(0.5) < 1 and true_best(1e4) < 0.5
-
-
-def test_rewards_of_labels_stand_in_their_places(lm, task):
-    labels, model = ask_human(CONFIG, lm, task, generator(5)), RewardModel(lm, generator())
-    with torch.no_grad():
-        r = labels.rewards(model)
-        for i in range(4): torch.testing.assert_close(r[:, i], score(model, labels.queries, labels.mask, labels.answers[:, i], labels.counts[:, i]))
 
 
 def test_the_true_score_is_looked_up_for_the_labels_only(lm, task, monkeypatch):
     looks = []
-    monkeypatch.setattr(Reviews, "true_scores", lambda self, *x, real=Reviews.true_scores: looks.append(len(x[0])) or real(self, *x))
+    monkeypatch.setattr(Reviews, "true_rewards", lambda self, *x, real=Reviews.true_rewards: looks.append(len(x[0])) or real(self, *x))
     stage = RewardTraining(CONFIG, lm, task)
     assert looks == [160]
     run(stage); stage.state_dict(); stage.reference_rewards()
@@ -150,7 +148,7 @@ def test_it_learns_what_the_human_likes(lm, task):
     assert [r["learning_rate"] for r in rows] == [5e-3 * warm_linear(s, 60) for s in range(60)] and stage.optimizer.param_groups[0]["lr"] == rows[-1]["learning_rate"] < 2e-4        # G5
     assert set(rows[0]) == {"step", "loss", "accuracy", "grad_norm", "learning_rate"} and [r["step"] for r in rows] == list(range(1, 61))
     fresh = ask_human(replace(config, labels=200), lm, task, generator(77))
-    with torch.no_grad(): found = agreement(fresh.rewards(stage.model), task.true_scores(*fresh.texts()[:3]).view(-1, 4))
+    with torch.no_grad(): found = agreement(rewards_of(stage.model, fresh[0]), task.true_rewards(*(x.flatten(0, 1) for x in fresh[0][:3])).view(-1, 4))
     assert found["pairs"] > 0.6 and found["correlation"] > 0.25
 
 
@@ -170,7 +168,7 @@ def test_norm_before_and_after(lm, task):
 
 
 def test_rewards_that_are_all_equal_have_no_scale(lm, task):
-    words = r"reward model, step {}, answers to norm_samples queries: rewards must not all be equal, got {} of them with mean .* and standard deviation 0.0; the last checkpoint"
+    words = r"reward model, step {}, responses to norm_samples prompts: rewards must not all be equal, got {} of them with mean .* and standard deviation 0.0; the last checkpoint"
     dull = copy.deepcopy(lm)
     with torch.no_grad(): dull.transformer.ln_f.weight.zero_()
     with pytest.raises(FloatingPointError, match=f"^{words.format(0, 48)}"): RewardTraining(CONFIG, dull, task)
@@ -195,17 +193,17 @@ def test_the_reference_is_the_pretrained_model(lm, task):
 
 def test_the_loss_is_that_of_best_of_four_on_normalised_rewards(lm, task):
     stage = RewardTraining(CONFIG, lm, task)
-    labels = stage.labels[stage.order[0]]
-    with torch.no_grad(): r = RewardNorm(stage.norm.gain, stage.norm.bias)(labels.rewards(stage.model))
+    texts, best = batch(stage)
+    with torch.no_grad(): r = RewardNorm(stage.norm.gain, stage.norm.bias)(rewards_of(stage.model, texts))
     row = stage.iterate()
-    assert row["loss"] == pytest.approx(best_of_n_loss(r, labels.best).item(), rel=1e-5) and row["accuracy"] == (r.argmax(1) == labels.best).float().mean().item()
+    assert row["loss"] == pytest.approx(best_of_n_loss(r, best).item(), rel=1e-5) and row["accuracy"] == (r.argmax(1) == best).float().mean().item()
     assert abs(stage.norm.gain - 1) > 0.05 and row["learning_rate"] == CONFIG.rm_learning_rate * warm_linear(0, stage.iterations) == stage.optimizer.param_groups[0]["lr"]
 
 
 def test_a_step_by_hand(lm, task):
     stage = RewardTraining(CONFIG, lm, task)
-    model, labels = copy.deepcopy(stage.model), stage.labels[stage.order[0]]
-    loss = -(stage.norm.gain * labels.rewards(model) + stage.norm.bias).log_softmax(1)[torch.arange(8), labels.best].mean()
+    model, (texts, best) = copy.deepcopy(stage.model), batch(stage)
+    loss = -(stage.norm.gain * rewards_of(model, texts) + stage.norm.bias).log_softmax(1)[torch.arange(8), best].mean()
     optimizer = torch.optim.Adam(model.parameters(), lr=CONFIG.rm_learning_rate, eps=1e-5)           # the warm-up is less than a step
     loss.backward(); norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)); optimizer.step()
     row = stage.iterate()
@@ -215,13 +213,12 @@ def test_a_step_by_hand(lm, task):
 
 
 @pytest.mark.parametrize("labels, batch, epochs, sizes", [(40, 8, 1, [8] * 5), (10, 8, 1, [8, 2]), (10, 4, 2, [4] * 5), (3, 8, 1, [3])])
-def test_each_label_is_used_once_in_an_epoch(lm, task, monkeypatch, labels, batch, epochs, sizes):
-    stage, used = RewardTraining(replace(CONFIG, labels=labels, rm_batch=batch, rm_epochs=epochs), lm, task), []
-    monkeypatch.setattr(Labels, "__getitem__", lambda self, rows, real=Labels.__getitem__: used.append(rows.tolist()) or real(self, rows))
+def test_each_label_is_used_once_in_an_epoch(lm, task, labels, batch, epochs, sizes):
+    stage = RewardTraining(replace(CONFIG, labels=labels, rm_batch=batch, rm_epochs=epochs), lm, task)
     assert stage.iterations == len(sizes)
     run(stage)
-    assert [len(u) for u in used] == sizes and stage.iteration == stage.iterations
-    flat = [i for u in used for i in u]
+    assert [len(rows) for rows in stage.order] == sizes and stage.iteration == stage.iterations
+    flat = torch.cat(stage.order).tolist()
     for e in range(epochs): assert sorted(flat[e * labels:(e + 1) * labels]) == list(range(labels))         # R4
     if labels == 40: assert flat != list(range(40))
     if epochs == 2: assert flat[:labels] != flat[labels:]
@@ -243,7 +240,7 @@ def test_all_depends_on_the_seed_and_on_nothing_else(lm, task):
     second = RewardTraining(CONFIG, lm, task)
     assert run(second) == expected and torch.equal(weights(first.model), weights(second.model)) and torch.equal(torch.get_rng_state(), state)
     other = RewardTraining(replace(CONFIG, seed=1), lm, task)
-    assert not torch.equal(other.labels.queries, first.labels.queries) and not torch.equal(other.order[0], first.order[0]) and not torch.equal(other.model.head.weight, second.model.head.weight)
+    assert not torch.equal(other.labels[0], first.labels[0]) and not torch.equal(other.order[0], first.order[0]) and not torch.equal(other.model.head.weight, second.model.head.weight)
 
 
 @pytest.mark.parametrize("at", [0, 3, 10])
@@ -319,10 +316,4 @@ def test_agreement_at_its_ends():
 def test_agreement_refuses():
     with pytest.raises(ValueError, match=r"true must have the shape of rewards, \(2, 4\), got \(2, 3\)"): agreement(torch.zeros(2, 4), torch.zeros(2, 3))
     with pytest.raises(TypeError, match="true must have a floating-point dtype"): agreement(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="rewards must have 2 dimensions"): agreement(torch.zeros(4), torch.zeros(4))
-
-
-def test_the_last_step_is_looked_at_too(lm, task):
-    training = RewardTraining(replace(CONFIG, labels=8, rm_learning_rate=1e38), lm, task)
-    assert training.iterations == 1
-    with pytest.raises(FloatingPointError, match="^reward model, step 1: the squares of the weights add up to (nan|inf); the last checkpoint, if there is one, is from before$"): training.iterate()
+    with pytest.raises(ValueError, match="rewards must have the shape"): agreement(torch.zeros(4), torch.zeros(4))

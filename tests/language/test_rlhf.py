@@ -12,7 +12,7 @@ from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language import pipeline as P, rlhf as R
 from rlhf_notes.language.config import Variant
-from rlhf_notes.language.model import RewardModel, answer_states, hidden_states, to_logits
+from rlhf_notes.language.model import RewardModel, response_states, hidden_states, to_logits
 from rlhf_notes.language.rollout import Rollout, with_advantages
 from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
 from strategies import SEEDS
@@ -291,7 +291,7 @@ def test_the_entropy_is_that_of_the_policy():
     t = trainer(replace(TINY, temperature=0.5))
     b = a_batch(t)
     _, entropy, _ = t.accumulate(b, b, True)
-    logits, _ = t.policy(b.tokens, b.mask, 16)
+    logits = to_logits(t.policy.lm, response_states(t.policy.lm, b.tokens, b.mask, 16))
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()
     torch.testing.assert_close(entropy[b.response_mask], expected[b.response_mask], rtol=1e-4, atol=1e-4)
     whole = replace(b, response_mask=torch.ones_like(b.response_mask))
@@ -307,8 +307,8 @@ def test_nothing_depends_on_what_stands_behind_the_end(algo, monkeypatch):
     (rows, grads, at_last), calls = run(), []
     def all_of_it(lm, tokens, mask, response, response_mask=None):
         calls.append(response_mask)
-        return answer_states(lm, tokens, mask, response)
-    monkeypatch.setattr("rlhf_notes.language.model.answer_states", all_of_it)
+        return response_states(lm, tokens, mask, response)
+    monkeypatch.setattr("rlhf_notes.language.model.response_states", all_of_it)
     more, wide, after = run()
     assert calls and all(c is not None for c in calls) and not torch.cat(calls).all()                 # asked for less
     for a, b in zip(rows, more):

@@ -1,0 +1,179 @@
+"""Models are loaded and saved whole, or refused in one sentence."""
+import logging
+import math
+
+import pytest
+import torch
+import transformers
+
+from language_models import KINDS, WORDS, make, texts, tokenizer
+from rlhf_notes import fast
+from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model
+from rlhf_notes.language.model import hidden_states, make_gpt2, no_dropout
+
+
+def tiny(**changes):
+    return make_gpt2("tiny", 37, **dict(n_embd=16, n_head=2, n_positions=32) | changes)
+
+
+def rough(lm, seed=0):
+    "With weights large enough to matter."
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=g))
+    return lm
+
+
+def saved(lm, path, tok=None):
+    lm.save_pretrained(path)
+    if tok is not None:
+        tok.save_pretrained(path)
+    return str(path)
+
+
+# --- loading
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_model_that_was_saved_can_be_loaded(kind, tmp_path):
+    lm = no_dropout(make(kind)).eval()
+    got, tok = load_model(saved(make(kind), tmp_path, tokenizer()))
+    tokens, mask = texts(5, 3, 7)
+    with torch.no_grad():
+        torch.testing.assert_close(hidden_states(got, tokens, mask)[mask], hidden_states(lm, tokens, mask)[mask])
+    assert tok.pad_token_id >= 37 and tok.padding_side == "left" and next(got.parameters()).dtype == torch.float32
+    if kind != "Qwen2":                             # for which AutoTokenizer makes a tokenizer of Qwen2's own kind
+        assert tok(["w1 w2", "w3"], padding=True)["input_ids"] == [[1, 2], [tok.pad_token_id, 3]]
+
+
+def test_a_model_may_be_a_module_or_a_path(tmp_path):
+    lm = rough(tiny())
+    got, tok = load_model(lm, tokenizer())
+    assert got is lm and tok.pad_token_id == 37
+    again, _ = load_model(tmp_path / saved(lm, tmp_path, tokenizer()))
+    assert all(torch.equal(a, b) for a, b in zip(lm.parameters(), again.parameters()))
+    own = tokenizer()
+    assert load_model(str(tmp_path), own)[1] is own
+
+
+def test_loading_draws_nothing_from_a_common_source(tmp_path):
+    path = saved(rough(tiny()), tmp_path, tokenizer())
+    load_model(path)
+    state = torch.get_rng_state()
+    check_model(rough(tiny()))
+    load_model(path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_transformers_is_silent_while_a_model_is_loaded(tmp_path):
+    "Its report of what does not fit takes many lines, and what is wrong is said in one."
+    records = []
+    class Keep(logging.Handler):
+        def emit(self, record): records.append(record.getMessage())
+    logger, keep, level = logging.getLogger("transformers"), Keep(), transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_warning(); logger.addHandler(keep)
+    try:
+        for change, words in ((dict(vocab_size=50), "without 1 of them, transformer.wte.weight for one"), (dict(n_layer=3), "without 12 of them")):
+            config = saved(tiny(), tmp_path, tokenizer()) and tiny().config
+            for name, value in change.items(): setattr(config, name, value)
+            config.save_pretrained(tmp_path)
+            with pytest.raises(ValueError, match=words): load_model(str(tmp_path))
+        assert not records and logger.level == logging.WARNING
+    finally: logger.removeHandler(keep); transformers.utils.logging.set_verbosity(level)
+
+
+# --- padding
+
+@pytest.mark.parametrize("words, pad, expected", [(37, None, 37), (37, "w0", 37), (37, "mine", 37), (30, None, 37),
+                                                  (30, "w3", 37), (30, "mine", 37)])
+def test_the_padding_token_is_outside_of_the_vocabulary(words, pad, expected):
+    tok = pad_outside(tokenizer(WORDS[:words], pad), 37)
+    assert tok.pad_token_id == expected and tok("w1 w29")["input_ids"] == [1, 29]
+    assert (tok.pad_token == "mine") == (pad == "mine" and words == 37)
+
+
+@pytest.mark.parametrize("words, pad, expected", [(37, None, "w0"), (37, "w3", "w3"), (37, "mine", "w0"), (30, None, "w0"),
+                                                  (30, "mine", "mine")])
+def test_others_find_a_padding_token_that_the_model_knows(words, pad, expected, tmp_path):
+    lm, tok = tiny(), pad_outside(tokenizer(WORDS[:words], pad), 37)
+    before = tok.get_vocab(), tok.pad_token, tok.pad_token_id
+    for _ in range(2):                                                          # what was there is replaced
+        save_model(tmp_path / "lm", lm, tok)
+    assert (tok.get_vocab(), tok.pad_token, tok.pad_token_id) == before and lm.config.pad_token_id is None
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "lm")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "lm")
+    assert theirs.pad_token == expected and theirs.padding_side == "left"
+    assert theirs.pad_token_id == model.config.pad_token_id == model.generation_config.pad_token_id < 37
+    assert theirs(["w1 w2", "w3"], padding=True)["input_ids"] == [[1, 2], [theirs.pad_token_id, 3]]
+    assert load_model(tmp_path / "lm")[1].pad_token_id >= 37 and sorted(p.name for p in tmp_path.iterdir()) == ["lm"]
+
+
+# --- what cannot be
+
+SEES_AHEAD = dict(vocab_size=37, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                  num_key_value_heads=1, head_dim=8, max_position_embeddings=32, sliding_window=32)
+DIFFER = "must give the same log-probabilities with and without padding, and token by token, got 'x', whose differ by"
+
+
+def refused(lm):
+    with pytest.raises(ValueError, match=DIFFER):
+        check_model(lm, "x")
+
+
+def test_check_model_refuses_what_is_not_as_it_should_be():
+    refused(make("GPT2", resid_pdrop=0.5))
+    lm = no_dropout(make("GPT2"))
+    check_model(lm)
+    lm.config.logit_scale = 3.0                                                 # it says so, and does not do it
+    with fast.off():
+        refused(lm)
+    lm = no_dropout(make("GPT2"))
+    forward = type(lm.transformer).forward
+    class Deaf(type(lm.transformer)):
+        def forward(self, *a, position_ids=None, **k):                          # hears of no positions
+            return forward(self, *a, **k)
+    lm.transformer.__class__ = Deaf
+    refused(lm)
+    lm = rough(tiny())
+    with torch.no_grad():
+        lm.transformer.ln_f.weight[0] = math.nan
+    refused(lm)
+
+
+def test_a_model_that_looks_ahead_or_forgets_is_refused():
+    "Padding changes nothing for it, and yet it cannot be sampled from token by token."
+    def gemma(**changes):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return rough(no_dropout(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SEES_AHEAD | changes))))
+    refused(gemma(use_bidirectional_attention=True))
+    lm = gemma()
+    check_model(lm)
+    class Forgetful(type(lm.base_model)):
+        def forward(self, input_ids, past_key_values=None, **k):
+            if past_key_values is not None:
+                input_ids = (input_ids + 1) % 37                                # with a cache it reads something else
+            return super().forward(input_ids=input_ids, past_key_values=past_key_values, **k)
+    lm.base_model.__class__ = Forgetful
+    refused(lm)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda d: load_model(str(d / "nothing")), "model must be a directory or a name on the hub .* got '.*nothing'"),
+    (lambda d: load_model(""), "got ''"),
+    (lambda d: load_model(saved(tiny(), d)), "model must have a tokenizer of its own|with a tokenizer that transformers can load"),
+    (lambda d: load_model(tiny()), "tokenizer must come with a model that is a module, got None with a GPT2LMHeadModel"),
+    (lambda d: load_model(tiny().requires_grad_(False), tokenizer()), "must have weights to train, got 'GPT2LMHeadModel' with all of them frozen"),
+    (lambda d: load_model(saved(tiny(), d, tokenizer([f"w{i}" for i in range(50)]))), "must have a tokenizer of its own, got a .* with tokens up to 49 for a model with 37 tokens"),
+    (lambda d: ((d / "config.json").write_text("{"), load_model(str(d))), "config.json"),
+    (lambda d: ((d / "config.json").write_text('{"model_type": "nonsense"}'), load_model(str(d))), "nonsense"),
+    (lambda d: (tiny().config.save_pretrained(d), tokenizer().save_pretrained(d), load_model(str(d))), "no file named"),
+    (lambda d: (saved(tiny(), d, tokenizer()), tiny(n_layer=3).config.save_pretrained(d), load_model(str(d))), r"must come with all weights that its config.json asks for, got '.*' without 12 of them, transformer.h.2"),
+    (lambda d: load_model(saved(make("Gemma2", num_key_value_heads=4), d, tokenizer())), "must be one that runs on tokens and a mask, got '.*': "),
+    (lambda d: load_model(saved(tiny(), d, tokenizer()) + "/config.json"), "^model must be a directory or a name on the hub, got the file '.*config.json'$"),
+    (lambda d: load_model(saved(tiny(n_positions=6), d, tokenizer())), "^model must be one that runs on tokens and a mask, got '.*': "),
+])
+def test_what_cannot_be_loaded_is_refused_in_one_line(call, words, tmp_path):
+    with pytest.raises(ValueError, match=words) as e:
+        call(tmp_path)
+    assert "\n" not in str(e.value)
