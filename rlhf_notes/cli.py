@@ -311,6 +311,7 @@ def bench(*, size: Literal["small", "medium", "large"] = "small", rounds: int = 
         run = Run.create(out, about, overwrite)
     print(f"{speed.device_name(device)}, {rounds} rounds", flush=True)
     tasks = tuple(t for t in speed.TASKS if task in (None, t.replace(" ", "-")))
+    print(f"ours: {speed.code_that_runs(device)}", flush=True)
     _study(run, partial(speed.bench, (size,), device, rounds, left_out=print, tasks=tasks), speed.table)
 
 # %% ../nbs/cli.ipynb #as-module

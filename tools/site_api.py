@@ -1,5 +1,6 @@
 """What the notebooks export, read from their source: names, parameters with their comments (docments), and how a page of the site shows them."""
 import ast
+import importlib
 import io
 import re
 import tokenize
@@ -92,19 +93,17 @@ def _things(source, module, page):
                     thing.inside.append(Thing(f"{node.name}.{f.name}", kind, module, page, ast.get_docstring(f) or "", *_signature(f, comments)))
             yield thing
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "namedtuple":
-            call = node.value
-            names = call.args[1]
-            names = ast.literal_eval(names).replace(",", " ").split() if isinstance(names, ast.Constant) else [e.value for e in names.elts]
-            defaults = next((k.value.elts for k in call.keywords if k.arg == "defaults" and isinstance(k.value, (ast.List, ast.Tuple))), [])
-            defaults = [None] * (len(names) - len(defaults)) + [_text(d) for d in defaults]
-            yield Thing(_text(node.targets[0]), "class", module, page, "A namedtuple.", [(n, None, d, "") for n, d in zip(names, defaults)])
+            name = _text(node.targets[0])
+            fields = getattr(importlib.import_module(module), name)
+            defaults = {n: repr(d) for n, d in fields._field_defaults.items()}
+            yield Thing(name, "class", module, page, "A namedtuple.", [(n, None, defaults.get(n), "") for n in fields._fields])
 
 
 def exported(nb, page):
-    "{cell id: what that cell of the notebook exports}, methods within their classes."
+    "{cell id: what that cell exports to the module of the notebook}, methods within their classes."
     name = next((d["default_exp"] for c in nb.cells if "default_exp" in (d := directives(c.source))), None)
     if name is None: return {}
-    cells = {c.id: list(_things(c.source, f"{settings()['lib_name']}.{name}", page)) for c in nb.cells if c.cell_type == "code" and "export" in directives(c.source)}
+    cells = {c.id: list(_things(c.source, f"{settings()['lib_name']}.{name}", page)) for c in nb.cells if c.cell_type == "code" and directives(c.source).get("export") == ""}
     return {i: things for i, things in cells.items() if things}
 
 

@@ -10,44 +10,6 @@ import torch
 from .engine import exercise
 from .given import INF, NAN, normal, vec
 
-# %% ../../nbs/fast/compiled.ipynb #exercise-checks
-def _powers(f, c): return f[..., None] ** torch.arange(len(c))
-def _bits(n, shift=23, bias=127): return ((n + bias) << shift).to(torch.int32).view(torch.float32)
-def _i(*n): return torch.tensor(n, dtype=torch.int32)
-
-exercise("horner", "compiled", lambda f, c: (_powers(f, c) * c).sum(-1),
-    "f(f (...), c (K,)) -> c_0 + c_1 f + c_2 f^2 + ..., (...)",
-    "c_0 + f (c_1 + f (c_2 + ...)): begin with the innermost bracket.",
-    inputs=[(vec([0.5, -0.25]), vec([1., 2., 4.])),
-            (vec([[2., 0.], [1., -3.]]), vec([3., 0., -1., 0.5])),
-            (normal(6, seed=57), normal(5, seed=58))],
-    edges=[(vec([0.3, -2.]), vec([4.])), (torch.tensor(0.5), vec([1., 3.]))],
-    reversed=(lambda f, c: (_powers(f, c) * c.flip(0)).sum(-1),
-        "The coefficients are reversed: the constant comes first."),
-    one_power_more=(lambda f, c: f * (_powers(f, c) * c).sum(-1),
-        "Everything is multiplied by f once too often: nothing multiplies the constant."),
-    no_last=(lambda f, c: (_powers(f, c) * c)[..., :-1].sum(-1),
-        "The last coefficient is missing: begin with it."),
-    needs_two=(lambda f, c: (_powers(f, c) * c).sum(-1) if len(c) > 1 else torch.zeros_like(f),
-        "Right, but a polynomial of one coefficient is that constant."),
-    no_shape=(lambda f, c: (_powers(f, c) * c).sum(-1).reshape(-1),
-        "Right, but the result has the shape of f, also where f is a single number."))
-
-exercise("power_of_two", "compiled", _bits,
-    "f(n int32 (...)) -> 2^n for -127 < n <= 127 by the bits of a float32, (...); 0 for n = -127",
-    "The bits of 1.0 = 2^0 are 127 << 23. What are those of 2?",
-    inputs=[(_i(0, 1, 3, -2),), (_i(10, -10, 5, -1, 2),)],
-    edges=[(_i(127, -126),), (_i(-127, 0),)],
-    no_bias=(lambda n: _bits(n, bias=0),
-        "127 is missing: the exponent bits of 2^0 are 127, not 0."),
-    shift_24=(lambda n: _bits(n, shift=24),
-        "Shifted too far: below the exponent lie 23 bits of the fraction."),
-    number=(lambda n: ((n + 127) << 23).float(),
-        "Those are the bits as a number: they are to be read as a float, .view(torch.float32)."),
-    inverted=(lambda n: _bits(-n), "That is 2^-n: the sign of n is turned around."),
-    shifted_one=(lambda n: (1 << n.clamp(min=0, max=30)).float(),
-        "1 << n is an integer: shift the exponent bits of a float."))
-
 # %% ../../nbs/fast/kernels.ipynb #exercise-checks
 def _online(z, m=-INF, s=0.0, factor=lambda old, new: math.exp(old - new),
             term=lambda x, old, new: math.exp(x - new)):
@@ -115,3 +77,41 @@ exercise("combine_steps", "kernels",
         "Right, but 0 times NaN is NaN: where d is 0, leave the later x out."),
     hides=(lambda x, d, X, D: (x + d * X.nan_to_num(), d * D),
         "Right, but a NaN after a d that is not 0 must be seen."))
+
+# %% ../../nbs/fast/row_loops.ipynb #exercise-checks
+def _powers(f, c): return f[..., None] ** torch.arange(len(c))
+def _bits(n, shift=23, bias=127): return ((n + bias) << shift).to(torch.int32).view(torch.float32)
+def _i(*n): return torch.tensor(n, dtype=torch.int32)
+
+exercise("horner", "row_loops", lambda f, c: (_powers(f, c) * c).sum(-1),
+    "f(f (...), c (K,)) -> c_0 + c_1 f + c_2 f^2 + ..., (...)",
+    "c_0 + f (c_1 + f (c_2 + ...)): begin with the innermost bracket.",
+    inputs=[(vec([0.5, -0.25]), vec([1., 2., 4.])),
+            (vec([[2., 0.], [1., -3.]]), vec([3., 0., -1., 0.5])),
+            (normal(6, seed=57), normal(5, seed=58))],
+    edges=[(vec([0.3, -2.]), vec([4.])), (torch.tensor(0.5), vec([1., 3.]))],
+    reversed=(lambda f, c: (_powers(f, c) * c.flip(0)).sum(-1),
+        "The coefficients are reversed: the constant comes first."),
+    one_power_more=(lambda f, c: f * (_powers(f, c) * c).sum(-1),
+        "Everything is multiplied by f once too often: nothing multiplies the constant."),
+    no_last=(lambda f, c: (_powers(f, c) * c)[..., :-1].sum(-1),
+        "The last coefficient is missing: begin with it."),
+    needs_two=(lambda f, c: (_powers(f, c) * c).sum(-1) if len(c) > 1 else torch.zeros_like(f),
+        "Right, but a polynomial of one coefficient is that constant."),
+    no_shape=(lambda f, c: (_powers(f, c) * c).sum(-1).reshape(-1),
+        "Right, but the result has the shape of f, also where f is a single number."))
+
+exercise("power_of_two", "row_loops", _bits,
+    "f(n int32 (...)) -> 2^n for -127 < n <= 127 by the bits of a float32, (...); 0 for n = -127",
+    "The bits of 1.0 = 2^0 are 127 << 23. What are those of 2?",
+    inputs=[(_i(0, 1, 3, -2),), (_i(10, -10, 5, -1, 2),)],
+    edges=[(_i(127, -126),), (_i(-127, 0),)],
+    no_bias=(lambda n: _bits(n, bias=0),
+        "127 is missing: the exponent bits of 2^0 are 127, not 0."),
+    shift_24=(lambda n: _bits(n, shift=24),
+        "Shifted too far: below the exponent lie 23 bits of the fraction."),
+    number=(lambda n: ((n + 127) << 23).float(),
+        "Those are the bits as a number: they are to be read as a float, .view(torch.float32)."),
+    inverted=(lambda n: _bits(-n), "That is 2^-n: the sign of n is turned around."),
+    shifted_one=(lambda n: (1 << n.clamp(min=0, max=30)).float(),
+        "1 << n is an integer: shift the exponent bits of a float."))

@@ -96,39 +96,61 @@ def rollout_stats(rollout: Rollout, # With or without advantages
 # %% ../../nbs/language/26_rollout.ipynb #prompts
 class Prompts:
     "A list of prompts and a reward function as a task for `RLHF`."
+    stop_after, special_tokens = 0, True
+
     def __init__(self,
                  tokenizer, # Of transformers, as `pad_outside` leaves it
                  prompts: list, # Strings, or dicts with "prompt" and further columns for the reward
                  reward, # reward(prompts, responses, **columns) -> numbers, from lists of strings
                  response_length: int, # T, tokens of each response
+                 query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
                 ):
         self.tokenizer, self.reward, self.response_length = tokenizer, reward, response_length
-        rows = [dict(p) if isinstance(p, dict) else dict(prompt=p) for p in prompts]
-        if rows: self.tokens, self.mask = self.encode([row["prompt"] for row in rows])
-        self.rows = dict(zip(map(tuple, self.tokens.tolist()), rows)) if rows else {}
+        self.pad_token, self.stop_token = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.rows = [dict(p) if isinstance(p, dict) else dict(prompt=p) for p in prompts]
+        if not self.rows: return  # for `generate` alone
+        self.tokens, self.mask = self.encode(row["prompt"] for row in self.rows)
+        self.query_length = self.tokens.shape[1]
+        if 0 < query_length < self.query_length:
+            raise ValueError(f"query_length must be 0 or at least {self.query_length}, the tokens "
+                             f"of the longest prompt, got {query_length}")
+        if query_length:
+            self.query_length = query_length
+            self.tokens, self.mask = self.encode((row["prompt"] for row in self.rows), query_length)
 
-    def encode(self, texts: list) -> tuple: # tokens (n, Q), padded on the left; mask (n, Q)
-        "Prompts as tokens."
-        found = self.tokenizer(list(texts), padding=True, return_tensors="pt")
+    def encode(self,
+               texts, # n strings
+               length: int | None = None, # Q; None = as many tokens as the longest text has
+              ) -> tuple: # tokens (n, Q), integer; mask (n, Q), False = padding
+        "Prompts as tokens, padded on the left."
+        found = self.tokenizer(list(texts), padding="max_length" if length else True,
+                               max_length=length, padding_side="left", return_tensors="pt",
+                               add_special_tokens=self.special_tokens)  # G2
         return found["input_ids"], found["attention_mask"].bool()
 
     def decode(self, rows) -> list: # Strings
         "Tokens as text, without special tokens."
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    def sample_prompts(self, n: int, generator: torch.Generator) -> tuple: # As `Reviews`
-        "Prompts sampled at random."
+    def sample_prompts(self,
+                       n: int, # How many
+                       generator: torch.Generator, # Source of chance
+                      ) -> tuple: # prompts (n, Q), integer; mask (n, Q), False = padding
+        "Prompts to train on, each sampled at random."
         rows = torch.randint(len(self.tokens), (n,), generator=generator)
         return self.tokens[rows], self.mask[rows]
 
-    def truncate(self, responses: torch.Tensor) -> tuple: # As `Reviews.truncate`
-        "Cut each response after the token that ends a text."
-        end = self.tokenizer.eos_token_id
-        return truncate_at_stop(responses, -1 if end is None else end, self.tokenizer.pad_token_id)
+    def truncate(self,
+                 responses: torch.Tensor, # As sampled, (B, T)
+                ) -> tuple: # responses, padded after their end; response_mask, (B, T); has_end (B,)
+        "Cut each response after the first `stop_token` at position `stop_after` or later."
+        stop = -1 if self.stop_token is None else self.stop_token
+        return truncate_at_stop(responses, stop, self.pad_token, self.stop_after)  # P5
 
     def score(self, prompts, mask, responses, response_mask, has_end) -> torch.Tensor: # (B,)
         "The user's reward of each response."
-        rows, texts = [self.rows[tuple(p)] for p in prompts.tolist()], self.decode(responses)
+        known = dict(zip(map(tuple, self.tokens.tolist()), self.rows))
+        rows, texts = [known[tuple(p)] for p in prompts.tolist()], self.decode(responses)
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         values = self.reward(columns.pop("prompt"), texts, **columns)
         scores = torch.as_tensor(values, dtype=torch.float32).to(prompts.device)

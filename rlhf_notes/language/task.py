@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['DOMAINS', 'NOUNS', 'ADJECTIVES', 'INTENSIFIERS', 'VERBS', 'STOP', 'EOS', 'PAD',
            'CATEGORY', 'FOLLOWS', 'MOOD', 'SLIP', 'STRAY', 'OPENERS', 'KINDS', 'TIMES',
-           'PROMPTS', 'HELD_OUT', 'NEGATION', 'LIMIT', 'COSTS', 'WORDS', 'queries',
-           'human_score', 'grammatical', 'write_review', 'review_prompts', 'domain_of',
-           'corpus', 'sentiments', 'judgement', 'true_reward', 'human_choice',
-           'make_tokenizer', 'Reviews']
+           'PROMPTS', 'HELD_OUT', 'NEGATION', 'LIMIT', 'COSTS', 'WORDS', 'grammatical',
+           'write_review', 'review_prompts', 'domain_of', 'corpus', 'sentiments',
+           'judgement', 'true_reward', 'human_choice', 'make_tokenizer', 'Reviews']
 
 # %% ../../nbs/language/22_task.ipynb #export-imports
 import random
@@ -17,7 +16,7 @@ from itertools import product
 import torch
 
 from ..checks import check_float, check_number
-from ..formulas.reward import truncate_at_stop
+from .rollout import Prompts
 
 # %% ../../nbs/language/22_task.ipynb #words
 DOMAINS = {"hotel": ("room", "bed", "pool", "view", "lobby"),
@@ -184,8 +183,10 @@ def make_tokenizer(): # PreTrainedTokenizerFast: `WORDS`, then a padding token o
                                    padding_side="left", clean_up_tokenization_spaces=False)  # G2
 
 # %% ../../nbs/language/22_task.ipynb #reviews
-class Reviews:
+class Reviews(Prompts):
     "The task as tokens: prompts of one length, responses of another, and their true rewards."
+    special_tokens = False
+
     def __init__(self,
                  tokenizer, # Of transformers, with a padding token of its own
                  response_length: int, # T, tokens of each response
@@ -196,14 +197,12 @@ class Reviews:
         check_number("response_length", response_length, low=stop_after + 1)
         check_number("query_length", query_length, low=0)
         self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
-        self.response_length, self.stop_after = response_length, stop_after
-        self.stop_token = self._check_tokenizer()
-        longest = max(map(len, self._ids(PROMPTS)))
-        if 0 < query_length < longest:
-            raise ValueError(f"query_length must be 0 or at least {longest}, the tokens of the "
-                             f"longest query, got {query_length}")
-        self.query_length = query_length or longest
-        self._training, self._held_out = map(self.encode, map(review_prompts, (False, True)))
+        stop_token = self._check_tokenizer()
+        super().__init__(tokenizer, PROMPTS, None, response_length, query_length)
+        self.stop_token, self.stop_after = stop_token, stop_after
+        train = torch.tensor([prompt not in HELD_OUT for prompt in PROMPTS])
+        self._held_out = self.tokens[~train], self.mask[~train]
+        self.tokens, self.mask = self.tokens[train], self.mask[train]
 
     def _ids(self, texts):
         return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -236,17 +235,7 @@ class Reviews:
                                      f"{got!r} for {text!r}")
         return stop[-1]
 
-    def encode(self,
-               texts: list, # n prompts
-              ) -> tuple: # tokens (n, Q), integer; mask (n, Q), False = padding
-        "Prompts as tokens, padded on the left."
-        tokens = torch.tensor([[self.pad_token] * (self.query_length - len(ids)) + ids
-                               for ids in self._ids(texts)])  # G2
-        return tokens, tokens != self.pad_token
-
-    def decode(self,
-               rows, # n rows of tokens
-              ) -> list: # n strings, words with spaces between
+    def decode(self, rows) -> list: # Strings, words with spaces between
         "Tokens as words, without the padding."
         rows = [[int(t) for t in row if t != self.pad_token] for row in rows]
         texts = self.tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
@@ -262,17 +251,9 @@ class Reviews:
         words = self.response_length * (1 if self.tokenizer.eos_token else 2)
         texts = corpus(n, words, seed)
         responses = torch.tensor([ids[:self.response_length] for ids in self._split(texts)[1]])
-        tokens, mask = self.encode(prompt for prompt, _ in texts)
+        tokens, mask = self.encode((prompt for prompt, _ in texts), self.query_length)
         real = torch.ones_like(responses, dtype=torch.bool)
         return torch.cat([tokens, responses], 1), torch.cat([mask, real], 1)
-
-    def sample_prompts(self,
-                       n: int, # How many
-                       generator: torch.Generator, # Source of chance
-                      ) -> tuple: # prompts (n, Q), integer; mask (n, Q), False = padding
-        "Prompts to train on, each sampled at random."
-        rows = torch.randint(len(self._training[0]), (n,), generator=generator)
-        return tuple(x[rows] for x in self._training)
 
     def held_out(self,
                  n: int, # How many
@@ -280,12 +261,6 @@ class Reviews:
         "Prompts that are never trained on, in turn."
         rows = torch.arange(n) % len(self._held_out[0])
         return tuple(x[rows] for x in self._held_out)
-
-    def truncate(self,
-                 responses: torch.Tensor, # As sampled, (B, T)
-                ) -> tuple: # responses, padded after their end, (B, T); response_mask (B, T); has_end (B,)
-        "Cut each response after the first full stop at position `stop_after` or later."
-        return truncate_at_stop(responses, self.stop_token, self.pad_token, self.stop_after)  # P5
 
     def texts(self,
               prompts: torch.Tensor, # (B, Q)
@@ -303,7 +278,3 @@ class Reviews:
                     ) -> torch.Tensor: # (B,), float32
         "`true_reward` of each response: for labels and for evaluation, never for training."
         return torch.tensor([true_reward(*text) for text in self.texts(prompts, mask, responses)])
-
-# %% ../../nbs/language/22_task.ipynb #aliases
-queries, human_score = review_prompts, true_reward
-Reviews.draw, Reviews.true_scores = Reviews.sample_prompts, Reviews.true_rewards

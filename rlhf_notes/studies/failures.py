@@ -27,7 +27,7 @@ from torch import nn
 
 from ..exercises.engine import Verdict
 from .ablations import in_standard_deviations, swapped, unclipped
-from ..formulas import grpo
+from ..formulas import grpo, ppo
 from ..formulas.kl import kl_estimate
 from ..formulas.preference import bradley_terry_loss
 from ..formulas.reward import RewardNorm
@@ -201,7 +201,7 @@ def paid_everywhere(token_rewards): # `reward.token_rewards`, which pays the las
 
 def k1_in_loss(policy_loss): # `grpo.policy_loss`, which takes k3
     "The KL in the loss is estimated by k1."
-    return lambda *args, **kwargs: policy_loss(*args, **kwargs, kl_kind="k1")
+    return lambda *args, **kwargs: policy_loss(*args, **kwargs | dict(kl_kind="k1"))
 
 def reversed_estimate(kl_estimate): # `kl.kl_estimate`, of log pi - log pi_ref
     "The log-ratio of the KL in the loss has the wrong sign."
@@ -228,10 +228,14 @@ def centred(whiten): # `whitening.whiten`, which keeps it with shift_mean=False
     "The mean of the rewards goes too."
     return lambda x, mask, shift_mean=True: whiten(x, mask)
 
-def padded_mean(policy_loss): # `grpo.policy_loss`, over what counts alone
-    "The loss is the mean over all positions, those behind the end of an answer too."
-    return lambda logp, logp_old, advantage, mask, *args, **kwargs: policy_loss(logp, logp_old, advantage,
-                                                                                torch.ones_like(mask), *args, **kwargs)
+def padded_mean(rl_loss): # `rlhf.rl_loss`, over the tokens of responses alone
+    "The policy loss is the mean over all positions, those after the end of a response too."
+    def padded(config, batch, logp, values, kl_coef):
+        loss, stats = rl_loss(config, batch, logp, values, kl_coef)
+        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=mask), logp, values, kl_coef)
+                        for mask in (batch.response_mask, torch.ones_like(batch.response_mask)))
+        return loss + wrong[0] - right[0], stats | wrong[1]
+    return padded
 
 # %% ../../nbs/studies/35_failures.ipynb #failures
 FAILURES = {
@@ -289,8 +293,8 @@ FAILURES = {
     "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11", dict(kl_target=0.0)),
     "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12", dict(adam="pytorch")),
     "mean over padding": Failure("the policy's loss counts the padding", "",
-                                 swaps=((model, "response_states", behind_the_end), (rlhf, "policy_loss", padded_mean))),
-    "no clip": Failure("ratio times advantage, not clipped", "", swaps=((grpo, "clipped_surrogate", unclipped),)),
+                                 swaps=((model, "response_states", behind_the_end), (rlhf, "rl_loss", padded_mean))),
+    "no clip": Failure("ratio times advantage, not clipped", "", swaps=((ppo, "clipped_surrogate", unclipped),)),
     "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
     "eight epochs": Failure("eight passes", "", dict(epochs=8)),
     "lambda 0": Failure("the value head alone is trusted", "", dict(lam=0.0)),
@@ -305,7 +309,7 @@ FAILURES = {
     "GRPO: unscaled": Failure("advantages are not divided by the group's standard deviation", "",
                               dict(group_scale="none"), base="grpo"),
     "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "",
-                                       swaps=((model, "response_states", behind_the_end), (rlhf, "policy_loss", padded_mean)),
+                                       swaps=((model, "response_states", behind_the_end), (rlhf, "rl_loss", padded_mean)),
                                        base="grpo"),
 }
 

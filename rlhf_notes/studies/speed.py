@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'LONG', 'SIZES', 'TASKS', 'copy_bandwidth', 'seconds', 'synchronize',
-           'device_name', 'memory_left', 'peak_extra', 'Case', 'naive_log_prob',
-           'naive_entropy', 'loop_gae', 'loop_gae_tokens', 'logit_cases', 'part_cases',
-           'gae_cases', 'run_once', 'measure', 'bench', 'table']
+           'device_name', 'code_that_runs', 'memory_left', 'peak_extra', 'Case',
+           'naive_log_prob', 'naive_entropy', 'loop_gae', 'loop_gae_tokens',
+           'logit_cases', 'part_cases', 'gae_cases', 'run_once', 'measure', 'bench',
+           'table']
 
 # %% ../../nbs/studies/36_speed.ipynb #export-imports
 import ctypes
-import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -18,77 +18,98 @@ from pathlib import Path
 
 import torch
 
-from ..fast import compiled
-from ..formulas import logprob
-from ..formulas.advantage import gae, gae_tokens
+from .. import fast
 from ..checks import check_choice
 from ..compat.ding import efficient_method, less_efficient_method, naive_method
-from ..formulas.logprob import (entropy_from_logits, linear_log_probs, log_probs_and_entropy,
-                                         selective_log_softmax)
+from ..fast import rows
+from ..formulas.advantage import gae, gae_tokens
+from ..formulas.logprob import (
+    entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax)
 
 # %% ../../nbs/studies/36_speed.ipynb #machine
-def copy_bandwidth(device: str, # Where
-                   megabytes: int = 128, # Size of the tensor that is copied
-                   rounds: int = 9, # The best of so many
-                  ) -> float: # Bytes per second, read and written together
+def copy_bandwidth(
+    device: str, # where
+    megabytes: int = 128, # size of the tensor that is copied
+    rounds: int = 9, # the best of so many
+) -> float: # bytes per second, read and written together
     "How fast memory is: a tensor copied onto another, both used before."
-    x = torch.ones(megabytes * 2**18, device=device)
+    x = torch.ones(megabytes * 2**18, dtype=torch.float32, device=device)
     y = x.clone()
     return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(rounds))
 
-def seconds(f, # Without arguments
-            device: str, # Where it computes
-           ) -> float: # Wall-clock seconds
-    "How long `f` takes, until the device is done."
+def seconds(
+    f, # without arguments
+    device: str, # where it computes
+) -> float: # wall-clock seconds
+    "Time of `f`, until the device is done."
     synchronize(device)
     start = time.perf_counter()
     f()
     synchronize(device)
     return time.perf_counter() - start
 
-def synchronize(device): # A device or its name
+def synchronize(device): # a device or its name
     "Wait for a GPU."
     if torch.device(device).type == "cuda": torch.cuda.synchronize(device)
 
-def device_name(device: str, # "cpu" or "cuda"
-               ) -> str: # As its maker calls it
-    "What computed."
+def device_name(
+    device: str, # "cpu" or "cuda"
+) -> str: # as its maker calls it
+    "Name of what computes."
     if torch.device(device).type == "cuda": return torch.cuda.get_device_name(device)
-    try: lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError: lines = []
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'CPU'} ({torch.get_num_threads()} threads)".replace(",", " ")
 
-def memory_left(device: str, # Where
-               ) -> float: # Bytes
-    "Memory that can still be had."
-    if torch.device(device).type == "cuda": return torch.cuda.mem_get_info(device)[0]
-    try:
-        return next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()
-                    if line.startswith("MemAvailable")) * 1024
-    except (OSError, StopIteration): return float("inf")
+def code_that_runs(
+    device: str, # "cpu" or "cuda"
+) -> str: # in words
+    "Which code computes many logits there: loops, kernels or the plain formulas."
+    if not fast.is_open: return "the plain formulas: fast is switched off"
+    many = torch.empty(rows.LARGE + 1, dtype=torch.float32, device=device)
+    if not rows.usable(many): return "the plain formulas"
+    return "Triton kernels" if device != "cpu" else "Numba loops"
 
-def peak_extra(f, # Without arguments
-               device: str, # Where it computes
-              ) -> float | None: # Bytes; None where nobody can say
-    "How much more memory there was at the worst moment of `f` than before it: on CUDA by the allocator's own account, on Linux by the resident set's high-water mark."
+def memory_left(
+    device: str, # where
+) -> float: # bytes
+    "Memory that can still be had."
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
+    except (OSError, StopIteration):
+        return float("inf")
+
+def peak_extra(
+    f, # without arguments
+    device: str, # where it computes
+) -> float | None: # bytes; None where nobody can say
+    "Memory at the worst moment of `f`, less that before it."
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        f(); synchronize(device)
+        f()
+        synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     try:
         ctypes.CDLL(None).malloc_trim(0)  # hand back what was freed, so that it counts when it is taken again
         before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")        # sets the mark to where the memory stands now
-        _resident("VmHWM")                                   # is there such a mark?
-    except (OSError, AttributeError, StopIteration): return None
+        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
+        _resident("VmHWM")  # is there such a mark?
+    except (OSError, AttributeError, StopIteration):
+        return None
     f()
     return max(0, _resident("VmHWM") - before)
 
 def _resident(field):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
-                if line.startswith(field)) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 # %% ../../nbs/studies/36_speed.ipynb #contenders
 @dataclass(frozen=True)
@@ -96,46 +117,53 @@ class Case:
     "One thing to be computed, and those who can."
     task: str # "log-probability", "entropy", "both", "from hidden states", "GAE", "GAE of tokens"
     shape: tuple # (B, T, V), (T, N) or (B, T)
-    dtype: torch.dtype # Of the inputs
-    methods: dict # Name -> function of `inputs`; "ours" among them
-    inputs: tuple # Tensors
-    leaves: tuple = () # Those of them that gradients go to; none: forward alone
-    moves: tuple = (0, 0) # Bytes that must move: forward, forward + backward
-    base: int = 1 # Bytes that extra memory is compared with: the logits
-    result: tuple = (0, 0) # Bytes of what is asked for, which is not extra: forward, forward + backward
-    restore: dict = field(default_factory=dict) # Method that writes its gradient over the logits -> what makes them whole again before each run, untimed
+    dtype: torch.dtype # of the inputs
+    methods: dict # name -> function of `inputs`; "ours" among them
+    inputs: tuple # tensors
+    leaves: tuple = () # those of them that gradients go to; none: forward alone
+    moves: tuple = (0, 0) # bytes that must move: forward, forward + backward
+    base: int = 1 # bytes that extra memory is compared with: the logits
+    result: tuple = (0, 0) # bytes of what is asked for, which is not extra: forward, forward + backward
+    restore: dict = field(default_factory=dict) # method that overwrites the logits -> what makes them whole again
+
+def _installed(methods): return {name: f for name, f in methods.items() if f}
 
 def _trl():
-    try: from trl.trainer import utils
-    except Exception: return None                             # not installed, or not for these versions
+    try:
+        from trl.trainer import utils
+    except Exception:  # not installed, or not for these versions
+        return None
     return utils
 
 def _liger(device):
     if torch.device(device).type != "cuda": return None
-    try: from liger_kernel.transformers.functional import liger_cross_entropy
-    except Exception: return None
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+    except Exception:
+        return None
     return lambda z, i: -liger_cross_entropy(z.view(-1, z.shape[-1]), i.view(-1), reduction="none").view(i.shape)
 
-def naive_log_prob(z, i): # Logits (..., V), words (...)
+def naive_log_prob(z, i): # logits (..., V), tokens (...)
     "One line."
     return z.log_softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1)
 
-def naive_entropy(z): # Logits (..., V)
+def naive_entropy(z): # logits (..., V)
     "Two lines."
     logp = z.log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)
 
-def loop_gae(rewards, values, done, next_value, next_done, gamma=0.99, lam=0.95): # Time first; done[t]: step t begins an episode
+def loop_gae(rewards, values, done, next_value, next_done, gamma=0.99, lam=0.95): # time first; done[t]: step t begins an episode
     "GAE as single-file implementations write it, an operation at a time for a step at a time."
     advantages, last = torch.zeros_like(rewards), 0
     for t in reversed(range(len(rewards))):
-        going, after = (1.0 - next_done, next_value) if t == len(rewards) - 1 else (1.0 - done[t + 1], values[t + 1])
+        at_end = t == len(rewards) - 1
+        going, after = (1.0 - next_done, next_value) if at_end else (1.0 - done[t + 1], values[t + 1])
         delta = rewards[t] + gamma * after * going - values[t]
         advantages[t] = last = delta + gamma * lam * going * last
     return advantages, advantages + values
 
 def loop_gae_tokens(rewards, values, gamma=1.0, lam=0.95): # (B, T)
-    "The same over the tokens of answers."
+    "The same over the tokens of responses."
     last, out = 0, []
     for t in reversed(range(rewards.shape[1])):
         after = values[:, t + 1] if t < rewards.shape[1] - 1 else 0.0
@@ -152,199 +180,219 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad, None
 
-def _installed(methods): return {name: f for name, f in methods.items() if f}
-
-def _with_pytorch_alone(f, x, dtypes=compiled.ROWS):
-    "`f` as it is where there is no compiler; None where nothing compiled is used for `x` anyway."
+def _plain(f):
+    "`f` by the plain code."
     def run(*inputs):
-        with compiled.without(): return f(*inputs)
-    return run if compiled.usable(x, dtypes) else None
+        with fast.off():
+            return f(*inputs)
+    return run
 
-def _logit_case(task, z, i, others, ours):
-    "Others and `ours` on the same logits; ours in pieces, with PyTorch alone; ours in place on a copy, which counts as computed and is made whole again before each run."
+def _logit_case(task, z, i, others, ours, liger=None):
+    "Others and `ours` on the same logits. Who overwrites them gets a copy that counts as computed."
     computed, size = z.detach().clone(), z.nbytes
-    methods = _installed(others | {"ours in pieces": _with_pytorch_alone(ours, z), "ours": ours,
-                                   "ours in place": lambda z, i: ours(_Computed.apply(z, computed), i,
-                                                                      inplace_backward=True)})
-    return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size),
-                {"ours in place": lambda: computed.copy_(z.detach())})
+    def in_place(z, i): return ours(_Computed.apply(z, computed), i, inplace_backward=True)
+    overwrite = _installed({"Liger": liger and (lambda z, i: liger(_Computed.apply(z, computed), i)),
+                            "ours in place": in_place})
+    methods = _installed(others | {"ours, plain": _plain(ours), "ours": ours} | overwrite)
+    restore = dict.fromkeys(overwrite, lambda: computed.copy_(z.detach()))
+    return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size, (0, size), restore)
 
-def logit_cases(shape: tuple, # (B, T, V)
-                dtype: torch.dtype, # Of the logits
-                device: str, # Where
-                width: int = 128, # Of the hidden states
-               ): # Yields Case, one at a time, so that their tensors need not be there together
+def logit_cases(
+    shape: tuple, # (B, T, V)
+    dtype: torch.dtype, # of the logits
+    device: str, # where
+    width: int = 128, # of the hidden states
+): # yields Case, one at a time, so that their tensors need not be there together
     "Log-probability, entropy, both, and log-probability from hidden states."
-    trl, liger, generator = _trl(), _liger(device), torch.Generator(device).manual_seed(0)
-    B, T, V = shape
+    trl, generator = _trl(), torch.Generator(device).manual_seed(0)
     z = torch.empty(shape, dtype=dtype, device=device)
-    for row in z: row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
+    for row in z:
+        row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
     z.requires_grad_(True)
-    i, size = torch.randint(V, shape[:2], generator=generator, device=device), z.nbytes
-    yield _logit_case("log-probability", z, i,
-                      {"naive": naive_log_prob, "DI-engine naive": naive_method,
-                       "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
-                      "ours in one piece": lambda z, i: logprob._SelectiveLogSoftmax.apply(z, i, 1.0),
-                      "TRL": trl and trl.selective_log_softmax, "Liger": liger}, selective_log_softmax)
-    yield _logit_case("entropy", z, i,
-                      {"naive": lambda z, i: naive_entropy(z), "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
-                      lambda z, i, **options: entropy_from_logits(z, **options))
-    yield _logit_case("both", z, i,
-                      {"naive": lambda z, i: (naive_log_prob(z, i), naive_entropy(z)),
-                       "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i), trl.entropy_from_logits(z)))},
-                      log_probs_and_entropy)
+    i = torch.randint(shape[-1], shape[:2], generator=generator, device=device)
+    yield _logit_case(
+        "log-probability", z, i,
+        {"naive": naive_log_prob, "DI-engine naive": naive_method,
+         "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
+         "TRL": trl and trl.selective_log_softmax}, selective_log_softmax, _liger(device))
+    yield _logit_case(
+        "entropy", z, i,
+        {"naive": lambda z, i: naive_entropy(z), "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
+        lambda z, i, **options: entropy_from_logits(z, **options))
+    yield _logit_case(
+        "both", z, i,
+        {"naive": lambda z, i: (naive_log_prob(z, i), naive_entropy(z)),
+         "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i), trl.entropy_from_logits(z)))},
+        log_probs_and_entropy)
+    size = z.nbytes
     del z
-    h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype) for s in (shape[:2], (V,)))
-    h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
-    yield Case("from hidden states", shape, dtype,
-               _installed({"naive": lambda h, W, i: naive_log_prob(torch.nn.functional.linear(h, W), i),
-                           "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(torch.nn.functional.linear(h, W), i)),
-                           "ours in pieces": _with_pytorch_alone(linear_log_probs, h), "ours": linear_log_probs}),
-               (h, W, i), (h, W), base=size, result=(0, h.nbytes + W.nbytes))
+    yield _hidden_case(shape, dtype, device, width, generator, i, size, trl)
 
-def part_cases(shape: tuple, # Of the logits
-               device: str, # Where
-              ): # Yields Case
-    "What the bill is made of: single operations on as many numbers as there are logits."
+def _hidden_case(shape, dtype, device, width, generator, i, size, trl):
+    h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype) for s in (shape[:2], shape[2:]))
+    h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
+    linear = torch.nn.functional.linear
+    methods = _installed({
+        "naive": lambda h, W, i: naive_log_prob(linear(h, W), i),
+        "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(linear(h, W), i)),
+        "ours, plain": _plain(linear_log_probs), "ours": linear_log_probs})
+    return Case("from hidden states", shape, dtype, methods, (h, W, i), (h, W), base=size,
+                result=(0, h.nbytes + W.nbytes))
+
+def part_cases(
+    shape: tuple, # of the logits
+    device: str, # where
+): # yields Case
+    "Parts of the bill: single operations on as many numbers as there are logits."
     z = torch.rand(shape, device=device)
     y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
     many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
-    def in_cache(f): return lambda z: [f(small, out=out) for _ in range(many)]
-    def compiled_in_cache(z):
-        for _ in range(many): compiled.exp2(small)
+    def powers(z):
+        from rlhf_notes.fast import row_loops
+        for _ in range(many):
+            row_loops.weigh(small.numpy(), small.numpy()[0], small.numpy()[1])
     yield Case("parts", shape, z.dtype, _installed(
-        {"copy": lambda z: y.copy_(z), "exp in the cache": in_cache(torch.exp), "exp2 in the cache": in_cache(torch.exp2),
-         "exp2 in the cache, compiled": compiled_in_cache if compiled.usable(z) else None,
+        {"copy": lambda z: y.copy_(z),
+         "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
+         "exp2 in the cache, compiled": powers if device == "cpu" and rows.HAS_NUMBA else None,
          "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
-         "fill new memory in 2 MiB pages": lambda z: logprob._large_pages(torch.empty_like(z)).fill_(1.0),
+         "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
          "ours": lambda z: y.fill_(1.0)}), (z,), base=z.nbytes)
 
-def gae_cases(device: str, # Where
-             ): # Yields Case
-    "GAE over steps and over tokens; ours in blocks: with PyTorch alone."
+def gae_cases(
+    device: str, # where
+): # yields Case
+    "GAE over steps and over tokens."
     def of_steps(r, v, after, done, begins): return gae(r, v, after, done, done)
+    def loop(r, v, after, done, begins): return loop_gae(r, v, begins, after[-1], done[-1].float())
     for T, N in ((2048, 64), (128, 4096)):
         g = torch.Generator(device).manual_seed(0)
         r, v, first = (torch.randn(T, N, generator=g, device=device) for _ in range(3))
         done = torch.rand(T, N, generator=g, device=device) < 0.02
-        begins, after = torch.cat([torch.zeros_like(done[:1]), done[:-1]]).float(), torch.cat([v[1:], first[:1]])
-        yield Case("GAE", (T, N), r.dtype,
-                   _installed({"loop": lambda r, v, n, d, b: loop_gae(r, v, b, n[-1], d[-1].float()),
-                               "ours in blocks": _with_pytorch_alone(of_steps, r, compiled.STEPS), "ours": of_steps}),
-                   (r, v, after, done, begins),
-                   moves=(22 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
-    for B, T in ((64, 2048),):
-        g = torch.Generator(device).manual_seed(0)
-        r, v = (torch.randn(B, T, generator=g, device=device) for _ in range(2))
-        yield Case("GAE of tokens", (B, T), r.dtype,
-                   _installed({"loop": loop_gae_tokens, "ours": gae_tokens,
-                               "ours in blocks": _with_pytorch_alone(gae_tokens, r, compiled.STEPS)}), (r, v),
-                   moves=(16 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
+        begins = torch.cat([torch.zeros_like(done[:1]), done[:-1]]).float()
+        after = torch.cat([v[1:], first[:1]])
+        yield Case("GAE", (T, N), r.dtype, {"loop": loop, "ours, plain": _plain(of_steps), "ours": of_steps},
+                   (r, v, after, done, begins), moves=(22 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
+    g = torch.Generator(device).manual_seed(0)
+    r, v = (torch.randn(64, 2048, generator=g, device=device) for _ in range(2))
+    methods = {"loop": loop_gae_tokens, "ours, plain": _plain(gae_tokens), "ours": gae_tokens}
+    yield Case("GAE of tokens", (64, 2048), r.dtype, methods, (r, v), moves=(16 * r.numel(), 0), base=r.nbytes,
+               result=(2 * r.nbytes, 0))
 
 # %% ../../nbs/studies/36_speed.ipynb #measure
 COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rounds", "milliseconds", "times_ours",
            "times_ours_low", "times_ours_high", "times_ours_first", "times_in_place", "extra_megabytes", "extra_share",
            "bandwidth_share")
-LONG = 5e-3               # seconds: what takes less is repeated for so long
+LONG = 5e-3  # seconds: what takes less is repeated for so long
 SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024, 128256)}
 TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
 
-def run_once(case: Case, # What is computed
-             method: str, # By whom
-             weights: torch.Tensor | None, # For each token, if the backward pass is wanted
-            ):
+def run_once(
+    case: Case, # what is computed
+    method: str, # by whom
+    weights: torch.Tensor | None, # for each token, if the backward pass is wanted
+):
     "Forward, or forward and backward; what comes out is dropped."
     f = case.methods[method]
     if weights is None:
-        with torch.no_grad(): f(*case.inputs)
-    else:
-        out = f(*case.inputs)
-        loss = sum((y * weights).sum() for y in (out if isinstance(out, tuple) else (out,)))
-        torch.autograd.grad(loss, case.leaves)
+        with torch.no_grad():
+            return f(*case.inputs)
+    out = f(*case.inputs)
+    loss = sum((y * weights).sum() for y in (out if isinstance(out, tuple) else (out,)))
+    torch.autograd.grad(loss, case.leaves)
 
-def measure(case: Case, # What is computed
-            device: str, # Where
-            rounds: int, # That count
-            bandwidth: float, # From `copy_bandwidth`, bytes per second
-           ) -> list: # Rows, dicts with the keys of COLUMNS
+def measure(
+    case: Case, # what is computed
+    device: str, # where
+    rounds: int, # that count
+    bandwidth: float, # from `copy_bandwidth`, bytes per second
+) -> list: # rows, dicts with the keys of COLUMNS
     "Time and memory of each method, forward and (where there are leaves) forward + backward."
-    rows = []
+    found = []
     for backward in (False, True)[:1 + bool(case.leaves)]:
-        weights = (torch.randn(case.shape[:2], generator=torch.Generator(device).manual_seed(1), device=device)
-                   if backward else None)
-        def run(m): run_once(case, m, weights)
-        def whole(m): case.restore.get(m, lambda: None)()
-        def turn(m):
-            "Of the first run after another method's; and of one of those that follow it."
-            whole(m); first = seconds(lambda: run(m), device)
-            runs = 1 if m in case.restore else max(1, int(LONG / first))
-            whole(m); return first, seconds(lambda: [run(m) for _ in range(runs)], device) / runs
-        firsts, times = ({m: [] for m in case.methods if backward or m not in case.restore} for _ in range(2))
+        weights = None
+        if backward:
+            generator = torch.Generator(device).manual_seed(1)
+            weights = torch.randn(case.shape[:2], generator=generator, device=device)
+        names = [m for m in case.methods if backward or m not in case.restore]
+        turns = {m: [] for m in names}
         for _ in range(rounds):
-            for m in times:
-                first, again = turn(m)
-                firsts[m].append(first); times[m].append(again)
-        for m in times:
-            whole(m)
-            to_ours, to_in_place = (sorted(a / b for a, b in zip(times[m], times[name])) if name in times else None
-                                    for name in ("ours", "ours in place"))
-            at_first = statistics.median(a / b for a, b in zip(firsts[m], firsts["ours"]))
-            extra, t = peak_extra(lambda: run(m), device), statistics.median(times[m])
+            for m in names:
+                turns[m].append(_turn(case, m, weights, device))
+        for m in names:
+            case.restore.get(m, lambda: None)()
+            extra = peak_extra(lambda: run_once(case, m, weights), device)
             if extra is not None and m not in case.restore: extra = max(0, extra - case.result[backward])
-            must = case.moves[backward]
-            rows.append(dict(zip(COLUMNS,
-                                 (device_name(device), torch.__version__, case.task, "x".join(map(str, case.shape)),
-                                  str(case.dtype).removeprefix("torch."),
-                                  "forward + backward" if backward else "forward", m, rounds,
-                round(1e3 * t, 4), round(statistics.median(to_ours), 3), round(to_ours[0], 3), round(to_ours[-1], 3),
-                round(at_first, 3), None if to_in_place is None else round(statistics.median(to_in_place), 3),
-                None if extra is None else round(extra / 1e6, 2), None if extra is None else round(extra / case.base, 4),
-                round(must / t / bandwidth, 4) if must else None))))
-    return rows
+            head = (device_name(device), torch.__version__, case.task, "x".join(map(str, case.shape)),
+                    str(case.dtype).removeprefix("torch."), "forward + backward" if backward else "forward", m)
+            numbers = _numbers(turns, m, extra, case.base, case.moves[backward], bandwidth)
+            found.append(dict(zip(COLUMNS, (*head, rounds, *numbers))))
+    return found
 
-def bench(sizes: tuple = ("small",), # Of `SIZES`
-          device: str = "cpu", # Where
-          rounds: int = 7, # Per measurement
-          dtypes: tuple = (torch.float32, torch.bfloat16), # Of the logits
-          done = None, # Called with the rows of each case
-          left_out = None, # Called with what does not fit into memory, in words
-          tasks: tuple = TASKS, # Which of `TASKS`
-         ) -> list: # Rows
+def _turn(case, m, weights, device):
+    "Seconds of the first run after another method's, and of one of those that follow it."
+    whole = case.restore.get(m, lambda: None)
+    def run(): run_once(case, m, weights)
+    whole()
+    first = seconds(run, device)
+    whole()
+    runs = 1 if m in case.restore else max(1, int(LONG / first))
+    return first, seconds(lambda: [run() for _ in range(runs)], device) / runs
+
+def _numbers(turns, m, extra, base, must, bandwidth):
+    "Milliseconds, ratios to ours, memory and share of the bandwidth."
+    def ratios(other, which=1): return sorted(a[which] / b[which] for a, b in zip(turns[m], turns[other]))
+    t, to_ours = statistics.median(again for _, again in turns[m]), ratios("ours")
+    in_place = statistics.median(ratios("ours in place")) if "ours in place" in turns else None
+    def rounded(x, digits): return None if x is None else round(x, digits)
+    return (round(1e3 * t, 4), round(statistics.median(to_ours), 3), round(to_ours[0], 3), round(to_ours[-1], 3),
+            round(statistics.median(ratios("ours", 0)), 3), rounded(in_place, 3),
+            None if extra is None else round(extra / 1e6, 2), None if extra is None else round(extra / base, 4),
+            round(must / t / bandwidth, 4) if must else None)
+
+def bench(
+    sizes: tuple = ("small",), # of `SIZES`, or shapes
+    device: str = "cpu", # where
+    rounds: int = 7, # per measurement
+    dtypes: tuple = (torch.float32, torch.bfloat16), # of the logits
+    done = None, # called with the rows of each case
+    left_out = None, # called with what does not fit into memory, in words
+    tasks: tuple = TASKS, # which of `TASKS`
+) -> list: # rows
     "All cases on one device."
     for name, given, known in (("sizes", sizes, SIZES), ("tasks", tasks, TASKS)):
         if isinstance(given, str):
             raise TypeError(f"{name} must be a tuple of names, got the string {given!r}: write ({given!r},)")
         for x in given:
-            if name == "tasks" or isinstance(x, str): check_choice(name, x, known)
-    rows, bandwidth = [], copy_bandwidth(device)
-    def take(case):
-        rows.extend(new := measure(case, device, rounds, bandwidth))
+            if isinstance(x, str): check_choice(name, x, known)
+    found, bandwidth = [], copy_bandwidth(device)
+    for case in _cases(sizes, device, dtypes, left_out, tasks):
+        found.extend(new := measure(case, device, rounds, bandwidth))
         if done: done(new)
-    for size in sizes:
-        shape = SIZES[size] if isinstance(size, str) else size
+    return found
+
+def _cases(sizes, device, dtypes, left_out, tasks):
+    for shape in (SIZES.get(size, size) for size in sizes):
         for dtype in dtypes:
-            # the naive methods hold several float32 copies
-            need = 8 * shape[0] * shape[1] * shape[2] * max(dtype.itemsize, 3)
+            need = 8 * torch.Size(shape).numel() * max(dtype.itemsize, 3)  # naive methods hold float32 copies
             if need > 0.8 * memory_left(device):
                 if left_out:
                     left_out(f"{'x'.join(map(str, shape))} in {str(dtype).removeprefix('torch.')} is left out: the naive "
                              f"methods need about {need / 1e9:.0f} GB, and {memory_left(device) / 1e9:.0f} are free")
                 continue
-            for case in logit_cases(shape, dtype, device):
-                if case.task in tasks: take(case)
-            if dtype == torch.float32 and "log-probability" in tasks:
-                for case in part_cases(shape, device): take(case)
-    if "GAE" in tasks:
-        for case in gae_cases(device): take(case)
-    return rows
+            yield from (case for case in logit_cases(shape, dtype, device) if case.task in tasks)
+            if dtype == torch.float32 and "log-probability" in tasks: yield from part_cases(shape, device)
+    if "GAE" in tasks: yield from gae_cases(device)
 
-def table(rows: list, # From `bench`
-         ) -> list: # Rows of strings, a header first
-    "For the eye."
+def table(
+    rows: list, # from `bench`
+) -> list: # rows of strings, a header first
+    "Rows for the eye."
     def share(x): return "" if x in (None, "") else f"{float(x):.1%}"
-    return [("task", "shape", "dtype", "passes", "method", "ms", "x ours", "extra MB", "of the logits",
-             "of the bandwidth")] + [
+    def megabytes(x): return "" if x in (None, "") else f"{float(x):.1f}"
+    header = ("task", "shape", "dtype", "passes", "method", "ms", "x ours", "extra MB", "of the logits",
+              "of the bandwidth")
+    return [header] + [
         (r["task"], r["shape"], r["dtype"], r["passes"], r["method"], f"{float(r['milliseconds']):.2f}",
-         f"{float(r['times_ours']):.2f}",
-         "" if r["extra_megabytes"] in (None, "") else f"{float(r['extra_megabytes']):.1f}",
-         share(r["extra_share"]), share(r["bandwidth_share"])) for r in rows]
+         f"{float(r['times_ours']):.2f}", megabytes(r["extra_megabytes"]), share(r["extra_share"]),
+         share(r["bandwidth_share"])) for r in rows]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import notebooks
-from rlhf_notes.fast import kernels, linear, rows
+from rlhf_notes.fast import kernels, linear, rows, scan
 from rlhf_notes.formulas import advantage
 from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
 from strategies import normal, random_mask, value_and_grad
@@ -84,7 +84,7 @@ def test_the_notebook_says_so_where_its_proofs_cannot_run():
 @pytest.fixture(autouse=True)
 def however_few(monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(rows, "LARGE", 0); monkeypatch.setattr(linear, "CHUNK", 60); monkeypatch.setattr(advantage, "_SCAN", 1)
+        monkeypatch.setattr(rows, "LARGE", 0); monkeypatch.setattr(linear, "CHUNK", 60); monkeypatch.setattr(scan, "SMALL", 0)
 
 
 def reference(z, i, temperature):
@@ -176,18 +176,18 @@ def test_the_scan_equals_the_loop():
         for dtype in (torch.float32, torch.float64):
             x, decay = normal(0, (T, N), dtype), torch.full((T, N), 0.94, dtype=dtype).masked_fill(random_mask(1, (T, N), 0.1), 0)
             tol = dict(atol=1e-10, rtol=0) if dtype == torch.float64 else dict(atol=1e-4, rtol=1e-5)
-            loop = advantage._step_by_step(x, decay)
+            loop = advantage.accumulate(x, decay)
             torch.testing.assert_close(kernels.scan(x, decay), loop, **tol)
             torch.testing.assert_close(kernels.scan(x.flip(0), decay.flip(0), forward=True), loop.flip(0), **tol)
             spoilt = x.clone(); spoilt[T // 2:, 0] = math.nan
-            assert torch.equal(kernels.scan(spoilt, decay).isnan(), advantage._step_by_step(spoilt, decay).isnan())
+            assert torch.equal(kernels.scan(spoilt, decay).isnan(), advantage.accumulate(spoilt, decay).isnan())
     assert kernels.scan(torch.zeros(0, 2), torch.zeros(0, 2)).shape == (0, 2)
 
 
 @inside
 def test_gae_uses_it():
     r, v, nv, end = *(normal(i, (40, 3), torch.float32) for i in range(3)), random_mask(3, (40, 3), 0.1)
-    loop = advantage._step_by_step(r + 0.99 * torch.where(end, 0.0, nv) - v, torch.full_like(r, 0.99 * 0.95).masked_fill(end, 0))
+    loop = advantage.accumulate(r + 0.99 * torch.where(end, 0.0, nv) - v, torch.full_like(r, 0.99 * 0.95).masked_fill(end, 0))
     torch.testing.assert_close(advantage.gae(r, v, nv, end, end)[0], loop, atol=1e-5, rtol=1e-5)
     g = value_and_grad(lambda *x: advantage.gae(*x, end, end)[0], r, v, nv)[1]
     torch.testing.assert_close(g[1], -g[0]); torch.testing.assert_close(g[2], 0.99 * g[0] * ~end)

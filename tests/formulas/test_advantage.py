@@ -480,7 +480,7 @@ def many(monkeypatch):
     "However few the steps are, the loop is taken."
     monkeypatch.setattr(scan, "SMALL", 1)
     called = []
-    for name in ("scan_op", "gae_op"):
+    for name in ("_scan", "_gae"):
         op = getattr(scan, name)
         monkeypatch.setattr(scan, name, lambda *a, op=op: called.append(op) or op(*a))
     return called
@@ -532,10 +532,10 @@ def test_the_loop_under_vmap_and_in_one_graph(many):
 def test_nothing_that_does_not_fit_reaches_the_loop():
     x = torch.ones(4, 3)
     for decay in (torch.ones(4, 2), torch.ones(4, 3).double(), torch.ones(12), torch.ones(3, 3)):
-        with pytest.raises(ValueError, match=r"the loop expects torch.float32, \(4, 3\), cpu, got"): scan.scan_op(x, decay)
+        with pytest.raises(ValueError, match=r"the loop expects torch.float32, \(4, 3\), cpu, got"): scan._scan(x, decay)
     for t in (x[:3], x.double(), x.long()):
-        with pytest.raises(ValueError, match="the loop expects"): scan.gae_op(x, x, x, x > 0, t, 0.9, 0.9)
+        with pytest.raises(ValueError, match="the loop expects"): scan._gae(x, x, x, x > 0, t, 0.9, 0.9)
     assert scan.gae(x, x.double(), x, x > 0, x > 0) is NotImplemented and scan.accumulate(x, x) is NotImplemented
     decay = torch.ones(4, 3)[:, :1].expand(4, 3)                        # no memory of its own
-    torch.testing.assert_close(scan.scan_op(x.T.contiguous().T, decay), accumulate(x, decay))
-    assert scan.scan_op(x[:0], x[:0]).shape == (0, 3) and scan.scan_op(x[:, :0], x[:, :0]).shape == (4, 0)
+    torch.testing.assert_close(scan._scan(x.T.contiguous().T, decay), accumulate(x, decay))
+    assert scan._scan(x[:0], x[:0]).shape == (0, 3) and scan._scan(x[:, :0], x[:, :0]).shape == (4, 0)

@@ -104,7 +104,8 @@ def test_loss_by_hand():
     x = with_advantages(replace(TINY, whiten_rewards=False, whiten_advantages=False), handmade(), 0.1)
     g = torch.Generator().manual_seed(1)
     logp, values = x.logp + 0.3 * torch.randn(4, 4, generator=g), x.values + torch.randn(4, 4, generator=g)
-    policy, value, _ = R.losses(replace(TINY, clip=0.1, value_clip=0.3), x, logp, values, 0.1)
+    loss, parts = R.rl_loss(replace(TINY, clip=0.1, value_clip=0.3), x, logp, values, 0.1)
+    policy, value = parts["policy_loss"], parts["value_loss"]
     p = v = n = 0.0
     for i in range(4):
         for j in range(4):
@@ -114,31 +115,26 @@ def test_loss_by_hand():
             v += 0.5 * max((V - ret) ** 2, (min(max(V, V0 - 0.3), V0 + 0.3) - ret) ** 2)                # P10
             n += 1
     assert policy.item() == pytest.approx(p / n, rel=1e-5) and value.item() == pytest.approx(v / n, rel=1e-5)
-    assert R.losses(replace(TINY, value_clip=0.0), x, logp, values, 0.1)[1] < value
+    assert loss.item() == pytest.approx((policy + 0.1 * value).item())
+    assert R.rl_loss(replace(TINY, value_clip=0.0), x, logp, values, 0.1)[1]["value_loss"] < value
 
 
 def test_the_kl_in_the_loss_is_k3_times_the_coefficient():
     x = with_advantages(replace(TINY, algo="rloo", group=2), handmade(), 0.1)
     c, logp = replace(TINY, algo="rloo"), x.logp + 0.1
     d = (logp - x.logp_ref)[x.response_mask]
-    with_kl, without = R.losses(replace(c, kl_in_loss=True), x, logp, x.values, 0.4)[0], R.losses(c, x, logp, x.values, 0.4)[0]
+    with_kl, without = R.rl_loss(replace(c, kl_in_loss=True), x, logp, x.values, 0.4)[0], R.rl_loss(c, x, logp, x.values, 0.4)[0]
     assert (with_kl - without).item() == pytest.approx(0.4 * (torch.exp(-d) - 1 + d).mean().item(), rel=1e-4)
 
 
 def test_no_value_loss_without_a_value_head():
     x = with_advantages(replace(TINY, algo="grpo", group=2), handmade(), 0.1)
-    assert R.losses(replace(TINY, algo="grpo"), x, x.logp, x.values, 0.1)[1] is None
+    assert "value_loss" not in R.rl_loss(replace(TINY, algo="grpo"), x, x.logp, x.values, 0.1)[1]
     t = trainer(replace(TINY, algo="grpo"))
     before = t.policy.value_head.weight.clone()
     row = t.iterate()
     assert torch.equal(t.policy.value_head.weight, before) and row["value_loss"] is None is row["explained_variance"]
     assert trainer().iterate()["value_loss"] > 0
-
-
-def test_the_share_of_a_part():
-    whole = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
-    assert float(R.microbatch_weight(whole[:1], whole, "token-mean")) == pytest.approx(0.8)
-    assert all(R.microbatch_weight(whole[:1], whole, a) == 0.5 for a in ("seq-mean-token-mean", "seq-mean-token-sum", "constant"))
 
 
 def gradient_of(t, batch, microbatches):
@@ -165,8 +161,8 @@ def test_the_gradient_is_that_of_the_loss():
     batch = a_batch(t)
     found = gradient_of(t, batch, 2)
     logp, values = logp_now(t, batch)
-    policy, value, _ = R.losses(t.config, batch, logp, values, t.kl.coef)
-    expected = vector(torch.autograd.grad(policy + 0.1 * value, list(t.policy.parameters())))
+    loss, _ = R.rl_loss(t.config, batch, logp, values, t.kl.coef)
+    expected = vector(torch.autograd.grad(loss, list(t.policy.parameters())))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
@@ -412,3 +408,51 @@ def test_one_process_keeps_its_device_and_its_rows():
 def test_finite(row):
     with pytest.raises(FloatingPointError, match="stage sft, iteration 5: loss is"): R.check_finite("stage sft, iteration 5", row)
     R.check_finite("stage sft", dict(a=1.0, b=None, n=3))
+
+
+# --- a user's prompts and reward
+
+def likes_good(prompts, responses): return [r.split().count("good") for r in responses]
+
+
+def own(reward=likes_good, prompts=("about the hotel .", "about the old film ."), **options):
+    return R.RLHF(tiny_lm(), make_tokenizer(), prompts=list(prompts), reward=reward, **dict(algo="rloo", max_new_tokens=8, iterations=2, batch=8, minibatches=2, device="cpu") | options)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
+def test_a_users_reward_is_learned(algo):
+    t = own(algo=algo, iterations=25, batch=32, learning_rate=3e-2, kl_coef=0.0)
+    assert t.learn() is t and len(t.rows) == 25 == t.iteration
+    assert sum(r["score"] for r in t.rows[-3:]) / 3 > 4 * max(t.rows[0]["score"], 0.2)
+    assert len(t.learn().rows) == 25                                                                 # nothing is left to do
+
+
+def test_a_reward_sees_prompts_responses_and_columns():
+    seen = []
+    def reward(prompts, responses, word): seen.append((prompts, responses, word)); return [1.0 if p.endswith(f"{w} .") else 0.0 for p, w in zip(prompts, word)]
+    t = own(reward, [dict(prompt="about the hotel .", word="hotel"), dict(prompt="about the film .", word="film")])
+    row = t.iterate()
+    (prompts, responses, word), = seen
+    assert row["score"] == 1 and len(prompts) == 8 and {*zip(prompts, word)} <= {("about the hotel .", "hotel"), ("about the film .", "film")}
+    assert prompts[:4] == [prompts[0]] * 4 and all(isinstance(r, str) and "<" not in r for r in responses)
+
+
+@pytest.mark.parametrize("values", [[1.0], [[1.0]] * 8])
+def test_a_reward_is_one_number_for_each_response(values):
+    with pytest.raises(ValueError, match="^reward must return a number for each of the 8 responses, got shape"): own(lambda p, r: values).iterate()
+
+
+def test_a_saved_policy_answers_as_before(tmp_path):
+    t = own().learn()
+    t.save(tmp_path / "mine")
+    again = R.RLHF.load(tmp_path / "mine")
+    texts = ["about the hotel .", "about the old film ."]
+    assert again.generate(texts) == t.generate(texts) != t.generate(texts, seed=1) and again.config == t.config
+    assert R.RLHF.load(tmp_path / "mine", ["about the hotel ."], likes_good).learn().iteration == 2
+    by_name = R.RLHF(str(tmp_path / "mine"), prompts=texts, reward=likes_good, max_new_tokens=8, device="cpu")
+    assert by_name.generate(texts) == t.generate(texts)
+
+
+def test_an_option_that_is_none_is_refused():
+    with pytest.raises((TypeError, ValueError), match="learning_rat"): own(learning_rat=1.0)
+    with pytest.raises(ValueError, match="batch"): own(batch=9)

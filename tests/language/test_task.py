@@ -295,7 +295,7 @@ def test_true_rewards_see_query_and_answer(reviews):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(query_length=8), "query_length must be 0 or at least 9, the tokens of the longest query, got 8"),
+    (dict(query_length=8), "query_length must be 0 or at least 9, the tokens of the longest prompt, got 8"),
     (dict(query_length=-1), r"query_length must be in \[0, inf\), got -1"),
     (dict(response_length=8), r"response_length must be in \[9, inf\), got 8"),
     (dict(stop_after=-1), r"stop_after must be in \[0, inf\), got -1"),

@@ -49,6 +49,15 @@ def test_each_failure_changes_the_training_and_leaves_nothing_behind(name, start
     assert set(DIALS) <= set(rows[0]) and set(outcome) == {"proxy", "true", "kl", "valid", "win", "first", "broke"}
 
 
+@pytest.mark.parametrize("name, i", [(name, i) for name, f in FAILURES.items() for i in range(len(f.swaps))])
+def test_each_swap_changes_a_gradient(name, i, start, intact, monkeypatch):
+    "They patch by name: one whose function is called by another name would be silent."
+    f = FAILURES[name]
+    monkeypatch.setitem(FAILURES, "one", replace(f, swaps=(f.swaps[i],)))
+    found, usual = ([r["grad_norm"] for r in rows] for rows in (attempt("one", start)[1], intact[f.base]))
+    assert (found != pytest.approx(usual, rel=1e-5)) == (f.swaps[i][2] is not failures.behind_the_end)          # which computes more, for the swap beside it
+
+
 def test_every_detail_has_a_row_and_options_are_changes():
     numbers = {f.number for f in FAILURES.values()}
     assert numbers - {""} == {*(f"G{i}" for i in range(1, 7)), *(f"R{i}" for i in range(1, 5)), *(f"P{i}" for i in range(1, 13))}              # P13 is about what is logged
@@ -130,7 +139,10 @@ def test_losses_by_hand():
     r, A = torch.tensor([0.5, 3.0]), torch.tensor([-2.0, 2.0])
     assert wrong("no clip")(r, A, 0.2, 0.2, None).tolist() == [-1, 6] and clipped_surrogate(r, A).tolist() == pytest.approx([-1.6, 2.4])
     logp, old, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
-    assert wrong("mean over padding", -1)(logp, old, torch.tensor([[4.0, 0.0]]), mask, "ppo")[0].item() == -2
+    batch = rollouts.Rollout(torch.zeros(1, 3), mask, mask, mask[:, 0], old[:, 0], old, old, old, old, torch.tensor([[4.0, 0.0]]), old)
+    for algo in ("ppo", "grpo"):
+        (right, _), (padded, stats) = (loss(RLHFConfig(algo=algo), batch if algo == "ppo" else replace(batch, returns=None), logp, old, 0.1) for loss in (rlhf.rl_loss, wrong("mean over padding", -1)))
+        assert (padded - right).item() == 2 and stats["policy_loss"] == -2
     rewards, best = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 5.0, 2.0]]), torch.tensor([3, 1])
     torch.testing.assert_close(wrong("pairs")(rewards, best), bradley_terry_loss(torch.tensor([4.0, 1.0]), torch.tensor([1.0, 5.0])))
     assert wrong("microbatches alike")(torch.zeros(2, 5), torch.ones(8, 5), "token-mean") == 0.25

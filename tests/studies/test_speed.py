@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from rlhf_notes.fast import compiled
+from rlhf_notes import fast
+from rlhf_notes.fast import rows
 from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.studies import speed
 
@@ -142,9 +143,8 @@ def test_what_is_overwritten_is_made_whole_before_each_run():
         @staticmethod
         def backward(ctx, grad): return ctx.z.fill_(7)
     case = speed._logit_case("log-probability", z, i, {"naive": speed.naive_log_prob, "TRL": None}, ours)
-    pieces = ["ours in pieces"] * compiled.usable(z)
-    rows = speed.measure(case, "cpu", 3, 1e9)
-    assert [(r["passes"], r["method"]) for r in rows] == [("forward", m) for m in ("naive", *pieces, "ours")] + [("forward + backward", m) for m in ("naive", *pieces, "ours", "ours in place")]
+    found = speed.measure(case, "cpu", 3, 1e9)
+    assert [(r["passes"], r["method"]) for r in found] == [("forward", m) for m in ("naive", "ours, plain", "ours")] + [("forward + backward", m) for m in ("naive", "ours, plain", "ours", "ours in place")]
     assert sum(inplace for inplace, _ in seen) == 7 and all(torch.equal(logits, z) for _, logits in seen)
 
 
@@ -213,21 +213,19 @@ def test_bad_input_of_the_benchmark_is_named(kwargs, error, words):
     with pytest.raises(error, match=words): speed.bench(**kwargs)
 
 
-def test_with_pytorch_alone_nothing_compiled_is_used(monkeypatch):
-    asked = []
-    monkeypatch.setattr(compiled, "_call", lambda *given, f=compiled._call: asked.append(given[0]) or f(*given))
-    cases = [case for case in [*speed.logit_cases((2, 128, 8192), torch.float32, "cpu", width=4), *speed.gae_cases("cpu")]]
-    if not compiled.usable(torch.ones(1)):
-        assert not any(name in case.methods for case in cases for name in ("ours in pieces", "ours in blocks"))
-        pytest.skip("nothing is compiled here")
-    for case in cases:
-        for name in ("ours in pieces", "ours in blocks", "ours"):
-            if name not in case.methods: continue
-            asked.clear(); speed.run_once(case, name, torch.ones(2, 128) if case.leaves else None)
-            assert bool(asked) == (name == "ours"), (case.task, name)
-        assert ("ours in blocks" if case.task.startswith("GAE") else "ours in pieces") in case.methods
+def test_the_plain_code_is_timed_with_the_doors_shut(monkeypatch):
+    seen, quick = [], rows.log_prob
+    def ours(z, i, inplace_backward=False):
+        seen.append(fast.is_open)
+        return z.sum(-1)
+    case = speed._logit_case("log-probability", torch.randn(2, 3, 4, requires_grad=True), torch.zeros(2, 3, dtype=torch.long), {}, ours)
+    for name in ("ours, plain", "ours"): speed.run_once(case, name, None)
+    assert seen == [False, True]
+    assert speed.code_that_runs("cpu") == ("Numba loops" if rows.HAS_NUMBA else "the plain formulas")
+    with fast.off(): assert speed.code_that_runs("cpu") == "the plain formulas: fast is switched off"
 
 
-def test_what_exponentials_cost_compiled_is_measured_where_they_are_used():
-    names = next(speed.part_cases((2, 4, 65536), "cpu")).methods
-    assert ("exp2 in the cache, compiled" in names) == compiled.usable(torch.ones(1))
+def test_what_exponentials_cost_in_a_loop_is_measured_where_they_are_used():
+    case = next(speed.part_cases((2, 4, 65536), "cpu"))
+    assert ("exp2 in the cache, compiled" in case.methods) == rows.HAS_NUMBA
+    for f in case.methods.values(): f(*case.inputs)
