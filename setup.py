@@ -29,7 +29,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
-    package_data={"rlhf_notes.studies": ["dials.csv"]},
+    package_data={"rlhf_notes": ["py.typed"], "rlhf_notes.studies": ["dials.csv"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("fast", "dev", "crosscheck")},

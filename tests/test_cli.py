@@ -94,7 +94,7 @@ def test_mistakes_are_named_and_nothing_is_written(line, words, furnished, capsy
     before = contents(furnished)
     assert cli.main(line.split()) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("rlhf-notes: ") and words in err
+    assert out == "" and "rlhf-notes: " in err and words in err
     assert contents(furnished) == before
 
 
@@ -230,6 +230,35 @@ def test_rlhf_leaves_what_was_promised_and_it_can_be_trained_further(tmp_path, c
     assert cli.main(["rlhf", *TINY[2:], "--model", str(run / "policy"), "--sft-steps", "0", "--out", "again"]) == 0
     Path(run, "summary.json").unlink()
     assert cli.main(["rlhf", "--resume", str(run)]) == 0 and read(run / "summary.json")["steps"] == summary["steps"]
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    from rlhf_notes.language.model import make_gpt2
+    from rlhf_notes.language.hub import save_model
+    from rlhf_notes.language.task import WORDS, make_tokenizer
+    path = tmp_path_factory.mktemp("language") / "lm"
+    save_model(path, make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2), make_tokenizer())
+    return path
+
+
+def test_a_model_learns_by_a_reward_of_ones_own_and_generates(tmp_path, capsys, language_model, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("own_reward.py").write_text("def size(prompts, responses, bonus): return [len(r) + b for r, b in zip(responses, bonus)]")
+    Path("prompts.jsonl").write_text('{"prompt": "about the hotel .", "bonus": 1}\n{"prompt": "about the film .", "bonus": 2}\n')
+    own = ["rlhf", "--model", str(language_model), "--prompts", "prompts.jsonl", "--batch", "16", "--iterations", "2", "--response-length", "4", "--device", "cpu"]
+    assert cli.main([*own, "--algo", "grpo", "--reward", "own_reward:size", "--out", "own"]) == 0
+    assert {"config.json", "metrics.csv", "summary.json", "policy"} < {p.name for p in Path("own").iterdir()} and Path("own/metrics.csv").read_text().count("\n") == 3
+    assert read("own/config.json")["response_length"] == 4
+    capsys.readouterr()
+    assert cli.main(["generate", "own", "about the hotel .", "about the film .", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+    assert [line[:15] for line in capsys.readouterr().out.splitlines()] == ["about the hotel", "about the film "]
+    before = contents(tmp_path)
+    for more, words in ((["--reward", "own_reward:height"], "--reward must be MODULE:FUNCTION, got 'own_reward:height': "), (["--reward", "nowhere:size"], "--reward must be MODULE:FUNCTION, got 'nowhere:size': No module"),
+                        ([], "--reward must come with --model and --prompts")):
+        assert cli.main([*own, *more, "--out", "new"]) == 2 and words in capsys.readouterr().err
+    assert cli.main(["cartpole", "--reward", "own_reward:size"]) == 2
+    assert contents(tmp_path).keys() == before.keys()
 
 
 # the demo

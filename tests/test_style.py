@@ -13,7 +13,7 @@ WIDTH, LENGTH = 100, 40
 NO_OPENING = re.compile(r"(What|How|Who|Whose|Are|Is)\b")
 # Words that the field does not use for these things, and the files in which they mean something else.
 OLD_WORDS = re.compile(r"\b(words?|answers?|query|queries|seam|Keeper|Laps|human_score)\b")
-OTHER_MEANING = {"check.py": {"answer"}}
+OTHER_MEANING = {"check.py": {"answer"}, "task.py": {"word", "words"}}
 
 
 def room(path): return path.relative_to(PACKAGE).parts[0].removesuffix(".py")

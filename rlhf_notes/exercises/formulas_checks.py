@@ -778,6 +778,27 @@ exercise("off_policy_sequence_mask", "11_grpo",
 # %% ../../nbs/formulas/12_preference.ipynb #exercise-checks
 _log_sigmoid = torch.nn.functional.logsigmoid
 
+exercise("bradley_terry_loss", "12_preference",
+    lambda c, r, m: -_log_sigmoid(c - r - m).mean(),
+    "f(chosen, rejected, margin) -> the loss of a reward model on pairs, -log sigmoid of the lead "
+    "beyond the margin, mean over the pairs, 0-dim",
+    "The lead of the chosen response, less the margin, and the loss of a coin that should have "
+    "shown heads.",
+    inputs=[(vec([1.]), vec([-1.]), 0.5),
+            (normal(4, seed=49, scale=2), normal(4, seed=50, scale=2), 1.0)],
+    edges=[(vec([-100.]), vec([100.]), 0.5)],
+    swapped=(lambda c, r, m: -_log_sigmoid(r - c - m).mean(),
+        "Chosen and rejected are swapped: the rejected response would get the higher reward."),
+    no_margin=(lambda c, r, m: -_log_sigmoid(c - r).mean(), "The margin is not used."),
+    margin_added=(lambda c, r, m: -_log_sigmoid(c - r + m).mean(),
+        "The margin is added: it asks for a larger lead, so it is subtracted."),
+    sign=(lambda c, r, m: _log_sigmoid(c - r - m).mean(),
+        "The sign is flipped: a loss is minus the log-likelihood."),
+    hinge=(lambda c, r, m: (m - c + r).clamp(min=0).mean(),
+        "That is a hinge: it lets go of a pair once the margin is reached."),
+    underflow=(lambda c, r, m: -torch.sigmoid(c - r - m).log().mean(),
+        "Right, but in float32 the sigmoid of -200 is 0: use logsigmoid."))
+
 exercise("dpo_loss", "12_preference",
     lambda c, r, p, q, b: -_log_sigmoid(b * (c - p - r + q)).mean(),
     "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of "

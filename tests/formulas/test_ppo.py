@@ -1,517 +1,140 @@
 import math
-from collections import namedtuple
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.ppo import (PPO_REDUCTIONS, PPOLoss, ppo_data, ppo_data_continuous, ppo_error, ppo_error_continuous, ppo_info, ppo_loss,
-                                     ppo_policy_data, ppo_policy_data_continuous, ppo_policy_error, ppo_policy_error_continuous, ppo_policy_loss,
-                                     ppo_value_data, ppo_value_error, shape_fn_ppo)
+from rlhf_notes.formulas.ppo import ppo_loss, ppo_stats
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
-KINDS = st.sampled_from(["k1", "k2", "k3"])
-REDUCTIONS = st.sampled_from(PPO_REDUCTIONS)
-CLIPS = st.sampled_from([0.2, 0.05, 0.5, 1.0])
-DUALS = st.sampled_from([None, 1.2, 3.0])
-SHAPES = st.sampled_from([(4,), (1,), (2, 3), (2, 1), (2, 2, 3)])
-MAX = 12
-
-
-def integers(seed, shape, high):
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def weights(seed, shape, kind):
-    "No weight, positive weights, a mask, or both in one."
-    if kind is None: return None
-    w, m = normal(seed, shape).exp(), random_mask(seed + 1, shape)
-    return {"weight": w, "mask": m.double(), "boolean": m, "both": w * m, "nothing": torch.zeros(shape, dtype=torch.float64)}[kind]
-
-
-WEIGHTS = st.sampled_from([None, "weight", "mask", "boolean", "both", "nothing"])
-
-
-def log_softmax(row):
-    top = max(row)
-    return [v - top - math.log(math.fsum(math.exp(u - top) for u in row)) for v in row]
-
-
-def discrete(logits, action):
-    "(log-probability, entropy, score, slope of the entropy) of each row, in plain Python."
-    out = []
-    for row, a in zip(logits.double().reshape(-1, logits.shape[-1]).tolist(), action.flatten().tolist()):
-        logp = log_softmax(row)
-        H = -math.fsum(math.exp(l) * l for l in logp)
-        out.append((logp[a], H, [(i == a) - math.exp(l) for i, l in enumerate(logp)], [-math.exp(l) * (l + H) for l in logp]))
-    return out
-
-
-def gaussian(mu, sigma, action):
-    "The same for Gaussians; score and slope are those of (mu, sigma) one after the other."
-    out = []
-    for m, s, a in zip(*(t.double().reshape(-1, t.shape[-1]).tolist() for t in (mu, sigma, action))):
-        logp = math.fsum(-(x - c) ** 2 / (2 * d * d) - math.log(d) - math.log(2 * math.pi) / 2 for c, d, x in zip(m, s, a))
-        H = math.fsum(0.5 * math.log(2 * math.pi * math.e * d * d) for d in s)
-        out.append((logp, H, [(x - c) / d**2 for c, d, x in zip(m, s, a)] + [((x - c) ** 2 / d**2 - 1) / d for c, d, x in zip(m, s, a)], [0.0] * len(m) + [1 / d for d in s]))
-    return out
-
-
-def loop_policy(new, old, ref, adv, w, clip, dual, kind, reduction, parts=1):
-    """policy_loss, entropy_loss, kl_div, approx_kl, clipfrac and the gradients of the first three, by the definitions and one sample after the other.
-    `parts` rows of `new`, `old` and `ref` share one advantage and one weight, and the mean of their ratios."""
-    A = adv.double().flatten().tolist()
-    w = [1.0] * len(A) if w is None else w.double().flatten().tolist()
-    M = len(A) if reduction == "mean" or all(x == 1 for x in w) else (math.fsum(w) or 1.0)
-    n = sum(x != 0 for x in w)
-    policy = entropy = kl = approx = outside = 0.0
-    grads = [[], [], []]
-    for k, (a, u) in enumerate(zip(A, w)):
-        rows = range(k * parts, (k + 1) * parts)
-        r = [math.exp(new[j][0] - old[j][0]) for j in rows]
-        ratio, bounds = math.fsum(r) / parts, (1 - clip, 1 + clip)
-        objective = min(ratio * a, min(max(ratio, bounds[0]), bounds[1]) * a)
-        live = ratio <= bounds[1] if a > 0 else ratio >= bounds[0]
-        if dual is not None and a < 0:
-            objective, live = max(objective, dual * a), live and ratio <= dual
-        policy -= u * objective / M
-        entropy += u * math.fsum(new[j][1] for j in rows) / parts / M
-        outside += (u != 0) * (ratio < bounds[0] or ratio > bounds[1]) / max(n, 1)
-        for j, r_j in zip(rows, r):
-            d = new[j][0] - ref[j][0] if ref else 0.0
-            value, slope = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d))}[kind]
-            share = (u != 0) / max(n * parts, 1)
-            kl += bool(ref) * value * share
-            approx += (old[j][0] - new[j][0]) * share
-            grads[0].append([-u / M * a * live * r_j / parts * s for s in new[j][2]])
-            grads[1].append([u / M / parts * h for h in new[j][3]])
-            grads[2].append([bool(ref) * share * slope * s for s in new[j][2]])
-    return [policy, entropy, kl], [approx, outside], grads
-
-
-def check_policy(loss, info, leaves, expected, rtol=1e-9):
-    values, logs, grads = expected
-    for got, value, grad in zip(loss, values, grads):
-        assert got.ndim == 0 and got.item() == pytest.approx(value, rel=rtol, abs=rtol)
-        if not got.requires_grad: assert all(g == 0 for row in grad for g in row); continue
-        g = torch.autograd.grad(got, leaves, retain_graph=True, allow_unused=True)
-        g = torch.cat([(torch.zeros_like(t) if x is None else x).double().reshape(-1, t.shape[-1]) for x, t in zip(g, leaves)], -1)
-        torch.testing.assert_close(g, torch.tensor(grad, dtype=torch.float64).reshape(g.shape), rtol=rtol, atol=rtol)
-    assert isinstance(info, ppo_info) and all(type(x) is float for x in info)
-    assert info.approx_kl == pytest.approx(logs[0], rel=rtol, abs=rtol) and info.clipfrac == pytest.approx(logs[1], abs=1e-6)
-
-
-def discrete_case(seed, shape, n, scale=0.5, adv_shape=None):
-    z, z_old, z_ref = (normal(seed + k, (*shape, n), scale=scale) for k in range(3))
-    return z, z_old, z_ref, integers(seed + 3, shape, n), normal(seed + 4, shape if adv_shape is None else adv_shape)
-
-
-@given(seed=SEEDS, shape=SHAPES, n=st.integers(2, 5), kind=WEIGHTS, reference=st.booleans(), clip=CLIPS, dual=DUALS, kl_type=KINDS, reduction=REDUCTIONS, bonus=st.booleans())
-def test_policy_error_and_its_gradient_are_the_loops(seed, shape, n, kind, reference, clip, dual, kl_type, reduction, bonus):
-    z, z_old, z_ref, action, adv = discrete_case(seed, shape, n)
-    w, leaf = weights(seed + 5, shape, kind), z.clone().requires_grad_(True)
-    before = [t.clone() for t in (z_old, z_ref, action, adv)]
-    loss, info = ppo_policy_error(ppo_policy_data(leaf, z_old, action, adv, w, z_ref if reference else None), clip, dual, bonus, kl_type, reduction)
-    assert isinstance(loss, ppo_policy_loss) and loss._fields == ("policy_loss", "entropy_loss", "kl_div")
-    expected = loop_policy(discrete(z, action), discrete(z_old, action), discrete(z_ref, action) if reference else None, adv, w, clip, dual, kl_type, reduction)
-    if not bonus: expected[0][1], expected[2][1] = 0.0, [[0.0] * n] * action.numel()
-    check_policy(loss, info, [leaf], expected)
-    assert all(torch.equal(a, b) for a, b in zip(before, (z_old, z_ref, action, adv)))
-
-
-@given(seed=SEEDS, shape=st.sampled_from([(4,), (2, 3), ()]), parts=st.integers(1, 3), n=st.integers(2, 4), kind=WEIGHTS, dual=DUALS, kl_type=KINDS, reduction=REDUCTIONS)
-def test_parts_of_one_action_share_the_mean_of_their_ratios(seed, shape, parts, n, kind, dual, kl_type, reduction):
-    if not shape: shape = (1,)
-    z, z_old, z_ref, action, adv = discrete_case(seed, (*shape, parts), n, adv_shape=shape)
-    w, leaf = weights(seed + 5, shape, kind), z.clone().requires_grad_(True)
-    loss, info = ppo_policy_error(ppo_policy_data(leaf, z_old, action, adv, w, z_ref), 0.2, dual, True, kl_type, reduction)
-    check_policy(loss, info, [leaf], loop_policy(discrete(z, action), discrete(z_old, action), discrete(z_ref, action), adv, w, 0.2, dual, kl_type, reduction, parts))
-
-
-@given(seed=SEEDS, shape=SHAPES, n=st.integers(1, 3), kind=WEIGHTS, reference=st.booleans(), clip=CLIPS, dual=DUALS, kl_type=KINDS, reduction=REDUCTIONS, as_dict=st.booleans(), joint=st.booleans())
-def test_continuous_policy_error_and_its_gradient_are_the_loops(seed, shape, n, kind, reference, clip, dual, kl_type, reduction, as_dict, joint):
-    joint = joint and len(shape) > 1
-    mus, sigmas = [normal(seed + k, (*shape, n), scale=0.3) for k in range(3)], [(normal(seed + 3 + k, (*shape, n)) * 0.2).exp() for k in range(3)]
-    action, adv = normal(seed + 6, (*shape, n)), normal(seed + 7, shape[:-1] if joint else shape)
-    w, leaves = weights(seed + 8, adv.shape, kind), [mus[0].clone().requires_grad_(True), sigmas[0].clone().requires_grad_(True)]
-    give = (lambda mu, sigma: dict(mu=mu, sigma=sigma)) if as_dict else (lambda mu, sigma: (mu, sigma))
-    data = ppo_policy_data_continuous(give(*leaves), give(mus[1], sigmas[1]), action, adv, w, give(mus[2], sigmas[2]) if reference else None)
-    loss, info = ppo_policy_error_continuous(data, clip, dual, kl_type, reduction)
-    rows = [gaussian(m, s, action) for m, s in zip(mus, sigmas)]
-    check_policy(loss, info, leaves, loop_policy(rows[0], rows[1], rows[2] if reference else None, adv, w, clip, dual, kl_type, reduction, shape[-1] if joint else 1))
-
-
-def loop_value(V, V_old, R, w, clip, reduction):
-    w = [1.0] * V.numel() if w is None else w.double().flatten().tolist()
-    M = V.numel() if reduction == "mean" or all(x == 1 for x in w) else (math.fsum(w) or 1.0)
-    total, grad = 0.0, []
-    for v, o, r, u in zip(V.flatten().tolist(), V_old.flatten().tolist(), R.flatten().tolist(), w):
-        near = v if clip is None or abs(v - o) <= clip else o + math.copysign(clip, v - o)
-        stopped = (near - r) ** 2 > (v - r) ** 2
-        total += 0.5 * u / M * max((v - r) ** 2, (near - r) ** 2)
-        grad.append(0.0 if stopped else u / M * (v - r))
-    return total, grad
-
-
-@given(seed=SEEDS, shape=SHAPES, kind=WEIGHTS, clip=st.sampled_from([0.2, 1.0, 5.0]), use=st.booleans(), reduction=REDUCTIONS)
-def test_value_error_and_its_gradient_are_the_loops(seed, shape, kind, clip, use, reduction):
-    V, V_old, R = (normal(seed + k, shape) for k in range(3))
-    w = weights(seed + 3, shape, kind)
-    loss, (grad,) = value_and_grad(lambda v: ppo_value_error(ppo_value_data(v, V_old, R, w), clip, use, reduction), V)
-    total, expected = loop_value(V, V_old, R, w, clip if use else None, reduction)
-    assert loss.ndim == 0 and loss.item() == pytest.approx(total, rel=1e-9)
-    torch.testing.assert_close(grad.flatten(), torch.tensor(expected, dtype=torch.float64))
-    if not use: assert ppo_value_error(ppo_value_data(V, None, R, w), clip, False, reduction).item() == pytest.approx(total, rel=1e-9)
-
-
-@given(seed=SEEDS, shape=SHAPES, kind=WEIGHTS, clip=CLIPS, use=st.booleans(), dual=DUALS, kl_type=KINDS, reduction=REDUCTIONS)
-def test_the_combined_functions_are_their_parts(seed, shape, kind, clip, use, dual, kl_type, reduction):
-    z, z_old, z_ref, action, adv = discrete_case(seed, shape, 4)
-    V, V_old, R = (normal(seed + k, shape) for k in (6, 7, 8))
-    w = weights(seed + 9, shape, kind)
-    value = ppo_value_error(ppo_value_data(V, V_old, R, w), clip, use, reduction)
-    loss, info = ppo_error(ppo_data(z, z_old, action, V, V_old, adv, R, w, z_ref), clip, use, dual, kl_type, reduction)
-    policy, expected = ppo_policy_error(ppo_policy_data(z, z_old, action, adv, w, z_ref), clip, dual, True, kl_type, reduction)
-    assert isinstance(loss, ppo_loss) and loss == (policy.policy_loss, value, policy.entropy_loss, policy.kl_div) and info == expected
-    new, old, ref = (z, z_old.exp()), dict(mu=z_old, sigma=z.exp()), (z_ref, z.exp())
-    loss, info = ppo_error_continuous(ppo_data_continuous((z, z.exp()), old, z_ref, V, V_old, adv, R, w, ref), clip, use, dual, kl_type, reduction)
-    policy, expected = ppo_policy_error_continuous(ppo_policy_data_continuous((z, z.exp()), old, z_ref, adv, w, ref), clip, dual, kl_type, reduction)
-    assert isinstance(loss, ppo_loss) and loss == (policy.policy_loss, value, policy.entropy_loss, policy.kl_div) and info == expected
-
-
-def test_names_order_and_defaults_are_those_of_the_seed():
-    assert ppo_data._fields == ("logit_new", "logit_old", "action", "value_new", "value_old", "adv", "return_", "weight", "logit_pretrained")
-    assert ppo_data_continuous._fields == ("mu_sigma_new", "mu_sigma_old", *ppo_data._fields[2:])
-    assert ppo_policy_data._fields == ("logit_new", "logit_old", "action", "adv", "weight", "logit_pretrained")
-    assert ppo_policy_data_continuous._fields == ("mu_sigma_new", "mu_sigma_old", *ppo_policy_data._fields[2:])
-    assert ppo_value_data._fields == ("value_new", "value_old", "return_", "weight") and not ppo_value_data._field_defaults
-    for data in (ppo_data, ppo_data_continuous, ppo_policy_data, ppo_policy_data_continuous): assert data._field_defaults == {"logit_pretrained": None}
-    assert ppo_loss._fields == ("policy_loss", "value_loss", "entropy_loss", "kl_div")
-    assert ppo_policy_loss._fields == ("policy_loss", "entropy_loss", "kl_div") and ppo_info._fields == ("approx_kl", "clipfrac")
-    z, z_old, z_ref, action, adv = discrete_case(0, (MAX,), 4, scale=2.0)
-    V, V_old, R = (normal(k, (MAX,)) for k in (6, 7, 8))
-    w = weights(9, (MAX,), "both")
-    fields, gauss = (action, V, V_old, adv, R, w), (z_ref, V, V_old, adv, R, w)
-    assert ppo_error(ppo_data(z, z_old, *fields, z_ref)) == ppo_error(ppo_data(z, z_old, *fields, z_ref), 0.2, True, None, "k1", "mean")
-    policy = ppo_policy_data(z, z_old, action, adv, w, z_ref)
-    assert ppo_policy_error(policy) == ppo_policy_error(policy, clip_ratio=0.2, dual_clip=None, entropy_bonus=True, kl_type="k1", reduction="mean") == ppo_policy_error(policy, 0.2, None, True, "k1")
-    pair = dict(mu=z, sigma=z.exp()), dict(mu=z_old, sigma=z.exp())
-    data = ppo_data_continuous(*pair, *gauss, pair[1])
-    assert ppo_error_continuous(data) == ppo_error_continuous(data, 0.2, True, None, "k1", "mean")
-    data = ppo_policy_data_continuous(*pair, z_ref, adv, w, pair[1])
-    assert ppo_policy_error_continuous(data) == ppo_policy_error_continuous(data, 0.2, None, "k1", "mean")
-    data = ppo_value_data(V, V_old, R, w)
-    assert ppo_value_error(data) == ppo_value_error(data, 0.2, True, "mean") != ppo_value_error(data, 0.2, False)
-    loss = PPOLoss()
-    assert (loss.epsilon, loss.value_clip_range, loss.value_coeff) == (0.1, 0.2, 0.1)
-
-
-def test_shape_fn():
-    data = ppo_data(*[torch.zeros(3, 4)] * 2, *[None] * 6)
-    assert shape_fn_ppo((data, 0.2), {}) == shape_fn_ppo((), {"data": data}) == shape_fn_ppo((tuple(data),), {}) == (3, 4)
-    policy = ppo_policy_data(*data[:2], *[None] * 3)
-    assert shape_fn_ppo((policy,), {}) == shape_fn_ppo((tuple(policy),), {}) == (3, 4)
-
-
-def test_any_tuple_with_the_fields_in_their_order_will_do():
-    z, z_old, _, action, adv = discrete_case(0, (3,), 4)
-    theirs = namedtuple("ppo_policy_data", "logit_new logit_old action adv weight")(z, z_old, action, adv, None)
-    assert ppo_policy_error(theirs) == ppo_policy_error(ppo_policy_data(z, z_old, action, adv, None)) == ppo_policy_error((z, z_old, action, adv, None, None))
-
-
-def test_by_hand():
-    rows = lambda p: torch.tensor([[x, 1 - x] for x in p]).log()
-    old, new, first = rows([0.4, 0.4, 0.5]), rows([0.6, 0.2, 0.55]), torch.zeros(3, dtype=torch.long)
-    adv, w = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([1.0, 0.0, 3.0])
-    loss, info = ppo_policy_error(ppo_policy_data(new, old, first, adv, None, old))
-    assert loss.policy_loss.item() == pytest.approx(-2.6 / 3) and info.clipfrac == pytest.approx(2 / 3)
-    assert info.approx_kl == pytest.approx(-math.log(1.5 * 0.5 * 1.1) / 3, rel=1e-5) and loss.kl_div.item() == pytest.approx(-info.approx_kl, rel=1e-5)
-    assert ppo_policy_error(ppo_policy_data(new, old, first, adv, w))[0].policy_loss.item() == pytest.approx(-7.8 / 3)
-    assert ppo_policy_error(ppo_policy_data(new, old, first, adv, w), reduction="weight")[0].policy_loss.item() == pytest.approx(-7.8 / 4)
-    assert ppo_policy_error(ppo_policy_data(old, old, first, adv, None))[0].entropy_loss.item() == pytest.approx((2 * (-0.4 * math.log(0.4) - 0.6 * math.log(0.6)) + math.log(2)) / 3)
-
-
-@pytest.mark.parametrize("adv, dual, objective, slope", [(2.0, 3.0, 2.4, 0.0), (-2.0, 3.0, -6.0, 0.0), (-2.0, None, -10.0, -2.0), (-2.0, 6.0, -10.0, -2.0), (2.0, None, 2.4, 0.0)])
-def test_the_dual_clip_minds_the_sign_of_the_advantage(adv, dual, objective, slope):
-    old = torch.tensor([[0.1, 0.9]], dtype=torch.float64).log()
-    new, action, A = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log(), torch.tensor([0]), torch.tensor([adv], dtype=torch.float64)
-    loss, (grad,) = value_and_grad(lambda z: ppo_policy_error(ppo_policy_data(z, old, action, A, None), dual_clip=dual)[0].policy_loss, new)
-    assert loss.item() == pytest.approx(-objective)
-    torch.testing.assert_close(grad, -slope * 5 * torch.tensor([[0.5, -0.5]], dtype=torch.float64))
-    one = torch.ones(1, 1, dtype=torch.float64)                                         # N(m, 1) against N(0, 1) at m: ratio exp(m^2 / 2)
-    mu = (2 * torch.tensor([[5.0]], dtype=torch.float64).log()).sqrt()
-    loss, (grad,) = value_and_grad(lambda m: ppo_policy_error_continuous(ppo_policy_data_continuous((m, one), (0 * one, one), mu, A, None), dual_clip=dual)[0].policy_loss, mu - 1e-9)
-    assert loss.item() == pytest.approx(-objective)
-    assert grad.item() == pytest.approx(-slope * 5 * 1e-9, abs=1e-12)
-    loss, (grad,) = value_and_grad(lambda m: ppo_policy_error_continuous(ppo_policy_data_continuous((m, one), (0 * one, one), one, A, None), dual_clip=dual)[0].policy_loss, 0.1 * one)
-    assert grad.item() == pytest.approx(-adv * math.exp(0.095) * 0.9)                   # inside of the range every sample teaches
-
-
-@given(seed=SEEDS, reduction=REDUCTIONS)
-def test_the_old_policy_and_the_reference_are_constants(seed, reduction):
-    z, z_old, z_ref, action, adv = discrete_case(seed, (5,), 3)
-    leaves = [t.requires_grad_(True) for t in (z, z_old, z_ref, adv)]
-    loss, _ = ppo_policy_error(ppo_policy_data(z, z_old, action, adv, None, z_ref), kl_type="k3", reduction=reduction)
-    for got in torch.autograd.grad(sum(loss), leaves, allow_unused=True)[1:3]: assert got is None or (got == 0).all()
-    attached, _ = ppo_policy_error(ppo_policy_data(z, z + 0.1 * z.sin(), action, adv, None))
-    detached, _ = ppo_policy_error(ppo_policy_data(z, (z + 0.1 * z.sin()).detach(), action, adv, None))
-    assert torch.equal(torch.autograd.grad(attached.policy_loss, z)[0], torch.autograd.grad(detached.policy_loss, z)[0])
-    mu = [normal(seed + k, (5, 2)).requires_grad_(True) for k in range(3)]
-    s = [t.detach().exp().requires_grad_(True) for t in mu]
-    loss, _ = ppo_policy_error_continuous(ppo_policy_data_continuous(*zip(mu[:2], s[:2]), normal(seed, (5, 2)), adv.detach(), None, (mu[2], s[2])), kl_type="k2", reduction=reduction)
-    for got in torch.autograd.grad(sum(loss), [*mu[1:], *s[1:]], allow_unused=True): assert got is None or (got == 0).all()
-    V, V_old, R = [normal(seed + k, (5,)).requires_grad_(True) for k in range(3)]
-    for got in torch.autograd.grad(ppo_value_error(ppo_value_data(V, V_old, R, None)), (V_old, R), allow_unused=True): assert got is None or (got == 0).all()
-
-
-@given(seed=SEEDS, scale=st.sampled_from([0.1, 7.0]), pad=st.integers(1, 5), kind=st.sampled_from(["mask", "both", "weight"]))
-def test_what_each_reduction_divides_by(seed, scale, pad, kind):
-    z, z_old, z_ref, action, adv = discrete_case(seed, (2, 4), 3)
-    V, V_old, R = (normal(seed + k, (2, 4)) for k in (6, 7, 8))
-    w = weights(seed + 9, (2, 4), kind)
-    wide = lambda t: torch.cat([t, torch.full((2, pad, *t.shape[2:]), 0 if not t.is_floating_point() else math.nan).to(t.dtype)], 1)
-    data = ppo_data(z, z_old, action, V, V_old, adv, R, w, z_ref)
-    padded = ppo_data(*map(wide, data))._replace(weight=torch.cat([w, torch.zeros(2, pad)], 1))
-    for reduction, by_scale, by_padding in (("mean", scale, 4 / (4 + pad)), ("weight", 1.0, 1.0)):
-        (base, info), (heavy, same), (long, log) = (ppo_error(d, reduction=reduction) for d in (data, data._replace(weight=scale * w), padded))
-        for k in range(3):
-            torch.testing.assert_close(heavy[k], base[k] * by_scale)
-            torch.testing.assert_close(long[k], base[k] * by_padding)
-        torch.testing.assert_close(heavy.kl_div, base.kl_div); torch.testing.assert_close(long.kl_div, base.kl_div)
-        assert same == info and log == pytest.approx(info)
-
-
-def soil(t, m, junk):
-    m = m if t.ndim == m.ndim else m[..., None]
-    return torch.where(m, t, torch.tensor(-100 if not t.is_floating_point() else junk, dtype=t.dtype))
-
-
-@given(seed=SEEDS, shape=st.sampled_from([(5,), (2, 3)]), junk=JUNK, kind=st.sampled_from(["mask", "boolean", "both", "nothing"]), dual=DUALS, kl_type=KINDS, reduction=REDUCTIONS, joint=st.booleans())
-def test_nothing_leaks_from_under_a_weight_of_zero(seed, shape, junk, kind, dual, kl_type, reduction, joint):
-    parts = (2,) if joint else ()
-    z, z_old, z_ref, action, adv = discrete_case(seed, (*shape, *parts), 3, adv_shape=shape)
-    V, V_old, R = (normal(seed + k, shape) for k in (6, 7, 8))
-    w = weights(seed + 9, shape, kind)
-    m = w != 0
-    deep = m[..., None].expand(*shape, 2) if joint else m
-
-    def run(tensors, continuous):
-        z, z_old, z_ref, action, adv, V, V_old, R = tensors
-        if continuous:
-            leaves = [z.clone().requires_grad_(True), z_ref.exp().requires_grad_(True), V.clone().requires_grad_(True)]
-            loss, info = ppo_error_continuous(ppo_data_continuous((leaves[0], leaves[1]), (z_old, z.exp()), z_ref, leaves[2], V_old, adv, R, w, (z_ref, z_old.exp())), 0.2, True, dual, kl_type, reduction)
-        else:
-            leaves = [z.clone().requires_grad_(True), V.clone().requires_grad_(True)]
-            loss, info = ppo_error(ppo_data(leaves[0], z_old, action, leaves[1], V_old, adv, R, w, z_ref), 0.2, True, dual, kl_type, reduction)
-        return loss, info, torch.autograd.grad(sum(loss), leaves)
-
-    clean = (z, z_old, z_ref, action, adv, V, V_old, R)
-    dirty = [soil(t, deep, junk) for t in clean[:4]] + [soil(t, m, junk) for t in clean[4:]]
-    for continuous in (False, True):
-        loss, info, grads = run(dirty, continuous)
-        expected, log, slopes = run(clean, continuous)
-        assert all(torch.equal(a, b) and a.isfinite() for a, b in zip(loss, expected)) and info == log
-        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(grads, slopes))
-        if not m.any(): assert all(x == 0 for x in loss) and info == (0, 0) and all((g == 0).all() for g in grads)
-
-
-def test_a_nan_that_counts_is_seen():
-    z, z_old, _, action, adv = discrete_case(0, (3,), 4)
-    adv[1] = math.nan
-    assert ppo_policy_error(ppo_policy_data(z, z_old, action, adv, torch.ones(3)))[0].policy_loss.isnan()
-    z[1, 2] = math.nan
-    assert ppo_policy_error(ppo_policy_data(z, z_old, action, torch.ones(3), torch.ones(3)))[0].entropy_loss.isnan()
-
-
-@given(size=st.sampled_from([100.0, 1000.0, 1e6]), sign=st.sampled_from([1, -1]), a=st.sampled_from([2.0, -2.0]), dual=DUALS, kl_type=KINDS, dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_no_log_ratio_is_too_large(size, sign, a, dual, kl_type, dtype):
-    A, action = torch.tensor([a], dtype=dtype), torch.tensor([0])
-    z, z_old = torch.tensor([[0.0, 0.0]], dtype=dtype), torch.tensor([[-sign * size, 0.0]], dtype=dtype)
-    if sign < 0: z, z_old = torch.tensor([[-size, 0.0]], dtype=dtype), torch.zeros(1, 2, dtype=dtype)
-    leaf = z.clone().requires_grad_(True)
-    loss, info = ppo_policy_error(ppo_policy_data(leaf, z_old, action, A, None, z_old), dual_clip=dual, kl_type=kl_type)
-    grad, = torch.autograd.grad(loss.policy_loss, leaf, retain_graph=True)
-    stopped = sign * a > 0 or (dual is not None and a < 0)
-    assert loss.policy_loss.isfinite() and grad.isfinite().all() and loss.entropy_loss.isfinite() and (not stopped or (grad == 0).all())
-    assert torch.autograd.grad(loss.entropy_loss, leaf, retain_graph=True)[0].isfinite().all()
-    assert info.clipfrac == 1 and info.approx_kl == pytest.approx(-sign * size, rel=1e-2)
-    if kl_type != "k2": assert loss.kl_div.isfinite() and torch.autograd.grad(loss.kl_div, leaf)[0].isfinite().all()
-    logp = torch.tensor([sign * size], dtype=dtype)
-    zero, one = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
-    out, (grad,) = value_and_grad(lambda l: PPOLoss(0.2)(zero, l, A, one, one, one)[0], logp)
-    assert out.isfinite() and grad.isfinite() and (sign * a < 0 or grad == 0)
-
-
-@given(seed=SEEDS, dtype=DTYPES, reduction=REDUCTIONS)
-def test_computes_in_float32_or_better(seed, dtype, reduction):
-    z, z_old, z_ref, action, adv = (t.to(dtype) if t.is_floating_point() else t for t in discrete_case(seed, (4,), 3))
-    V, V_old, R = (normal(seed + k, (4,), dtype) for k in (6, 7, 8))
-    w = weights(seed + 9, (4,), "weight").to(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    up = lambda t: t.to(wide) if t.is_floating_point() else t
-    loss, info = ppo_error(ppo_data(z, z_old, action, V, V_old, adv, R, w, z_ref), dual_clip=3.0, reduction=reduction)
-    expected, log = ppo_error(ppo_data(*map(up, (z, z_old, action, V, V_old, adv, R, w, z_ref))), dual_clip=3.0, reduction=reduction)
-    assert all(x.dtype == wide and torch.equal(x, y) for x, y in zip(loss, expected)) and info == log
-    sigma = adv.abs().clamp(0.1)[:, None].expand(4, 3)
-    loss, info = ppo_policy_error_continuous(ppo_policy_data_continuous((z, sigma), (z_old, sigma), z_ref, adv, w), reduction=reduction)
-    expected, log = ppo_policy_error_continuous(ppo_policy_data_continuous((up(z), up(sigma)), (up(z_old), up(sigma)), up(z_ref), up(adv), up(w)), reduction=reduction)
-    assert all(x.dtype == wide and torch.equal(x, y) for x, y in zip(loss, expected)) and info == log
-    tensors = (V_old * 0.1, V * 0.1, adv, V_old, V, R)
-    for x, y in zip(PPOLoss()(*tensors), PPOLoss()(*map(up, tensors))): assert x.dtype in (wide, torch.float32) and torch.equal(x, y)
-
-
-def loop_torchtune(old, new, A, V_old, V, R, m, vm, eps, clip, coeff):
-    "The five outputs and the gradients of the loss with respect to log-probabilities and values."
-    n, k = max(sum(m), 1), max(sum(vm), 1)
-    policy = value = mean = frac = 0.0
-    dlogp, dV = [], []
-    for o, l, a, c in zip(old, new, A, m):
-        r = math.exp(l - o)
-        stopped = (a > 0 and r > 1 + eps) or (a < 0 and r < 1 - eps)
-        policy -= c * min(r * a, min(max(r, 1 - eps), 1 + eps) * a) / n
-        mean += c * r / n; frac += c * stopped / n
-        dlogp.append(0.0 if stopped or not c else -a * r / n)
-    for o, v, r, c in zip(V_old, V, R, vm):
-        near = min(max(v, o - clip), o + clip)
-        value += c * 0.5 * max((v - r) ** 2, (near - r) ** 2) / k
-        dV.append(c * coeff * (v - r) / k * (abs(near - r) <= abs(v - r)))
-    return [policy + coeff * value, policy, value, mean, frac], dlogp, dV
-
-
-@given(seed=SEEDS, shape=SHAPES, eps=CLIPS, clip=st.sampled_from([0.1, 0.2, 2.0]), coeff=st.sampled_from([0.0, 0.1, 1.0]), masked=st.booleans(), keep=st.sampled_from([0.0, 0.5, 1.0]), junk=JUNK)
-def test_torchtunes_loss_and_its_gradient_are_the_loops(seed, shape, eps, clip, coeff, masked, keep, junk):
-    old, new, A = (normal(seed + k, shape, scale=s) for k, s in ((0, 0.3), (1, 0.3), (2, 1.0)))
-    values = (2, *shape[1:])                                                        # values may have a shape of their own
-    V_old, V, R = (normal(seed + 3 + k, values) for k in range(3))
-    m, vm = (random_mask(seed + 6, shape, keep), random_mask(seed + 7, values, keep)) if masked else (None, None)
-    full = [torch.ones(s, dtype=torch.bool) for s in (shape, values)]
-    outs, dlogp, dV = loop_torchtune(*(t.flatten().tolist() for t in (old, new, A, V_old, V, R, *((m, vm) if masked else full))), eps, clip, coeff)
-    if masked: old, new, A, V_old, V, R = [soil(t, m, junk) for t in (old, new, A)] + [soil(t, vm, junk) for t in (V_old, V, R)]
-    leaves = [t.clone().requires_grad_(True) for t in (new, V)]
-    got = PPOLoss(eps, clip, coeff)(old, leaves[0], A, V_old, leaves[1], R, m, vm)
-    assert [x.item() for x in got] == pytest.approx(outs, rel=1e-6, abs=1e-9) and all(x.ndim == 0 for x in got)
-    assert got[0].requires_grad and not any(x.requires_grad for x in got[1:])
-    grads = torch.autograd.grad(got[0], leaves)
-    for g, expected in zip(grads, (dlogp, dV)): torch.testing.assert_close(g.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
-
-
-def test_the_expectations_of_torchtunes_tests_set_right():
-    before, one = torch.tensor([0.5, 0.8, 1.2]), torch.ones(3)
-    for x, policy, ratio, frac in ((1.0, -1.2, math.e, 1), (-1.0, -math.exp(-1), math.exp(-1), 0), (0.1, -math.exp(0.1), math.exp(0.1), 0)):
-        assert [t.item() for t in PPOLoss(epsilon=0.2)(before, before + x, one, one, one, one)] == pytest.approx([policy, policy, 0, ratio, frac], rel=1e-6)
-
-
-def test_torchtunes_loss_per_sample():
-    old, new, A, V_old, V, R = (normal(k, (4, 5), scale=0.5) for k in range(6))
-    m, vm = random_mask(6, (4, 5)), random_mask(7, (4, 5))
-    f = lambda *t: PPOLoss(0.2)(*t)[0]
-    torch.testing.assert_close(torch.func.vmap(f)(old, new, A, V_old, V, R, m, vm), torch.stack([f(*t) for t in zip(old, new, A, V_old, V, R, m, vm)]))
-    grads = torch.func.vmap(torch.func.grad(f, argnums=(1, 4)))(old, new, A, V_old, V, R, m, vm)
-    for k in range(4):
-        _, expected = value_and_grad(lambda l, v: f(old[k], l, A[k], V_old[k], v, R[k], m[k], vm[k]), new[k], V[k])
-        torch.testing.assert_close((grads[0][k], grads[1][k]), expected)
-    leaf = new.clone().requires_grad_(True)
-    compiled = torch.compile(lambda l: PPOLoss(0.2)(old, l, A, V_old, V, R, m, vm), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close([t.detach() for t in compiled(leaf)], [t.detach() for t in PPOLoss(0.2)(old, new, A, V_old, V, R, m, vm)])
-
-
-def test_numbers_in_the_log_are_floats_that_hold_no_graph():
-    z, z_old, _, action, adv = discrete_case(0, (3,), 4)
-    _, info = ppo_policy_error(ppo_policy_data(z.requires_grad_(True), z_old, action, adv, None))
-    assert all(type(x) is float for x in info)
-    with pytest.raises(RuntimeError, match="item"): torch.func.vmap(lambda z: ppo_policy_error(ppo_policy_data(z, z_old, action, adv, None))[0].policy_loss)(z.detach()[None])
-
-
-D = ppo_policy_data(torch.randn(4, 3), torch.randn(4, 3), torch.zeros(4, dtype=torch.long), torch.ones(4), None)
-G = ppo_policy_data_continuous(dict(mu=torch.randn(4, 2), sigma=torch.ones(4, 2)), dict(mu=torch.randn(4, 2), sigma=torch.ones(4, 2)), torch.randn(4, 2), torch.ones(4), None)
-V = ppo_value_data(torch.ones(4), torch.ones(4), torch.ones(4), None)
-P = [torch.ones(4)] * 6
-
-
-def whole(kind, policy): return kind(*policy[:3], V.value_new, V.value_old, policy.adv, V.return_, None)
-
-
-@pytest.mark.parametrize("pair, kind", [(lambda x: x, "dict"), (lambda x: (x["mu"], x["sigma"]), "tuple")])
-def test_data_with_mu_and_sigma_are_sent_to_the_function_for_them(pair, kind):
-    gauss = G._replace(mu_sigma_new=pair(G.mu_sigma_new), mu_sigma_old=pair(G.mu_sigma_old))
-    for f, data in ((ppo_policy_error, gauss), (ppo_error, whole(ppo_data_continuous, gauss))):
-        with pytest.raises(TypeError, match=rf"^data.logit_new must be a torch.Tensor, got {kind}; for mu and sigma there are ppo_error_continuous and ppo_policy_error_continuous$"): f(data)
-
-
-def test_data_with_logits_are_sent_to_the_function_for_them():
-    for f, data in ((ppo_policy_error_continuous, D), (ppo_error_continuous, whole(ppo_data, D))):
-        with pytest.raises(TypeError, match=r"^data.mu_sigma_new must be a dict .*, got Tensor; for logits there are ppo_error and ppo_policy_error$"): f(data)
-
-
-@pytest.mark.parametrize("call, error, words", [
-    (lambda: ppo_policy_error(D._replace(logit_old=D.logit_old[:, :2])), ValueError, r"data.logit_old must have the shape of data.logit_new, \(4, 3\), got \(4, 2\)"),
-    (lambda: ppo_policy_error(D._replace(logit_pretrained=D.logit_old[:2])), ValueError, "data.logit_pretrained must have the shape of data.logit_new"),
-    (lambda: ppo_policy_error(D._replace(action=D.action[:, None])), ValueError, r"data.action must have the shape of data.logit_new without the actions, \(4,\), got \(4, 1\)"),
-    (lambda: ppo_policy_error(D._replace(action=D.adv)), TypeError, "data.action must have an integer dtype"),
-    *[(lambda a=a: ppo_policy_error(D._replace(action=torch.tensor([0, 1, 2, a]))), ValueError, "^data.action must be between 0 and 2") for a in (3, -1)],
-    (lambda: ppo_policy_error(D._replace(logit_new=D.logit_new[:, :0], logit_old=D.logit_old[:, :0])), ValueError,
-     r"data.logit_new must have at least 1 dimension, the last of which, the actions, has at least 1 element; got shape \(4, 0\)"),
-    (lambda: ppo_policy_error(D._replace(logit_new=D.adv[0], logit_old=D.adv[0], action=D.action[0])), ValueError, r"data.logit_new must have at least 1 dimension, .* got shape \(\)"),
-    (lambda: ppo_policy_error(D._replace(adv=D.adv[:, None])), ValueError, r"data.adv must have the shape of data.action, \(4,\), got \(4, 1\)"),
-    (lambda: ppo_policy_error(D._replace(adv=D.adv[0])), ValueError, r"data.adv must have the shape of data.action, \(4,\), got \(\)"),
-    (lambda: ppo_policy_error(D._replace(adv=1.0)), TypeError, "data.adv must be a torch.Tensor, got float"),
-    (lambda: ppo_policy_error(D._replace(adv=D.action)), TypeError, "data.adv must have a floating-point dtype"),
-    (lambda: ppo_policy_error(D._replace(weight=D.adv[:3])), ValueError, r"data.weight must have the shape of data.adv, \(4,\), got \(3,\)"),
-    (lambda: ppo_policy_error(D._replace(weight=1.0)), TypeError, "data.weight must be a torch.Tensor or None, got float"),
-    (lambda: ppo_policy_error(D._replace(logit_new=dict(mu=1))), TypeError, "data.logit_new must be a torch.Tensor, got dict"),
-    (lambda: ppo_policy_error(D._replace(logit_new=D.logit_new.long())), TypeError, "data.logit_new must have a floating-point dtype"),
-    *[(lambda f=f, d=d, r=r: f(d._replace(weight=torch.ones(4) + 2j), reduction=r), TypeError, "^data.weight must be real, got torch.complex64")
-      for f, d in ((ppo_policy_error, D), (ppo_policy_error_continuous, G), (ppo_value_error, V)) for r in ("mean", "weight")],
-    *[(lambda flag=flag: ppo_policy_error(D, entropy_bonus=flag), TypeError, f"^entropy_bonus must be True or False, got {flag!r}") for flag in ("no", 0, None)],
-    *[(lambda flag=flag: ppo_value_error(V, use_value_clip=flag), TypeError, f"^use_value_clip must be True or False, got {flag!r}") for flag in ("no", 0, None)],
-    (lambda: ppo_policy_error([*D]), TypeError, "data must be a ppo_policy_data, got list"),
-    (lambda: ppo_policy_error(V), TypeError, "data must be a ppo_policy_data with the fields logit_new, logit_old, action, adv, weight, logit_pretrained, got 4 fields"),
-    (lambda: ppo_error(D), TypeError, "data must be a ppo_data with the fields .*, got 6 fields"),
-    (lambda: ppo_error_continuous(G), TypeError, "data must be a ppo_data_continuous with the fields .*, got 6 fields"),
-    (lambda: ppo_error(ppo_data(D.logit_new, D.logit_old, D.action, V.value_new, V.value_old[:2], D.adv, V.return_, None)), ValueError, "data.value_old must have the shape of data.value_new"),
-    (lambda: ppo_policy_error(ppo_policy_data(torch.randn(2, 3, 5), torch.randn(2, 3, 5), torch.zeros(2, 3).long(), torch.ones(3), None)), ValueError,
-     r"data.adv must have the shape of data.action, \(2, 3\), or of its rows, \(2,\), got \(3,\)"),
-    *[(lambda c=c, f=f, d=d: f(d, dual_clip=c), ValueError, r"dual_clip must be in \(1, inf\), got") for c in (1, 1.0, 0.5, -3.0) for f, d in ((ppo_policy_error, D), (ppo_policy_error_continuous, G))],
-    *[(lambda c=c, f=f, d=d: f(d, clip_ratio=c), ValueError, r"clip_ratio must be in \(0, 1\], got") for c in (0, -0.2, 1.5) for f, d in ((ppo_policy_error, D), (ppo_policy_error_continuous, G))],
-    *[(lambda f=f, d=d: f(d, kl_type="k4"), ValueError, "kl_type must be one of 'k1', 'k2', 'k3', got 'k4'") for f, d in ((ppo_policy_error, D), (ppo_policy_error_continuous, G))],
-    *[(lambda f=f, d=d: f(d, reduction="sum"), ValueError, "reduction must be one of 'mean', 'weight', got 'sum'") for f, d in ((ppo_policy_error, D), (ppo_policy_error_continuous, G), (ppo_value_error, V))],
-    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=torch.ones(4, 2, 2))), TypeError, "data.mu_sigma_new must be a dict with mu and sigma, or the pair of them, got Tensor"),
-    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=dict(mu=G.action))), TypeError, "data.mu_sigma_new must be a dict with mu and sigma"),
-    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=(torch.ones(()), torch.ones(())))), ValueError, r"data.mu_sigma_new mu must have at least 1 dimension, got 0: shape \(\)"),
-    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_old=None)), TypeError, "data.mu_sigma_old must be a dict with mu and sigma, or the pair of them, got NoneType"),
-    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_old=(G.action, G.action[:1]))), ValueError, r"data.mu_sigma_old sigma must have the shape of data.mu_sigma_old mu, \(4, 2\), got \(1, 2\)"),
-    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_old=(G.action[:2], G.action[:2]))), ValueError, "data.mu_sigma_old mu must have the shape of data.mu_sigma_new mu"),
-    (lambda: ppo_policy_error_continuous(G._replace(logit_pretrained=(G.action[:2], G.action[:2]))), ValueError, "data.logit_pretrained mu must have the shape"),
-    (lambda: ppo_policy_error_continuous(G._replace(action=torch.zeros(4, dtype=torch.long))), TypeError, "data.action must have a floating-point dtype"),
-    (lambda: ppo_policy_error_continuous(G._replace(action=torch.zeros(4))), ValueError, r"data.action must have the shape of data.mu_sigma_new mu, \(4, 2\), got \(4, 1\)"),
-    (lambda: ppo_policy_error_continuous(G._replace(adv=G.action)), ValueError, "data.adv must have the shape of"),
-    (lambda: ppo_policy_error_continuous(G._replace(weight=G.action)), ValueError, "data.weight must have the shape of data.adv"),
-    (lambda: ppo_value_error(V._replace(return_=torch.ones(3))), ValueError, r"data.return_ must have the shape of data.value_new, \(4,\), got \(3,\)"),
-    (lambda: ppo_value_error(V._replace(weight=torch.ones(3))), ValueError, r"data.weight must have the shape of data.value_new, \(4,\), got \(3,\)"),
-    (lambda: ppo_value_error(V._replace(value_old=None)), TypeError, "data.value_old must be a torch.Tensor, got NoneType"),
-    (lambda: ppo_value_error(V, clip_ratio=0), ValueError, r"clip_ratio must be in \(0, inf\), got 0"),
-    (lambda: ppo_value_error(torch.ones(4)), TypeError, "data must be a ppo_value_data, got Tensor"),
-    (lambda: PPOLoss(epsilon=0), ValueError, r"epsilon must be in \(0, 1\], got 0"),
-    (lambda: PPOLoss(value_clip_range=-1), ValueError, "value_clip_range"),
-    (lambda: PPOLoss(value_coeff=-0.1), ValueError, "value_coeff"),
-    (lambda: PPOLoss()(*P[:5], torch.ones(3)), ValueError, r"returns must have the shape of phi_values, \(4,\), got \(3,\)"),
-    (lambda: PPOLoss()(*P[:2], torch.ones(3), *P[:3]), ValueError, "advantages must have the shape of pi_logprobs"),
-    (lambda: PPOLoss()(*P, torch.ones(4)), TypeError, r"padding_masks must be boolean \(True = counts\)"),
-    (lambda: PPOLoss()(*P, torch.ones(3) > 0), ValueError, "padding_masks must have the shape of pi_logprobs"),
-    (lambda: PPOLoss()(*P, None, torch.ones(3) > 0), ValueError, "value_padding_masks must have the shape of phi_values"),
-])
-def test_bad_input_is_named(call, error, words):
-    with pytest.raises(error, match=words): call()
+SHAPES = st.sampled_from([(4,), (1,), (2, 3), (2, 2, 3)])
+MASKS = st.sampled_from([None, 0.0, 0.5, 1.0])
+NAMES = ("logp", "logp_old", "advantage", "value", "value_old", "returns", "entropy", "logp_ref")
+
+
+def case(seed, shape, dtype=torch.float64):
+    return {name: normal(seed + k, shape, dtype, scale=1.0 if name in ("advantage", "value", "value_old", "returns") else 0.4) for k, name in enumerate(NAMES)}
+
+
+def loop(x, m, low, high, dual, clip, c_v, c_e, beta, kind):
+    "The parts, the loss, and its slope in log-probability, value and entropy, one sample after the other."
+    rows = [dict(zip(x, row)) for row in zip(*(t.flatten().tolist() for t in x.values()))]
+    n, parts, slopes = max(sum(m), 1), dict.fromkeys(("policy_loss", "value_loss", "entropy", "kl"), 0.0), []
+    for s, counts in zip(rows, m):
+        if not counts: slopes.append([0.0] * 3); continue
+        r, A = math.exp(s["logp"] - s["logp_old"]), s["advantage"]
+        J, live = min(r * A, min(max(r, 1 - low), 1 + high) * A), r <= 1 + high if A > 0 else r >= 1 - low
+        if dual is not None and A < 0 and J < dual * A: J, live = dual * A, False
+        V, old, R = s["value"], s["value_old"], s["returns"]
+        near = V if clip is None else min(max(V, old - clip), old + clip)
+        d = s["logp"] - s["logp_ref"]
+        k, slope = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d))}[kind]
+        for name, add in dict(policy_loss=-J, value_loss=max((V - R) ** 2, (near - R) ** 2) / 2, entropy=s["entropy"], kl=k).items(): parts[name] += add / n
+        slopes.append([(-r * A * live + beta * slope) / n, c_v * (V - R) * (abs(near - R) <= abs(V - R)) / n, -c_e / n])
+    return parts, parts["policy_loss"] + c_v * parts["value_loss"] - c_e * parts["entropy"] + beta * parts["kl"], slopes
+
+
+@given(seed=SEEDS, shape=SHAPES, keep=MASKS, low=st.sampled_from([0.05, 0.2, 1.0]), high=st.sampled_from([None, 0.5]), dual=st.sampled_from([None, 1.2]),
+       clip=st.sampled_from([None, 0.3]), kind=st.sampled_from(["k1", "k2", "k3"]))
+def test_loss_parts_and_gradient_are_the_loops(seed, shape, keep, low, high, dual, clip, kind):
+    x, mask = case(seed, shape), None if keep is None else random_mask(seed + 9, shape, keep)
+    m = [True] * x["logp"].numel() if mask is None else mask.flatten().tolist()
+    parts, total, slopes = loop(x, m, low, low if high is None else high, dual, clip, 0.7, 0.03, 0.2, kind)
+    before = {name: t.clone() for name, t in x.items()}
+    leaves = {name: t.clone().requires_grad_(True) for name, t in x.items()}
+    loss, got = ppo_loss(**leaves, mask=mask, eps_low=low, eps_high=high, dual_clip=dual, value_clip=clip, value_coef=0.7, entropy_coef=0.03, beta=0.2, kl_kind=kind)
+    assert loss.shape == () and loss.item() == pytest.approx(total, rel=1e-9, abs=1e-12)
+    assert {name: t.item() for name, t in got.items()} == pytest.approx(parts, rel=1e-9, abs=1e-12) and not any(t.requires_grad for t in got.values())
+    grads = dict(zip(NAMES, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
+    for k, name in enumerate(("logp", "value", "entropy")):
+        torch.testing.assert_close(grads.pop(name).flatten(), torch.tensor([s[k] for s in slopes], dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert all(g is None for g in grads.values()), "the rest are constants"
+    assert all(torch.equal(before[name], t) for name, t in x.items())
+
+
+@given(seed=SEEDS, keep=MASKS, low=st.sampled_from([0.05, 0.2]), high=st.sampled_from([None, 0.5]))
+def test_stats_are_the_loops(seed, keep, low, high):
+    x = case(seed, (3, 4))
+    mask = None if keep is None else random_mask(seed + 9, (3, 4), keep)
+    rows = [(math.exp(a - b), a - b, A) for a, b, A, m in zip(*(x[k].flatten().tolist() for k in ("logp", "logp_old", "advantage")), [True] * 12 if mask is None else mask.flatten().tolist()) if m]
+    n, upper = max(len(rows), 1), low if high is None else high
+    stats = ppo_stats(x["logp"].requires_grad_(True), x["logp_old"], x["advantage"], mask, low, high)
+    assert set(stats) == {"ratio", "approx_kl", "clip_fraction"} and not any(t.requires_grad or t.ndim for t in stats.values())
+    assert stats["ratio"].item() == pytest.approx(sum(r for r, _, _ in rows) / n)
+    assert stats["approx_kl"].item() == pytest.approx(sum(r - 1 - d for r, d, _ in rows) / n, abs=1e-9)
+    assert stats["clip_fraction"].item() == pytest.approx(sum((A > 0 and r > 1 + upper) or (A < 0 and r < 1 - low) for r, _, A in rows) / n)
+
+
+def test_by_hand_and_the_defaults():
+    new, old, A = torch.tensor([0.6, 0.2, 0.55]).log(), torch.tensor([0.4, 0.4, 0.5]).log(), torch.tensor([1.0, -1.0, 2.0])
+    V, zero, H = torch.tensor([1.0, 2.0, 0.1]), torch.zeros(3), torch.tensor([0.5, 0.6, 0.7])
+    loss, parts = ppo_loss(new, old, A)
+    assert loss.item() == pytest.approx(-2.6 / 3) and set(parts) == {"policy_loss"}
+    loss, parts = ppo_loss(new, old, A, V, zero, zero, H, logp_ref=old)
+    kl = sum(math.log(r) ** 2 / 2 for r in (1.5, 0.5, 1.1)) / 3
+    assert {k: v.item() for k, v in parts.items()} == pytest.approx(dict(policy_loss=-2.6 / 3, value_loss=5.01 / 6, entropy=0.6, kl=kl), rel=1e-5)
+    assert loss.item() == pytest.approx(-2.6 / 3 + 0.5 * 5.01 / 6 - 0.01 * 0.6 + 0.04 * kl, rel=1e-5)
+    assert ppo_loss(new, old, A, mask=torch.tensor([True, False, True]))[0].item() == pytest.approx(-1.7)
+    assert ppo_loss(new, old, A, V, None, zero)[1]["value_loss"] == ppo_loss(new, old, A, V, zero, zero)[1]["value_loss"]
+
+
+@given(seed=SEEDS, junk=JUNK, keep=st.sampled_from([0.0, 0.5]), dtype=DTYPES)
+def test_nothing_leaks_from_under_the_mask(seed, junk, keep, dtype):
+    x, m = case(seed, (3, 4), dtype), random_mask(seed + 9, (3, 4), keep)
+    dirty = {name: torch.where(m, t, torch.tensor(junk).to(dtype)) for name, t in x.items()}
+    run = lambda x: value_and_grad(lambda l, v, h: ppo_loss(**{**x, "logp": l, "value": v, "entropy": h}, mask=m, value_clip=0.3)[0], x["logp"], x["value"], x["entropy"])
+    (loss, grads), (clean, slopes) = run(dirty), run(x)
+    assert torch.equal(loss, clean) and loss.isfinite() and all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(grads, slopes))
+    assert all(torch.equal(a, b) for a, b in zip(ppo_loss(**dirty, mask=m)[1].values(), ppo_loss(**x, mask=m)[1].values()))
+    stats = lambda x: ppo_stats(x["logp"], x["logp_old"], x["advantage"], m)
+    assert stats(dirty) == stats(x)
+    if not m.any(): assert loss == 0 and all((g == 0).all() for g in grads)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_no_nan_arises_on_the_way_back_from_an_advantage_without_weight():
-    z, z_old, _, action, _ = discrete_case(0, (2,), 3)
-    adv, w = torch.tensor([1.0, math.nan], dtype=torch.float64), torch.tensor([1.0, 0.0])
-    sigma, keep = torch.ones(2, 3, dtype=torch.float64), w != 0
-    def discrete_loss(z): return ppo_policy_error(ppo_policy_data(z, z_old, action, adv, w))[0].policy_loss
-    def continuous_loss(z): return ppo_policy_error_continuous(ppo_policy_data_continuous((z, sigma), (z_old, sigma), z_old, adv, w))[0].policy_loss
-    def parts_loss(z): return ppo_policy_error(ppo_policy_data(z[:, None], z_old[:, None], action[:, None], adv, w))[0].policy_loss
-    def torchtunes(z): return PPOLoss()(z_old[:, 0], z[:, 0], adv, adv, z[:, 0], adv, keep, keep)[0]
-    with torch.autograd.detect_anomaly():                                           # raises where a backward function returns NaN
-        for f in (discrete_loss, continuous_loss, parts_loss, torchtunes): assert value_and_grad(f, z)[1][0].isfinite().all()
+def test_no_nan_arises_on_the_way_back_from_under_the_mask():
+    m, bad = torch.tensor([True, False]), torch.tensor([1.0, math.nan])
+    with torch.autograd.detect_anomaly(): _, grads = value_and_grad(lambda l, v, h: ppo_loss(l, bad, bad, v, bad, bad, h, m, logp_ref=bad)[0], bad, bad, bad)
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_a_nan_that_counts_is_seen():
+    for name in NAMES: assert ppo_loss(**{**case(0, (3,)), name: torch.tensor([0.1, math.nan, 0.2], dtype=torch.float64)}, value_clip=0.3)[0].isnan(), name
+
+
+@pytest.mark.parametrize("size", [100.0, 1e6, -1e6])
+@pytest.mark.parametrize("dual", [None, 3.0])
+def test_no_log_ratio_is_too_large(size, dual):
+    loss, (grad,) = value_and_grad(lambda l: ppo_loss(l, torch.zeros(2), torch.tensor([2.0, -2.0]), dual_clip=dual)[0], torch.full((2,), size))
+    assert loss.isfinite() and grad.isfinite().all() and grad[0 if size > 0 else 1] == 0 and (dual is None or grad[1] == 0)
+
+
+def test_half_precision_vmap_second_derivative_and_compile():
+    x = case(0, (4, 5))
+    for dtype in (torch.float16, torch.bfloat16):
+        half = {name: t.to(dtype) for name, t in x.items()}
+        assert torch.equal(ppo_loss(**half)[0], ppo_loss(**{name: t.float() for name, t in half.items()})[0])
+    f = lambda *t: ppo_loss(**dict(zip(NAMES, t)))[0]
+    tensors = list(x.values())
+    per_row = torch.func.vmap(torch.func.grad(f))(*tensors)
+    torch.testing.assert_close(per_row, torch.stack([value_and_grad(lambda l: f(l, *row), l)[1][0] for l, *row in zip(*tensors)]))
+    assert torch.autograd.gradgradcheck(lambda l: f(l, *tensors[1:]), x["logp"].clone().requires_grad_(True))
+    leaf = x["logp"].clone().requires_grad_(True)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)(leaf, *tensors[1:])
+    torch.testing.assert_close(torch.autograd.grad(compiled, leaf)[0], value_and_grad(lambda l: f(l, *tensors[1:]), leaf)[1][0])
+
+
+one = torch.ones(4)
+
+
+@pytest.mark.parametrize("args, kwargs, error, words", [
+    ([one, one[:3], one], {}, ValueError, r"logp_old must have the shape of logp, \(4,\), got \(3,\)"), ([one, one, one.long()], {}, TypeError, "advantage must have a floating-point dtype"),
+    ([one, one, 1.0], {}, TypeError, "advantage must be a torch.Tensor, got float"), ([one, one, one, one], {}, TypeError, "returns must be a torch.Tensor, got NoneType"),
+    ([one, one, one, one, None, one], dict(value_clip=0.2), ValueError, "value_old must be given"), ([one, one, one], dict(mask=one), TypeError, r"mask must be boolean \(True = counts\)"),
+    ([one, one, one], dict(entropy=one[:1]), ValueError, "entropy must have the shape of logp"), ([one, one, one], dict(eps_low=0), ValueError, r"eps_low must be in \(0, 1\], got 0"),
+    ([one, one, one], dict(dual_clip=1), ValueError, r"dual_clip must be in \(1, inf\), got 1"), ([one, one, one], dict(kl_kind="k4"), ValueError, "kl_kind must be one of 'k1', 'k2', 'k3'"),
+    *[([one, one, one], {name: -1.0}, ValueError, rf"{name} must be in \[0, inf\), got -1.0") for name in ("value_coef", "entropy_coef", "beta")],
+])
+def test_bad_input_is_named(args, kwargs, error, words):
+    with pytest.raises(error, match=words): ppo_loss(*args, **kwargs)

@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import replace
 from typing import get_args
@@ -456,3 +457,10 @@ def test_a_saved_policy_answers_as_before(tmp_path):
 def test_an_option_that_is_none_is_refused():
     with pytest.raises((TypeError, ValueError), match="learning_rat"): own(learning_rat=1.0)
     with pytest.raises(ValueError, match="batch"): own(batch=9)
+
+
+def test_a_trainer_resumes_to_the_last_bit():
+    t, other = trainer(replace(TINY, kl_horizon=100)), trainer(replace(TINY, kl_horizon=100))
+    for _ in range(2): t.iterate()
+    other.load_state_dict({k: copy.deepcopy(v) for k, v in t.state_dict().items()})
+    assert without_times([t.iterate() for _ in range(2)]) == without_times([other.iterate() for _ in range(2)]) and torch.equal(weights(t), weights(other))
