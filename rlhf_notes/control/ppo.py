@@ -27,11 +27,9 @@ from .policy import Agent
 from .rollout import Collector, Rollout, float32, minibatches
 from ..fast.adam import make_adam
 from ..formulas.advantage import gae
-from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean
-from ..formulas.ratio import importance_ratio
-from ..formulas.surrogate import clip_fraction, clipped_surrogate
-from ..formulas.value import explained_variance, value_loss
+from ..formulas.ppo import ppo_loss, ppo_stats
+from ..formulas.value import explained_variance
 from ..formulas.whitening import RunningMoments, whiten
 from ..training.devices import pick_device
 from ..training.runs import Run, write_atomically
@@ -51,15 +49,12 @@ def batch_loss(agent: Agent, # In training
               ) -> tuple[torch.Tensor, dict]: # 0-dim loss to be minimised; its parts, 0-dim each
     "PPO's loss on a minibatch (Schulman et al. 2017, eq. 9)."
     out, value = agent(batch.obs)
-    ratio = importance_ratio(agent.head.logp(out, batch.actions), batch.logp)
-    advantage = loss_advantage(batch, config)
-    policy_loss = -masked_mean(clipped_surrogate(ratio, advantage, clip))
-    error = value_loss(value, batch.values, batch.returns, config.value_clip or None)
-    critic_loss = masked_mean(error)
-    loss = policy_loss + config.value_coef * critic_loss
-    if config.entropy_coef:
-        loss = loss - config.entropy_coef * masked_mean(agent.head.entropy(out))
-    return loss, dict(policy_loss=policy_loss, value_loss=critic_loss)
+    return ppo_loss(
+        agent.head.logp(out, batch.actions), batch.logp, loss_advantage(batch, config),
+        value, batch.values, batch.returns,
+        entropy=agent.head.entropy(out) if config.entropy_coef else None,
+        eps_low=clip, value_clip=config.value_clip or None,
+        value_coef=config.value_coef, entropy_coef=config.entropy_coef)
 
 # %% ../../nbs/control/19_ppo.ipynb #batch
 @dataclass
@@ -118,12 +113,10 @@ def health(agent: Agent, # After the update
           ) -> dict: # Name -> number
     "Entropy, distance from the old policy, share of clipped steps, and fit of the old values."
     logp, entropy = agent.logp_entropy(batch.obs, batch.actions)
-    ratio = importance_ratio(logp, batch.logp)
-    return dict(
-        entropy=masked_mean(entropy).item(),
-        kl_k3=masked_mean(kl_estimate(batch.logp, logp, "k3")).item(),
-        clip_fraction=clip_fraction(ratio, loss_advantage(batch, config), clip).item(),
-        explained_variance=explained_variance(batch.values, batch.returns).item())
+    stats = ppo_stats(logp, batch.logp, loss_advantage(batch, config), eps_low=clip)
+    return dict(entropy=masked_mean(entropy).item(), kl_k3=stats["approx_kl"].item(),
+                clip_fraction=stats["clip_fraction"].item(),
+                explained_variance=explained_variance(batch.values, batch.returns).item())
 
 def check_finite(row: dict): # Of metrics
     "FloatingPointError if a number is NaN, but for the explained variance of returns all alike."
@@ -244,7 +237,7 @@ class PPO:
                 loss.backward()
                 parts["grad_norm"] = self.optimizer.clip(c.max_grad_norm)
                 self.optimizer.step(learning_rate)
-                logs.append(torch.stack([x.detach() for x in parts.values()]))
+                logs.append(torch.stack([*parts.values()]))
             if c.target_kl and health(self.agent, batch, c, clip)["kl_k3"] > c.target_kl:
                 break
 

@@ -224,7 +224,7 @@ def save(training: Training, # As it is now
     "Write checkpoint and tables."
     if run is None: return
     stage = training.stage
-    weights = [stage.weights] if training.name == "rl" else stage.optimizer.param_groups[0]["params"]
+    weights = stage.optimizer.weights if training.name == "rl" else stage.optimizer.param_groups[0]["params"]
     check_weights(f"stage {training.name}, iteration {stage.iteration}", weights)
     run.save_checkpoint(training.state_dict())
     for name in STAGES[:2]: write_table(run.path / f"{name}.csv", training.rows[name])

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..fast.adam import Adam, clip_gradient, one_vector
+from ..fast.adam import make_adam
 from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from ..formulas.masking import masked_mean
@@ -83,8 +83,8 @@ class RLHF:
         self.policy = Policy(copy.deepcopy(lm))  # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model = self.accelerator.prepare_model(self.policy)
-        self.weights = one_vector(self.policy)  # last: preparing a model may move it
-        self.optimizer = Adam(self.weights, config.adam_eps)
+        # last: preparing a model may move it
+        self.optimizer = make_adam(self.policy, config.adam_eps)
         self.kl = FixedKLController(config.kl_coef)
         if config.kl_adapts:
             self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -154,10 +154,10 @@ class RLHF:
 
     def step(self, batch: Rollout) -> dict: # Name -> 0-dim tensor, what is logged
         "One gradient step on a minibatch, accumulated over processes and microbatches."
-        self.weights.grad.zero_()
+        self.optimizer.zero_grad()
         parts = self.microbatches(batch)
         outputs = [self.accumulate(part, batch, sync=part is parts[-1]) for part in parts]
-        grad_norm = clip_gradient(self.weights.grad, self.config.max_grad_norm)
+        grad_norm = self.optimizer.clip(self.config.max_grad_norm)
         self.update()
         logp, entropy, values = (self.gather(torch.cat(x)) for x in zip(*outputs))
         return self.diagnose(batch, logp, entropy, values) | dict(grad_norm=grad_norm)  # P13
@@ -191,7 +191,7 @@ class RLHF:
         "One step of Adam, at the learning rate of this iteration."
         c, self.steps = self.config, self.steps + 1
         if c.adam == "tensorflow":
-            self.optimizer.eps = tensorflow_eps(c.adam_eps, Adam.BETAS[1], self.steps)  # P12
+            self.optimizer.eps = tensorflow_eps(c.adam_eps, self.optimizer.BETAS[1], self.steps)  # P12
         self.optimizer.step(learning_rate(c, self.iteration))  # G5
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class RLHF:
         row |= dict(iteration=self.iteration + 1, kl_coef=self.kl.coef,
                     learning_rate=learning_rate(c, self.iteration))
         check_finite(where, row)
-        check_weights(where, [self.weights])
+        check_weights(where, self.optimizer.weights)
         self.kl.update(row["kl_k1"], c.batch)  # P11
         self.iteration += 1
         row["tokens_per_second"] = c.batch * c.response_length / (time.perf_counter() - start)

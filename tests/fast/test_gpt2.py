@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from language_models import KINDS, make, texts
 from rlhf_notes import fast
-from rlhf_notes.fast.gpt2 import Decoder, Elementwise, Fused, is_plain, states
+from rlhf_notes.fast.gpt2 import Decoder, Elementwise, Fused, decoder, is_plain, states
 from rlhf_notes.language import sampling
 from rlhf_notes.language.model import (Policy, RewardModel, autocast, hidden_states, make_gpt2, next_token_loss, no_dropout,
                                        position_ids)
@@ -122,6 +122,10 @@ def test_a_bias_an_adapter_or_another_kind_is_no_plain_gpt2():
     lm.transformer.h[1].attn.c_proj = Adapter(lm.transformer.h[1].attn.c_proj)
     assert not is_plain(lm)
     assert {kind for kind in KINDS if is_plain(no_dropout(make(kind)))} == {"GPT2"}
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    assert decoder(lm, mask, position_ids(mask)) is NotImplemented
+    assert decoder(tiny().transformer, mask, position_ids(mask)) is NotImplemented
+    assert decoder(tiny(), mask, position_ids(mask)) is not NotImplemented
 
 
 # --- the decoder
