@@ -117,7 +117,7 @@ def microbatch_weight(
     aggregation: str = "token-mean", # of the loss, one of `AGGREGATION_MODES`
 ) -> Tensor: # 0-dim, from 0 to 1
     "Weight of a microbatch's loss, so that the weighted losses sum to the loss of the batch."
-    def amount(mask):
+    def amount(mask): # (rows, T)
         rows = {"token-mean": mask.sum(1), "constant": torch.ones_like(mask.sum(1))}
         return rows.get(aggregation, mask.any(1)).sum()
     return amount(mask).float() / amount(batch_mask).clamp(min=1)

@@ -57,7 +57,7 @@ def dpo_loss(
     "-log sigmoid(beta h) (Rafailov et al. 2023, eq. 7) or (h - 1 / (2 beta))^2 (Azar et al. 2023)."
     h = chosen_logp - ref_chosen_logp.detach() - (rejected_logp - ref_rejected_logp.detach())
 
-    def loss(h):
+    def loss(h): # nats, the lead of the chosen response
         if kind == "ipo": return (h - 1 / (2 * beta)).square()
         return -logsigmoid(beta * h)
 
