@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from .. import fast
-from ..checks import check_choice
+from ..checks import check_value
 from ..compat.ding import efficient_method, less_efficient_method, naive_method
 from ..fast import rows
 from ..formulas.advantage import gae, gae_tokens
@@ -382,7 +382,7 @@ def bench(
                             f"write ({given!r},)")
         for x in given:
             if isinstance(x, str):
-                check_choice(name, x, known)
+                check_value(name, x, tuple(known))
     found, bandwidth = [], copy_bandwidth(device)
     for case in _cases(sizes, device, dtypes, left_out, tasks):
         found.extend(new := measure(case, device, rounds, bandwidth))
