@@ -85,7 +85,8 @@ class Adam:
 
     def load_state_dict(self, state: dict): # From `state_dict`
         "Continue from a checkpoint."
-        for name, x in state.items(): getattr(self, name).copy_(x)
+        for name, x in state.items():
+            getattr(self, name).copy_(x)
 
 # %% ../../nbs/fast/adam.ipynb #door
 @door(Adam)

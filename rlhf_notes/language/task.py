@@ -16,7 +16,7 @@ from itertools import product
 
 import torch
 
-from ..checks import check_float, check_number
+from ..checks import check_value, checked
 from .rollout import Prompts
 
 # %% ../../nbs/language/22_task.ipynb #words
@@ -161,13 +161,12 @@ def true_reward(prompt: str, # The prompt
     return sum(judgement(prompt, response).values())
 
 # %% ../../nbs/language/22_task.ipynb #choice
+@checked(scores="raw (...)", temperature="(0, inf)")
 def human_choice(scores: torch.Tensor, # True rewards of N responses to each prompt, (..., N)
                  temperature: float, # Noise, on the scale of the rewards, > 0
                  generator: torch.Generator, # Source of chance
                 ) -> torch.Tensor: # Index of the response that is called the best, (...)
     "A noisy human's choice: softmax(scores / temperature) (Luce 1959), sampled by Gumbel noise."
-    check_float(scores=scores)
-    check_number("temperature", temperature, low=0, open_low=True)
     u = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
     return (scores.double() / temperature - (-u.log()).log()).argmax(-1)
 
@@ -194,9 +193,9 @@ class Reviews(Prompts):
                  stop_after: int = 8, # First position at which a full stop ends a response, < T
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
                 ):
-        check_number("stop_after", stop_after, low=0)
-        check_number("response_length", response_length, low=stop_after + 1)
-        check_number("query_length", query_length, low=0)
+        check_value("stop_after", stop_after, "[0, inf)")
+        check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
+        check_value("query_length", query_length, "[0, inf)")
         self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
         stop_token = self._check_tokenizer()
         super().__init__(tokenizer, PROMPTS, None, response_length, query_length)
