@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from .. import fast
-from ..checks import check_choice
+from ..checks import check_value
 from ..compat.ding import efficient_method, less_efficient_method, naive_method
 from ..fast import rows
 from ..formulas.advantage import gae, gae_tokens
@@ -366,7 +366,7 @@ def bench(
         if isinstance(given, str):
             raise TypeError(f"{name} must be a tuple of names, got the string {given!r}: write ({given!r},)")
         for x in given:
-            if isinstance(x, str): check_choice(name, x, known)
+            if isinstance(x, str): check_value(name, x, tuple(known))
     found, bandwidth = [], copy_bandwidth(device)
     for case in _cases(sizes, device, dtypes, left_out, tasks):
         found.extend(new := measure(case, device, rounds, bandwidth))
