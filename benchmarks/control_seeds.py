@@ -16,7 +16,6 @@ and NAME_curves.csv, a row for each iteration, with those evaluations in every s
 none is on what was trained on, and none decides anything in the training. The first seed of a process also pays for PyTorch's warming up.
 All but the seconds comes out the same again on the same machine; another one may round float32 differently, and single curves differ.
 """
-import argparse
 import csv
 import sys
 import time
@@ -24,7 +23,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from rlhf_notes.cli import TASKS, add_options, given
+from cyclopts import App
+
+from rlhf_notes.cli import TASKS, options_of
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "control" / "results"
 FINAL = ("eval_return_mean", "eval_return_std", "eval_sampled_return_mean", "eval_sampled_return_std", "solved")
@@ -59,35 +60,46 @@ def run(job):
 def tidy(value): return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="task", required=True)
-    for name, task in TASKS.items():
-        p = commands.add_parser(name, allow_abbrev=False)
-        add_options(p, task.config, but=(*task.fixed, "seed"))
-        p.add_argument("--seeds", type=int, default=20, help="how many, from 0 on (default: 20)")
-        p.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side (default: 1)")
-        p.add_argument("--every", type=int, default=2, help="iterations between two evaluations (default: 2)")
-        p.add_argument("--final", action="store_true", help="evaluate the final policy alone, and write no curves")
-        p.add_argument("--name", default=name, help=f"how the files begin (default: {name})")
-        p.add_argument("--out", type=Path, default=OUT, help="where they go (default: nbs/control/results)")
-    args = parser.parse_args()
-    config = TASKS[args.task].config
-    try: jobs = [(config(seed=seed, **given(args, config)), 0 if args.final else args.every) for seed in range(args.seeds)]
-    except (ValueError, TypeError) as e: sys.exit(f"control_seeds.py: {e}")
-    args.out.mkdir(parents=True, exist_ok=True)
+def train(config, options, seeds, jobs, every, final, name, out):
+    try: work = [(config(seed=seed, **options), 0 if final else every) for seed in range(seeds)]
+    except ValueError as e: sys.exit(f"control_seeds.py: {e}")
+    out.mkdir(parents=True, exist_ok=True)
     finals, curves = [], []
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for final, curve in pool.map(run, jobs):
-            finals.append(final); curves += curve
-            s = dict(zip(("seed", *FINAL, *SPEED), final))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for last, curve in pool.map(run, work):
+            finals.append(last); curves += curve
+            s = dict(zip(("seed", *FINAL, *SPEED), last))
             print(f"seed {s['seed']}: greedy {s['eval_return_mean']:.1f}, sampled {s['eval_sampled_return_mean']:.1f}, {'solved' if s['solved'] else 'NOT solved'}, {s['train_seconds']:.2f} s; "
                   f"first sampled crossing after {s['first_sampled_steps']} steps", flush=True)
-    files = [("seeds", ("seed", *FINAL, *SPEED), finals)] + [("curves", ("seed", *CURVE, "train_seconds", "greedy", "sampled"), curves)] * (not args.final)
+    files = [("seeds", ("seed", *FINAL, *SPEED), finals)] + [("curves", ("seed", *CURVE, "train_seconds", "greedy", "sampled"), curves)] * (not final)
     for kind, header, rows in files:
-        with open(args.out / f"{args.name}_{kind}.csv", "w", newline="", encoding="utf-8") as f:
+        with open(out / f"{name}_{kind}.csv", "w", newline="", encoding="utf-8") as f:
             csv.writer(f, lineterminator="\n").writerows([header, *([tidy(x) for x in row] for row in rows)])
-        print(args.out / f"{args.name}_{kind}.csv")
+        print(out / f"{name}_{kind}.csv")
+
+
+def command(app, task, config):
+    @app.command(name=task)
+    @options_of(config, without=("env", "seed") if task != "train" else ("seed",))
+    def run_all(*, seeds: int = 20, jobs: int = 1, every: int = 2, final: bool = False, name: str = task, out: Path = OUT, **options):
+        """Train with many seeds.
+
+        Parameters
+        ----------
+        seeds: how many, from 0 on
+        jobs: processes of one thread side by side
+        every: iterations between two evaluations
+        final: evaluate the final policy alone, and write no curves
+        name: how the files begin
+        out: where they go
+        """
+        train(config, options, seeds, jobs, every, final, name, out)
+
+
+def main():
+    app = App(name="control_seeds.py", help=__doc__)
+    for task in ("cartpole", "pendulum", "train"): command(app, task, TASKS[task][0])
+    app()
 
 
 if __name__ == "__main__":

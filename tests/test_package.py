@@ -44,7 +44,7 @@ from rlhf_notes import whiten, gae, clipped_surrogate
 import torch
 torch_brings = set(sys.modules)
 for m in rlhf_notes.FORMULAS: __import__('rlhf_notes.' + m)
-print([m for m in ('gymnasium', 'transformers', 'matplotlib', 'tyro', 'nbdev', 'fastcore') if m in sys.modules])
+print([m for m in ('gymnasium', 'transformers', 'matplotlib', 'cyclopts', 'nbdev', 'fastcore') if m in sys.modules])
 print(sorted({m.split('.')[0] for m in set(sys.modules) - torch_brings} - {'rlhf_notes'}))""").splitlines()
     assert loaded == ["[]", "[]"]
 

@@ -69,10 +69,7 @@ def kl_loss(
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
     straight_through: bool = False,  # value of `kind`, slope of k2; `ratio` is then a constant
 ) -> Tensor:  # 0-dim, in nats
-    """Mean estimate of KL(pi || pi_ref) over what counts, as a loss.
-
-    It has the KL's own gradient as k2, with `straight_through`, or as k1 or k3 with `ratio`.
-    """
+    "Mean KL estimate; k2, `straight_through`, or k1 and k3 with `ratio` have the KL's gradient."
     logp, logp_ref = apply_mask(logp, mask), apply_mask(logp_ref.detach(), mask)
     k = kl_estimate(logp, logp_ref, kind)
     if straight_through:
@@ -88,13 +85,9 @@ class FixedKLController:
     "A constant KL coefficient."
 
     @checked(coef="[0, inf)")
-    def __init__(
-        self,
-        coef: float,  # beta, in units of reward per nat, >= 0
-    ):
+    def __init__(self, coef: float):  # beta, in units of reward per nat, >= 0
         self.coef = float(coef)
 
-    @checked(n="[0, inf)")
     def update(
         self,
         kl: float | Tensor,  # measured KL of whole responses, in nats; a number or a 0-dim tensor
@@ -107,10 +100,7 @@ class FixedKLController:
         "The state, for a checkpoint."
         return {"coef": self.coef}
 
-    def load_state_dict(
-        self,
-        state: dict,  # from `state_dict`
-    ):
+    def load_state_dict(self, state: dict):  # from `state_dict`
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"coef"}:
             raise ValueError(f"state must be a dict with the one key 'coef', got {state!r}")
@@ -118,10 +108,7 @@ class FixedKLController:
 
 # %% ../../nbs/formulas/06_kl.ipynb #adaptive
 class AdaptiveKLController(FixedKLController):
-    """A KL coefficient that rises while the KL is above its target and falls while it is below.
-
-    Ziegler et al. 2019, section 2.2.
-    """
+    "A KL coefficient that steers the KL to its target (Ziegler et al. 2019, section 2.2)."
 
     @checked(init="(0, inf)", target="(0, inf)", horizon="(0, inf)")
     def __init__(
@@ -140,18 +127,13 @@ class AdaptiveKLController(FixedKLController):
         n: int,  # number of responses; beta must stay above 0
     ) -> float:  # beta to use next
         "beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)."
-        error = min(max(_number(kl) / self.target - 1, -0.2), 0.2)
+        kl = kl.item() if isinstance(kl, Tensor) and kl.ndim == 0 else kl
+        if not isinstance(kl, (int, float)) or not math.isfinite(kl):
+            raise ValueError(f"kl must be a finite number or a 0-dim tensor, got {kl!r}")
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = 1 + error * n / self.horizon
         if factor <= 0:
             raise ValueError(f"n must be less than {self.horizon / -error:g}, so that beta stays "
                              f"above 0 at an error of {error:g}, got {n}")
         self.coef = float(self.coef * factor)
         return self.coef
-
-
-def _number(kl):
-    "`kl` as a finite Python number."
-    kl = kl.item() if isinstance(kl, Tensor) and kl.ndim == 0 else kl
-    if not isinstance(kl, (int, float)) or not math.isfinite(kl):
-        raise ValueError(f"kl must be a finite number or a 0-dim tensor, got {kl!r}")
-    return kl

@@ -16,9 +16,7 @@ from .masking import apply_mask, masked_mean
 
 # %% ../../nbs/formulas/03_ratio.ipynb #bounded
 @checked(log_ratio="float (...)")
-def bounded_log_ratio(
-    log_ratio: Tensor,  # (...), log pi_new - log pi_old, in nats
-) -> Tensor:  # (...), from -40 to 40 (float64: -350 to 350)
+def bounded_log_ratio(log_ratio: Tensor) -> Tensor:  # (...) -> from -40 to 40 (float64: 350)
     "The log-ratio limited so that exp(x)^2 is finite; its gradient passes straight through."
     x = log_ratio
     limit, largest = 350 if x.dtype == torch.float64 else 40, torch.finfo(x.dtype).max

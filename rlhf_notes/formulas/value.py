@@ -97,18 +97,14 @@ def value_inv_transform(
 
 # %% ../../nbs/formulas/05_value.ipynb #symlog
 @checked(x="float (...)")
-def symlog(
-    x: Tensor,  # (...)
-) -> Tensor:  # (...), float32 or better
+def symlog(x: Tensor) -> Tensor:  # (...) -> (...), float32 or better
     "sign(x) log(1 + |x|), with the right slope at 0 (Hafner et al. 2023)."
     sign = torch.where(x < 0, -1, 1)
     return sign * torch.log1p(sign * x)
 
 # %% ../../nbs/formulas/05_value.ipynb #inv-symlog
 @checked(x="float (...)")
-def inv_symlog(
-    x: Tensor,  # (...); beyond 88.7 the result exceeds float32
-) -> Tensor:  # (...), float32 or better
+def inv_symlog(x: Tensor) -> Tensor:  # (...) -> (...); beyond 88.7 it exceeds float32
     "sign(x) (exp(|x|) - 1), the inverse of `symlog`; DreamerV3 calls it symexp."
     sign = torch.where(x < 0, -1, 1)
     return sign * torch.expm1(sign * x)

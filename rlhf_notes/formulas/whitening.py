@@ -39,10 +39,7 @@ class RunningMoments:
 
     Merging two equals having seen both (Chan, Golub and LeVeque 1983).
     """
-    def __init__(
-        self,
-        shape: tuple = (),  # of one observation: () for rewards, (features,) for observations
-    ):
+    def __init__(self, shape: tuple = ()):  # of one observation: (), or (features,)
         self.count = 0
         self.mean = torch.zeros(shape, dtype=torch.float64, device="cpu")
         self.m2 = torch.zeros_like(self.mean)
@@ -74,10 +71,7 @@ class RunningMoments:
         mean = rows.sum(0) / max(len(rows), 1)
         return self._merge(len(rows), mean, (rows - mean).square().sum(0))
 
-    def merge(
-        self,
-        other: "RunningMoments",  # of the same shape; it is not changed
-    ) -> "RunningMoments":  # itself
+    def merge(self, other: "RunningMoments") -> "RunningMoments":  # of the same shape -> itself
         "Take in all that `other` has seen."
         if not isinstance(other, RunningMoments):
             raise TypeError(f"other must be RunningMoments, got {type(other).__name__}")
@@ -111,10 +105,7 @@ class RunningMoments:
         "Count, mean and sum of squared deviations, as copies."
         return {"count": self.count, "mean": self.mean.clone(), "m2": self.m2.clone()}
 
-    def load_state_dict(
-        self,
-        state: dict,  # from `state_dict` of moments of the same shape
-    ):
+    def load_state_dict(self, state: dict):  # from `state_dict` of moments of the same shape
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"count", "mean", "m2"}:
             raise ValueError("state must be a dict with the keys 'count', 'mean', 'm2', "

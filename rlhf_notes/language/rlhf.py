@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..fast.adam import Adam, clip_gradient, one_vector
+from ..fast.adam import make_adam
 from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from ..formulas.masking import masked_mean
@@ -40,7 +40,7 @@ from ..training.signals import diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/27_rlhf.ipynb #rlhf
 class RLHF:
-    "Reinforcement learning of a language model: sample responses, score them, learn from the scores."
+    "Reinforcement learning of a language model: sample responses, score them, learn from it."
     def __init__(self,
                  model, # A causal language model: its name, its directory, or the model itself
                  tokenizer=None, # Of a model that is given itself
@@ -83,8 +83,8 @@ class RLHF:
         self.policy = Policy(copy.deepcopy(lm))  # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model = self.accelerator.prepare_model(self.policy)
-        self.weights = one_vector(self.policy)  # last: preparing a model may move it
-        self.optimizer = Adam(self.weights, config.adam_eps)
+        # last: preparing a model may move it
+        self.optimizer = make_adam(self.policy, config.adam_eps)
         self.kl = FixedKLController(config.kl_coef)
         if config.kl_adapts:
             self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -144,7 +144,8 @@ class RLHF:
         mask = torch.cat([mask, torch.ones_like(response_mask)], 1)
         with autocast(self.device, c.precision):
             hidden = response_states(self.reference, tokens, mask, c.response_length)
-            logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)  # P1
+            # P1
+            logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)
         return Rollout(tokens, mask, response_mask, has_end, scores, samples.logp, logp_ref,
                        self.policy.value(samples.hidden))
 
@@ -154,10 +155,10 @@ class RLHF:
 
     def step(self, batch: Rollout) -> dict: # Name -> 0-dim tensor, what is logged
         "One gradient step on a minibatch, accumulated over processes and microbatches."
-        self.weights.grad.zero_()
+        self.optimizer.zero_grad()
         parts = self.microbatches(batch)
         outputs = [self.accumulate(part, batch, sync=part is parts[-1]) for part in parts]
-        grad_norm = clip_gradient(self.weights.grad, self.config.max_grad_norm)
+        grad_norm = self.optimizer.clip(self.config.max_grad_norm)
         self.update()
         logp, entropy, values = (self.gather(torch.cat(x)) for x in zip(*outputs))
         return self.diagnose(batch, logp, entropy, values) | dict(grad_norm=grad_norm)  # P13
@@ -191,7 +192,8 @@ class RLHF:
         "One step of Adam, at the learning rate of this iteration."
         c, self.steps = self.config, self.steps + 1
         if c.adam == "tensorflow":
-            self.optimizer.eps = tensorflow_eps(c.adam_eps, Adam.BETAS[1], self.steps)  # P12
+            beta2 = self.optimizer.BETAS[1]
+            self.optimizer.eps = tensorflow_eps(c.adam_eps, beta2, self.steps)  # P12
         self.optimizer.step(learning_rate(c, self.iteration))  # G5
 
     @torch.no_grad()
@@ -215,7 +217,7 @@ class RLHF:
         row |= dict(iteration=self.iteration + 1, kl_coef=self.kl.coef,
                     learning_rate=learning_rate(c, self.iteration))
         check_finite(where, row)
-        check_weights(where, [self.weights])
+        check_weights(where, self.optimizer.weights)
         self.kl.update(row["kl_k1"], c.batch)  # P11
         self.iteration += 1
         row["tokens_per_second"] = c.batch * c.response_length / (time.perf_counter() - start)
@@ -267,7 +269,8 @@ class RLHF:
 
     def load_state_dict(self, state: dict): # From `state_dict` of the same training
         "Continue from a checkpoint."
-        for name in ("policy", "optimizer", "kl"): getattr(self, name).load_state_dict(state[name])
+        for name in ("policy", "optimizer", "kl"):
+            getattr(self, name).load_state_dict(state[name])
         self.iteration, self.steps = state["iteration"], state["steps"]
 
 # %% ../../nbs/language/27_rlhf.ipynb #losses
@@ -309,7 +312,7 @@ COLUMNS = ("iteration", "score", "true_score", "kl_k1", "kl_k3", "kl_coef", "ent
 
 # %% ../../nbs/language/27_rlhf.ipynb #processes
 def make_accelerator(): # accelerate.Accelerator
-    "What `accelerate launch` or torchrun started; alone, a process of its own."
+    "The processes that `accelerate launch` or torchrun started, or this one alone."
     from accelerate import Accelerator
     return Accelerator(device_placement=False)
 
@@ -325,7 +328,7 @@ def check_processes(config: RLHFConfig, # batch, minibatches, microbatches, grou
                    ):
     "ValueError unless the batch and its parts fall to the processes in equal parts."
     c = config
-    for whole, part, what in ((c.batch, c.answers_per_query, "answers to a query"),
+    for whole, part, what in ((c.batch, c.answers_per_query, "responses to a prompt"),
                               (c.batch // c.minibatches, c.microbatches, "microbatches")):
         if whole % (count * part):
             raise ValueError(f"batch must divide into {c.minibatches} minibatches, {count} "

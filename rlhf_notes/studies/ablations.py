@@ -23,6 +23,7 @@ from torch import nn
 from ..control import policy, ppo as control
 from ..control.envs import threshold
 from ..control.ppo import PPO
+from ..formulas import ppo as losses
 from ..control.config import PPOConfig, PendulumConfig
 from ..training.statistics import bootstrap_interval
 
@@ -58,11 +59,11 @@ def unclipped(surrogate): # `clipped_surrogate`
 
 def doubly_clipped(surrogate): # `clipped_surrogate`, whose `dual_clip` is None if not given
     "With dual clip: where the advantage is negative, a ratio above 3 costs nothing more."
-    return lambda ratio, advantage, clip: surrogate(ratio, advantage, clip, dual_clip=3.0)
+    return lambda ratio, advantage, clip, *rest: surrogate(ratio, advantage, clip, dual_clip=3.0)
 
 def bounded_both_ways(surrogate): # `clipped_surrogate`, without dual clip
     "Dual clip without a look at the sign: max(clipped objective, 3 A) is the constant 3 A wherever the advantage is positive."
-    return lambda ratio, advantage, clip: torch.maximum(surrogate(ratio, advantage, clip), 3.0 * advantage)
+    return lambda ratio, advantage, clip, *rest: torch.maximum(surrogate(ratio, advantage, clip), 3.0 * advantage)
 
 def across_ends(gae): # `advantage.gae`, whose recursion stops at `done`
     "The recursion does not stop where an episode ends: what follows in the next one is credited to this one."
@@ -133,10 +134,10 @@ DETAILS = {
     "16 epochs": Detail("sixteen passes", "core 6", dict(epochs=16)),
     "no whitening": Detail("advantages as they are", "core 7", dict(whitening="none")),
     "whitening per minibatch": Detail("advantages whitened in each minibatch", "core 7", dict(whitening="minibatch")),
-    "no clip": Detail("ratio times advantage, not clipped", "core 8", swap=(control, "clipped_surrogate", unclipped)),
-    "dual clip 3": Detail("dual clip at 3", "", swap=(control, "clipped_surrogate", doubly_clipped)),
+    "no clip": Detail("ratio times advantage, not clipped", "core 8", swap=(losses, "clipped_surrogate", unclipped)),
+    "dual clip 3": Detail("dual clip at 3", "", swap=(losses, "clipped_surrogate", doubly_clipped)),
     "dual clip, any sign": Detail("dual clip at 3, for positive advantages too", "",
-                                  swap=(control, "clipped_surrogate", bounded_both_ways)),
+                                  swap=(losses, "clipped_surrogate", bounded_both_ways)),
     "falling clip": Detail("the clip falls in a straight line to 0", "core 8", dict(clip_anneal=1.0)),
     "stop at KL 0.005": Detail("no further pass once the policy has moved 0.005 nats", "", dict(target_kl=0.005)),
     "value clip 0.2": Detail("the value loss is clipped, at 0.2 in units of the return", "core 9", dict(value_clip=0.2)),

@@ -5,8 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes import fast
-from rlhf_notes.fast import scan
 from rlhf_notes.formulas.advantage import GROUP_SCALES, accumulate, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
@@ -471,71 +469,3 @@ def test_rewards_may_be_integers_or_booleans():
     r = torch.tensor([[1, 0, 0, 1], [3, 2, 0, 0]])
     for f in (group_advantage, lambda r: group_advantage(r, "batch"), rloo_advantage):
         assert torch.equal(f(r), f(r.float())) and torch.equal(f(r > 0), f((r > 0).float()))
-
-
-# ---- many steps: behind the door
-
-@pytest.fixture
-def many(monkeypatch):
-    "However few the steps are, the loop is taken."
-    monkeypatch.setattr(scan, "SMALL", 1)
-    called = []
-    for name in ("_scan", "_gae"):
-        op = getattr(scan, name)
-        monkeypatch.setattr(scan, name, lambda *a, op=op: called.append(op) or op(*a))
-    return called
-
-
-@pytest.mark.skipif(not scan.HAS_NUMBA, reason="needs Numba")
-@pytest.mark.parametrize("T, N", [(2048, 8), (129, 70), (8192, 1), (1, 3), (2, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_loop_equals_the_plain_code(many, T, N, dtype):
-    r, v, nv, terminated, truncated = *(normal(i, (T, N), dtype) for i in range(3)), random_mask(3, (T, N), 0.02), random_mask(4, (T, N), 0.02)
-    nv = torch.where(terminated, math.nan, nv)
-    done, m = terminated | truncated, random_mask(5, (N, T), 0.8)
-    def everything():
-        A = gae(r, v, nv, terminated, done, 0.9, 0.8)
-        y, grads = value_and_grad(lambda *x: gae(*x, terminated, done, 0.9, 0.8)[0].cos(), r, v, torch.where(terminated, 1, nv))
-        tokens = gae_tokens(torch.where(m, r.T, math.nan), torch.where(m, v.T, math.inf), m)
-        return *A, y, *grads, *tokens, discounted_returns(r, done, 0.9)
-    quick = everything()
-    assert len(many) > 5
-    with fast.off(): plain = everything()
-    torch.testing.assert_close(quick, plain, rtol=2e-5, atol=2e-5)
-
-
-@given(data=rollouts(), gamma=UNIT, lam=UNIT)
-@settings(max_examples=15)
-def test_the_gradient_of_the_loop_by_finite_differences(data, gamma, lam):
-    r, v, nv, terminated, done = data
-    leaves = [t.clone().requires_grad_(True) for t in (r, v, nv)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan, "SMALL", 1)
-        f = lambda *x: gae(*x, terminated, done, gamma, lam)[0].sin()
-        assert torch.autograd.gradcheck(f, leaves) and torch.autograd.gradgradcheck(f, leaves)
-
-
-@pytest.mark.skipif(not scan.HAS_NUMBA, reason="needs Numba")
-def test_the_loop_under_vmap_and_in_one_graph(many):
-    for name, f, batch in calls():
-        if "group" in name or name == "rloo": continue
-        one_by_one = torch.stack([f(*one) for one in zip(*batch)])
-        torch.testing.assert_close(torch.func.vmap(f)(*batch), one_by_one)
-        g = lambda *x: f(*x).square().sum()
-        torch.testing.assert_close(torch.func.vmap(torch.func.grad(g))(*batch), torch.stack([torch.func.grad(g)(*one) for one in zip(*batch)]))
-    assert many
-    x, decay = normal(0, (6, 3)), random_mask(1, (6, 3)).double()
-    torch.library.opcheck(torch.ops.rlhf_notes.scan.default, (x, decay))
-    torch.library.opcheck(torch.ops.rlhf_notes.gae.default, (x, x, x, decay > 0, decay > 0, 0.9, 0.8))
-
-
-def test_nothing_that_does_not_fit_reaches_the_loop():
-    x = torch.ones(4, 3)
-    for decay in (torch.ones(4, 2), torch.ones(4, 3).double(), torch.ones(12), torch.ones(3, 3)):
-        with pytest.raises(ValueError, match=r"the loop expects torch.float32, \(4, 3\), cpu, got"): scan._scan(x, decay)
-    for t in (x[:3], x.double(), x.long()):
-        with pytest.raises(ValueError, match="the loop expects"): scan._gae(x, x, x, x > 0, t, 0.9, 0.9)
-    assert scan.gae(x, x.double(), x, x > 0, x > 0) is NotImplemented and scan.accumulate(x, x) is NotImplemented
-    decay = torch.ones(4, 3)[:, :1].expand(4, 3)                        # no memory of its own
-    torch.testing.assert_close(scan._scan(x.T.contiguous().T, decay), accumulate(x, decay))
-    assert scan._scan(x[:0], x[:0]).shape == (0, 3) and scan._scan(x[:, :0], x[:, :0]).shape == (4, 0)
