@@ -133,7 +133,7 @@ def test_every_option_of_a_config_is_offered(config):
 
 @pytest.mark.parametrize("number", ["-1e-1", "-1E-1", "-.1", "-0.1"])
 def test_numbers_may_be_negative(number, monkeypatch):
-    monkeypatch.setattr(cli, "_new", lambda task, options, *rest: pytest.fail(f"{options}"))
+    monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: pytest.fail(f"{options}"))
     with pytest.raises(pytest.fail.Exception, match="{'log_std': -0.1}"): cli.main(["train", "--log-std", number])
 
 
@@ -182,7 +182,7 @@ def test_a_training_that_diverges_says_so(capsys):
 
 def test_interrupted_before_it_began(capsys, monkeypatch):
     def interrupted(*args): raise KeyboardInterrupt
-    monkeypatch.setattr(cli, "_new", interrupted)
+    monkeypatch.setattr(cli, "new_training", interrupted)
     assert cli.main(["cartpole"]) == 130 and capsys.readouterr().err == "rlhf-notes: interrupted\n"
 
 
@@ -265,8 +265,8 @@ def test_a_model_learns_by_a_reward_of_ones_own_and_generates(tmp_path, capsys, 
 
 def test_the_demo_solves_what_it_trains(capsys, monkeypatch):
     "The main job, as the README has it; the language model, which takes longer, is trained in a test of its own."
-    begin, little = cli._new, dict(sft_steps=3, labels=8, norm_samples=8, iterations=1, batch=8, eval_answers=8)
-    monkeypatch.setattr(cli, "_new", lambda task, options, *rest: begin(task, {**options, **(little if task == "rlhf" else {})}, *rest))
+    begin, little = cli.new_training, dict(sft_steps=3, labels=8, norm_samples=8, iterations=1, batch=8, eval_answers=8)
+    monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: begin(task, {**options, **(little if task == "rlhf" else {})}, *rest))
     assert cli.main(["demo", "--device", "cpu"]) == 0
     for task, enough in (("cartpole", 475), ("pendulum", -200)):
         summary = read(f"runs/demo/{task}/summary.json")
