@@ -47,7 +47,8 @@ def find_spec(env_id: str, # A name that Gymnasium knows, or "module:Name-v0"
     "The entry of an environment in Gymnasium's registry."
     with _naming(env_id):
         module, _, name = env_id.rpartition(":")
-        if module: import_module(module)
+        if module:
+            import_module(module)
         return gym.spec(name)
 
 # %% ../../nbs/control/15_envs.ipynb #episode-limit

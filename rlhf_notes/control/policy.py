@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..checks import checked
-from ..formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, tanh_log_det
+from ..formulas.logprob import (entropy_from_logits, gaussian_entropy, gaussian_log_prob,
+                                          tanh_log_det)
 
 # %% ../../nbs/control/17_policy.ipynb #mlp
 ACTIVATIONS = {  # for PyTorch, and for NumPy
@@ -56,7 +57,8 @@ def numpy_mlp(net: nn.Sequential, # From `mlp`
                linear.bias.detach().cpu().numpy().copy()) for linear in net[::2]]
     _, act = ACTIVATIONS[activation]
     def forward(x):
-        for w, b in layers[:-1]: x = act(x @ w + b)
+        for w, b in layers[:-1]:
+            x = act(x @ w + b)
         w, b = layers[-1]
         return x @ w + b
     return forward

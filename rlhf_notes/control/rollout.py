@@ -40,12 +40,13 @@ class Rollout:
         "The same on `device`."
         return Rollout(*(getattr(self, f.name).to(device) for f in fields(self)))
 
-# %% ../../nbs/control/16_rollout.ipynb #collector
+# %% ../../nbs/control/16_rollout.ipynb #float32
 def float32(obs, # (N, *observation), any dtype and order in memory
            ): # (N, numbers in an observation), float32 and C-contiguous
     "Observations as rows of float32: the last digits of a matrix product depend on their order."
     return np.ascontiguousarray(obs, np.float32).reshape(len(obs), -1)
 
+# %% ../../nbs/control/16_rollout.ipynb #collector
 class Collector:
     "Plays vectorized environments, one rollout after another, and counts the episodes."
     @checked(stagger="int [0, inf)")

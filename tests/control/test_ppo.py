@@ -18,6 +18,7 @@ from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
 from rlhf_notes.control.ppo import PPO, Batch, Scaling, batch_loss, check_start, episode_returns, health, make_batch, seeds, train
 from rlhf_notes.control.rollout import Collector, Rollout, minibatches
+from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.training.runs import Run
 from strategies import SEEDS
 
@@ -82,13 +83,14 @@ def test_loss_equals_the_loops(seed, clip, entropy_coef, value_coef, value_clip,
         value += 0.5 * max((values[i] - R) ** 2, (near - R) ** 2) / n
         entropy -= sum(math.exp(l) * l for l in logp) / n
     loss, parts, _ = loss_and_grad(a, b, config, clip)
+    if entropy_coef: assert parts.pop("entropy") == pytest.approx(entropy, abs=2e-5, rel=1e-4)
     assert parts == pytest.approx(dict(policy_loss=policy, value_loss=value), abs=2e-5, rel=1e-4)
     assert loss == pytest.approx(policy + value_coef * value - entropy_coef * entropy, abs=2e-5, rel=1e-4)
 
 
 FORMULAS = {
-    "importance_ratio": lambda logp, old: torch.ones_like(logp), "clipped_surrogate": lambda ratio, A, clip: torch.zeros_like(A), "whiten": lambda x: x,
-    "value_loss": lambda v, old, returns, clip: v, "masked_mean": lambda x: x.sum(),
+    "importance_ratio": lambda logp, *rest: torch.ones_like(logp), "clipped_surrogate": lambda ratio, A, *bounds: torch.zeros_like(A), "whiten": lambda x: x,
+    "value_loss": lambda v, *rest: v, "masked_mean": lambda x, mask: x.sum(),
 }
 
 
@@ -96,7 +98,7 @@ FORMULAS = {
 def test_the_loss_calls_the_formula(monkeypatch, name):
     a, b, config = agent(), some_batch(), replace(SMALL, entropy_coef=0.1)
     _, _, right = loss_and_grad(a, b, config)
-    monkeypatch.setattr(control, name, FORMULAS[name])
+    monkeypatch.setattr(control if name == "whiten" else losses, name, FORMULAS[name])
     _, _, broken = loss_and_grad(a, b, config)
     assert not torch.allclose(right, broken)
 
@@ -112,7 +114,7 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
     assert torch.equal(terminated, r.terminated) and torch.equal(done, r.done | ~r.is_step)
     assert torch.equal(b.advantages, rewards[r.is_step]) and torch.equal(b.returns, values[r.is_step])
     for name, column in (("kl_estimate", "kl_k3"), ("clip_fraction", "clip_fraction"), ("explained_variance", "explained_variance")):
-        monkeypatch.setattr(control, name, lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape, 42.0))
+        monkeypatch.setattr(losses if column != "explained_variance" else control, name, lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape, 42.0))
         assert health(a, b, SMALL, 0.2)[column] == 42
 
 
@@ -584,7 +586,7 @@ def test_nothing_is_learned_without_the_surrogate(monkeypatch):
     config = PPOConfig(seed=0, steps=10240)
     learned, _ = iterate_all(config)
     with monkeypatch.context() as m:
-        m.setattr(control, "clipped_surrogate", lambda ratio, A, clip: ratio * 0)
+        m.setattr(losses, "clipped_surrogate", lambda ratio, A, *bounds: ratio * 0)
         idle, _ = iterate_all(replace(config, steps=2560))
     assert torch.equal(idle.agent.policy[0].weight, PPO.from_config(config).agent.policy[0].weight)
     assert learned.evaluate(seed=1, deterministic=True).mean() > 100 and idle.evaluate(seed=1, deterministic=False).mean() < 40

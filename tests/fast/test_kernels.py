@@ -45,7 +45,7 @@ def test_triton_that_cannot_work_is_left_aside_with_one_warning(monkeypatch, rec
         z, i = torch.randn(3, 5), torch.arange(3)
         monkeypatch.setattr(rows, "LARGE", 0)
         for _ in range(2): torch.testing.assert_close(selective_log_softmax(z, i), z.log_softmax(-1)[range(3), i])
-        assert [str(w.message) for w in recwarn if "Triton kernels cannot run" in str(w.message)] == ["the Triton kernels cannot run on cpu, PyTorch's code runs instead: RuntimeError('no C compiler')"]
+        assert [str(w.message) for w in recwarn if "Triton kernels cannot run" in str(w.message)] == ["the Triton kernels cannot run on cpu, PyTorch's code does: RuntimeError('no C compiler')"]
     finally: kernels._runs.cache_clear()
 
 

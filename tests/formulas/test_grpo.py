@@ -401,7 +401,7 @@ def test_a_truncated_weight_times_the_advantage_weighs_the_objective(variant, se
     ([torch.zeros(2, 3), torch.zeros(2, 3), [0.0, 0.0], 0.5], {}, TypeError, "advantage must be a torch.Tensor, got list"),
     ([torch.zeros(3), torch.zeros(3), torch.zeros(3), 0.5], {}, ValueError, r"logp must have the shape \(B, T\), got \(3,\)"),
     ([torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2), 0.5], {}, ValueError, r"logp_old must have the shape of logp, \(2, 3\), got \(2, 1\)"),
-    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), 0.5], {}, ValueError, r"advantage must have the shape \(2,\) or \(2, 1\), got \(2, 3\)"),
+    ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), 0.5], {}, ValueError, r"advantage must have the shape \(B,\) or \(B, 1\), got \(2, 3\)"),
     ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 2), 0.5], {}, ValueError, r"got \(1, 2\)"),
     ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), -0.5], {}, ValueError, r"threshold must be in \[0, inf\), got -0.5"),
     ([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.5], dict(mask=torch.ones(2, 3)), TypeError, "mask must be boolean"),

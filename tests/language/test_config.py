@@ -9,7 +9,7 @@ from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
 from rlhf_notes.language import config as module
-from rlhf_notes.language.config import CLIPPED, PRECISIONS, Algo, GroupScale, Preset, RLHFConfig, Variant
+from rlhf_notes.language.config import PRECISIONS, Algo, GroupScale, Preset, RLHFConfig, Variant
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
 
 
@@ -61,18 +61,18 @@ def test_the_coefficient_adapts_only_if_it_can():
 
 
 def test_names_are_those_of_the_modules_that_use_them():
-    assert set(get_args(Variant)) == set(POLICY_VARIANTS) and set(get_args(Preset)) == set(MODEL_PRESETS)
+    assert set(get_args(Variant)) | {"gspo_token"} == set(POLICY_VARIANTS) and set(get_args(Preset)) == set(MODEL_PRESETS)
     assert {None if s == "none" else s for s in get_args(GroupScale)} == set(FORMULA_SCALES)
     from rlhf_notes.language.rollout import ADVANTAGES
     assert set(get_args(Algo)) == set(ADVANTAGES) and PRECISIONS == ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize("variant", get_args(Variant))
-def test_ppo_takes_the_variants_that_clip(variant):
+def test_ppo_takes_its_own_loss_alone(variant):
     RLHFConfig(algo="grpo", variant=variant)
-    if variant in CLIPPED: RLHFConfig(variant=variant)
+    if variant == "ppo": RLHFConfig(variant=variant)
     else:
-        with pytest.raises(ValueError, match=f"^variant must be one of ppo, grpo, dr_grpo, dapo for algo ppo, got {variant}$"): RLHFConfig(variant=variant)
+        with pytest.raises(ValueError, match=f"^variant must be ppo for algo ppo, got {variant}$"): RLHFConfig(variant=variant)
 
 
 def test_frozen_and_checked_again():

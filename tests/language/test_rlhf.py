@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import replace
 from typing import get_args
@@ -139,10 +140,10 @@ def test_no_value_loss_without_a_value_head():
 
 def gradient_of(t, batch, microbatches):
     t.config = replace(t.config, microbatches=microbatches)
-    t.weights.grad.zero_()
+    t.optimizer.vector.grad.zero_()
     parts = t.microbatches(batch)
     for part in parts: t.accumulate(part, batch, part is parts[-1])
-    return t.weights.grad.clone()
+    return t.optimizer.vector.grad.clone()
 
 
 @pytest.mark.parametrize("options", [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in get_args(Variant))], ids=lambda o: o.get("variant", "value head"))
@@ -206,7 +207,7 @@ def test_adam_is_that_of_tensorflow(seed, scale):                               
 
 def first_step(adam):
     t = trainer(replace(TINY, adam=adam, learning_rate=1.0), noise=0)
-    t.weights.grad.fill_(1e-5)
+    t.optimizer.vector.grad.fill_(1e-5)
     before = weights(t); t.update()
     return (before - weights(t)).median().item()
 
@@ -230,7 +231,7 @@ def test_the_learning_rate_falls_to_zero_in_a_straight_line():                  
 def test_a_long_gradient_is_shortened():
     t = trainer(replace(TINY, max_grad_norm=1e-3)); free = trainer()
     b = a_batch(t)
-    assert t.step(b)["grad_norm"] == pytest.approx(free.step(b)["grad_norm"].item()) and t.weights.grad.norm() == pytest.approx(1e-3, rel=1e-3)
+    assert t.step(b)["grad_norm"] == pytest.approx(free.step(b)["grad_norm"].item()) and t.optimizer.vector.grad.norm() == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_the_coefficient_of_the_kl_adapts():                                                        # P11
@@ -456,3 +457,10 @@ def test_a_saved_policy_answers_as_before(tmp_path):
 def test_an_option_that_is_none_is_refused():
     with pytest.raises((TypeError, ValueError), match="learning_rat"): own(learning_rat=1.0)
     with pytest.raises(ValueError, match="batch"): own(batch=9)
+
+
+def test_a_trainer_resumes_to_the_last_bit():
+    t, other = trainer(replace(TINY, kl_horizon=100)), trainer(replace(TINY, kl_horizon=100))
+    for _ in range(2): t.iterate()
+    other.load_state_dict({k: copy.deepcopy(v) for k, v in t.state_dict().items()})
+    assert without_times([t.iterate() for _ in range(2)]) == without_times([other.iterate() for _ in range(2)]) and torch.equal(weights(t), weights(other))

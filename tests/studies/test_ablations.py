@@ -11,6 +11,7 @@ import torch
 
 import notebooks
 from rlhf_notes.control import policy, ppo as control
+from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.studies import ablations as details
 from rlhf_notes.control.ppo import PPO
 from rlhf_notes.studies.ablations import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, check_swap, compare, deviation, experiments, in_standard_deviations, swapped, verdict
@@ -101,7 +102,7 @@ def test_wrong_gae():
 def test_dual_clips():
     "By hand, for ratios far out: the dual clip acts on negative advantages alone; without a look at the sign nothing is left of the positive ones."
     r, A = torch.tensor([0.5, 1.1, 2.0, 5.0, 0.5, 1.1, 2.0, 5.0]), torch.tensor([2.0] * 4 + [-2.0] * 4)
-    right, wrong = (DETAILS[name].swap[2](control.clipped_surrogate)(r, A, 0.2) for name in ("dual clip 3", "dual clip, any sign"))
+    right, wrong = (DETAILS[name].swap[2](losses.clipped_surrogate)(r, A, 0.2) for name in ("dual clip 3", "dual clip, any sign"))
     torch.testing.assert_close(right, torch.tensor([1.0, 2.2, 2.4, 2.4, -1.6, -2.2, -4.0, -6.0]))
     torch.testing.assert_close(wrong, torch.tensor([6.0, 6.0, 6.0, 6.0, -1.6, -2.2, -4.0, -6.0]))
 
