@@ -48,3 +48,52 @@ exercise("one_step_target", "16_rollout", lambda r, v, e, c, g: r + g * torch.wh
         "gamma multiplies the reward too: only what comes later is discounted."),
     inverted=(lambda r, v, e, c, g: r + g * v * e,
         "The flag is inverted: the next value counts unless the episode has terminated."))
+
+# %% ../../nbs/control/19_ppo.ipynb #exercise-checks
+def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=pessimistic, policy=-1, value=1,
+                  entropy=-1, half=0.5, mean=torch.mean):
+    gain, error = objective(ratio, A, eps), half * (V - R) ** 2
+    return policy * mean(gain) + value * cv * mean(error) + entropy * ch * mean(H)
+
+exercise("control_loss", "19_ppo",
+    lambda r, A, V, R, H, eps, cv, ch: -surrogate.clipped_surrogate(r, A,
+        eps).mean() + cv * value.value_loss(V, V, R).mean() - ch * H.mean(),
+    "f(ratio, advantage, value, returns, entropy, eps, value_coef, entropy_coef) -> PPO's whole "
+    "loss for control (eq. 9, to be minimised), 0-dim: the clipped surrogate, half the squared "
+    "error of the value, the entropy; each a mean over the batch",
+    "Three means and two coefficients. Ask of each: should it grow or shrink? A loss shrinks.",
+    inputs=[(vec([1.5, 0.9]), vec([1., -1.]), vec([1., 2.]), vec([2., 0.]), vec([0.6, 0.5]), 0.2,
+            0.5, 0.1), (vec([0.5, 1.1, 1.6, 0.95]), vec([-2., 0.5, -3., 3.]), normal(4, seed=52),
+            normal(4, seed=53) + 1, vec([0.1, 0.4, 0.3, 0.6]), 0.3, 0.25, 0.4)],
+    wrt=("ratio", "value", "entropy"),
+    policy_sign=(lambda *x: _control_loss(*x, policy=1),
+        "The surrogate has the wrong sign: it is maximised, and a loss is minimised."),
+    value_sign=(lambda *x: _control_loss(*x, value=-1),
+        "The value's error has the wrong sign: it is to become smaller, so it is added."),
+    entropy_sign=(lambda *x: _control_loss(*x, entropy=1),
+        "The entropy has the wrong sign: it is a bonus, so a loss subtracts it."),
+    no_half=(lambda *x: _control_loss(*x, half=1.0),
+        "The half is missing before the squared error."),
+    no_minimum=(lambda *x: _control_loss(*x, objective=always_clipped),
+        "You clip on both sides, whatever the advantage: the minimum is missing."),
+    minimum_of_means=(lambda *x: _control_loss(*x,
+        objective=lambda r, A, eps: torch.minimum((r * A).mean(), (clip(r, eps) * A).mean())),
+        "You take the minimum of the two means: it belongs to each sample."),
+    total=(lambda *x: _control_loss(*x, mean=torch.sum),
+        "You add up; a mean over the batch is asked for."))
+
+exercise("annealed_rate", "19_ppo", lambda i, n, start, power: start * (1 - i / n) ** power,
+    "f(iteration, iterations, start, power) -> the learning rate of an iteration, counted from 0, "
+    "a number: start times the share of iterations that is left, to the power",
+    "Which share of the training is still to come in iteration 0, and in the last one?",
+    inputs=[(0, 40, 0.003, 2.0), (10, 40, 0.003, 2.0), (39, 40, 0.5, 1.0), (20, 50, 0.5, 0.0),
+            (1, 4, 0.5, 3.0)],
+    grows=(lambda i, n, s, p: s * (i / n) ** p,
+        "That is the share that has passed: the rate would begin at 0 and grow."),
+    counts_from_1=(lambda i, n, s, p: s * (1 - (i + 1) / n) ** p,
+        "You count iterations from 1: the first gets the whole rate."),
+    last_is_0=(lambda i, n, s, p: s * (1 - i / (n - 1)) ** p,
+        "The rate is 0 in the last iteration. Divide by all iterations."),
+    linear=(lambda i, n, s, p: s * (1 - i / n), "power is not used: that is a straight line."),
+    power_inside=(lambda i, n, s, p: s * (1 - (i / n) ** p),
+        "You raise the share that has PASSED to the power."))

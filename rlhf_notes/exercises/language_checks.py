@@ -8,3 +8,51 @@ import torch
 from .engine import exercise
 from .given import flags, keep, mean, normal, vec
 from ..formulas import masking, reward
+
+# %% ../../nbs/language/27_rlhf.ipynb #exercise-checks
+exercise("position_ids", "27_rlhf", lambda m: m.cumsum(1) - m.long(),
+    "f(mask (B, T)) -> the position of each token as if there were no padding, int64: how many "
+    "real tokens stand before it; 0 on left padding, anything on right padding",
+    "A running sum over the mask, less the token itself.",
+    inputs=[(flags("001", "111"),), (flags("00111", "11111", "01111"),),
+            (flags("00110", "11100"),)],
+    judged=lambda y, m: y.masked_fill(~m & (m.cumsum(1) > 0), 0) if y.shape == m.shape else y,
+    columns=(lambda m: torch.arange(m.shape[1]).expand_as(m),
+        "Those are the columns: padding on the left shifts the positions."),
+    from_1=(lambda m: m.long().cumsum(1),
+        "Positions count from 0: the token itself does not stand before itself."),
+    minus_1=(lambda m: m.long().cumsum(1) - 1,
+        "Right for real tokens, but padding on the left gets -1."),
+    shifted_back=(lambda m: (torch.arange(m.shape[1]) - (~m).sum(1, keepdim=True)).clamp(min=0),
+        "You subtract all padding: only what stands before a token shifts it."))
+
+exercise("microbatch_loss", "27_rlhf", lambda x, m: masking.masked_mean(torch.cat(x), torch.cat(m)),
+    "f(losses, masks) -> from lists of microbatches, (b, T) each, the mean over all tokens that "
+    "count, 0-dim",
+    "Count the tokens of the whole batch first. What does each microbatch then contribute?",
+    inputs=[([vec([[1., 2., 9.]]), vec([[4., 5., 6.]])],
+            [vec([[True, True, False]]), vec([[True, True, True]])]),
+            ([normal(2, 4, seed=49), normal(2, 4, seed=50) + 2, normal(1, 4, seed=51) - 1],
+            [flags("1000", "1100"), flags("1111", "1110"), flags("1100")[None]])],
+    mean_of_means=(lambda x, m: sum(mean(a, b) for a, b in zip(x, m)) / len(x),
+        "That is the mean of means: weight each by its share of the tokens."),
+    sum_of_means=(lambda x, m: sum(mean(a, b) for a, b in zip(x, m)),
+        "You add up the means of the microbatches: the loss grows with their number."),
+    by_rows=(lambda x, m: sum(mean(a, b) * len(a) for a, b in zip(x, m)) / sum(map(len, x)),
+        "You weight the microbatches by their responses, not by their tokens."),
+    padded=(lambda x, m: keep(torch.cat(x), torch.cat(m)).mean(),
+        "The mean counts padding: divide by the number of tokens that count."))
+
+exercise("answer_penalty", "27_rlhf", reward.apply_penalty,
+    "f(scores (B,), ended (B,), penalty) -> the score of a response that ended, the penalty in its "
+    "place otherwise",
+    "One torch.where.",
+    inputs=[(vec([3.]), vec([False]), -1.0), (vec([3.]), vec([True]), -1.0),
+            (vec([2., -3., 0.5, -0.25]), vec([True, False, False, True]), -2.0)],
+    subtracts=(lambda s, e, p: torch.where(e, s, s + p),
+        "You lower the score: the penalty takes its place."),
+    inverted=(lambda s, e, p: torch.where(e, p, s),
+        "The flag is inverted: responses that ended are punished."),
+    zero=(lambda s, e, p: s * e, "A response without an end gets 0, not the penalty."),
+    minimum=(lambda s, e, p: torch.where(e, s, s.clamp(max=p)),
+        "You keep scores below the penalty: it takes the place of every score."))
