@@ -60,7 +60,7 @@ BAD = [
     ("train --env Nowhere-v0", "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"), ("train --env FrozenLake-v1", "--env must have Box observations"),
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
-    ("rlhf --variant sapo", "--variant must be one of ppo, grpo, dr_grpo, dapo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
+    ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),
     ("cartpole --seeds 0", "--seeds must be at least 1"), ("cartpole --seeds 2 --seed 0", "--seeds must be at least 1, without --seed"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
     ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"),
