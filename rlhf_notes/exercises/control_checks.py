@@ -85,8 +85,7 @@ exercise("control_loss", "19_ppo",
 exercise("annealed_rate", "19_ppo", lambda i, n, start, power: start * (1 - i / n) ** power,
     "f(iteration, iterations, start, power) -> the learning rate of an iteration, counted from 0, "
     "a number: start times the share of iterations that is left, to the power",
-    "Which share of the training is still to come, at the beginning of iteration 0, and of the "
-    "last one?",
+    "Which share of the training is still to come in iteration 0, and in the last one?",
     inputs=[(0, 40, 0.003, 2.0), (10, 40, 0.003, 2.0), (39, 40, 0.5, 1.0), (20, 50, 0.5, 0.0),
             (1, 4, 0.5, 3.0)],
     grows=(lambda i, n, s, p: s * (i / n) ** p,

@@ -17,8 +17,7 @@ from ..formulas import (
 # %% ../../nbs/formulas/01_masking.ipynb #exercise-checks
 exercise("masked_mean", "01_masking", masking.masked_mean,
     "f(x, mask) -> the mean of what counts, 0-dim; 0 for an empty mask",
-    "What do you add up, and how many of them are there? Replace what does not count by 0 before "
-    "the sum; the count comes from the mask, not from the shape.",
+    "What do you add up, and how many of them? The count comes from the mask, not from the shape.",
     inputs=[(vec([1., 2., 6.]), flags("110")),
             (vec([1., 2., 3.], [4., 7., 60.]), flags("100", "110")),
             (normal(3, 5), flags("11010", "11111", "00100"))],
@@ -61,8 +60,7 @@ exercise("mean_of_answers", "01_masking",
     lambda x, m: masking.aggregate_loss(x, m, "seq-mean-token-mean"),
     "f(loss, mask) -> mean over the tokens of each response, then over the responses that have "
     "tokens, 0-dim",
-    "Two means with two counts: tokens of a response, then responses. Which responses have any "
-    "tokens?",
+    "Two means: tokens of a response, then responses. Which responses have any tokens?",
     inputs=[(vec([1., 2., 3.], [4., 7., 60.]), flags("100", "110")),
             (normal(3, 5, seed=2), flags("11000", "11111", "11100"))],
     edges=[(vec([1., 3.], [5., 7.]), flags("11", "00")),
@@ -113,8 +111,7 @@ exercise("entropy", "02_logprob", logprob.entropy_from_logits,
     "- sum p log p over the vocabulary. What should a token add whose probability is 0?",
     inputs=[(vec([[0., 0.]]),), (vec([0., 1., 3.], [2., 0., -1.]),),
             (normal(2, 3, 5, seed=4, scale=2),)],
-    edges=[(vec([[0., 1., -INF]]),)],
-    wrt=("logits",),
+    edges=[(vec([[0., 1., -INF]]),)], wrt=("logits",),
     sign=(lambda z: _plogp(z).sum(-1), "The sign is flipped: entropy is positive."),
     bits=(lambda z: -_plogp(z).sum(-1) / math.log(2),
         "That is in bits: use the natural logarithm."),
@@ -134,8 +131,7 @@ def _z(mu, s, a): return (a - mu) / s
 
 exercise("gaussian_logprob", "02_logprob", lambda mu, s, a: logprob.gaussian_log_prob(a, mu, s),
     "f(mean (B, A), std (B, A), action (B, A)) -> log-density of the whole action, (B,)",
-    "The logarithm of exp(-z^2 / 2) / (std sqrt(2 pi)), z in standard deviations, and its sum over "
-    "the dimensions.",
+    "The logarithm of exp(-z^2 / 2) / (std sqrt(2 pi)), and its sum over the dimensions.",
     inputs=[(vec([[0.]]), vec([[2.]]), vec([[1.]])),
             (normal(3, 2, seed=5), normal(3, 2, seed=6).exp(), normal(3, 2, seed=7, scale=2))],
     edges=[(vec([[0., 0.]]), vec([[1., 1.]]), vec([[30., 0.]]))],
@@ -159,10 +155,8 @@ exercise("gaussian_logprob", "02_logprob", lambda mu, s, a: logprob.gaussian_log
 
 # %% ../../nbs/formulas/03_ratio.ipynb #exercise-checks
 exercise("importance_ratio", "03_ratio", ratio.importance_ratio,
-    "f(logp, logp_old) -> pi / pi_old, elementwise; logp_old is a constant, no gradient flows into "
-    "it",
-    "A quotient of exponentials is the exponential of a difference. Which of the two is being "
-    "trained?",
+    "f(logp, logp_old) -> pi / pi_old, elementwise; no gradient flows into logp_old",
+    "A quotient of exponentials is one exponential. Which of the two policies is trained?",
     inputs=[(vec([-1.]), vec([-2.])), (normal(2, 3, seed=8) - 2, normal(2, 3, seed=9) - 2)],
     wrt=("logp", "logp_old"),
     inverted=(lambda a, b: (b.detach() - a).exp(),
@@ -180,8 +174,7 @@ exercise("importance_ratio", "03_ratio", ratio.importance_ratio,
 exercise("effective_sample_size", "03_ratio", ratio.effective_sample_size,
     "f(ratio) -> (sum r)^2 / sum r^2 over all elements, 0-dim: how many samples of equal weight "
     "these are worth",
-    "Two sums, one of r and one of r squared. Check yourself: equal weights are worth their "
-    "number, one weight among zeros is worth 1.",
+    "Two sums. Equal weights are worth their number, one weight among zeros is worth 1.",
     inputs=[(vec([2., 0., 0.]),), (vec([0.5, 1., 4.]),), (normal(4, 6, seed=10).exp(),)],
     share=(lambda r: r.sum() ** 2 / (r ** 2).sum() / r.numel(),
         "That is the share of the samples; multiply by their number."),
@@ -225,10 +218,8 @@ _CLIP_CASES += [(vec([0.1, 0.9, 1.05, 1.7, 4., 0.5, 0.2]),
 
 exercise("clipped_surrogate", "04_surrogate", surrogate.clipped_surrogate,
     "f(ratio, advantage, eps) -> PPO's clipped objective, elementwise, to be maximised",
-    "The minimum of two products. Try r = 0.5 and r = 1.5 with A = 1 and with A = -1 by hand: in "
-    "two of the four cases the clip acts.",
-    inputs=_CLIP_CASES,
-    wrt=("ratio",),
+    "The minimum of two products. Try r = 0.5 and r = 1.5 with A = 1 and A = -1 by hand.",
+    inputs=_CLIP_CASES, wrt=("ratio",),
     picture=curves("ratio", torch.linspace(0, 2.5, 251),
              {"$A = 1$": dict(advantage=torch.tensor(1.0), eps=0.2),
              "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2)}),
@@ -252,10 +243,8 @@ exercise("clipped_surrogate", "04_surrogate", surrogate.clipped_surrogate,
 
 exercise("dual_clip", "04_surrogate",
     lambda r, A, eps, c: surrogate.clipped_surrogate(r, A, eps, dual_clip=c),
-    "f(ratio, advantage, eps, c) -> clipped objective which for A < 0 never falls below c A, "
-    "elementwise",
-    "Start from the clipped surrogate. For which sign of the advantage is it unbounded, and on "
-    "which side?",
+    "f(ratio, advantage, eps, c) -> clipped objective, for A < 0 at least c A, elementwise",
+    "For which sign of the advantage is the clipped surrogate unbounded, and where?",
     inputs=[(vec([5.]), vec([-2.]), 0.2, 3.0), (vec([0.9]), vec([2.]), 0.2, 3.0),
             (vec([0.5]), vec([-2.]), 0.2, 3.0),
             (vec([0.1, 0.9, 1.05, 3.1, 8., 2., 0.5]), vec([1., -1., 2., 0.5, -3., -1., 0.]), 0.3,
@@ -280,8 +269,7 @@ def _binds(r, A, eps): return (A > 0) & (r > 1 + eps) | (A < 0) & (r < 1 - eps)
 
 exercise("clip_fraction", "04_surrogate", surrogate.clip_fraction,
     "f(ratio, advantage, eps) -> share of the samples whose gradient the clip stops, 0-dim",
-    "Two corners of the plane of ratio and advantage. A boolean tensor has no mean until it is "
-    "float.",
+    "Two corners of the plane of ratio and advantage. A boolean tensor has no mean.",
     inputs=[(vec([1.5, 0.5, 1.5, 1.0]), vec([1., 1., 1., -1.]), 0.2),
             (vec([0.1, 0.9, 1.05, 1.7, 4., 0.5, 0.6, 2.]),
             vec([-1., -1., 2., 0.5, -3., 0., 1., 0.]), 0.3),
@@ -304,8 +292,7 @@ def _clipped_value(V, V_old, c): return V_old + (V - V_old).clamp(-c, c)
 exercise("value_loss", "05_value", value.value_loss,
     "f(value, value_old, returns, clip_range) -> half the larger of the squared errors of V and of "
     "V clipped around V_old, elementwise",
-    "Two squared errors: of V, and of V_old + clamp(V - V_old). Which of the two is the "
-    "pessimistic one?",
+    "The errors of V, and of V_old + clamp(V - V_old). Which one is pessimistic?",
     inputs=[(vec([3.]), vec([0.]), vec([2.]), 0.5), (vec([3.]), vec([0.]), vec([-1.]), 0.5),
             (normal(3, 4, seed=15, scale=2), normal(3, 4, seed=16),
             normal(3, 4, seed=17, scale=2) + 1, 0.3)],
@@ -351,8 +338,7 @@ exercise("explained_variance", "05_value", value.explained_variance,
 # %% ../../nbs/formulas/06_kl.ipynb #exercise-checks
 exercise("kl_k3", "06_kl", lambda a, b: kl.kl_estimate(a, b, "k3"),
     "f(logp, logp_ref) -> k3, the estimate of KL(pi || pi_ref) from samples of pi, elementwise",
-    "d = log pi - log pi_ref. Which function of d is 0 at d = 0, has slope 0 there, is never "
-    "negative, and contains exp(-d)?",
+    "Which function of d contains exp(-d), is 0 at d = 0, with slope 0, and never negative?",
     inputs=[(vec([-1.]), vec([-2.])), (normal(2, 3, seed=20) - 2, normal(2, 3, seed=21) - 2)],
     picture=curves("logp", torch.linspace(-5, 0, 251),
              {r"$\log\pi_{ref} = -2$": dict(logp_ref=torch.tensor(-2.0))}),
@@ -369,12 +355,10 @@ exercise("kl_k3", "06_kl", lambda a, b: kl.kl_estimate(a, b, "k3"),
 exercise("kl_loss", "06_kl", lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m),
     "f(logp, logp_ref, mask) -> a loss of any value whose gradient is that of KL(pi || pi_ref): "
     "the mean over what counts of log-ratio times gradient of logp, 0-dim",
-    "Which of k1, k2, k3 has the log-ratio as its slope? E[d grad log pi] is the gradient of the "
-    "KL.",
+    "Which of k1, k2, k3 has the log-ratio as its slope?",
     inputs=[(vec([-1., -3., -5.]), vec([-2., -2.5, -1.]), vec([True, True, False])),
             (normal(2, 4, seed=22) - 2, normal(2, 4, seed=23) - 2, flags("1100", "1111"))],
-    edges=[(vec([-1., NAN]), vec([-2., -1.]), vec([True, False]))],
-    wrt=("logp",),
+    edges=[(vec([-1., NAN]), vec([-2., -1.]), vec([True, False]))], wrt=("logp",),
     judged=lambda y, *_: y - y.detach(),
     k1=(lambda a, b, m: mean(a - b.detach(), m),
         "That is the gradient of k1, which is 0 on average."),
@@ -395,8 +379,7 @@ def _error(k, t): return min(max(k / t - 1, -0.2), 0.2)
 
 exercise("adaptive_kl", "06_kl", _adapt,
     "f(coef, kl, target, n, horizon) -> the next coefficient, a number",
-    "A relative error, clipped to plus or minus 0.2; a factor of 1 + error times the share of the "
-    "horizon that has passed.",
+    "A relative error, clipped to +-0.2; a factor of 1 + error times the share of the horizon.",
     inputs=[(0.5, 12.0, 6.0, 64, 1000), (0.5, 3.0, 6.0, 64, 1000), (0.3, 6.6, 6.0, 200, 1000),
             (2.0, 0.5, 0.55, 100, 400)],
     flipped=(lambda c, k, t, n, h: c * (1 - _error(k, t) * n / h),
@@ -419,8 +402,7 @@ def _whiten(x, m, shift, mean, var):
 exercise("whiten", "07_whitening", lambda x, m, s: whitening.whiten(x, m, s),
     "f(x, mask, shift_mean) -> variance 1 (biased) over what counts, mean removed or kept, 0 under "
     "the mask; 1e-8 is added to the variance",
-    "Masked mean, masked variance (biased), then one line. Where does the mean go when it is to be "
-    "kept?",
+    "Masked mean, masked variance (biased). Where does the mean go when it is kept?",
     inputs=[(vec([1., 2., 6., 30.]), vec([True, True, True, False]), True),
             (vec([1., 2., 6., 30.]), vec([True, True, True, False]), False),
             (normal(2, 4, seed=24, scale=2) + 3, flags("1100", "1111"), True),
@@ -453,8 +435,7 @@ def _merge(*x): return _count(*x), _joint_mean(*x), _pooled(*x) + _between(*x)
 
 exercise("merge_moments", "07_whitening", _merge,
     "f(n_a, mean_a, var_a, n_b, mean_b, var_b) -> (n, mean, biased var) of both batches together",
-    "Sums of squared deviations add up: n_a var_a + n_b var_b, plus what the two means differ. "
-    "Test yourself on one element each.",
+    "Sums of squared deviations add up, plus what the means differ. Try one element each.",
     inputs=[(1, 0.0, 0.0, 1, 2.0, 0.0), (3, 1.0, 2.0, 6, 4.0, 0.5), (10, -3.0, 4.0, 2, 5.0, 1.5)],
     mean_of_means=(lambda *x: (_count(*x), (x[1] + x[4]) / 2, _merge(*x)[2]),
         "You average the two means: weight them by their counts."),
@@ -489,10 +470,8 @@ _GAE_INPUTS = [(vec([1.]), vec([2.]), vec([5.]), flags("1"), flags("1"), 0.9, 0.
 exercise("gae", "08_advantage", lambda *x: advantage.gae(*x)[0],
     "f(rewards, values, next_values, terminated, done, gamma, lam) -> advantages, time first; "
     "terminated cuts the bootstrap, done (terminated or truncated) the recursion",
-    "delta = r + gamma (not terminated) V_next - V. Then backwards: A = delta + gamma lam (not "
-    "done) A_next.",
-    inputs=_GAE_INPUTS,
-    picture=steps(3, marks=("done", "terminated")),
+    "delta = r + gamma V_next - V, then backwards A = delta + gamma lam A_next. What cuts which?",
+    inputs=_GAE_INPUTS, picture=steps(3, marks=("done", "terminated")),
     bootstrap_crosses=(lambda r, V, W, e, d, g, l: _gae(r, V, W, _no(e), d, g, g * l),
         "The bootstrap crosses a termination: nothing follows a terminal state."),
     truncation_is_termination=(lambda r, V, W, e, d, g, l: _gae(r, V, W, d, d, g, g * l),
@@ -515,8 +494,7 @@ exercise("gae", "08_advantage", lambda *x: advantage.gae(*x)[0],
 exercise("group_advantage", "08_advantage", lambda r, eps: advantage.group_advantage(r, eps=eps),
     "f(rewards (prompts, responses), eps) -> GRPO's advantages: less the mean of the group, "
     "divided by its unbiased standard deviation + eps",
-    "Along the responses: subtract the mean, divide by the standard deviation plus eps. "
-    "keepdim=True.",
+    "Along the responses: subtract the mean, divide by the standard deviation plus eps.",
     inputs=[(vec([1., 2., 6.], [0., 5., 4.]), 0.1), (normal(3, 4, seed=29) + 2, 1e-4)],
     edges=[(vec([2., 2., 2.], [1., 1., 1.]), 1e-4)],
     biased=(lambda r, e: (r - r.mean(1, keepdim=True)) / (r.std(1, unbiased=False,
@@ -561,8 +539,7 @@ _TOKENS = [(vec([5.]), vec([[-1., -2., -3.]]), vec([[-2., -1.5, -3.25]]), 0.5, f
 exercise("token_rewards", "09_reward", lambda *x: reward.token_rewards(*x)[0],
     "f(scores (B,), logp (B, T), logp_ref, kl_coef, mask) -> -kl_coef times the log-ratio for each "
     "token, plus the score on the last one that counts; 0 under the mask",
-    "Two parts: a price for each token, and the score at one position of each row. Which one, if "
-    "rows have different lengths?",
+    "A price for each token, and the score at one position of each row. Which one?",
     inputs=_TOKENS,
     edges=[(vec([5.]), vec([[-1., -2.]]), vec([[-2., -1.]]), 0.5, vec([[False, False]])),
            (vec([5.]), vec([[-1., NAN]]), vec([[-2., -1.]]), 0.5, vec([[True, False]])),
@@ -619,8 +596,7 @@ exercise("reward_norm", "09_reward",
     lambda r, m, s: (lambda n: (n.gain, n.bias))(reward.RewardNorm().fit(r, m, s)),
     "f(rewards, mean, std) -> (gain, bias) so that gain * rewards + bias has this mean and this "
     "(biased) standard deviation",
-    "What does gain * r + bias do to the standard deviation? And to the mean, once the gain is "
-    "known?",
+    "What does gain * r + bias do to the standard deviation, and then to the mean?",
     inputs=[(vec([1., 2., 6.]), 0.0, 1.0), (vec([1., 2., 6.]), 2.0, 3.0),
             (normal(20, seed=33, scale=3) + 5, -1.0, 0.5)],
     unbiased=(lambda r, m, s: (s / r.std(), m - s / r.std() * r.mean()),
@@ -704,8 +680,7 @@ exercise("grpo_loss", "11_grpo", lambda *x: _grpo(*_selected(*x)),
     "f(logp (B, T), logp_old, logp_ref, advantage (B,), mask, eps, beta) -> GRPO's loss, 0-dim: "
     "-clipped surrogate + beta k3 for each token, mean over the tokens of each response, then over "
     "the responses that have tokens",
-    "Token by token first: the loss of PPO and the price of KL. Then two means. The advantage has "
-    "one number for each row.",
+    "Per token: PPO's loss and the price of KL. Then two means. One advantage for each row.",
     inputs=[(vec([-1., -2.], [-3., -1.]), vec([-1.5, -2.], [-2., -1.25]),
             vec([-1.25, -2.5], [-2., -1.5]), vec([1., -2.]), flags("10", "11"), 0.2, 0.1),
             (normal(3, 3, seed=42) - 2, normal(3, 3, seed=43) - 2, normal(3, 3, seed=44) - 2,
@@ -745,8 +720,7 @@ exercise("off_policy_sequence_mask", "11_grpo",
     "f(logp (B, T), logp_old, advantage (B,), mask, threshold) -> (B,) boolean, False for each "
     "response with a negative advantage and a mean over its tokens of log pi_old - log pi above "
     "the threshold",
-    "Two conditions, both must hold for a response to be left out. One is about its advantage, the "
-    "other a masked mean.",
+    "Both must hold to leave a response out: one on its advantage, one on a masked mean.",
     inputs=[(vec([-3., -2., -1.], [-3., -2., -1.]), vec([-1., -2., -1.], [-1., -2., -1.]),
             vec([-1., 1.]), flags("111", "111"), 0.5),
             (vec([-1., -1., -1.], [-1., -2.5, -1.], [-1., -3., -9.], [-4., -1., -1.],
@@ -782,8 +756,7 @@ exercise("bradley_terry_loss", "12_preference",
     lambda c, r, m: -_log_sigmoid(c - r - m).mean(),
     "f(chosen, rejected, margin) -> the loss of a reward model on pairs, -log sigmoid of the lead "
     "beyond the margin, mean over the pairs, 0-dim",
-    "The lead of the chosen response, less the margin, and the loss of a coin that should have "
-    "shown heads.",
+    "The lead of the chosen response, less the margin, and the loss of a coin.",
     inputs=[(vec([1.]), vec([-1.]), 0.5),
             (normal(4, seed=49, scale=2), normal(4, seed=50, scale=2), 1.0)],
     edges=[(vec([-100.]), vec([100.]), 0.5)],
@@ -803,8 +776,7 @@ exercise("dpo_loss", "12_preference",
     lambda c, r, p, q, b: -_log_sigmoid(b * (c - p - r + q)).mean(),
     "f(chosen, rejected, ref_chosen, ref_rejected, beta) -> DPO's loss from log-probabilities of "
     "whole responses, mean over the pairs, 0-dim",
-    "Two log-ratios against the reference, their difference times beta, and the loss of a coin "
-    "that should have shown heads.",
+    "Two log-ratios against the reference, their difference times beta, the loss of a coin.",
     inputs=[(vec([-4.]), vec([-7.]), vec([-5.]), vec([-6.]), 0.5),
             (normal(4, seed=45, scale=3) - 9, normal(4, seed=46, scale=3) - 9,
             normal(4, seed=47, scale=3) - 9, normal(4, seed=48, scale=3) - 9, 0.3)],

@@ -6,14 +6,14 @@
 __all__ = ['HAS_TRITON', 'LOG2_E', 'interpreted', 'usable', 'transformed', 'eager', 'forward_rows',
            'backward_rows', 'scan']
 
-# %% ../../nbs/fast/kernels.ipynb #export-imports
+# %% ../../nbs/fast/kernels.ipynb #export-imports-imports
 import importlib.util
 import os
 import warnings
 from functools import cache
-
 import torch
 
+# %% ../../nbs/fast/kernels.ipynb #export-imports
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LOG2_E = 1.4426950408889634
 
@@ -64,8 +64,7 @@ def _forward():
         z_row = Z + (row // per_part) * stride_part + (row % per_part) * stride_row
         lanes = tl.arange(0, BLOCK)
         top = tl.full([BLOCK], float("-inf"), tl.float32)
-        s = tl.zeros([BLOCK], tl.float32)
-        u = tl.zeros([BLOCK], tl.float32)
+        s, u = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for first in range(0, V, BLOCK):  # each lane has sums and a largest logit of its own
             inside = first + lanes < V
             z = tl.load(z_row + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
@@ -74,15 +73,14 @@ def _forward():
             d = tl.maximum((top - base) * scale, -1e4, propagate_nan=tl.PropagateNan.ALL)
             x = tl.maximum((z - base) * scale, -1e4, propagate_nan=tl.PropagateNan.ALL)
             decay, e = tl.exp2(d), tl.exp2(x)
-            if ENTROPY: u = (u + s * d) * decay + e * x
+            u = (u + s * d) * decay + e * x if ENTROPY else u
             s = s * decay + e
             top = higher
         whole = tl.max(top, 0)
         base = tl.where(whole == float("-inf"), 0.0, whole)
         d = tl.maximum((top - base) * scale, -1e4, propagate_nan=tl.PropagateNan.ALL)
-        total = tl.sum(s * tl.exp2(d), 0)
+        total, i = tl.sum(s * tl.exp2(d), 0), tl.load(I + row)
         log2_total = tl.log2(total)
-        i = tl.load(I + row)
         chosen = tl.load(z_row + i, mask=(i >= 0) & (i < V), other=float("nan")).to(tl.float32)
         tl.store(LOGP + row, ((chosen - base) * scale - log2_total) * 0.6931471805599453)
         if ENTROPY:
@@ -96,7 +94,7 @@ def _forward():
 
 def _layout(logits):
     "Logits with tokens side by side; rows in a part; steps from part to part and row to row."
-    if logits.stride(-1) != 1: logits = logits.contiguous()
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     z = logits[(None,) * (3 - logits.ndim)] if logits.ndim < 3 else logits.flatten(0, -3)
     return z, (max(1, z.shape[1]), z.stride(0), z.stride(1))
 

@@ -65,7 +65,7 @@ def rows_backward(
     return backward(logits, index, temperature, g, h, H, base, total, new_like(logits))
 
 def four_of(index):
-    "What `rows` gives, without the numbers."
+    "The shapes and dtypes that `rows` gives."
     shape, device = index.shape, index.device
     return tuple(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4))
 
@@ -132,7 +132,8 @@ def check_inplace(logits, inplace_backward):
 def _call(logits, index, temperature, mask, entropy, inplace):
     check_inplace(logits, inplace)
     inplace = inplace and logits.is_contiguous() and kernels.eager(logits)
-    if mask is not None: index = torch.where(mask, index, 0)
+    if mask is not None:
+        index = torch.where(mask, index, 0)
     both = rows(logits, index, temperature, entropy, inplace)[:2]
     return both if mask is None else [torch.where(mask, y, 0) for y in both]
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import check_number, checked
+from ..checks import check_value, checked
 from .kl import KL_KINDS, kl_estimate
 from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
 from .ratio import bounded_log_ratio, importance_ratio
@@ -62,7 +62,7 @@ def _bounds(variant, eps_low, eps_high, dual_clip, tau):
     if not isinstance(tau, (tuple, list)) or len(tau) != 2:
         raise TypeError(f"tau must be a pair of numbers, for A > 0 and for the rest, got {tau!r}")
     for t in tau:
-        check_number("tau", t, low=0, open_low=True)
+        check_value("tau", t, "(0, inf)")
     if eps_low is not None: return eps_low, eps_high or eps_low
     return low, eps_high or high
 

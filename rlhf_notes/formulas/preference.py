@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..checks import check_number, checked, under_its_name
+from ..checks import check_value, checked, under_its_name
 from .logprob import selective_log_softmax
 from .masking import masked_mean
 
@@ -23,7 +23,7 @@ def bradley_terry_loss(
 ) -> Tensor: # 0-dim, nats
     "Mean of -log sigmoid(chosen - rejected - margin) (Bradley and Terry 1952)."
     if not isinstance(margin, Tensor):
-        check_number("margin", margin)
+        check_value("margin", margin, "(-inf, inf)")
     elif margin.shape != chosen.shape:
         raise ValueError(f"margin must be a number or have the shape of chosen, "
                          f"{tuple(chosen.shape)}, got {tuple(margin.shape)}")

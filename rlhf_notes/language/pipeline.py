@@ -51,10 +51,11 @@ class Training:
     def enter(self, name: str): # One of `STAGES`
         "Begin a stage with what the one before it has learned."
         start, self.name, c = time.perf_counter(), name, self.config
-        if name == "sft": self.stage = Pretraining(c, self.lm, self.task)
-        if name == "reward_model": self.stage = RewardTraining(c, self.lm, self.task)
         if name == "rl":
             self.stage = RLHF.from_parts(c, self.lm, self.reward_model, self.norm, self.task)
+        else:
+            kind = Pretraining if name == "sft" else RewardTraining
+            self.stage = kind(c, self.lm, self.task)
         self.seconds[name] += time.perf_counter() - start
 
     def advance(self):
@@ -79,7 +80,8 @@ class Training:
 
     def agree_to_stop(self, stop: bool) -> bool: # True if one of the processes wants to
         "Ask all processes."
-        if stop: self.accelerator.set_trigger()
+        if stop:
+            self.accelerator.set_trigger()
         return self.accelerator.check_trigger()
 
     @property
@@ -129,7 +131,8 @@ class Training:
             self.reward_model = RewardModel(copy.deepcopy(self.lm))
             self.norm = RewardNorm(**state["norm"])
             self.reward_model.load_state_dict(state["reward_model"])
-        if state["name"] != self.name: self.enter(state["name"])
+        if state["name"] != self.name:
+            self.enter(state["name"])
         self.stage.load_state_dict(state["stage"])
         self.rows, self.samples, self.seconds = state["rows"], state["samples"], state["seconds"]
         self.started = time.perf_counter() - state["wall_seconds"]
@@ -164,14 +167,15 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
         tokenizer = pad_outside(make_tokenizer(), size)
         lm = make_gpt2(config.preset, size, eos_token_id=tokenizer.eos_token_id, seed=config.seed,
                        device=device)
-    try: task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
+    try:
+        task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
     except ValueError as e:
         if not str(e).startswith("tokenizer"): raise
         raise ValueError(f"model must have a tokenizer that fits the task, got {config.model!r}: "
                          f"{e}") from e
     Q, T, limit = task.query_length, task.response_length, context_length(lm)
     if limit is None or Q + T <= limit: return lm, task
-    name, other = ("query_length", "response") if Q > T else ("response_length", "query")
+    name, other = ("query_length", "response") if Q > T else ("response_length", "prompt")
     raise ValueError(f"{name} must fit into the model's context of {limit} tokens, beside a "
                      f"{other} of {min(Q, T)}, got {max(Q, T)}")
 
@@ -184,7 +188,7 @@ class Evaluation:
     rollout: Rollout    # The responses themselves
 
     def win_rate(self, other: "Evaluation") -> float: # From 0 to 1
-        "How often the human prefers these, prompt by prompt; a tie is half a win."
+        "Share of the prompts where the human prefers these; a tie is half a win."
         return ((self.true > other.true).float() + 0.5 * (self.true == other.true)).mean().item()
 
     def worth(self, before: "Evaluation") -> dict: # proxy, true, kl (nats), valid, win: numbers
@@ -224,10 +228,12 @@ def save(training: Training, # As it is now
     "Write checkpoint and tables."
     if run is None: return
     stage = training.stage
-    weights = stage.optimizer.weights if training.name == "rl" else stage.optimizer.param_groups[0]["params"]
+    rl, optimizer = training.name == "rl", stage.optimizer
+    weights = optimizer.weights if rl else optimizer.param_groups[0]["params"]
     check_weights(f"stage {training.name}, iteration {stage.iteration}", weights)
     run.save_checkpoint(training.state_dict())
-    for name in STAGES[:2]: write_table(run.path / f"{name}.csv", training.rows[name])
+    for name in STAGES[:2]:
+        write_table(run.path / f"{name}.csv", training.rows[name])
     write_table(run.path / "samples.csv", training.samples)
 
 # %% ../../nbs/language/28_pipeline.ipynb #train
@@ -239,7 +245,7 @@ def train(config: RLHFConfig, # Hyperparameters of all stages
     training = Training(config, world)
     if run is not None and run.checkpoint is not None:
         training.load_state_dict(run.checkpoint)
-    if not training.accelerator.is_main_process: run = None
+    run = run if training.accelerator.is_main_process else None
     bar = progress_bar(training.steps, sum(map(len, training.rows.values())))
     with stop_on_interrupt() as stop:
         save(training, run)
@@ -248,24 +254,27 @@ def train(config: RLHFConfig, # Hyperparameters of all stages
             name, row = training.iterate()
             bar.set_description(name, refresh=False)
             bar.update()
-            if run is not None and name == "rl": run.log(row, row["iteration"])
+            if run is not None and name == "rl":
+                run.log(row, row["iteration"])
             if name != training.name or time.perf_counter() - saved >= CHECKPOINT_EVERY:
                 save(training, run)
                 saved = time.perf_counter()
         bar.close()
         summary = training.summary()
         save(training, run)
-        if run is not None: finish(training, run, summary)
+        finish(training, run, summary)
     return training.stage, training.rows["rl"], summary
 
 # %% ../../nbs/language/28_pipeline.ipynb #finish
 def finish(training: Training, # At its end or interrupted
-           run: Run, # Its directory
+           run: Run | None, # Its directory; None = keep nothing
            summary: dict, # From `Training.summary`
           ):
     "Write the policy, the curve and the summary."
+    if run is None: return
     trainer, rows = training.stage, training.rows["rl"]
-    if training.done: save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
+    if training.done:
+        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
 
@@ -282,9 +291,10 @@ def plot_run(figure, # A matplotlib figure
     for ax, (title, columns) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS.items()):
         for column in columns:
             points = [(r["iteration"], r[column]) for r in rows if r[column] is not None]
-            if points: ax.plot(*zip(*points), label=column, marker="o" * (column == "true_score"))
+            if not points: continue
+            ax.plot(*zip(*points), label=column, marker="o" * (column == "true_score"))
+            ax.legend()
         ax.set_title(title)
-        if len(columns) > 1 and rows: ax.legend()
-    for ax in figure.axes[3:]: ax.set_xlabel("iteration" + "; interrupted" * summary["interrupted"])
+        ax.set_xlabel("iteration" + "; interrupted" * summary["interrupted"])
     figure.axes[4].set_ylim(-0.3, 1.05)
     figure.suptitle(f"{summary['algo']}, seed {summary['seed']}", fontsize=10, color="grey")

@@ -40,7 +40,7 @@ from ..training.signals import diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/27_rlhf.ipynb #rlhf
 class RLHF:
-    "Reinforcement learning of a language model: sample responses, score them, learn from the scores."
+    "Reinforcement learning of a language model: sample responses, score them, learn from it."
     def __init__(self,
                  model, # A causal language model: its name, its directory, or the model itself
                  tokenizer=None, # Of a model that is given itself
@@ -144,7 +144,8 @@ class RLHF:
         mask = torch.cat([mask, torch.ones_like(response_mask)], 1)
         with autocast(self.device, c.precision):
             hidden = response_states(self.reference, tokens, mask, c.response_length)
-            logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)  # P1
+            # P1
+            logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)
         return Rollout(tokens, mask, response_mask, has_end, scores, samples.logp, logp_ref,
                        self.policy.value(samples.hidden))
 
@@ -191,7 +192,8 @@ class RLHF:
         "One step of Adam, at the learning rate of this iteration."
         c, self.steps = self.config, self.steps + 1
         if c.adam == "tensorflow":
-            self.optimizer.eps = tensorflow_eps(c.adam_eps, self.optimizer.BETAS[1], self.steps)  # P12
+            beta2 = self.optimizer.BETAS[1]
+            self.optimizer.eps = tensorflow_eps(c.adam_eps, beta2, self.steps)  # P12
         self.optimizer.step(learning_rate(c, self.iteration))  # G5
 
     @torch.no_grad()
@@ -267,7 +269,8 @@ class RLHF:
 
     def load_state_dict(self, state: dict): # From `state_dict` of the same training
         "Continue from a checkpoint."
-        for name in ("policy", "optimizer", "kl"): getattr(self, name).load_state_dict(state[name])
+        for name in ("policy", "optimizer", "kl"):
+            getattr(self, name).load_state_dict(state[name])
         self.iteration, self.steps = state["iteration"], state["steps"]
 
 # %% ../../nbs/language/27_rlhf.ipynb #losses
@@ -309,7 +312,7 @@ COLUMNS = ("iteration", "score", "true_score", "kl_k1", "kl_k3", "kl_coef", "ent
 
 # %% ../../nbs/language/27_rlhf.ipynb #processes
 def make_accelerator(): # accelerate.Accelerator
-    "What `accelerate launch` or torchrun started; alone, a process of its own."
+    "The processes that `accelerate launch` or torchrun started, or this one alone."
     from accelerate import Accelerator
     return Accelerator(device_placement=False)
 
@@ -325,7 +328,7 @@ def check_processes(config: RLHFConfig, # batch, minibatches, microbatches, grou
                    ):
     "ValueError unless the batch and its parts fall to the processes in equal parts."
     c = config
-    for whole, part, what in ((c.batch, c.answers_per_query, "answers to a query"),
+    for whole, part, what in ((c.batch, c.answers_per_query, "responses to a prompt"),
                               (c.batch // c.minibatches, c.microbatches, "microbatches")):
         if whole % (count * part):
             raise ValueError(f"batch must divide into {c.minibatches} minibatches, {count} "

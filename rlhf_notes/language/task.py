@@ -16,7 +16,7 @@ from itertools import product
 
 import torch
 
-from ..checks import check_float, check_number
+from ..checks import check_value, checked
 from .rollout import Prompts
 
 # %% ../../nbs/language/22_task.ipynb #words
@@ -50,7 +50,7 @@ def grammatical(before: str, # A word or the full stop
     return CATEGORY.get(after) in FOLLOWS.get(CATEGORY.get(before), ())
 
 # %% ../../nbs/language/22_task.ipynb #author
-MOOD = (-0.5, 2.0)       # mean and standard deviation of an author's mood, on the scale of ADJECTIVES
+MOOD = (-0.5, 2.0)       # mean and deviation of an author's mood, on the scale of ADJECTIVES
 SLIP, STRAY = 0.03, 0.1  # probability of a misplaced word, and of a noun from anywhere
 
 def _clause(domain, mood, rng):
@@ -82,7 +82,7 @@ def write_review(domain: str, # The subject, one of `DOMAINS`
             words[i] = rng.choice(tuple(NOUNS))
     return [*words, EOS]
 
-# %% ../../nbs/language/22_task.ipynb #queries
+# %% ../../nbs/language/22_task.ipynb #prompts
 OPENERS = ("about", "we visited", "a word on", "my thoughts on", "yesterday we tried")
 KINDS = ("", "new", "old", "famous", "local", "cheap")
 TIMES = ("", "today", "last week")
@@ -107,7 +107,7 @@ def corpus(n: int, # Number of texts
            words: int, # Length of each response
            seed: int = 0, # Other seeds, other texts
           ) -> list: # n pairs (prompt, response), strings; the prompts are those to train on
-    "Texts for pretraining: a review, and after its end the next prompt and its review, cut off after `words` words."
+    "Texts for pretraining: a review, then the next prompt with its review, up to `words` words."
     rng, asked, texts = random.Random(seed), review_prompts(), []
     for _ in range(n):
         prompt = rng.choice(asked)
@@ -157,17 +157,16 @@ def judgement(prompt: str, # The prompt
 def true_reward(prompt: str, # The prompt
                 response: str, # Words with spaces between
                ) -> float: # At most 3
-    "How much the human likes a response. For labels and for evaluation, never for training."
+    "The human's opinion as one number, for labels and for evaluation, never for training."
     return sum(judgement(prompt, response).values())
 
 # %% ../../nbs/language/22_task.ipynb #choice
+@checked(scores="raw (...)", temperature="(0, inf)")
 def human_choice(scores: torch.Tensor, # True rewards of N responses to each prompt, (..., N)
                  temperature: float, # Noise, on the scale of the rewards, > 0
                  generator: torch.Generator, # Source of chance
                 ) -> torch.Tensor: # Index of the response that is called the best, (...)
     "A noisy human's choice: softmax(scores / temperature) (Luce 1959), sampled by Gumbel noise."
-    check_float(scores=scores)
-    check_number("temperature", temperature, low=0, open_low=True)
     u = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
     return (scores.double() / temperature - (-u.log()).log()).argmax(-1)
 
@@ -194,9 +193,9 @@ class Reviews(Prompts):
                  stop_after: int = 8, # First position at which a full stop ends a response, < T
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
                 ):
-        check_number("stop_after", stop_after, low=0)
-        check_number("response_length", response_length, low=stop_after + 1)
-        check_number("query_length", query_length, low=0)
+        check_value("stop_after", stop_after, "[0, inf)")
+        check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
+        check_value("query_length", query_length, "[0, inf)")
         self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
         stop_token = self._check_tokenizer()
         super().__init__(tokenizer, PROMPTS, None, response_length, query_length)
@@ -212,7 +211,7 @@ class Reviews(Prompts):
         "Pairs (prompt, response) -> their tokens, read together."
         eos = self.tokenizer.eos_token or ""
         prompts = self._ids(prompt for prompt, _ in texts)
-        whole = self._ids(f"{prompt} {response}".replace(f" {EOS}", eos) for prompt, response in texts)
+        whole = self._ids(" ".join(text).replace(f" {EOS}", eos) for text in texts)
         return prompts, [ids[len(p):] for p, ids in zip(prompts, whole)]
 
     def _check_tokenizer(self):
@@ -220,7 +219,8 @@ class Reviews(Prompts):
         t, end = self.tokenizer, f" {EOS}" if self.tokenizer.eos_token else ""
         texts = [*((prompt, STOP) for prompt in PROMPTS),
                  *((PROMPTS[0], f"it {word} {STOP}{end} it") for word in WORDS[1:])]
-        try: ids, (it, stop) = self._split(texts), self._ids(["it", f"it {STOP}"])
+        try:
+            ids, (it, stop) = self._split(texts), self._ids(["it", f"it {STOP}"])
         except Exception as e:
             raise ValueError(f"tokenizer must read every word, got {type(e).__name__}: {e}") from e
         if len(stop) != len(it) + 1:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..checks import check_number, check_same_shape
+from ..checks import check_value, checked
 from ..language.config import RLHFConfig
 from ..language.model import Pretraining
 from ..language.reward_model import RewardTraining
@@ -57,25 +57,27 @@ def measure(trainer: RLHF, # At its beginning, in training, or at its end; `eval
 def best_of_n_kl(n: int, # Answers to choose from, >= 1
                 ) -> float: # Nats
     "How far the best of n answers is at most from one of them: log n - (n - 1) / n (Stiennon et al. 2020; Beirami et al. 2024)."
-    check_number("n", n, low=1)
+    check_value("n", n, "[1, inf)")
     return math.log(n) - (n - 1) / n
 
+@checked(proxy="real (... N)", true="real (... N)")
 def best_of_n(proxy: torch.Tensor, # By what the best is chosen, (..., N)
               true: torch.Tensor, # What it is worth, (..., N)
               n: int, # Of how many, 1 to N
              ) -> torch.Tensor: # (...): the mean of `true` over all choices of n
     "Expected worth of the answer with the largest proxy among n of N."
-    check_same_shape(proxy=proxy, true=true); check_number("n", n, low=1, high=proxy.shape[-1])
+    check_value("n", n, f"[1, {proxy.shape[-1]}]")
     N = proxy.shape[-1]
     weights = torch.tensor([math.comb(i, n - 1) / math.comb(N, n) for i in range(N)], dtype=torch.float64)
     return (true.double().gather(-1, proxy.argsort(-1)) * weights.to(true.device)).sum(-1)
 
+@checked(proxy="real (... N)", true="real (... N)")
 def best_of_n_win(proxy: torch.Tensor, # By what the best is chosen, (..., N)
                   true: torch.Tensor, # By what it is compared, (..., N)
                   n: int, # Of how many, 1 to N - 1
                  ) -> torch.Tensor: # (...), from 0 to 1: the mean over all choices of n, and over all that were not among them; a tie is half a win
     "How often the answer with the largest proxy among n of N is worth more than another of the N, which was not to be chosen from."
-    check_same_shape(proxy=proxy, true=true); check_number("n", n, low=1, high=proxy.shape[-1] - 1)
+    check_value("n", n, f"[1, {proxy.shape[-1] - 1}]")
     N, ranks = proxy.shape[-1], range(proxy.shape[-1])
     pairs = math.comb(N, n) * (N - n)  # of a choice and an answer outside of it
     above, below = (torch.tensor([[math.comb(max(rank - k, 0), n - 1) * (rank >= k) / pairs] for rank in ranks],

@@ -10,8 +10,7 @@ from language_models import KINDS, make, texts
 from rlhf_notes import fast
 from rlhf_notes.fast.gpt2 import Decoder, Elementwise, Fused, decoder, is_plain, states
 from rlhf_notes.language import sampling
-from rlhf_notes.language.model import (Policy, RewardModel, autocast, hidden_states, make_gpt2, next_token_loss, no_dropout,
-                                       position_ids)
+from rlhf_notes.language.model import autocast, hidden_states, make_gpt2, no_dropout, position_ids
 from rlhf_notes.language.sampling import sample
 from strategies import SEEDS, random_mask
 
@@ -74,10 +73,6 @@ def test_what_nobody_reads_is_not_computed():
     at = torch.zeros_like(mask)
     at[0, 4] = at[1, 1] = at[1, 3] = at[1, 7] = True                     # the last is padding, whatever is asked
     assert counted(lambda: hidden_states(lm, tokens, mask, at)) == [3 + 4, 3 + 4, 3]
-    response_mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert counted(lambda: Policy(lm)(tokens, mask, 3, response_mask=response_mask)) == [4 + 5, 4 + 5, 3]
-    assert counted(lambda: RewardModel(lm)(tokens, mask)) == [12, 12, 2]
-    assert counted(lambda: next_token_loss(lm, tokens, mask)) == [10, 10, 10]
 
 
 def runs_by_hand(lm):

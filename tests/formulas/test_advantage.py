@@ -1,13 +1,25 @@
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from rlhf_notes import fast
+from rlhf_notes.fast import scan
 from rlhf_notes.formulas.advantage import GROUP_SCALES, accumulate, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
+
+
+@pytest.fixture(autouse=True, scope="module", params=["plain", "loop"])
+def way(request):
+    "All that is promised holds for the plain code and for the compiled loop."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "SMALL", 1)
+        with fast.off() if request.param == "plain" else nullcontext(): yield
+
 
 UNIT = st.sampled_from([0.0, 0.3, 0.5, 0.95, 0.99, 1.0])
 STEPS = st.one_of(st.tuples(st.integers(1, 12)), st.tuples(st.integers(1, 12), st.integers(1, 4)))

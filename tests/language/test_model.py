@@ -146,6 +146,32 @@ def test_the_seed_makes_the_weights_and_nothing_else_does():
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
+def test_what_nobody_reads_is_not_asked_for():
+    class Counting(torch.nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.rows = rows
+        def forward(self, x):
+            self.rows.append(len(x))
+            return x.relu()
+    lm, rows = tiny(n_layer=3), []
+    for block in lm.transformer.h:
+        block.mlp.act = Counting(rows)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    def counted(f):
+        rows.clear()
+        f()
+        return list(rows)
+    at = torch.zeros_like(mask)
+    at[0, 4] = at[1, 1] = at[1, 3] = at[1, 7] = True                     # the last is padding, whatever is asked
+    assert counted(lambda: hidden_states(lm, tokens, mask, at)) == [3 + 4, 3 + 4, 3]
+    response_mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert counted(lambda: Policy(lm)(tokens, mask, 3, response_mask=response_mask)) == [4 + 5, 4 + 5, 3]
+    assert counted(lambda: RewardModel(lm)(tokens, mask)) == [12, 12, 2]
+    assert counted(lambda: next_token_loss(lm, tokens, mask)) == [10, 10, 10]
+
+
 # --- policy
 
 def test_policy_gives_log_probabilities_entropy_and_values_before_each_token():
