@@ -60,7 +60,7 @@ BAD = [
     ("train --env Nowhere-v0", "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"), ("train --env FrozenLake-v1", "--env must have Box observations"),
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
-    ("rlhf --variant sapo", "--variant must be one of ppo, grpo, dr_grpo, dapo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
+    ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),
     ("cartpole --seeds 0", "--seeds must be at least 1"), ("cartpole --seeds 2 --seed 0", "--seeds must be at least 1, without --seed"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
     ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"),
@@ -133,7 +133,7 @@ def test_every_option_of_a_config_is_offered(config):
 
 @pytest.mark.parametrize("number", ["-1e-1", "-1E-1", "-.1", "-0.1"])
 def test_numbers_may_be_negative(number, monkeypatch):
-    monkeypatch.setattr(cli, "_new", lambda task, options, *rest: pytest.fail(f"{options}"))
+    monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: pytest.fail(f"{options}"))
     with pytest.raises(pytest.fail.Exception, match="{'log_std': -0.1}"): cli.main(["train", "--log-std", number])
 
 
@@ -182,7 +182,7 @@ def test_a_training_that_diverges_says_so(capsys):
 
 def test_interrupted_before_it_began(capsys, monkeypatch):
     def interrupted(*args): raise KeyboardInterrupt
-    monkeypatch.setattr(cli, "_new", interrupted)
+    monkeypatch.setattr(cli, "new_training", interrupted)
     assert cli.main(["cartpole"]) == 130 and capsys.readouterr().err == "rlhf-notes: interrupted\n"
 
 
@@ -265,8 +265,8 @@ def test_a_model_learns_by_a_reward_of_ones_own_and_generates(tmp_path, capsys, 
 
 def test_the_demo_solves_what_it_trains(capsys, monkeypatch):
     "The main job, as the README has it; the language model, which takes longer, is trained in a test of its own."
-    begin, little = cli._new, dict(sft_steps=3, labels=8, norm_samples=8, iterations=1, batch=8, eval_answers=8)
-    monkeypatch.setattr(cli, "_new", lambda task, options, *rest: begin(task, {**options, **(little if task == "rlhf" else {})}, *rest))
+    begin, little = cli.new_training, dict(sft_steps=3, labels=8, norm_samples=8, iterations=1, batch=8, eval_answers=8)
+    monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: begin(task, {**options, **(little if task == "rlhf" else {})}, *rest))
     assert cli.main(["demo", "--device", "cpu"]) == 0
     for task, enough in (("cartpole", 475), ("pendulum", -200)):
         summary = read(f"runs/demo/{task}/summary.json")

@@ -10,10 +10,11 @@ import torch
 
 # %% ../../nbs/training/devices.ipynb #device
 def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
-                auto: str = "cpu", # What "auto" means for this task: "cpu", or "cuda" for a GPU if there is one
+                auto: str = "cpu", # Meaning of "auto": "cpu", or "cuda" = a GPU if there is one
                ) -> str: # A name that torch understands
     "Return the device to compute on; ValueError if torch does not see it."
-    seen = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    mps = int(torch.backends.mps.is_available())
+    seen = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": mps}
     if name == "auto": return auto if seen[auto] else "cpu"
     kind, _, index = name.partition(":")
     if kind not in seen or not (index or "0").isdecimal():

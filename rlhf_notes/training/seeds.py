@@ -13,7 +13,7 @@ import torch
 # %% ../../nbs/training/seeds.ipynb #generator
 def seeded_generator(purpose: str, # What it is for: "rollout", "minibatches", ...
                      seed: int, # Of the run
-                     *indices: int, # What tells it from the others of that purpose: iteration, process
+                     *indices: int, # Such as iteration, process
                     ) -> torch.Generator: # On the CPU
     "Return a generator that depends on the arguments alone."
     key = " ".join(map(str, (purpose, seed, *indices)))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 # %% ../../nbs/training/signals.ipynb #interrupt
 @contextmanager
 def stop_on_interrupt(): # Yields a threading.Event
-    "Inside, the first Ctrl-C only sets the event that this yields; a second one raises KeyboardInterrupt."
+    "Let the first Ctrl-C only set the event that this yields; a second one interrupts."
     stop = threading.Event()
 
     def handler(signum, frame):
@@ -34,7 +34,8 @@ def diverged(where: str, # Stage and iteration
              why, # The name of what is NaN or infinite, or an exception
             ) -> FloatingPointError: # To be raised before anything is saved
     "Return the error to raise when training produces NaN or infinity."
-    return FloatingPointError(f"{where}: {why}; the last checkpoint, if there is one, is from before")
+    left = "the last checkpoint, if there is one, is from before"
+    return FloatingPointError(f"{where}: {why}; {left}")
 
 # %% ../../nbs/training/signals.ipynb #progress
 def progress_bar(total: int, # Units in all
