@@ -152,21 +152,12 @@ def _match(name, x, dims, seen):
                              f"got {tuple(x.shape)}")
 
 # %% ../nbs/checks.ipynb #value
-def check_value(
-    name,  # of the argument, for the message
-    value,  # what came
-    rule,  # as for `checked`
-):
+def check_value(name, value, rule):  # name of the argument, what came, a rule as for `checked`
     "Check one value by one rule."
     return _rule(name, rule)(value, {})
 
 # %% ../nbs/checks.ipynb #under-its-name
-def under_its_name(
-    name,  # of the argument, for its caller
-    f,  # a function whose errors call it `index`
-    *args,  # of `f`
-    **kwargs,  # of `f`
-):
+def under_its_name(name, f, *args, **kwargs):  # its caller's name, a function, its arguments
     "f(*args, **kwargs); an error about `index` is told under the caller's name."
     try: return f(*args, **kwargs)
     except ValueError as e:
