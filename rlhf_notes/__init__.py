@@ -1,7 +1,7 @@
 """Every formula of PPO, GRPO and RLHF: explained, proved, drawn, and shipped as a library.
 
-All of `rlhf_notes.formulas` and `rlhf_notes.compat` can be imported from here, as can `PPO`, `RLHF`,
-`check` and `fast`; a module is loaded when one of its names is first asked for.
+All of `rlhf_notes.formulas` and `rlhf_notes.compat` can be imported from here, as can `PPO`,
+`RLHF`, `check` and `fast`; a module is loaded when one of its names is first asked for.
 """
 __version__ = "0.1.0"
 

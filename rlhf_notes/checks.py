@@ -67,7 +67,8 @@ def _rule(name, rule):
     "The check of one argument: (value, shapes seen so far) -> the value that the function gets."
     if not isinstance(rule, str): return _choice(name, rule)
     optional, rule = rule.endswith("?"), rule.removesuffix("?")
-    if rule == "flag": check = _flag(name)
+    if rule == "flag":
+        check = _flag(name)
     elif m := re.fullmatch(r"(int )?([\[(])(\S+), (\S+)([\])])", rule):
         check = _number(name, *m.groups())
     elif m := re.fullmatch(r"(\w+) \((.*)\)", rule):
@@ -118,16 +119,17 @@ KINDS = {
 
 
 def _tensor(name, kind, dims):
-    is_kind, words = KINDS[kind]
+    is_kind, wanted = KINDS[kind]
 
     def check(x, seen):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if not is_kind(x): raise TypeError(f"{name} must {words}, got {x.dtype}")
+        if not is_kind(x): raise TypeError(f"{name} must {wanted}, got {x.dtype}")
         device, first = seen.setdefault("device", (x.device, name))
         if device != x.device:
             raise ValueError(f"{name} must be on the device of {first}, {device}, got {x.device}")
-        if dims not in seen: _match(name, x, dims, seen)
+        if dims not in seen:
+            _match(name, x, dims, seen)
         shape, first = seen.setdefault(dims, (x.shape, name))
         if shape != x.shape:
             raise ValueError(f"{name} must have the shape of {first}, {tuple(shape)}, "

@@ -8,7 +8,7 @@ import pytest
 import notebooks
 
 PACKAGE = notebooks.ROOT / "rlhf_notes"
-ROOMS_DONE = ("exercises", "viz", "control")  # grows until it holds all rooms; ruff.toml has the rest as exceptions
+ROOMS_DONE = ("__init__", "checks", "formulas", "fast", "compat", "control", "language", "exercises", "viz", "training", "cli")  # studies are still to come
 WIDTH, LENGTH = 100, 40
 NO_OPENING = re.compile(r"(What|How|Who|Whose|Are|Is)\b")
 # Words that the field does not use for these things, and the files in which they mean something else.
@@ -35,8 +35,9 @@ def crowded(source):
     ways_out = (ast.Return, ast.Raise, ast.Continue, ast.Break, ast.Pass)
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.stmt) or not (before := lines[node.lineno - 1][:node.col_offset].strip()): continue
-        header = re.match(r"(if|elif|def|except)\b", before) and before.endswith(":")
-        if before not in ("async", "el") and not (header and isinstance(node, ways_out)): found.append(lines[node.lineno - 1])
+        header = re.match(r"(if|elif|else|try|def|except)\b", before) and before.endswith(":")
+        one = isinstance(node, (*ways_out, ast.Expr) if before.startswith("def") else ways_out)
+        if before not in ("async", "el") and not (header and one): found.append(lines[node.lineno - 1])
     return found
 
 
@@ -80,7 +81,7 @@ def public_names(cell):
     return [n.name for n in ast.parse(cell).body if isinstance(n, kinds) and n.name[0] != "_"]
 
 
-LESSONS = [p for p in notebooks.notebooks() if p.parent.name in ROOMS_DONE and p.parent.name != "exercises"]
+LESSONS = [p for p in notebooks.notebooks() if p.parent.name in ROOMS_DONE and p.parent.name not in ("exercises", "fast")]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)

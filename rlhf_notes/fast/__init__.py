@@ -1,4 +1,4 @@
-"""The same numbers sooner, or in less memory: all that is behind the one seam.
+"""The same numbers sooner, or in less memory: all that stands behind a door.
 
 `with fast.off():`, or RLHF_NOTES_FAST=0 in the environment, runs the plain code everywhere.
 """
@@ -21,7 +21,7 @@ def off():
 
 
 def door(quick):
-    "Decorate a plain function: `quick` answers in its place, unless it returns NotImplemented."
+    "Decorate a plain function: `quick` runs in its place, unless it returns NotImplemented."
     def decorate(plain):
         quick.plain = plain
         @functools.wraps(plain)

@@ -183,7 +183,7 @@ class Decoder:
                  tokens: torch.Tensor, # The next of each text, (B, n); n > 1 at the first call only
                 ) -> tuple: # hidden (B, d), logits (B, V)
         "Read tokens."
-        (B, n), p = tokens.shape, self.place
+        (_, n), p = tokens.shape, self.place
         self.place += n
         with torch.autocast(tokens.device.type, enabled=False):
             x = (embedding(tokens.t(), self.trunk.wte.weight)

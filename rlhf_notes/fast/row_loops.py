@@ -91,9 +91,9 @@ def weigh(z, base, scale):
     "Sum of 2^x."
     total = 0.0
     for first in range(0, len(z), BLOCK):
-        some = f32(0)
-        for j in range(first, min(first + BLOCK, len(z))):
-            some += exp2((load(z[j]) - base) * scale)
+        some, part = f32(0), z[first:first + BLOCK]  # a slice, or the loop is not vectorised
+        for j in range(len(part)):
+            some += exp2((load(part[j]) - base) * scale)
         total += np.float64(some)
     return total
 
@@ -103,8 +103,9 @@ def weigh_twice(z, base, scale):
     total = product = 0.0
     for first in range(0, len(z), BLOCK):
         some = more = f32(0)
-        for j in range(first, min(first + BLOCK, len(z))):
-            x = (load(z[j]) - base) * scale
+        part = z[first:first + BLOCK]
+        for j in range(len(part)):
+            x = (load(part[j]) - base) * scale
             some += exp2(x)
             more += exp2(x) * bounded(x)
         total += np.float64(some)

@@ -316,6 +316,7 @@ def make_accelerator(): # accelerate.Accelerator
     from accelerate import Accelerator
     return Accelerator(device_placement=False)
 
+# %% ../../nbs/language/27_rlhf.ipynb #process-device
 def process_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
                   ) -> torch.device:
     "The device that the launcher gave to this process; alone, the one that is asked for."
@@ -323,6 +324,7 @@ def process_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
     if accelerator.num_processes > 1: return accelerator.device
     return torch.device(pick_device(name, auto="cuda"))
 
+# %% ../../nbs/language/27_rlhf.ipynb #check-processes
 def check_processes(config: RLHFConfig, # batch, minibatches, microbatches, group
                     count: int, # Processes that train together
                    ):
