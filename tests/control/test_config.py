@@ -70,7 +70,7 @@ def test_the_lesson_explains_every_option_and_every_choice():
     explained = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert explained == {f.name for f in fields(PPOConfig)}
     for name, field in PPOConfig.__pydantic_fields__.items():
-        for choice in get_args(field.annotation): assert any(f"`{choice}`" in row for row in rows), (name, choice)
+        for choice in get_args(field.annotation): assert not isinstance(choice, str) or any(f"`{choice}`" in row for row in rows), (name, choice)
 
 
 def test_choices_are_those_of_the_code_that_uses_them():

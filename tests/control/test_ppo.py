@@ -3,9 +3,11 @@ import math
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import fields, replace
 
 import gymnasium as gym
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -546,6 +548,61 @@ def test_the_summary_says_what_was_promised(tmp_path, monkeypatch):
     monkeypatch.setattr(control, "threshold", lambda env_id: None)
     _, _, s = train(replace(SMALL, steps=128))
     assert s["solved"] is None and s["steps_to_solve"] is None
+
+
+class Robot(gym.Env):
+    "There is one, which counts its steps; what it shows depends on what it has shown."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    there, steps, shown = 0, 0, 0
+    def __init__(self):
+        if Robot.there: raise RuntimeError("port in use")
+        Robot.there = 1
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def step(self, action): Robot.steps += 1; self.shown += 1; return np.zeros(2, np.float32), float(self.shown > 256), False, False, {}
+    def close(self): Robot.there = 0
+
+
+def test_it_is_evaluated_where_it_has_trained_as_often_as_one_says(tmp_path, monkeypatch):
+    "There may be one such environment only, its wrappers may have running moments, and no episode is played for nothing."
+    monkeypatch.setitem(gym.registry, "Robot-v0", gym.envs.registration.EnvSpec("Robot-v0", Robot, max_episode_steps=20))
+    monkeypatch.setattr(Robot, "there", 0); monkeypatch.setattr(Robot, "steps", 0)
+    config = PPOConfig(env="Robot-v0", num_envs=1, num_steps=256, steps=256, eval_episodes=3)
+    check_start(config)
+    before, run = Robot.steps, Run.create(tmp_path / "run", {"task": "train"})
+    ppo, _, summary = train(config, run)
+    assert summary["eval_return_mean"] == summary["eval_sampled_return_mean"] == 20 and summary["eval_episodes"] == 3
+    assert Robot.steps - before < 1 + 256 + 2 * 3 * 20
+    assert json.loads((run.path / "summary.json").read_text()) == summary
+
+
+def test_ended_episodes_do_not_play_on():
+    "Each environment plays its share: the first to end would be the short ones."
+    envs = make_envs("CartPole-v1", 3)
+    lean = lambda obs: (obs[:, 2] > 0).astype(int)
+    returns = episode_returns(lean, 5, 7, envs=envs)
+    assert len(returns) == 7 and torch.equal(returns, episode_returns(lean, 5, 7, envs=envs))
+    envs = make_envs("Pendulum-v1", 3, "sync")
+    torque = lambda obs: np.zeros((len(obs), 1))
+    one_each = [episode_returns(torque, 5 + i, 2 + (i == 2), "Pendulum-v1", single) for i, single in enumerate(make_envs("Pendulum-v1", 1) for _ in range(3))]
+    assert sorted(episode_returns(torque, 5, 7, "Pendulum-v1", envs).tolist()) == pytest.approx(sorted(torch.cat(one_each).tolist()))
+
+
+def test_a_finished_run_can_be_loaded(tmp_path):
+    run = Run.create(tmp_path / "run", {"task": "pendulum"})
+    ppo, _, _ = train(replace(PENDULUM, eval_episodes=1), run)
+    again, obs = PPO.load(run.path / "ppo.pt", steps=2 * PENDULUM.steps), np.ones((2, 3), np.float32)
+    assert np.array_equal(again.predict(obs), ppo.predict(obs)) and len(again.learn().rows) == PENDULUM.iterations
+
+
+@pytest.mark.parametrize("break_it", [lambda m: m.setattr(control.plots, "plot_run", lambda *args: 1 / 0), lambda m: m.setitem(matplotlib.rcParams, "text.usetex", True)], ids=["broken", "usetex"])
+def test_a_picture_that_fails_costs_no_summary(tmp_path, monkeypatch, break_it):
+    break_it(monkeypatch)
+    run = Run.create(tmp_path / "run", {"task": "cartpole"})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, _, summary = train(replace(SMALL, eval_episodes=1), run)
+    assert json.loads((run.path / "summary.json").read_text()) == summary
+    assert (run.path / "curve.svg").exists() or any("curve.svg" in str(w.message) for w in said)
 
 
 def test_too_few_episodes_solve_nothing(monkeypatch):
