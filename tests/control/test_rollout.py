@@ -6,7 +6,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.control.envs import make_envs
-from rlhf_notes.control.rollout import Collector, Rollout, minibatches
+from rlhf_notes.control.rollout import Collector, Rollout, float32, minibatches
 from strategies import SEEDS
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "is_step")
