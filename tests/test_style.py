@@ -8,7 +8,7 @@ import pytest
 import notebooks
 
 PACKAGE = notebooks.ROOT / "rlhf_notes"
-ROOMS_DONE = ("__init__", "checks", "formulas", "fast", "compat", "control", "language", "exercises", "viz", "training", "cli")  # training, studies and cli are still to come
+ROOMS_DONE = ("__init__", "checks", "formulas", "fast", "compat", "control", "language", "exercises", "viz", "training", "cli")  # studies are still to come
 WIDTH, LENGTH = 100, 40
 NO_OPENING = re.compile(r"(What|How|Who|Whose|Are|Is)\b")
 # Words that the field does not use for these things, and the files in which they mean something else.

@@ -91,9 +91,9 @@ def weigh(z, base, scale):
     "Sum of 2^x."
     total = 0.0
     for first in range(0, len(z), BLOCK):
-        some = f32(0)
-        for j in range(first, min(first + BLOCK, len(z))):
-            some += exp2((load(z[j]) - base) * scale)
+        some, part = f32(0), z[first:first + BLOCK]  # a slice, or the loop is not vectorised
+        for j in range(len(part)):
+            some += exp2((load(part[j]) - base) * scale)
         total += np.float64(some)
     return total
 
@@ -102,22 +102,26 @@ def weigh_twice(z, base, scale):
     "Sums of 2^x and of x 2^x."
     total = product = 0.0
     for first in range(0, len(z), BLOCK):
-        some = more = f32(0)
-        for j in range(first, min(first + BLOCK, len(z))):
-            x = (load(z[j]) - base) * scale
-            some += exp2(x)
-            more += exp2(x) * bounded(x)
+        some, more, part = f32(0), f32(0), z[first:first + BLOCK]
+        for j in range(len(part)):
+            x = (load(part[j]) - base) * scale
+            power = exp2(x)
+            some += power
+            more += power * bounded(x)
         total += np.float64(some)
         product += np.float64(more)
     return total, product
 
 @loop
 def largest(z):
-    "The largest logit of a row, a finite number."
-    top = f32(-3.4028235e38)
-    for j in range(len(z)):
-        top = load(z[j]) if load(z[j]) > top else top
-    return top
+    "The largest logit of a row, or the smallest finite number; NaN if there is one above."
+    top = i32(-0x80000000)  # integers in the order of floats: their maximum is vectorised
+    for first in range(0, len(z), BLOCK):
+        part = z[first:first + BLOCK]
+        for j in range(len(part)):
+            bits = as_bits(load(part[j]))
+            top = max(top, bits ^ ((bits >> i32(31)) & i32(0x7FFFFFFF)))
+    return max(as_float(top ^ ((top >> i32(31)) & i32(0x7FFFFFFF))), f32(-3.4028235e38))
 
 @loop
 def forward(z, index, logp, H, bases, totals, scale, entropy):

@@ -131,7 +131,11 @@ def read_prompts(prompts, # Prompts or dicts with a "prompt"; or the path of a f
     return found
 
 def _lines(path):
-    for i, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeError) as e:
+        raise ValueError(f"prompts must be a file of prompts, got {path}: {e}") from e
+    for i, line in enumerate(lines, 1):
         place = f"line {i} of {path}"
         if not line.strip(): continue
         if path.suffix != ".jsonl":

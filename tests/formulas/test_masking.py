@@ -106,6 +106,7 @@ def test_works_under_vmap_and_compile():
     (lambda x, m: masked_mean(x, m, -3), ValueError, "dim must be None, or .* from -2 to 1"),
     (lambda x, m: masked_var(x, m, (0, 2)), ValueError, r"dim must be None, or .*, got \(0, 2\)"),
     (lambda x, m: masked_sum(x, m, (0, -2)), ValueError, r"dim must be None, or different dimensions .*, got \(0, -2\)"),
+    (lambda x, m: masked_sum(x, m, True), ValueError, "dim must be None, or .*, got True"),
     (lambda x, m: masked_sum(x, m, "rows"), ValueError, "dim must be None, or .*, got 'rows'"),
     (lambda x, m: aggregate_loss(x[0], m[0]), ValueError, r"loss must have the shape \(B, T\), got \(3,\)"),
     (lambda x, m: aggregate_loss(x, m, "sum"), ValueError, "mode must be one of .* got 'sum'"),
