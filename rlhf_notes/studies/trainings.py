@@ -205,11 +205,11 @@ def own_reward(options: dict, # Of RLHFConfig, with a model
     about = {"task": "rlhf", **asdict(trainer.config), "model": options["model"],
              "prompts": str(prompts), "reward": reward, "track": track, "versions": versions()}
     Run.check(out := out or Path("runs/rlhf-own"), overwrite)
+    use_one_thread()
     trainer.rows.append(trainer.iterate())  # a reward that fails, fails before anything is written
     return partial(_learn, trainer, Run.create(out, about, overwrite))
 
 def _learn(trainer, run):
-    use_one_thread()
     def log(row): run.log(row, row["iteration"])
     log(trainer.rows[0])
     trainer.learn(log).save(run.path / "policy")
