@@ -10,8 +10,9 @@ __all__ = ['app', 'Out', 'Overwrite', 'Resume', 'Prompts', 'Reward', 'Seeds', 'T
 # %% ../nbs/cli.ipynb #export-imports
 import inspect
 import re
+import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,6 +22,7 @@ from cyclopts import App, CycloptsError, Parameter
 from . import __version__
 from .studies.trainings import (TASKS, many_seeds, new_training, old_training, own_reward,
                                           versions)
+from .training.signals import Lenient, handle_signals
 
 # %% ../nbs/cli.ipynb #parser
 app = App(name="rlhf-notes", version=f"rlhf-notes {__version__}", suppress_keyboard_interrupt=False,
@@ -29,6 +31,15 @@ app = App(name="rlhf-notes", version=f"rlhf-notes {__version__}", suppress_keybo
 def main(argv: list | None = None, # The arguments after `rlhf-notes`; None = those of the process
         ) -> int: # The exit code
     "Run the command `rlhf-notes`."
+    out, err = Lenient(sys.stdout), Lenient(sys.stderr)
+    interrupts = handle_signals(signal.default_int_handler)
+    with redirect_stdout(out), redirect_stderr(err), interrupts:
+        code = _run(argv)
+        if out.error is None or isinstance(out.error, BrokenPipeError): return code
+        print("rlhf-notes: cannot write to stdout:", out.error.strerror, file=err)
+    return code or 1
+
+def _run(argv):
     quiet = dict(exit_on_error=False, print_error=False, result_action="return_value")
     try:
         return app(argv, **quiet) or 0
@@ -36,6 +47,8 @@ def main(argv: list | None = None, # The arguments after `rlhf-notes`; None = th
         message, code = e, 2
     except FloatingPointError as e:
         message, code = e, 1
+    except OSError as e:
+        message, code = f"cannot use {e.filename}: {e.strerror}", 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     print("rlhf-notes:", message, file=sys.stderr)
@@ -85,7 +98,7 @@ Overwrite = Annotated[bool, Parameter(help="replace the run that is there", nega
 Resume = _path("interrupted run to continue, with its options; control begins new episodes")
 Prompts = _path("file with a prompt on each line, or .jsonl with prompt and columns for the reward")
 Reward = Annotated[str | None, Parameter(help="MODULE:FUNCTION, called with (prompts, responses)")]
-Seeds = Annotated[int | None, Parameter(help="train with seeds 0 to N - 1, and write seeds.csv")]
+Seeds = Annotated[int | None, Parameter(help="seeds to train, from --seed on; writes seeds.csv")]
 Track = Annotated[Literal["tensorboard", "wandb", "trackio"], Parameter(help="where to log")]
 
 # %% ../nbs/cli.ipynb #tasks
@@ -155,9 +168,10 @@ def _study(run, rows_of, table):
     rows_of(done=done)
     print(aligned(table(rows)), path, sep="\n")
 
-def _positive(**counts):
+def _counts(**counts):
     for name, value in counts.items():
-        if value < 1: raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 1 <= value <= 10_000:
+            raise ValueError(f"{name} must be at least 1 and at most 10000, got {value}")
 
 def aligned(rows: list, # Of strings
            ) -> str: # Lines
@@ -178,7 +192,7 @@ def compare(*, task: Literal["cartpole", "pendulum", "rlhf"] = "cartpole", seed:
     from rlhf_notes.training.devices import pick_device
     from rlhf_notes.training.runs import Run
     with usage_errors():
-        _positive(seeds=seeds, iterations=iterations)
+        _counts(seeds=seeds, iterations=iterations)
         for s in (seed, seed + seeds - 1):
             TASKS[task][0](seed=s)
         about = dict(task="compare", of=task, seed=seed, seeds=seeds, versions=versions(),
@@ -208,7 +222,7 @@ def bench(*, size: Literal["small", "medium", "large"] = "small", rounds: int = 
     from rlhf_notes.training.devices import pick_device
     from rlhf_notes.training.runs import Run
     with usage_errors():
-        _positive(rounds=rounds)
+        _counts(rounds=rounds)
         device = pick_device(device, auto="cuda")
         about = dict(task="bench", size=size, rounds=rounds, device=device, versions=versions())
         run = Run.create(out, about, overwrite)
