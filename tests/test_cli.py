@@ -67,7 +67,7 @@ BAD = [
     ("compare --task acrobot", 'Invalid value "acrobot" for --task'), ("compare --seeds 0", "--seeds must be at least 1 and at most 10000, got 0"), ("compare --out run", "which holds a run"), ("compare --seed 9223372036854775807 --seeds 2", "--seed must be less"),
     ("bench --size huge", 'Invalid value "huge" for --size. Choose from: "small", "medium", "large"'), ("bench --rounds 0", "--rounds must be at least 1 and at most 10000, got 0"), (f"bench --rounds {10**30}", "--rounds must be at least 1 and at most 10000, got 1000"), ("bench --device gpu", "--device must be auto"), ("bench --out run", "which holds a run"),
     ("demo --steps 3", "Unknown option: --steps"), ("demo --device cuda:99", "--device must be one that torch sees"), ("demo --out shows", "got shows/cartpole, which holds a run"),
-    ("generate nowhere word", "--model must be a directory or a name on the hub"), ("generate", 'requires an argument'),
+    ("generate --run nowhere word", "--model must be a directory or a name on the hub"), ("generate", 'requires an argument'),
 ]
 
 
@@ -280,19 +280,22 @@ def language_model(tmp_path_factory):
 
 def test_a_model_learns_by_a_reward_of_ones_own_and_generates(tmp_path, capsys, language_model, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    Path("own_reward.py").write_text("def size(prompts, responses, bonus): return [len(r) + b for r, b in zip(responses, bonus)]")
+    Path("own_reward.py").write_text("def size(prompts, responses, bonus): return [len(r) + b for r, b in zip(responses, bonus)]\ndef bad(prompts, responses, bonus): return 'good'")
+    Path("bad.jsonl").write_text('{"prompt": "about the hotel .", "bonus": 1}\n{"prompt"\n')
     Path("prompts.jsonl").write_text('{"prompt": "about the hotel .", "bonus": 1}\n{"prompt": "about the film .", "bonus": 2}\n')
     own = ["rlhf", "--model", str(language_model), "--prompts", "prompts.jsonl", "--batch", "16", "--iterations", "2", "--response-length", "4", "--device", "cpu"]
     assert cli.main([*own, "--algo", "grpo", "--reward", "own_reward:size", "--out", "own"]) == 0
     assert {"config.json", "metrics.csv", "summary.json", "policy"} < {p.name for p in Path("own").iterdir()} and Path("own/metrics.csv").read_text().count("\n") == 3
     assert read("own/config.json")["response_length"] == 4
     capsys.readouterr()
-    assert cli.main(["generate", "own", "about the hotel .", "about the film .", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+    assert cli.main(["generate", "--run", "own", "about the hotel .", "about the film .", "--max-new-tokens", "3", "--device", "cpu"]) == 0
     assert [line[:15] for line in capsys.readouterr().out.splitlines()] == ["about the hotel", "about the film "]
     before = contents(tmp_path)
     for more, words in ((["--reward", "own_reward:height"], "--reward must be MODULE:FUNCTION, got 'own_reward:height': "), (["--reward", "nowhere:size"], "--reward must be MODULE:FUNCTION, got 'nowhere:size': No module"),
-                        ([], "--reward must come with --model and --prompts")):
-        assert cli.main([*own, *more, "--out", "new"]) == 2 and words in capsys.readouterr().err
+                        ([], "--reward must come with --model and --prompts"), (["--reward", "own_reward:bad"], "--reward must return a list of numbers"), (["--reward", "own_reward:size", "--seeds", "2"], "--seeds cannot go"),
+                        (["--reward", "own_reward:size", "--prompts", "bad.jsonl"], "--prompts must be JSON, got line 2 of bad.jsonl")):
+        argv = [x for x in own if "bad.jsonl" not in more or x not in ("--prompts", "prompts.jsonl")]
+        assert cli.main([*argv, *more, "--out", "new"]) == 2 and words in capsys.readouterr().err
     assert cli.main(["cartpole", "--reward", "own_reward:size"]) == 2
     assert contents(tmp_path).keys() == before.keys()
 

@@ -200,25 +200,25 @@ def own_reward(options: dict, # Of RLHFConfig, with a model
     if not (prompts and reward and "model" in options):
         raise ValueError("reward must come with --model and --prompts")
     rest = {name: x for name, x in options.items() if name not in ("model", "response_length")}
-    trainer = RLHF(options["model"], prompts=_prompts(prompts), reward=_function(reward),
+    trainer = RLHF(options["model"], prompts=prompts, reward=_function(reward),
                    max_new_tokens=options.get("response_length", 16), **rest)
-    about = {"task": "rlhf", **asdict(trainer.config), "reward": reward, "track": track}
-    return partial(_learn, trainer, Run.create(out or Path("runs/rlhf-own"), about, overwrite))
-
-def _prompts(path):
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
-    except (OSError, ValueError) as e:
-        raise ValueError(f"prompts must be a file of prompts, got {path}: {e}") from e
+    about = {"task": "rlhf", **asdict(trainer.config), "model": options["model"],
+             "prompts": str(prompts), "reward": reward, "track": track, "versions": versions()}
+    Run.check(out := out or Path("runs/rlhf-own"), overwrite)
+    use_one_thread()
+    trainer.rows.append(trainer.iterate())  # a reward that fails, fails before anything is written
+    return partial(_learn, trainer, Run.create(out, about, overwrite))
 
 def _learn(trainer, run):
-    use_one_thread()
-    for row in trainer.learn().rows:
-        run.log(row, row["iteration"])
-    trainer.save(run.path / "policy")
-    run.finish({"task": "rlhf", "algo": trainer.config.algo, "iterations": trainer.iteration})
-    print(run.path / "policy")
+    def log(row): run.log(row, row["iteration"])
+    log(trainer.rows[0])
+    trainer.learn(log).save(run.path / "policy")
+    c, last = trainer.config, trainer.rows[-1]
+    run.finish({"task": "rlhf", "algo": c.algo, "seed": c.seed, "device": str(trainer.device),
+                "steps": c.batch * trainer.iteration, "iterations": trainer.iteration,
+                "score": last["score"], "kl": last["kl_k1"], "unscored": last["unscored"]})
+    first = trainer.rows[0]["score"]
+    print(f"score {first:.3g} at first, {last['score']:.3g} at last", run.path / "policy", sep="\n")
     return 0 if trainer.iteration == trainer.iterations else 130
 
 def _function(path):
@@ -226,5 +226,5 @@ def _function(path):
     sys.path.insert(0, "")  # as `python -m` does
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
+    except Exception as e:  # whatever the module does
         raise ValueError(f"reward must be MODULE:FUNCTION, got {path!r}: {e}") from e
