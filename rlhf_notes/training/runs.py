@@ -95,8 +95,8 @@ def make_tracker(name: str, # "tensorboard", "wandb" or "trackio"
     return tracker
 
 # %% ../../nbs/training/runs.ipynb #run
-FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "seeds.csv", "compare.csv",
-         "sft.csv", "reward_model.csv", "samples.csv", "bench.csv", "config.json")
+FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "ppo.pt", "seeds.csv",
+         "compare.csv",         "sft.csv", "reward_model.csv", "samples.csv", "bench.csv", "config.json")
 
 @dataclass
 class Run:
