@@ -164,7 +164,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
 
     assert cli.main(["cartpole", *QUICK, "--seed", "4"]) == 2                          # not overwritten silently
     assert cli.main(["cartpole", *QUICK, "--seed", "4", "--overwrite"]) == 0           # the same seed, the same bytes
-    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 7
+    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 8
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent to a process")

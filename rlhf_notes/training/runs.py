@@ -96,7 +96,7 @@ def make_tracker(name: str, # "tensorboard", "wandb" or "trackio"
 
 # %% ../../nbs/training/runs.ipynb #run
 FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "ppo.pt", "seeds.csv",
-         "compare.csv",         "sft.csv", "reward_model.csv", "samples.csv", "bench.csv", "config.json")
+         "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv", "config.json")
 
 @dataclass
 class Run:
