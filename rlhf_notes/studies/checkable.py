@@ -60,8 +60,7 @@ def digit_tokenizer(): # PreTrainedTokenizerFast
     from transformers import PreTrainedTokenizerFast
     tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}))
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<eos>",
-                                   clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<eos>")
 
 # %% ../../nbs/studies/38_checkable.ipynb #response-loss
 def response_loss(lm: nn.Module, # A causal language model of transformers
@@ -122,10 +121,11 @@ class CheckableRLHF(RLHF):
         super().__init__(lm, digit_tokenizer(), questions, reward,
                          **OPTIONS | ALGORITHMS[name] | options)
 
-    def log(self, rollout, logs, start):
+    def log(self, rollout, logs, start): # As for `RLHF`
+        "The row of an iteration, with the share as `same`."
         groups = rollout.scores.view(-1, self.config.answers_per_query)
-        same = (groups.amax(1) == groups.amin(1)).float().mean().item()
-        return super().log(rollout, logs, start) | dict(same=same)
+        same = groups.amax(1) == groups.amin(1)
+        return super().log(rollout, logs, start) | dict(same=same.float().mean().item())
 
 # %% ../../nbs/studies/38_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32
@@ -137,9 +137,9 @@ def measure(trainer: RLHF, # At any iteration
     prompts, solutions = ([q[key] for q in questions] for key in ("prompt", "solution"))
     samples = [trainer.generate(prompts, seed=seed) for seed in range(N)]
     right = torch.tensor([exact_match(prompts, texts, solutions) for texts in samples])
-    length = sum(len(text.split()) for texts in samples for text in texts) / right.numel()
-    correct = right.sum(0).long()
-    return {f"pass_{k}": pass_at_k(correct, N, k).mean().item() for k in KS} | dict(length=length)
+    c, digits = right.sum(0).long(), [len(text.split()) for texts in samples for text in texts]
+    return {f"pass_{k}": pass_at_k(c, N, k).mean().item() for k in KS} | dict(
+        length=sum(digits) / len(digits))
 
 # %% ../../nbs/studies/38_checkable.ipynb #hole
 def in_order(prompts: list, # Strings

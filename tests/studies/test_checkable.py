@@ -1,5 +1,4 @@
 import itertools
-import random
 
 import pytest
 import torch
@@ -72,19 +71,10 @@ def test_a_training_and_what_is_measured(name, lm, questions):
 
 
 def test_groups_with_one_reward_are_counted(lm, questions):
-    def halves(prompts, responses, solution): return [float(i < 12) for i in range(len(responses))]
+    def halves(prompts, responses, solution): return [float(8 <= i < 12) for i in range(len(responses))]
     trainer = CheckableRLHF(lm, questions, "GRPO", halves, **SMALL).learn()
-    assert trainer.rows[0]["same"] == 0.5                          # groups of 8: all 1; four 1, four 0
+    assert trainer.rows[0]["same"] == 0.5                          # groups of 8: all 0; four 1, four 0
 
 
 def test_every_algorithm_is_an_option_of_rlhf(lm, questions):
     for name in ALGORITHMS: assert CheckableRLHF(lm, questions, name, **SMALL).config.kl_coef == 0
-
-
-@pytest.mark.slow
-def test_grpo_learns_it():
-    questions = make_questions()
-    trainer = CheckableRLHF(pretrain(questions[:3000]), questions[:3000])
-    before = measure(trainer, questions[3000:3200])
-    after = measure(trainer.learn(), questions[3000:3200])
-    assert before["pass_1"] < 0.5 and after["pass_1"] > 0.85
