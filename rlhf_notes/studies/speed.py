@@ -335,7 +335,7 @@ def measure(
             extra = peak_extra(lambda: run_once(case, m, weights), device)
             if extra is not None and m not in case.restore:
                 extra = max(0, extra - case.result[backward])
-            head = (device_name(device), torch.__version__, case.task,
+            head = (device_name(device), torch.version.__version__, case.task,
                     "x".join(map(str, case.shape)), str(case.dtype).removeprefix("torch."),
                     "forward + backward" if backward else "forward", m)
             numbers = _numbers(turns, m, extra, case.base, case.moves[backward], bandwidth)
