@@ -48,12 +48,12 @@ BAD = [
     ("cartpole --seed abc", "Invalid value for --seed: "), ("cartpole --seed 1.5", "Invalid value for --seed"), ("cartpole --steps 7.5", "Invalid value for --steps"), ("cartpole --seed", "--seed requires an argument"),
     ("cartpole --seed -1", "--seed must be greater than or equal to 0, got -1"), ("cartpole --seed 9223372036854775808", "--seed must be less than or equal to 9223372036854775807, got 9223372036854775808"),
     ("cartpole --steps 100", "--steps must be at least num_envs * num_steps = 1024, got 100"), ("cartpole --minibatches 7", "--minibatches must divide num_envs * num_steps = 1024, got 7"),
-    ("cartpole --gamma 1.5", "--gamma must be less than or equal to 1, got 1.5"), ("cartpole --learning-rate nan", "--learning-rate must be a finite number, got nan"),
+    ("cartpole --hidden 1000000", "--hidden must be less than or equal to 16384, got 1000000"), ("cartpole --num-envs 2000000", "--num-envs must be less"), ("cartpole --gamma 1.5", "--gamma must be less than or equal to 1, got 1.5"), ("cartpole --learning-rate nan", "--learning-rate must be a finite number, got nan"),
     ("cartpole --activation gelu", 'Invalid value "gelu" for --activation. Choose from: "tanh", "relu", "silu"'), ("cartpole --squash=3", "Invalid value for --squash"),
     ("cartpole --sed 3", "Unknown option: --sed. Did you mean --seed?"), ("cartpole word", "Unused Tokens: ['word']"), ("cartpole --env CartPole-v1", "Unknown option: --env"),
     ("cartpole --device gpu", "--device must be auto, cpu, cuda or mps, got 'gpu'"), ("cartpole --device cuda:99", "--device must be one that torch sees, got 'cuda:99'"),
     ("cartpole --track paper", 'Invalid value "paper" for --track. Choose from: "tensorboard", "wandb", "trackio"'),
-    ("cartpole --out file", "--out must be a directory, got the file file"), ("cartpole --out file/below", "cannot use file/below"), ("cartpole --out full --overwrite", "which holds letter.txt"),
+    ("cartpole --out file", "--out must be a directory, got the file file"), ("cartpole --out file/below", "--out must be a directory that can be written to, got file/below: Not a directory"), ("cartpole --out /proc/mine", "--out must be a directory that can be written to, got /proc/mine: "), (f"cartpole --out {'a' * 300}", "--out must be a directory that can be written to, got aaa"), ("cartpole --out full --overwrite", "which holds letter.txt"),
     ("cartpole --out run", "which holds a run: continue it with --resume run, or replace it with --overwrite"), ("cartpole --out run --overwrite --seed -1", "--seed must be"),
     ("cartpole --resume nowhere", "--resume must be a run directory with a checkpoint, got nowhere"), ("cartpole --resume run", "--resume must be a run directory with a checkpoint, got run"),
     ("cartpole --resume other", "--resume must be a run of cartpole, got other, a run of pendulum"), ("cartpole --resume run --seed 3", "--resume must stand alone"), ("cartpole --resume run --out x", "--resume must stand alone"),
@@ -61,13 +61,15 @@ BAD = [
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
     ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
+    ("rlhf --query-length 100000", "--query-length must fit into the model's context of 64 tokens"), ("rlhf --labels 2000000000", "--labels must be less than or equal to 1048576, got 2000000000"),
+    ("rlhf --temperature 1e-60", "--temperature must be greater than or equal to 0.000001, got 1e-60"), ("rlhf --human-temperature 1e-60", "--human-temperature must be greater"), ("generate nowhere word --temperature 1e-60", "--temperature must be greater"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),
-    ("cartpole --seeds 0", "--seeds must be at least 1"), ("cartpole --seeds 2 --seed 0", "--seeds must be at least 1, without --seed"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
-    ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"),
-    ("compare --task acrobot", 'Invalid value "acrobot" for --task'), ("compare --seeds 0", "--seeds must be at least 1, got 0"), ("compare --out run", "which holds a run"), ("compare --seed 9223372036854775807 --seeds 2", "--seed must be less"),
-    ("bench --size huge", 'Invalid value "huge" for --size. Choose from: "small", "medium", "large"'), ("bench --rounds 0", "--rounds must be at least 1, got 0"), ("bench --device gpu", "--device must be auto"), ("bench --out run", "which holds a run"),
+    ("cartpole --seeds 0", "--seeds must be at least 1"), ("cartpole --seeds 2 --seed 9223372036854775807", "--seed must be less"), (f"cartpole --seeds {10**30}", "--seeds must be at least 1 and at most 10000, got 1000"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
+    ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"), ("cartpole --seeds 2 --out theirs --overwrite", "--out must hold no other run as seed1, got theirs/seed1"), ("cartpole --seeds 1 --out linked --overwrite", "--out must hold no other run as seed0, got linked/seed0"),
+    ("compare --task acrobot", 'Invalid value "acrobot" for --task'), ("compare --seeds 0", "--seeds must be at least 1 and at most 10000, got 0"), ("compare --out run", "which holds a run"), ("compare --seed 9223372036854775807 --seeds 2", "--seed must be less"),
+    ("bench --size huge", 'Invalid value "huge" for --size. Choose from: "small", "medium", "large"'), ("bench --rounds 0", "--rounds must be at least 1 and at most 10000, got 0"), (f"bench --rounds {10**30}", "--rounds must be at least 1 and at most 10000, got 1000"), ("bench --device gpu", "--device must be auto"), ("bench --out run", "which holds a run"),
     ("demo --steps 3", "Unknown option: --steps"), ("demo --device cuda:99", "--device must be one that torch sees"), ("demo --out shows", "got shows/cartpole, which holds a run"),
-    ("generate nowhere word", "--model must be a directory or a name on the hub"), ("generate", 'requires an argument'),
+    ("generate --run nowhere word", "--model must be a directory or a name on the hub"), ("generate", 'requires an argument'),
 ]
 
 
@@ -85,6 +87,11 @@ def furnished(tmp_path):
     Run.create(tmp_path / "run", {"task": "cartpole"})
     Run.create(tmp_path / "shows" / "cartpole", {"task": "cartpole"})
     Run.create(tmp_path / "other", {"task": "pendulum"}).save_checkpoint({})
+    Run.create(tmp_path / "theirs", {"task": "cartpole", "seeds": 2, "seed": 0})
+    Run.create(tmp_path / "theirs" / "seed1", {"task": "pendulum", "seed": 1})
+    Run.create(tmp_path / "linked", {"task": "cartpole", "seeds": 1, "seed": 0})
+    Run.create(tmp_path / "elsewhere", {"task": "cartpole", "seed": 0})
+    (tmp_path / "linked" / "seed0").symlink_to(tmp_path / "elsewhere")
     if "rlhf_notes/Grid-v0" not in gym.registry: gym.register("rlhf_notes/Grid-v0", Grid)
     return tmp_path
 
@@ -144,7 +151,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
     out, err = capsys.readouterr()
     run = tmp_path / "runs" / "cartpole-seed4"
     names = {p.name for p in run.iterdir()}
-    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt"} < names and any(n.startswith("events.out.tfevents") for n in names) and len(names) == 6
+    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt"} < names and any(n.startswith("events.out.tfevents") for n in names) and len(names) == 7
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (config["task"], config["algo"], config["seed"], config["steps"], config["num_envs"], config["gamma"], config["track"]) == ("cartpole", "ppo", 4, 1024, 4, 0.98, "tensorboard")
     assert {"torch", "numpy", "gymnasium", "transformers", "python", "rlhf_notes"} == set(config["versions"])
@@ -155,16 +162,16 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
 
     assert cli.main(["cartpole", *QUICK, "--seed", "4"]) == 2                          # not overwritten silently
     assert cli.main(["cartpole", *QUICK, "--seed", "4", "--overwrite"]) == 0           # the same seed, the same bytes
-    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 6
-    assert torch.get_num_threads() == 1
+    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 7
 
 
-@pytest.mark.skipif(os.name != "posix", reason="SIGINT is sent to a process")
-def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
+@pytest.mark.skipif(os.name != "posix", reason="signals are sent to a process")
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, number):
     p = command("cartpole", "--steps", "25600", "--num-envs", "4", "--epochs", "1", "--minibatches", "1", "--seed", "2", "--out", "cut")
     metrics, deadline = tmp_path / "cut" / "metrics.csv", time.time() + 120
     while p.poll() is None and time.time() < deadline and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3): time.sleep(0.005)
-    p.send_signal(signal.SIGINT)
+    p.send_signal(getattr(signal, number))
     out, err = p.communicate(timeout=120)
     assert p.returncode == 130 and err == "" and "interrupted" in out and "--resume cut" in out, (out, err)
     summary, before = read("cut/summary.json"), metrics.read_text()
@@ -172,6 +179,35 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
     assert cli.main(["cartpole", "--resume", "cut"]) == 0
     assert metrics.read_text().startswith(before) and metrics.read_text().count("\n") == 201
     assert read("cut/summary.json")["interrupted"] is False
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
+@pytest.mark.parametrize("redirect, code", [(">/dev/full", 1), (">&- 2>&-", 0), ("2>/dev/full", 0)])
+def test_output_that_cannot_be_written_ends_no_training(tmp_path, redirect, code):
+    line = f"{sys.executable} -m rlhf_notes.cli cartpole {' '.join(QUICK)} --seeds 2 --out many {redirect}"
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, env=env)
+    assert Path("many/seeds.csv").read_text().count("\n") == 3 and done.returncode == code
+    assert done.stderr == ("rlhf-notes: cannot write to stdout: No space left on device\n" if code else "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="ulimit")
+def test_a_full_disk_is_told_in_a_line(tmp_path):
+    line = f"ulimit -f 16; {sys.executable} -m rlhf_notes.cli cartpole {' '.join(QUICK)} --out run"
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (1, "rlhf-notes: cannot use run/checkpoint.pt: File too large\n")
+
+
+def test_a_training_takes_one_thread_unless_it_is_told(capsys, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(2)
+            assert cli.main(["cartpole", *QUICK, "--out", str(threads)]) == 0 and torch.get_num_threads() == threads
+            monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    finally: torch.set_num_threads(before)
 
 
 def test_a_training_that_diverges_says_so(capsys):
@@ -202,7 +238,9 @@ def test_seeds_are_single_runs_and_a_table(capsys):
     greedy = [float(row["eval_return_mean"]) for row in rows]
     assert [row["seed"] for row in rows] == ["0", "1"] and rows[0]["steps_to_solve"] == ""
     assert f"eval_return_mean: {sum(greedy) / 2:.4g} (95% interval {min(greedy):.4g} to {max(greedy):.4g})" in out and "many/seeds.csv" in out
-    assert cli.main(["cartpole", *QUICK, "--seeds", "2", "--out", "many"]) == 2
+    again = ["cartpole", *QUICK, "--seeds", "2", "--seed", "1", "--out", "many"]
+    assert cli.main(again) == 2 and cli.main([*again, "--overwrite"]) == 0
+    with open("many/seeds.csv", newline="") as f: assert [row["seed"] for row in csv.DictReader(f)] == ["1", "2"]
 
 
 def test_after_ctrl_c_no_further_seed_is_begun(monkeypatch, capsys):
@@ -244,19 +282,22 @@ def language_model(tmp_path_factory):
 
 def test_a_model_learns_by_a_reward_of_ones_own_and_generates(tmp_path, capsys, language_model, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    Path("own_reward.py").write_text("def size(prompts, responses, bonus): return [len(r) + b for r, b in zip(responses, bonus)]")
+    Path("own_reward.py").write_text("def size(prompts, responses, bonus): return [len(r) + b for r, b in zip(responses, bonus)]\ndef bad(prompts, responses, bonus): return 'good'")
+    Path("bad.jsonl").write_text('{"prompt": "about the hotel .", "bonus": 1}\n{"prompt"\n')
     Path("prompts.jsonl").write_text('{"prompt": "about the hotel .", "bonus": 1}\n{"prompt": "about the film .", "bonus": 2}\n')
     own = ["rlhf", "--model", str(language_model), "--prompts", "prompts.jsonl", "--batch", "16", "--iterations", "2", "--response-length", "4", "--device", "cpu"]
     assert cli.main([*own, "--algo", "grpo", "--reward", "own_reward:size", "--out", "own"]) == 0
     assert {"config.json", "metrics.csv", "summary.json", "policy"} < {p.name for p in Path("own").iterdir()} and Path("own/metrics.csv").read_text().count("\n") == 3
     assert read("own/config.json")["response_length"] == 4
     capsys.readouterr()
-    assert cli.main(["generate", "own", "about the hotel .", "about the film .", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+    assert cli.main(["generate", "--run", "own", "about the hotel .", "about the film .", "--max-new-tokens", "3", "--device", "cpu"]) == 0
     assert [line[:15] for line in capsys.readouterr().out.splitlines()] == ["about the hotel", "about the film "]
     before = contents(tmp_path)
     for more, words in ((["--reward", "own_reward:height"], "--reward must be MODULE:FUNCTION, got 'own_reward:height': "), (["--reward", "nowhere:size"], "--reward must be MODULE:FUNCTION, got 'nowhere:size': No module"),
-                        ([], "--reward must come with --model and --prompts")):
-        assert cli.main([*own, *more, "--out", "new"]) == 2 and words in capsys.readouterr().err
+                        ([], "--reward must come with --model and --prompts"), (["--reward", "own_reward:bad"], "--reward must return a list of numbers"), (["--reward", "own_reward:size", "--seeds", "2"], "--seeds cannot go"),
+                        (["--reward", "own_reward:size", "--prompts", "bad.jsonl"], "--prompts must be JSON, got line 2 of bad.jsonl")):
+        argv = [x for x in own if "bad.jsonl" not in more or x not in ("--prompts", "prompts.jsonl")]
+        assert cli.main([*argv, *more, "--out", "new"]) == 2 and words in capsys.readouterr().err
     assert cli.main(["cartpole", "--reward", "own_reward:size"]) == 2
     assert contents(tmp_path).keys() == before.keys()
 

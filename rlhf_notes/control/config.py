@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes.training.options import (
-    STRICT, Count, Fraction, NonNegative, Positive, Seed, plain_errors
+    STRICT, Count, Fraction, NonNegative, Positive, Seed, Size, plain_errors
 )
 
 # %% ../../nbs/control/18_config.ipynb #config
@@ -30,9 +30,9 @@ class PPOConfig:
     "environments side by side: auto (their own way, else sync), sync (in turn), async (processes)"
     steps: Count = 40_000
     "environment steps in all; an incomplete last iteration is left out"
-    num_envs: Count = 32
+    num_envs: Size = 32
     "environments side by side"
-    num_steps: Annotated[Count, Field(ge=2)] = 32
+    num_steps: Annotated[Size, Field(ge=2)] = 32
     "steps of each environment in an iteration"
     stagger: bool = False
     "cut the first episodes at different steps, so that they do not all end together"
@@ -74,7 +74,7 @@ class PPOConfig:
     "divide rewards by the running standard deviation of the discounted return"
     reward_scale: Positive = 1.0
     "factor of the rewards, in training alone"
-    hidden: Count = 64
+    hidden: Annotated[Size, Field(le=2**14)] = 64
     "width of the two hidden layers"
     activation: Literal["tanh", "relu", "silu"] = "tanh"
     "of the hidden layers"
@@ -109,8 +109,8 @@ class PendulumConfig(PPOConfig):
     "Hyperparameters of PPO for Pendulum."
     env: str = "Pendulum-v1"
     steps: Count = 50_000
-    num_envs: Count = 16
-    num_steps: Annotated[Count, Field(ge=2)] = 64
+    num_envs: Size = 16
+    num_steps: Annotated[Size, Field(ge=2)] = 64
     stagger: bool = True
     epochs: Count = 6
     minibatches: Count = 4

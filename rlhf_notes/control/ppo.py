@@ -350,7 +350,7 @@ class PPO:
     def save(self, path): # The file to write
         "Save config, networks and optimizer."
         saved = dict(config=asdict(self.config), state=self.state_dict())
-        write_atomically(path, lambda p: torch.save(saved, p))
+        write_atomically(path, lambda file: torch.save(saved, file))
 
     @classmethod
     def load(cls, path, **options): # From `save`; options to be other than saved, say device="cpu"

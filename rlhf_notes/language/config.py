@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes.training.options import (
-    STRICT, Count, Fraction, NonNegative, Positive, Seed, Whole, plain_errors
+    STRICT, Count, Fraction, NonNegative, Positive, Seed, Size, Temperature, Whole, plain_errors
 )
 
 # %% ../../nbs/language/21_config.ipynb #config
@@ -42,33 +42,33 @@ class RLHFConfig:
     "of matrix products: float32, or bfloat16 by autocast"
     query_length: Whole = 0
     "tokens to which prompts are padded on the left (G2); 0 = length of the longest"
-    response_length: Count = 16
+    response_length: Size = 16
     "tokens of each response, sampled past its end (G4)"
     stop_after: Whole = 8
     "first position, from 0, at which a full stop ends a response (P5)"
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     "of the samples, and of every log-probability (P1)"
     sft_steps: Whole = 400
     "pretraining: gradient steps; 0 = none"
-    sft_batch: Count = 64
+    sft_batch: Size = 64
     "pretraining: texts in each step"
     sft_learning_rate: Positive = 5e-3
     "pretraining: peak learning rate of AdamW"
-    labels: Count = 4096
+    labels: Size = 4096
     "reward model: prompts for which the human picks the best of four responses (R4)"
-    human_temperature: Positive = 0.5
+    human_temperature: Temperature = 0.5
     "reward model: noise of the human's choice"
-    rm_batch: Count = 8
+    rm_batch: Size = 8
     "reward model: labels in each gradient step"
     rm_epochs: Count = 1
     "reward model: passes over the labels (R4)"
     rm_learning_rate: Positive = 2e-3
     "reward model: peak learning rate of Adam; falls to 0 (G5)"
-    norm_samples: Annotated[Count, Field(ge=2)] = 1024
+    norm_samples: Annotated[Size, Field(ge=2)] = 1024
     "reward model: responses of the pretrained model whose rewards are whitened (R3)"
     iterations: Count = 60
     "rollouts, each followed by an update"
-    batch: Count = 128
+    batch: Size = 128
     "responses in a rollout (P7)"
     epochs: Count = 2
     "passes over each rollout"
@@ -116,7 +116,7 @@ class RLHFConfig:
     "score of a response without an end (P5)"
     eval_every: Count = 10
     "iterations between evaluations of the true score"
-    eval_answers: Count = 256
+    eval_answers: Size = 256
     "responses to held-out prompts in each evaluation"
 
     def __post_init__(self):

@@ -167,14 +167,20 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
         tokenizer = pad_outside(make_tokenizer(), size)
         lm = make_gpt2(config.preset, size, eos_token_id=tokenizer.eos_token_id, seed=config.seed,
                        device=device)
+    _check_lengths(lm, config.query_length, config.response_length)
     try:
         task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
     except ValueError as e:
         if not str(e).startswith("tokenizer"): raise
         raise ValueError(f"model must have a tokenizer that fits the task, got {config.model!r}: "
                          f"{e}") from e
-    Q, T, limit = task.query_length, task.response_length, context_length(lm)
-    if limit is None or Q + T <= limit: return lm, task
+    _check_lengths(lm, task.query_length, task.response_length)
+    return lm, task
+
+def _check_lengths(lm, Q, T):
+    "ValueError unless prompts and responses fit into the model."
+    limit = context_length(lm)
+    if limit is None or Q + T <= limit: return
     name, other = ("query_length", "response") if Q > T else ("response_length", "prompt")
     raise ValueError(f"{name} must fit into the model's context of {limit} tokens, beside a "
                      f"{other} of {min(Q, T)}, got {max(Q, T)}")

@@ -27,8 +27,8 @@ from ..formulas.ppo import ppo_loss
 from ..formulas.reward import RewardNorm, apply_penalty
 from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
-from .hub import load_model, save_model
-from .model import (Policy, autocast, check_weights, head_log_probs, no_dropout,
+from .hub import check_trainable, load_model, save_model
+from .model import (Policy, Stage, autocast, check_weights, context_length, head_log_probs, no_dropout,
                                        response_states)
 from .reward_model import score
 from .rollout import Prompts, Rollout, rollout_stats, with_advantages
@@ -39,13 +39,15 @@ from ..training.seeds import seeded_generator
 from ..training.signals import diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/27_rlhf.ipynb #rlhf
-class RLHF:
+class RLHF(Stage):
     "Reinforcement learning of a language model: sample responses, score them, learn from it."
+    PARTS = "policy", "optimizer", "kl"
+
     def __init__(self,
                  model, # A causal language model: its name, its directory, or the model itself
                  tokenizer=None, # Of a model that is given itself
-                 prompts: list = (), # Strings, or dicts with "prompt" and columns for the reward
-                 reward=None, # reward(prompts, responses, **columns) -> numbers, from lists of str
+                 prompts=(), # Strings, chats, dicts with columns for the reward; or a file
+                 reward=None, # reward(prompts, responses, **columns) -> numbers; or a list of such
                  algo: str = "grpo", # "ppo", "grpo" or "rloo"
                  max_new_tokens: int = 16, # Tokens of each response
                  iterations: int = 60, # Rollouts, each followed by an update
@@ -59,6 +61,11 @@ class RLHF:
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
         task = Prompts(tokenizer, prompts, reward, config.response_length)
+        limit, Q = context_length(lm), task.query_length
+        if limit is not None and Q + config.response_length > limit:
+            raise ValueError(f"max_new_tokens must fit into the model's context of {limit} tokens, "
+                             f"after a prompt of {Q}, got {config.response_length}")
+        self.reward_model = None
         self._begin(config, lm, task, task.score)
 
     @classmethod
@@ -79,6 +86,7 @@ class RLHF:
         self.config, self.task, self.reward = config, task, reward
         self.device, self.accelerator = next(lm.parameters()).device, make_accelerator()
         check_processes(config, self.accelerator.num_processes)
+        check_trainable(lm, type(lm).__name__)
         self.reference = no_dropout(lm)  # P4
         self.policy = Policy(copy.deepcopy(lm))  # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
@@ -140,6 +148,8 @@ class RLHF:
         c = self.config
         responses, response_mask, has_end = self.task.truncate(samples.tokens)  # P5
         scores = self.reward(prompts, mask, responses, response_mask, has_end)
+        if self.reward_model is None: # NaN from a reward function: not scored
+            response_mask = response_mask & ~scores.isnan().unsqueeze(1)
         tokens = torch.cat([prompts, samples.tokens], 1)
         mask = torch.cat([mask, torch.ones_like(response_mask)], 1)
         with autocast(self.device, c.precision):
@@ -214,6 +224,8 @@ class RLHF:
         means = {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
         means = {name: x.item() for name, x in (rollout_stats(rollout) | means).items()}
         row = dict.fromkeys(COLUMNS) | means
+        if self.reward_model is None:
+            row["unscored"] = (~rollout.is_scored).sum().item()
         row |= dict(iteration=self.iteration + 1, kl_coef=self.kl.coef,
                     learning_rate=learning_rate(c, self.iteration))
         check_finite(where, row)
@@ -223,19 +235,23 @@ class RLHF:
         row["tokens_per_second"] = c.batch * c.response_length / (time.perf_counter() - start)
         return row
 
-    def learn(self) -> "RLHF": # Itself
+    def learn(self,
+              log=None, # Called with the row of each iteration
+             ) -> "RLHF": # Itself
         "Run the iterations that are left; Ctrl-C stops after the current one."
         bar = progress_bar(self.iterations, self.iteration, "rl")
         with stop_on_interrupt() as stop:
             while self.iteration < self.iterations and not stop.is_set():
                 self.rows.append(self.iterate())
+                if log is not None:
+                    log(self.rows[-1])
                 bar.update()
         bar.close()
         return self
 
     @torch.no_grad()
     def generate(self,
-                 prompts: list, # Strings
+                 prompts: list, # Strings, or chats
                  seed: int = 0, # Other seeds, other responses
                 ) -> list: # A string for each
         "Sample responses at the temperature of the training."
@@ -262,16 +278,6 @@ class RLHF:
         trainer._from_prompts(config, path, None, prompts, reward)
         return trainer
 
-    def state_dict(self) -> dict: # Tensors, numbers, and lists and dicts of those
-        "All on which the future depends; chance follows from seed, iteration and process."
-        return dict(policy=self.policy.state_dict(), optimizer=self.optimizer.state_dict(),
-                    kl=self.kl.state_dict(), iteration=self.iteration, steps=self.steps)
-
-    def load_state_dict(self, state: dict): # From `state_dict` of the same training
-        "Continue from a checkpoint."
-        for name in ("policy", "optimizer", "kl"):
-            getattr(self, name).load_state_dict(state[name])
-        self.iteration, self.steps = state["iteration"], state["steps"]
 
 # %% ../../nbs/language/27_rlhf.ipynb #losses
 def rl_loss(config: RLHFConfig, # algo, variant, clip, value_clip, value_coef, kl_in_loss

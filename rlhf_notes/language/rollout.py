@@ -5,16 +5,20 @@ advantage of each of their tokens."""
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'Rollout', 'ppo_advantages', 'group_advantages', 'with_advantages',
-           'rollout_stats', 'Prompts']
+           'rollout_stats', 'read_prompts', 'Prompts', 'reward_functions', 'call_reward']
 
 # %% ../../nbs/language/26_rollout.ipynb #export-imports
+import json
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import shorten
 
 import torch
 
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.kl import kl_estimate
-from ..formulas.masking import masked_sum
+from ..formulas.masking import masked_mean, masked_sum
 from ..formulas.reward import token_rewards, truncate_at_stop
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
@@ -25,7 +29,7 @@ class Rollout:
     "Responses and all that is known of them before the update, one row each."
     tokens: torch.Tensor         # Prompt and response, as sampled, (B, Q + T)
     mask: torch.Tensor           # False = padding of the prompt, (B, Q + T)
-    response_mask: torch.Tensor  # False = after the end of the response, (B, T)
+    response_mask: torch.Tensor  # False = after the end of the response, or not scored, (B, T)
     has_end: torch.Tensor        # True = the response has an end, (B,)
     scores: torch.Tensor         # Reward of the whole response, (B,)
     logp: torch.Tensor           # log pi of each token when it was sampled, (B, T)
@@ -39,6 +43,11 @@ class Rollout:
     def responses(self) -> torch.Tensor: # (B, T), as sampled: not cut at their ends
         "The tokens after the prompt."
         return self.tokens[:, -self.logp.shape[1]:]
+
+    @property
+    def is_scored(self) -> torch.Tensor: # (B,)
+        "True where a response has a score, and so counts."
+        return self.response_mask.any(1)
 
     def map(self, function) -> "Rollout": # function(tensor) -> tensor
         "Apply a function to every tensor."
@@ -65,8 +74,12 @@ def group_advantages(config: RLHFConfig, # algo, group, group_scale
                     ) -> tuple: # (advantages (B, T), constant over a response; None)
     "Compare with the other responses (RLOO: Ahmadian et al. 2024; GRPO: Shao et al. 2024)."
     total = masked_sum(rollout.rewards, rollout.response_mask, dim=1).view(-1, config.group)
-    scale = None if config.group_scale == "none" else config.group_scale
-    advantages = rloo_advantage(total) if config.algo == "rloo" else group_advantage(total, scale)
+    scored = rollout.is_scored.view(-1, config.group)
+    if config.algo == "rloo":
+        advantages = rloo_advantage(total, scored)
+    else:
+        scale = None if config.group_scale == "none" else config.group_scale
+        advantages = group_advantage(total, scale, mask=scored)
     return advantages.reshape(-1, 1).expand_as(rollout.logp), None
 
 # %% ../../nbs/language/26_rollout.ipynb #with-advantages
@@ -87,48 +100,106 @@ def with_advantages(config: RLHFConfig, # What the update does not need
 # %% ../../nbs/language/26_rollout.ipynb #columns
 def rollout_stats(rollout: Rollout, # With or without advantages
                  ) -> dict: # Name -> 0-dim tensor
-    "Means over the responses; the KL is that of whole responses, in nats."
+    "Means over the responses that are scored; the KL is that of whole responses, in nats."
+    def mean(x): return masked_mean(x.float(), rollout.is_scored)
+
     def kl(kind):
         estimate = kl_estimate(rollout.logp, rollout.logp_ref, kind)
-        return masked_sum(estimate, rollout.response_mask, dim=1).mean()
-    return dict(score=rollout.scores.mean(), kl_k1=kl("k1"), kl_k3=kl("k3"),
-                length=rollout.response_mask.sum(1).float().mean(),
-                valid=rollout.has_end.float().mean())
+        return mean(masked_sum(estimate, rollout.response_mask, dim=1))
+    return dict(score=mean(rollout.scores), kl_k1=kl("k1"), kl_k3=kl("k3"),
+                length=mean(rollout.response_mask.sum(1)), valid=mean(rollout.has_end))
+
+
+# %% ../../nbs/language/26_rollout.ipynb #read-prompts
+def read_prompts(prompts, # Prompts or dicts with a "prompt"; or the path of a file of them
+                ) -> list: # Dicts, all with the same columns
+    "Prompts with their columns; ValueError names the place of one that cannot be used."
+    is_file = isinstance(prompts, (str, Path))
+    rows = _lines(Path(prompts)) if is_file else enumerate(prompts)
+    found = []
+    for place, row in rows:
+        row = dict(row) if isinstance(row, dict) else dict(prompt=row)
+        place = place if is_file else f"prompts[{place}]"
+        if not _is_prompt(row.get("prompt")):
+            raise ValueError("prompts must be strings, lists of messages with role and content, or "
+                             f"dicts with such a prompt, got {shorten(str(row), 80)} in {place}")
+        if found and row.keys() != found[0].keys():
+            raise ValueError(f"prompts must all have the columns {list(found[0])}, got {list(row)} "
+                             f"in {place}")
+        found.append(row)
+    if is_file and not found: raise ValueError(f"prompts must not be empty, got {prompts}")
+    return found
+
+def _lines(path):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeError) as e:
+        raise ValueError(f"prompts must be a file of prompts, got {path}: {e}") from e
+    for i, line in enumerate(lines, 1):
+        place = f"line {i} of {path}"
+        if not line.strip(): continue
+        if path.suffix != ".jsonl":
+            yield place, line
+            continue
+        try:
+            yield place, json.loads(line)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"prompts must be JSON, got {place}: {e}") from e
+
+def _is_prompt(x):
+    messages = isinstance(x, list) and x and all(isinstance(m, dict) for m in x)
+    return isinstance(x, str) or messages and all({"role", "content"} <= m.keys() for m in x)
+
 
 # %% ../../nbs/language/26_rollout.ipynb #prompts
 class Prompts:
-    "A list of prompts and a reward function as a task for `RLHF`."
-    stop_after, special_tokens = 0, True
+    "Prompts and a reward function as a task for `RLHF`."
+    stop_after, query_length, special_tokens = 0, 0, True
 
     def __init__(self,
                  tokenizer, # Of transformers, as `pad_outside` leaves it
-                 prompts: list, # Strings, or dicts with "prompt" and further columns for the reward
-                 reward, # reward(prompts, responses, **columns) -> numbers, from lists of strings
+                 prompts, # For `read_prompts`
+                 reward, # For `reward_functions`; None = for `generate` alone
                  response_length: int, # T, tokens of each response
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
                 ):
-        self.tokenizer, self.reward, self.response_length = tokenizer, reward, response_length
+        self.tokenizer, self.response_length = tokenizer, response_length
         self.pad_token, self.stop_token = tokenizer.pad_token_id, tokenizer.eos_token_id
-        self.rows = [dict(p) if isinstance(p, dict) else dict(prompt=p) for p in prompts]
-        if not self.rows: return  # for `generate` alone
-        self.tokens, self.mask = self.encode(row["prompt"] for row in self.rows)
-        self.query_length = self.tokens.shape[1]
+        self.rewards = [] if reward is None else reward_functions(reward)
+        self.rows = read_prompts(prompts)
+        if not self.rows: return
+        self.tokens, self.mask = self.encode((row["prompt"] for row in self.rows), query_length)
+        self.query_length, self.row_of = self.tokens.shape[1], {}
         if 0 < query_length < self.query_length:
             raise ValueError(f"query_length must be 0 or at least {self.query_length}, the tokens "
                              f"of the longest prompt, got {query_length}")
-        if query_length:
-            self.query_length = query_length
-            self.tokens, self.mask = self.encode((row["prompt"] for row in self.rows), query_length)
+        for ids, row in zip(self.tokens.tolist(), self.rows):
+            if self.row_of.setdefault(tuple(ids), row) != row:
+                raise ValueError("prompts must not be the same tokens with other columns, got "
+                                 f"{row['prompt']!r} twice")
 
     def encode(self,
-               texts, # n strings
-               length: int | None = None, # Q; None = as many tokens as the longest text has
+               prompts, # n strings, or n lists of chat messages
+               length: int = 0, # Q; 0, or too few = as many tokens as the longest prompt has
               ) -> tuple: # tokens (n, Q), integer; mask (n, Q), False = padding
         "Prompts as tokens, padded on the left."
-        found = self.tokenizer(list(texts), padding="max_length" if length else True,
-                               max_length=length, padding_side="left", return_tensors="pt",
-                               add_special_tokens=self.special_tokens)  # G2
-        return found["input_ids"], found["attention_mask"].bool()
+        texts = list(prompts)
+        chat = not isinstance(texts[0], str)
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise ValueError("prompts must be strings for a tokenizer without a chat template, "
+                                 "got chat messages")
+            texts = self.tokenizer.apply_chat_template(texts, tokenize=False,
+                                                       add_generation_prompt=True)
+        # a template writes the special tokens itself
+        ids = self.tokenizer(texts, add_special_tokens=self.special_tokens and not chat)
+        ids = ids["input_ids"]
+        lengths = torch.tensor([len(row) for row in ids])
+        if not lengths.all():
+            raise ValueError(f"prompts must have tokens, got {texts[int(lengths.argmin())]!r}")
+        length = max(length, int(lengths.max()))
+        rows = [[self.pad_token] * (length - len(row)) + row for row in ids]  # G2
+        return torch.tensor(rows), torch.arange(length) >= length - lengths[:, None]
 
     def decode(self, rows) -> list: # Strings
         "Tokens as text, without special tokens."
@@ -139,6 +210,7 @@ class Prompts:
                        generator: torch.Generator, # Source of chance
                       ) -> tuple: # prompts (n, Q), integer; mask (n, Q), False = padding
         "Prompts to train on, each sampled at random."
+        if not self.rows: raise ValueError("prompts must not be empty, got none to learn from")
         rows = torch.randint(len(self.tokens), (n,), generator=generator)
         return self.tokens[rows], self.mask[rows]
 
@@ -150,12 +222,48 @@ class Prompts:
         return truncate_at_stop(responses, stop, self.pad_token, self.stop_after)  # P5
 
     def score(self, prompts, mask, responses, response_mask, has_end) -> torch.Tensor: # (B,)
-        "The user's reward of each response."
-        known = dict(zip(map(tuple, self.tokens.tolist()), self.rows))
-        rows, texts = [known[tuple(p)] for p in prompts.tolist()], self.decode(responses)
+        "The sum of the user's rewards; NaN where there is none."
+        if not self.rewards: raise ValueError("reward must be a function to learn from, got None")
+        rows = [self.row_of[tuple(p)] for p in prompts.tolist()]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        values = self.reward(columns.pop("prompt"), texts, **columns)
-        scores = torch.as_tensor(values, dtype=torch.float32).to(prompts.device)
-        if scores.shape == (len(texts),): return scores
-        raise ValueError(f"reward must return a number for each of the {len(texts)} responses, got "
-                         f"shape {tuple(scores.shape)}")
+        found = columns.pop("prompt"), self.decode(responses), columns
+        scores = torch.stack([weight * call_reward(f, *found) for f, weight in self.rewards])
+        total = scores.nansum(0).masked_fill(scores.isnan().all(0), math.nan)
+        return total.to(prompts.device)
+
+
+# %% ../../nbs/language/26_rollout.ipynb #rewards
+def reward_functions(reward, # A function; or a list of functions and pairs (function, weight)
+                    ) -> list: # Pairs (function, weight)
+    "Reward functions with their weights."
+    parts = reward if isinstance(reward, list) else [reward]
+    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in parts]
+    for part in parts:
+        if len(part) != 2 or not callable(part[0]) or not isinstance(part[1], (int, float)):
+            raise ValueError("reward must be a function, or a list of functions and pairs "
+                             f"(function, weight), got {part!r}")
+    return parts
+
+
+# %% ../../nbs/language/26_rollout.ipynb #call-reward
+def call_reward(function, # reward(prompts, responses, **columns) -> numbers
+                prompts: list, # n, as they were given
+                responses: list, # n strings
+                columns: dict, # Name -> n values
+               ) -> torch.Tensor: # (n,) float32; NaN = not scored
+    "The numbers that a reward function returns; ValueError names what else it does."
+    try:
+        values = function(prompts, responses, **columns)
+    except Exception as e:
+        raise ValueError("reward must return a number for each response, got "
+                         f"{type(e).__name__}: {e}") from e
+    try:
+        # + 0.0, since float takes strings
+        numbers = [math.nan if x is None else float(x + 0.0) for x in values]
+    except TypeError as e:
+        raise ValueError("reward must return a list of numbers, with None where there is no score, "
+                         f"got {shorten(str(values), 80)}") from e
+    if len(numbers) == len(responses): return torch.tensor(numbers)
+    raise ValueError(f"reward must return a number for each of the {len(responses)} responses, got "
+                     f"{len(numbers)}")
+

@@ -66,6 +66,9 @@ def sample(lm: nn.Module, # A causal language model of transformers, without dro
     "A response of T tokens to each prompt."
     if u.dtype != torch.float32: # more digits could be rounded to 1
         raise TypeError(f"u must have dtype torch.float32, got {u.dtype}")
+    if not mask[:, -1].all(): # the only synchronisation
+        raise ValueError("mask must be True in its last column (pad prompts on the left), got "
+                         f"{int((~mask[:, -1]).sum())} of {len(mask)} rows that end in padding")
     check_context(lm, prompts.shape[1] + u.shape[1])
     return Samples(*_sample(lm, prompts, mask, u, temperature))
 

@@ -63,7 +63,10 @@ def doubly_clipped(surrogate): # `clipped_surrogate`, whose `dual_clip` is None 
 
 def bounded_both_ways(surrogate): # `clipped_surrogate`, without dual clip
     "Dual clip without a look at the sign: max(clipped objective, 3 A) is the constant 3 A wherever the advantage is positive."
-    return lambda ratio, advantage, clip, *rest: torch.maximum(surrogate(ratio, advantage, clip), 3.0 * advantage)
+    return lambda ratio, advantage, clip, *rest: torch.maximum(
+        surrogate(ratio, advantage, clip), 3.0 * advantage
+    )
+
 
 def across_ends(gae): # `advantage.gae`, whose recursion stops at `done`
     "The recursion does not stop where an episode ends: what follows in the next one is credited to this one."
@@ -77,7 +80,10 @@ def no_end(gae): # `advantage.gae`, whose bootstrap is 0 at `terminated`
 
 def resets_kept(make_batch): # `control.make_batch`, which leaves such steps out
     "The step in which an environment is only reset, its action ignored, is learned from like any other."
-    return lambda agent, rollout, config: make_batch(agent, replace(rollout, is_step=torch.ones_like(rollout.is_step)), config)
+    return lambda agent, rollout, config: make_batch(
+        agent, replace(rollout, is_step=torch.ones_like(rollout.is_step)), config
+    )
+
 
 def shared_trunk(Agent): # `policy.Agent`, with a network for each
     "Policy and value function with two hidden layers in common."
@@ -108,15 +114,19 @@ def fixed_std(distribution): # `policy.distribution`, whose Gaussian learns it
 
 # %% ../../nbs/studies/31_ablations.ipynb #details
 DETAILS = {
-    "staggered starts": Detail("the first episodes are cut off one after the other", "", dict(stagger=True),
+    "staggered starts": Detail("the first episodes are cut off one after the other", "",
+                               dict(stagger=True),
                                tasks=("pendulum",)),
     "default init": Detail("weights as PyTorch draws them", "core 2", dict(init="default")),
-    "last layer 1": Detail("the policy's last layer begins at gain 1, not 0.01", "core 2", swap=(policy, "mlp", loud)),
+    "last layer 1": Detail("the policy's last layer begins at gain 1, not 0.01", "core 2",
+                           swap=(policy, "mlp", loud)),
     "adam eps 1e-8": Detail("Adam's epsilon as PyTorch has it", "core 3", dict(adam_eps=1e-8)),
     "constant rate": Detail("the learning rate does not fall", "core 4", dict(lr_anneal=0.0)),
-    "linear rate": Detail("the learning rate falls in a straight line, not squared", "core 4", dict(lr_anneal=1.0),
+    "linear rate": Detail("the learning rate falls in a straight line, not squared", "core 4",
+                          dict(lr_anneal=1.0),
                           tasks=("pendulum",)),
-    "squared rate": Detail("the learning rate falls squared, not in a straight line", "core 4", dict(lr_anneal=2.0),
+    "squared rate": Detail("the learning rate falls squared, not in a straight line", "core 4",
+                           dict(lr_anneal=2.0),
                            tasks=("cartpole",)),
     "truncation is end": Detail("an episode that was cut off counts as one that ended", "core 5",
                                 dict(truncation="terminate")),
@@ -126,37 +136,52 @@ DETAILS = {
     "lambda 0": Detail("the value function alone is trusted", "core 5", dict(lam=0.0)),
     "GAE across ends": Detail("GAE runs on from one episode into the one before", "core 5",
                               swap=(control, "gae", across_ends)),
-    "resets are data": Detail("resets are learned from", "", swap=(control, "make_batch", resets_kept)),
+    "resets are data": Detail("resets are learned from", "",
+                              swap=(control, "make_batch", resets_kept)),
     "no minibatches": Detail("one gradient step in a pass", "core 6", dict(minibatches=1)),
     "1 epoch": Detail("one pass over the data", "core 6", dict(epochs=1)),
     "4 epochs": Detail("four passes", "core 6", dict(epochs=4), tasks=("pendulum",)),
     "8 epochs": Detail("eight passes", "core 6", dict(epochs=8), tasks=("cartpole",)),
     "16 epochs": Detail("sixteen passes", "core 6", dict(epochs=16)),
     "no whitening": Detail("advantages as they are", "core 7", dict(whitening="none")),
-    "whitening per minibatch": Detail("advantages whitened in each minibatch", "core 7", dict(whitening="minibatch")),
-    "no clip": Detail("ratio times advantage, not clipped", "core 8", swap=(losses, "clipped_surrogate", unclipped)),
+    "whitening per minibatch": Detail("advantages whitened in each minibatch", "core 7",
+                                      dict(whitening="minibatch")),
+    "no clip": Detail("ratio times advantage, not clipped", "core 8",
+                      swap=(losses, "clipped_surrogate", unclipped)),
     "dual clip 3": Detail("dual clip at 3", "", swap=(losses, "clipped_surrogate", doubly_clipped)),
     "dual clip, any sign": Detail("dual clip at 3, for positive advantages too", "",
                                   swap=(losses, "clipped_surrogate", bounded_both_ways)),
-    "falling clip": Detail("the clip falls in a straight line to 0", "core 8", dict(clip_anneal=1.0)),
-    "stop at KL 0.005": Detail("no further pass once the policy has moved 0.005 nats", "", dict(target_kl=0.005)),
-    "value clip 0.2": Detail("the value loss is clipped, at 0.2 in units of the return", "core 9", dict(value_clip=0.2)),
+    "falling clip": Detail("the clip falls in a straight line to 0", "core 8",
+                           dict(clip_anneal=1.0)),
+    "stop at KL 0.005": Detail("no further pass once the policy has moved 0.005 nats", "",
+                               dict(target_kl=0.005)),
+    "value clip 0.2": Detail("the value loss is clipped, at 0.2 in units of the return", "core 9",
+                             dict(value_clip=0.2)),
     "entropy 0.01": Detail("an entropy bonus", "core 10", dict(entropy_coef=0.01)),
     "long gradients": Detail("gradients of any length", "core 11", dict(max_grad_norm=1e9)),
     "dropout": Detail("dropout of 0.1 in the update", "", swap=(control, "Agent", thinned)),
-    "shared trunk": Detail("policy and value share their hidden layers", "core 13", swap=(control, "Agent", shared_trunk)),
-    "log std 0": Detail("the standard deviation begins at 1, not at 2.7", "continuous 2", dict(log_std=0.0),
+    "shared trunk": Detail("policy and value share their hidden layers", "core 13",
+                           swap=(control, "Agent", shared_trunk)),
+    "log std 0": Detail("the standard deviation begins at 1, not at 2.7", "continuous 2",
+                        dict(log_std=0.0),
                         tasks=("pendulum",)),
-    "fixed std": Detail("the standard deviation is not learned", "continuous 2", swap=(policy, "distribution", fixed_std),
+    "fixed std": Detail("the standard deviation is not learned", "continuous 2",
+                        swap=(policy, "distribution", fixed_std),
                         tasks=("pendulum",)),
-    "tanh squash": Detail("tanh brings actions between their bounds", "continuous 5", dict(squash=True),
+    "tanh squash": Detail("tanh brings actions between their bounds", "continuous 5",
+                          dict(squash=True),
                           tasks=("pendulum",)),
-    "normalised obs": Detail("observations are normalised and clipped", "continuous 6", dict(normalize_obs=True)),
-    "normalised rewards": Detail("rewards are normalised and clipped", "continuous 8", dict(normalize_rewards=True)),
-    "reward scale 1": Detail("rewards as they come, not a tenth of them", "continuous 8", dict(reward_scale=1.0),
+    "normalised obs": Detail("observations are normalised and clipped", "continuous 6",
+                             dict(normalize_obs=True)),
+    "normalised rewards": Detail("rewards are normalised and clipped", "continuous 8",
+                                 dict(normalize_rewards=True)),
+    "reward scale 1": Detail("rewards as they come, not a tenth of them", "continuous 8",
+                             dict(reward_scale=1.0),
                              tasks=("pendulum",)),
-    "tanh": Detail("hidden layers with tanh, not silu", "", dict(activation="tanh"), tasks=("pendulum",)),
-    "silu": Detail("hidden layers with silu, not tanh", "", dict(activation="silu"), tasks=("cartpole",)),
+    "tanh": Detail("hidden layers with tanh, not silu", "", dict(activation="tanh"),
+                   tasks=("pendulum",)),
+    "silu": Detail("hidden layers with silu, not tanh", "", dict(activation="silu"),
+                   tasks=("cartpole",)),
     "relu": Detail("hidden layers with relu", "", dict(activation="relu")),
 }
 INTACT, UNTRAINED = "intact", "untrained"            # the names of the baseline and of the policy it begins with
@@ -164,7 +189,7 @@ CONFIGS = {"cartpole": PPOConfig, "pendulum": partial(PendulumConfig, stagger=Fa
 
 def experiments(task: str, # "cartpole" or "pendulum"
                ) -> list: # Names: the baseline, the policy before it is trained, and each detail that is a change there
-    "What there is to train."
+    "Trainings of the study, by task."
     return [INTACT, UNTRAINED, *(name for name, d in DETAILS.items() if task in d.tasks)]
 
 # %% ../../nbs/studies/31_ablations.ipynb #swap-check
@@ -201,20 +226,25 @@ def attempt(task: str, # "cartpole" or "pendulum"
             **options, # Further options, for both the detail and its baseline
            ) -> dict: # greedy, sampled: mean return of the final policy over 100 fresh episodes; first_sampled_steps, or None; each of `DIALS`, or None
     "One training with a detail changed."
-    if name not in experiments(task): raise ValueError(f"name must be one of {', '.join(experiments(task))}; got {name!r}")
+    if name not in experiments(task):
+        raise ValueError(f"name must be one of {', '.join(experiments(task))}; got {name!r}")
     detail = DETAILS[name] if name in DETAILS else Detail("", "")
     config = replace(CONFIGS[task](seed=seed, **options), **detail.options)
     if detail.swap: check_swap(task, name)
     with swapped(*detail.swap or (control, "gae", lambda gae: gae)):
         ppo, first, rows = PPO.from_config(config), None, []
-        evaluation_seeds = np.random.SeedSequence((seed, 2)).generate_state(config.iterations).tolist()
+        evaluation_seeds = np.random.SeedSequence((seed,
+                                                   2)).generate_state(config.iterations).tolist()
         while ppo.iteration < config.iterations and name != UNTRAINED:
             rows.append(ppo.iterate())
             if (first is None and ppo.iteration % every == 0
-                and ppo.evaluate(deterministic=False, seed=evaluation_seeds[ppo.iteration - 1]).mean() >= threshold(config.env)):
+                and ppo.evaluate(deterministic=False,
+                                 seed=evaluation_seeds[ppo.iteration
+                                                       - 1]).mean() >= threshold(config.env)):
                 first = rows[-1]["steps"]
         final = ppo.scores()
-    return dict(greedy=final["eval_return_mean"], sampled=final["eval_sampled_return_mean"], first_sampled_steps=first,
+    return dict(greedy=final["eval_return_mean"], sampled=final["eval_sampled_return_mean"],
+                first_sampled_steps=first,
                 **{d: float(np.mean([r[d] for r in rows])) if rows else None for d in DIALS})
 
 # %% ../../nbs/studies/31_ablations.ipynb #verdict
@@ -236,16 +266,25 @@ def verdict(differences: list, # Final scores minus those of the intact training
 def in_standard_deviations(difference: float, # Of a dial from where it usually stands
                            intact: list, # The dial in the intact trainings
                           ) -> float: # +-inf where it never moves otherwise; 0 where there is no difference but that of rounding
-    "How far that is, for somebody who knows the intact trainings."
+    "A difference in standard deviations of the intact trainings."
     rounding = 1e-9 * max([1.0, *map(abs, intact)])
-    usual = torch.tensor(intact, dtype=torch.float64).std().item() if len(intact) > 1 else float("nan")
+    usual = (
+        torch.tensor(intact, dtype=torch.float64).std().item() if len(intact) > 1 else float("nan")
+    )
     if abs(difference) <= rounding: return 0.0
-    return difference / usual if usual > rounding else float("inf") if difference > 0 else float("-inf")
+    return (
+        difference / usual
+        if usual > rounding
+        else float("inf")
+        if difference > 0
+        else float("-inf")
+    )
+
 
 def deviation(differences: list, # Of a dial from that of the intact training, seed by seed
               intact: list, # The dial in the intact trainings
              ) -> tuple: # (mean difference in standard deviations of the intact ones; does the dial tell?)
-    "How far a dial is from where it usually stands."
+    "Distance of a dial from where it usually stands."
     mean, (low, high) = sum(differences) / len(differences), bootstrap_interval(differences)
     z = in_standard_deviations(mean, intact)
     return z, len(differences) >= ENOUGH and not low <= 0 <= high and abs(z) >= 2
@@ -268,7 +307,9 @@ def compare(rows: list, # name, seed, and numbers (None = there is none), each a
                     for s in seeds if None not in (runs[s][column], by[base][s][column])]
         differences = [x - y for x, y in pairs(score)]
         word, mean, low, high = verdict(differences, gain[base])
-        told = {d: deviation([x - y for x, y in p], [y for _, y in p]) for d in dials if (p := pairs(d))}
-        table[name] = dict(verdict=word, mean=mean, low=low, high=high, differences=differences, seeds=seeds,
+        told = {d: deviation([x - y for x, y in p], [y for _,
+                                                     y in p]) for d in dials if (p := pairs(d))}
+        table[name] = dict(verdict=word, mean=mean, low=low, high=high, differences=differences,
+                           seeds=seeds,
                            score=sum(runs[s][score] for s in seeds) / len(seeds), dials=told)
     return table

@@ -29,7 +29,8 @@ from ..training.statistics import bootstrap_interval
 SINGLE_FILE = {     # as CleanRL publishes them, in ppo.py and in ppo_continuous_action.py
     "cartpole": dict(num_envs=4, num_steps=128, total=500_000, learning_rate=2.5e-4, minibatches=4,
                      epochs=4, entropy_coef=0.01),
-    "pendulum": dict(num_envs=1, num_steps=2048, total=1_000_000, learning_rate=3e-4, minibatches=32,
+    "pendulum": dict(num_envs=1, num_steps=2048, total=1_000_000, learning_rate=3e-4,
+                     minibatches=32,
                      epochs=10, entropy_coef=0.0),
 }
 
@@ -37,7 +38,8 @@ def _normalised(env, gamma): # A single environment -> one with clipped actions,
     w = gym.wrappers
     env = w.NormalizeObservation(w.ClipAction(env))
     env = w.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
-    return w.TransformReward(w.NormalizeReward(env, gamma=gamma), lambda reward: float(np.clip(reward, -10, 10)))
+    return w.TransformReward(w.NormalizeReward(env, gamma=gamma),
+                             lambda reward: float(np.clip(reward, -10, 10)))
 
 class SingleFile:
     "PPO as a single file has it."
@@ -68,19 +70,30 @@ class SingleFile:
         def make():
             env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
             return env if self.discrete else _normalised(env, gamma)
-        self.envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-        size, outputs = self.envs.single_observation_space.shape[0], int(space.n) if self.discrete else space.shape[0]
+        self.envs = gym.vector.SyncVectorEnv([make] * num_envs,
+                                             autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+        size, outputs = (
+            self.envs.single_observation_space.shape[0],
+            int(space.n) if self.discrete else space.shape[0],
+        )
         self.low, self.high = (None, None) if self.discrete else (space.low, space.high)
         self.actor, self.critic, self.log_std = (mlp(size, outputs, 0.01), mlp(size, 1, 1.0),
                                                  nn.Parameter(torch.zeros(1, outputs)))
-        self.parameters = [*self.actor.parameters(), *self.critic.parameters()] + [self.log_std] * (not self.discrete)
+        self.parameters = [*self.actor.parameters(),
+                           *self.critic.parameters()] + [self.log_std] * (not self.discrete)
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate, eps=1e-5)
-        self.obs, self.done = torch.tensor(self.envs.reset(seed=seed)[0], dtype=torch.float32), torch.zeros(num_envs)
+        self.obs, self.done = torch.tensor(self.envs.reset(seed=seed)[0],
+                                           dtype=torch.float32), torch.zeros(num_envs)
 
     def _distribution(self, obs):
         out = self.actor(obs)
-        return (torch.distributions.Categorical(logits=out) if self.discrete
-                else torch.distributions.Independent(torch.distributions.Normal(out, self.log_std.expand_as(out).exp()), 1))
+        return (
+            torch.distributions.Categorical(logits=out)
+            if self.discrete
+            else torch.distributions.Independent(
+                torch.distributions.Normal(out, self.log_std.expand_as(out).exp()), 1
+            )
+        )
 
     def _collect(self):
         steps, rewards = [], []
@@ -88,7 +101,8 @@ class SingleFile:
             with torch.no_grad():
                 pi = self._distribution(self.obs)
                 action = pi.sample()
-                steps.append((self.obs, action, pi.log_prob(action), self.critic(self.obs).squeeze(-1), self.done))
+                steps.append((self.obs, action, pi.log_prob(action),
+                              self.critic(self.obs).squeeze(-1), self.done))
             obs, reward, terminated, truncated, _ = self.envs.step(action.numpy())
             rewards.append(torch.tensor(reward, dtype=torch.float32))
             self.obs, self.done = (torch.tensor(obs, dtype=torch.float32),
@@ -107,23 +121,30 @@ class SingleFile:
 
     def iterate(self):
         "Collect once, learn from it."
-        for group in self.optimizer.param_groups: group["lr"] = self.learning_rate * (1 - self.iteration / self.iterations)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * (1 - self.iteration / self.iterations)
         (obs, actions, logp_old, values, dones), rewards = self._collect()
         advantages = self._advantages(rewards, values, dones)
         returns = advantages + values
-        obs, actions, logp_old, values, advantages, returns = (x.flatten(0, 1)
-                                                               for x in (obs, actions, logp_old, values,
-                                                                         advantages, returns))
+        obs, actions, logp_old, values, advantages, returns = (
+            x.flatten(0, 1) for x in (obs, actions, logp_old, values, advantages, returns)
+        )
         for _ in range(self.epochs):
             for rows in torch.randperm(self.batch).split(self.batch // self.minibatches):
                 pi, value = self._distribution(obs[rows]), self.critic(obs[rows]).squeeze(-1)
                 ratio = (pi.log_prob(actions[rows]) - logp_old[rows]).exp()
                 adv = advantages[rows]
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-                policy_loss = -torch.minimum(ratio * adv, ratio.clamp(1 - self.clip, 1 + self.clip) * adv).mean()
+                policy_loss = -torch.minimum(ratio * adv,
+                                             ratio.clamp(1 - self.clip, 1 + self.clip) * adv).mean()
                 near = values[rows] + (value - values[rows]).clamp(-self.clip, self.clip)
-                value_loss = 0.5 * torch.maximum((value - returns[rows]) ** 2, (near - returns[rows]) ** 2).mean()
-                loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * pi.entropy().mean()
+                value_loss = 0.5 * torch.maximum((value - returns[rows]) ** 2,
+                                                 (near - returns[rows]) ** 2).mean()
+                loss = (
+                    policy_loss
+                    + self.value_coef * value_loss
+                    - self.entropy_coef * pi.entropy().mean()
+                )
                 self.optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
@@ -137,7 +158,8 @@ class SingleFile:
         seen = None if self.discrete else self.envs.envs[0].get_wrapper_attr("obs_rms")
         @torch.no_grad()
         def choose(obs):
-            if not self.discrete: obs = np.clip((obs - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10)
+            if not self.discrete: obs = np.clip((obs - seen.mean) / np.sqrt(seen.var + 1e-8), -10,
+                                                10)
             pi = self._distribution(torch.tensor(obs, dtype=torch.float32))
             actions = (pi.mode if rng is None else pi.sample()).numpy()
             return actions if self.discrete else np.clip(actions, self.low, self.high)
@@ -145,26 +167,32 @@ class SingleFile:
 
 # %% ../../nbs/studies/32_benchmark.ipynb #peers
 ZOO = {             # rl-zoo's hyperparams/ppo.yml; a function falls from its value to 0 in a straight line
-    "cartpole": dict(total=100_000, n_envs=8, n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98,
+    "cartpole": dict(total=100_000, n_envs=8, n_steps=32, batch_size=256, gae_lambda=0.8,
+                     gamma=0.98,
                      n_epochs=20, ent_coef=0.0,
                      learning_rate=lambda left: 1e-3 * left, clip_range=lambda left: 0.2 * left),
-    "pendulum": dict(total=100_000, n_envs=4, n_steps=1024, gae_lambda=0.95, gamma=0.9, n_epochs=10, ent_coef=0.0,
+    "pendulum": dict(total=100_000, n_envs=4, n_steps=1024, gae_lambda=0.95, gamma=0.9, n_epochs=10,
+                     ent_coef=0.0,
                      learning_rate=1e-3, clip_range=0.2, use_sde=True, sde_sample_freq=4),
 }
 
 def equal(config: PPOConfig, # Ours
          ) -> dict: # For `StableBaselines`
     "Our hyperparameters in the words of stable-baselines3."
-    return dict(total=config.iterations * config.batch, n_envs=config.num_envs, n_steps=config.num_steps,
+    return dict(total=config.iterations * config.batch, n_envs=config.num_envs,
+                n_steps=config.num_steps,
                 batch_size=config.batch // config.minibatches, n_epochs=config.epochs,
                 gamma=config.gamma, gae_lambda=config.lam,
                 learning_rate=lambda left: config.learning_rate * left ** config.lr_anneal,
                 clip_range=lambda left: config.clip * left ** config.clip_anneal,
-                ent_coef=config.entropy_coef, vf_coef=config.value_coef / 2, max_grad_norm=config.max_grad_norm,
+                ent_coef=config.entropy_coef, vf_coef=config.value_coef / 2,
+                max_grad_norm=config.max_grad_norm,
                 reward_scale=config.reward_scale,
                 policy_kwargs=dict(net_arch=dict(pi=[config.hidden] * 2, vf=[config.hidden] * 2),
-                                   activation_fn={"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}[config.activation],
-                                   ortho_init=config.init == "orthogonal", log_std_init=config.log_std,
+                                   activation_fn={"tanh": nn.Tanh, "relu": nn.ReLU,
+                                                  "silu": nn.SiLU}[config.activation],
+                                   ortho_init=config.init == "orthogonal",
+                                   log_std_init=config.log_std,
                                    optimizer_kwargs=dict(eps=config.adam_eps)))
 
 class StableBaselines:
@@ -179,9 +207,13 @@ class StableBaselines:
                 ):
         from stable_baselines3 import PPO as Theirs
         from stable_baselines3.common.env_util import make_vec_env
-        scaled = (None if reward_scale == 1
-                  else lambda env: gym.wrappers.TransformReward(env, lambda reward: reward_scale * reward))
-        self.model = Theirs("MlpPolicy", make_vec_env(env_id, n_envs, seed=seed, wrapper_class=scaled), seed=seed,
+        scaled = (
+            None
+            if reward_scale == 1
+            else lambda env: gym.wrappers.TransformReward(env, lambda reward: reward_scale * reward)
+        )
+        self.model = Theirs("MlpPolicy", make_vec_env(env_id, n_envs, seed=seed,
+                                                      wrapper_class=scaled), seed=seed,
                             device="cpu", **settings)
         self.total, self.callback = self.model._setup_learn(total)
         self.batch = n_envs * self.model.n_steps
@@ -199,7 +231,8 @@ class StableBaselines:
         "The policy as it is now."
         m, steps = self.model, iter(range(10 ** 9))
         def choose(obs):
-            if rng is not None and m.use_sde and next(steps) % m.sde_sample_freq == 0: m.policy.reset_noise(len(obs))
+            if rng is not None and m.use_sde and next(steps) % m.sde_sample_freq == 0:
+                m.policy.reset_noise(len(obs))
             return m.predict(obs, deterministic=rng is None)[0]
         return choose
 
@@ -244,9 +277,11 @@ def contenders(task: str, # "cartpole" or "pendulum"
         found += [Contender("sb3-zoo", "stable-baselines3, rl-zoo's settings",
                             lambda seed: StableBaselines(env_id, seed, **zoo), zoo["total"], False),
                   Contender("sb3-equal", "stable-baselines3, our settings",
-                            lambda seed: StableBaselines(env_id, seed, **same), same["total"], True)]
+                            lambda seed: StableBaselines(env_id, seed, **same), same["total"],
+                            True)]
     return found + [Contender("single-file", "a loop like CleanRL's",
-                              lambda seed: SingleFile(env_id, seed, **SINGLE_FILE[task]), 200_000, False)]
+                              lambda seed: SingleFile(env_id, seed, **SINGLE_FILE[task]), 200_000,
+                              False)]
 
 def look(trainer, # With `policy`
          env_id: str, # Where
@@ -254,11 +289,15 @@ def look(trainer, # With `policy`
          steps: int, # Done so far
         ) -> dict: # "greedy" and "sampled": the mean return over 100 fresh episodes
     "Evaluate, and leave PyTorch's random numbers as they were."
-    greedy_seed, sampled_seed, action_seed = (int(s) for s in np.random.SeedSequence((seed, steps)).generate_state(3))
+    greedy_seed, sampled_seed, action_seed = (
+        int(s) for s in np.random.SeedSequence((seed, steps)).generate_state(3)
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(action_seed)
-        return dict(greedy=episode_returns(trainer.policy(), greedy_seed, env_id=env_id).mean().item(),
-                    sampled=episode_returns(trainer.policy(np.random.default_rng(action_seed)), sampled_seed,
+        return dict(greedy=episode_returns(trainer.policy(), greedy_seed,
+                                           env_id=env_id).mean().item(),
+                    sampled=episode_returns(trainer.policy(np.random.default_rng(action_seed)),
+                                            sampled_seed,
                                      env_id=env_id).mean().item())
 
 def race(contender: Contender, # Who
@@ -270,7 +309,8 @@ def race(contender: Contender, # Who
     row = dict.fromkeys(COLUMNS) | dict(task=task, seed=seed, contender=contender.name)
     trainer, steps, seconds, due = contender.make(seed), 0, 0.0, every
     gc.collect()
-    while steps + trainer.batch <= contender.budget and (contender.whole or row["greedy_steps"] is None
+    while steps + trainer.batch <= contender.budget and (contender.whole
+                                                         or row["greedy_steps"] is None
                                                          or row["sampled_steps"] is None):
         start = time.perf_counter()
         trainer.iterate()
@@ -307,12 +347,21 @@ def ratios(rows: list, # From `compare`, of one task
           ) -> dict | None: # median, low, high, censored (how many); None if ours did not cross on every seed
     "Ours against another, paired by seed: above 1 means that ours is faster."
     of = {(r["contender"], r["seed"]): r for r in rows}
-    pairs = [(r, of["ours", r["seed"]]) for r in rows if r["contender"] == contender and ("ours", r["seed"]) in of]
+    pairs = [
+        (r, of["ours", r["seed"]])
+        for r in rows
+        if r["contender"] == contender and ("ours", r["seed"]) in of
+    ]
     if not pairs: return None
-    if how == "speed": values, censored = [(a["steps"] / a["seconds"]) / (b["steps"] / b["seconds"]) for b, a in pairs], 0
+    if how == "speed":
+        values, censored = (
+            [(a["steps"] / a["seconds"]) / (b["steps"] / b["seconds"]) for b, a in pairs],
+            0,
+        )
     elif any(a[f"{how}_seconds"] is None for _, a in pairs): return None
     else:
-        values = [(b["seconds"] if b[f"{how}_seconds"] is None else b[f"{how}_seconds"]) / a[f"{how}_seconds"]
+        values = [(b["seconds"] if b[f"{how}_seconds"] is None
+                   else b[f"{how}_seconds"]) / a[f"{how}_seconds"]
                   for b, a in pairs]
         censored = sum(b[f"{how}_seconds"] is None for b, _ in pairs)
     low, high = bootstrap_interval(values, statistic="median")
@@ -320,7 +369,7 @@ def ratios(rows: list, # From `compare`, of one task
 
 def table(rows: list, # From `compare`, of one task
          ) -> list: # Rows of strings, the first one a header
-    "What came of it: a row for each contender, medians over the seeds."
+    "A row for each contender, medians over the seeds."
     def middle(own, column, digits):
         values = [r[column] if r[column] is not None else np.inf for r in own]
         value = float(np.median(values))
@@ -329,13 +378,25 @@ def table(rows: list, # From `compare`, of one task
     def ratio(name, how):
         if name == "ours": return "1"
         r = ratios(rows, name, how)
-        return "-" if r is None else f"{'≥ ' * bool(r['censored'])}{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]"
-    lines = [("contender", "crossed", "steps", "seconds", "times ours", "greedy: crossed", "seconds", "times ours",
+        return (
+            "-"
+            if r is None
+            else f"{'≥ ' * bool(r['censored'])}{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]"
+        )
+
+    lines = [("contender", "crossed", "steps", "seconds", "times ours", "greedy: crossed",
+              "seconds", "times ours",
               "steps/s", "our speed to its")]
-    for name in dict.fromkeys(r["contender"] for r in sorted(rows, key=lambda r: (r["seed"], r["contender"] != "ours"))):
+    for name in dict.fromkeys(
+        r["contender"] for r in sorted(rows, key=lambda r: (r["seed"], r["contender"] != "ours"))
+    ):
         own = [r for r in rows if r["contender"] == name]
-        crossed = {how: f"{sum(r[f'{how}_steps'] is not None for r in own)} of {len(own)}" for how in ("sampled", "greedy")}
-        lines.append((name, crossed["sampled"], middle(own, "sampled_steps", 0), middle(own, "sampled_seconds", 2),
-                      ratio(name, "sampled"), crossed["greedy"], middle(own, "greedy_seconds", 2), ratio(name, "greedy"),
-                      f"{np.median([r['steps'] / r['seconds'] for r in own]):,.0f}", ratio(name, "speed")))
+        crossed = {how: f"{sum(r[f'{how}_steps'] is not None for r in own)} of {len(own)}" for how
+                   in ("sampled", "greedy")}
+        lines.append((name, crossed["sampled"], middle(own, "sampled_steps", 0),
+                      middle(own, "sampled_seconds", 2),
+                      ratio(name, "sampled"), crossed["greedy"], middle(own, "greedy_seconds", 2),
+                      ratio(name, "greedy"),
+                      f"{np.median([r['steps'] / r['seconds'] for r in own]):,.0f}",
+                      ratio(name, "speed")))
     return lines

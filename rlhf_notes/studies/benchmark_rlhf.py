@@ -55,14 +55,18 @@ def ours(start: Start, # Where to begin
         ) -> tuple: # (moments at which iterations ended, in seconds; the model)
     "Our loop."
     trainer, ends = replace(start, config=config).trainer(), []
-    while trainer.iteration < trainer.iterations: trainer.iterate(); ends.append(time.perf_counter())
+    while trainer.iteration < trainer.iterations:
+        trainer.iterate()
+        ends.append(time.perf_counter())
     return ends, trainer.policy.lm
 
 def shared(c, tmp): # The config; a directory
-    "What both trainers of TRL are told."
-    return dict(output_dir=tmp, seed=c.seed, use_cpu=c.device == "cpu", bf16=c.precision == "bfloat16", report_to="none",
+    "Options that both of TRL's trainers get."
+    return dict(output_dir=tmp, seed=c.seed, use_cpu=c.device == "cpu",
+                bf16=c.precision == "bfloat16", report_to="none",
                 save_strategy="no", logging_steps=10**6, disable_tqdm=True,
-                temperature=c.temperature, learning_rate=c.learning_rate, lr_scheduler_type="linear",
+                temperature=c.temperature, learning_rate=c.learning_rate,
+                lr_scheduler_type="linear",
                 adam_epsilon=c.adam_eps, max_grad_norm=c.max_grad_norm)
 
 def trl_grpo(start: Start, # Where to begin
@@ -77,23 +81,36 @@ def trl_grpo(start: Start, # Where to begin
     tokenizer.pad_token = tokenizer.eos_token                                            # one that the model knows
     @torch.no_grad()
     def reward(prompts, completion_ids, **_):
-        q = task.tokenizer(prompts, padding="max_length", max_length=task.query_length, return_tensors="pt",
+        q = task.tokenizer(prompts, padding="max_length", max_length=task.query_length,
+                           return_tensors="pt",
                            add_special_tokens=False).to(start.lm.device)
-        answers, counts, found = task.truncate(torch.tensor([ids + [tokenizer.eos_token_id] * (c.response_length - len(ids))
-                                                             for ids in completion_ids], device=start.lm.device))
-        return apply_penalty(start.norm(score(start.reward_model, q["input_ids"], q["attention_mask"].bool(), answers,
+        answers, counts, found = task.truncate(
+            torch.tensor(
+                [
+                    ids + [tokenizer.eos_token_id] * (c.response_length - len(ids))
+                    for ids in completion_ids
+                ],
+                device=start.lm.device,
+            )
+        )
+        return apply_penalty(start.norm(score(start.reward_model, q["input_ids"],
+                                              q["attention_mask"].bool(), answers,
                                               counts)), found, c.penalty).tolist()
     with quiet(), tempfile.TemporaryDirectory() as tmp:
         start.lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)                    # from where it reads the reference
         args = GRPOConfig(**shared(c, tmp), gradient_checkpointing=False, disable_dropout=True,
-                          per_device_train_batch_size=c.batch // c.minibatches, steps_per_generation=c.minibatches,
+                          per_device_train_batch_size=c.batch // c.minibatches,
+                          steps_per_generation=c.minibatches,
                           num_iterations=c.epochs,
-                          max_steps=c.iterations * c.epochs * c.minibatches, num_generations=c.group,
-                          max_completion_length=c.response_length, top_k=0, top_p=1.0, beta=c.kl_coef,
+                          max_steps=c.iterations * c.epochs * c.minibatches,
+                          num_generations=c.group,
+                          max_completion_length=c.response_length, top_k=0, top_p=1.0,
+                          beta=c.kl_coef,
                           epsilon=c.clip, loss_type="grpo")
-        lm = AutoModelForCausalLM.from_pretrained(tmp, attn_implementation=start.lm.config._attn_implementation)
+        lm = AutoModelForCausalLM.from_pretrained(tmp)
         trainer = GRPOTrainer(model=lm, reward_funcs=reward, args=args,
-                              train_dataset=Dataset.from_dict({"prompt": review_prompts()}), processing_class=tokenizer)
+                              train_dataset=Dataset.from_dict({"prompt": review_prompts()}),
+                              processing_class=tokenizer)
         trainer.add_callback(clock(ends, c.epochs * c.minibatches))
         trainer.train()
     return ends, trainer.model
@@ -114,25 +131,30 @@ def trl_ppo(start: Start, # Where to begin; its model a GPT-2
         model.score.load_state_dict(dict(weight=weight.detach(), bias=bias.detach()))
         return model
     with quiet(), tempfile.TemporaryDirectory() as tmp:
-        args = PPOConfig(**shared(c, tmp), num_sample_generations=0, per_device_train_batch_size=c.batch,
-                         gradient_accumulation_steps=1, num_mini_batches=c.minibatches, num_ppo_epochs=c.epochs,
-                         total_episodes=c.iterations * c.batch, local_rollout_forward_batch_size=c.batch,
-                         response_length=c.response_length, missing_eos_penalty=None, kl_coef=c.kl_coef,
-                         cliprange=c.clip, cliprange_value=c.value_clip, vf_coef=c.value_coef, gamma=c.gamma, lam=c.lam,
-                         whiten_rewards=c.whiten_rewards)
-        trainer = PPOTrainer(args=args, processing_class=task.tokenizer, model=copy.deepcopy(start.lm),
-                             ref_model=copy.deepcopy(start.lm),
-                             reward_model=judge(start.reward_model.trunk, start.norm.gain * head.weight,
-                                                start.norm.gain * head.bias + start.norm.bias),
-                             value_model=judge(start.lm.base_model, torch.zeros_like(head.weight),
-                                               torch.zeros_like(head.bias)),
-                             train_dataset=Dataset.from_dict(task.tokenizer(review_prompts(), add_special_tokens=False)),
-                             callbacks=[clock(ends, 1)])
+        args = PPOConfig(**shared(c, tmp), num_sample_generations=0,
+                         per_device_train_batch_size=c.batch,
+                         gradient_accumulation_steps=1, num_mini_batches=c.minibatches,
+                         num_ppo_epochs=c.epochs,
+                         total_episodes=c.iterations * c.batch,
+                         local_rollout_forward_batch_size=c.batch, gamma=c.gamma, lam=c.lam,
+                         response_length=c.response_length, missing_eos_penalty=None,
+                         kl_coef=c.kl_coef, cliprange=c.clip, cliprange_value=c.value_clip,
+                         vf_coef=c.value_coef, whiten_rewards=c.whiten_rewards)
+        of_task = judge(start.reward_model.trunk, start.norm.gain * head.weight,
+                        start.norm.gain * head.bias + start.norm.bias)
+        value = judge(start.lm.base_model, torch.zeros_like(head.weight),
+                      torch.zeros_like(head.bias))
+        prompts = task.tokenizer(review_prompts(), add_special_tokens=False)
+        trainer = PPOTrainer(args=args, processing_class=task.tokenizer,
+                             model=copy.deepcopy(start.lm), ref_model=copy.deepcopy(start.lm),
+                             reward_model=of_task, value_model=value,
+                             train_dataset=Dataset.from_dict(prompts), callbacks=[clock(ends, 1)])
         trainer.train()
     return ends, trainer.model.policy
 
 # %% ../../nbs/studies/34_benchmark_rlhf.ipynb #race
-COLUMNS = ("task", "seed", "contender", "iterations", "seconds", "seconds_per_iteration", "tokens_per_second", "true_score")
+COLUMNS = ("task", "seed", "contender", "iterations", "seconds", "seconds_per_iteration",
+           "tokens_per_second", "true_score")
 
 def contenders() -> dict: # Name -> (function, changes of the config, what it is)
     "All that can be raced here: those of TRL as far as they are installed and can be imported."
@@ -143,7 +165,8 @@ def contenders() -> dict: # Name -> (function, changes of the config, what it is
             try: return hasattr(trl, name)
             except (ImportError, RuntimeError): return False  # a version that does not fit the others that are installed
     grpo, ppo = dict(algo="grpo", kl_in_loss=True), dict(algo="ppo")
-    found = {"ours-grpo": (ours, grpo, "our loop with GRPO"), "ours-ppo": (ours, ppo, "our loop with PPO")}
+    found = {"ours-grpo": (ours, grpo, "our loop with GRPO"),
+             "ours-ppo": (ours, ppo, "our loop with PPO")}
     if there("GRPOTrainer"): found["trl-grpo"] = (trl_grpo, grpo, "TRL's GRPOTrainer")
     if there("PPOTrainer"): found["trl-ppo"] = (trl_ppo, ppo, "TRL's PPOTrainer")
     return found
@@ -181,21 +204,24 @@ def compare(seeds: int, # How many
 def ratios(rows: list, # From `compare`
            name: str, # A contender, other than ours
           ) -> dict: # median, low, high
-    "How many times as long an iteration of theirs takes as one of ours with the same algorithm: median over the seeds, with its 95% interval."
+    "Their seconds for an iteration divided by ours, of ours with the same algorithm: median over the seeds, with its 95% interval."
     of = {(r["contender"], r["seed"]): r["seconds_per_iteration"] for r in rows}
-    values = [seconds / of[f"ours-{name.split('-')[1]}", seed] for (who, seed), seconds in of.items() if who == name]
+    values = [seconds / of[f"ours-{name.split('-')[1]}", seed] for (who, seed),
+              seconds in of.items() if who == name]
     low, high = bootstrap_interval(values, statistic="median")
     return dict(median=float(np.median(values)), low=low, high=high)
 
 def table(rows: list, # From `compare`
          ) -> list: # Rows of strings, the first one a header
-    "What came of it: medians over the seeds."
+    "Medians over the seeds, as a table."
     lines = [("contender", "ms / iteration", "tokens / s", "times ours", "true score")]
     for name in dict.fromkeys(sorted(r["contender"] for r in rows)):
         own = [r for r in rows if r["contender"] == name]
         seconds, tokens, true = (float(np.median([r[c] for r in own]))
-                                 for c in ("seconds_per_iteration", "tokens_per_second", "true_score"))
+                                 for c in ("seconds_per_iteration", "tokens_per_second",
+                                           "true_score"))
         r = None if name.startswith("ours") else ratios(rows, name)
         lines.append((name, f"{1000 * seconds:.0f}", f"{tokens:,.0f}",
-                      "1" if r is None else f"{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]", f"{true:.2f}"))
+                      "1" if r is None else f"{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]",
+                      f"{true:.2f}"))
     return lines

@@ -64,11 +64,13 @@ def judged_alone(score): # `reward_model.score`, of both together
 
 def padding_read(hidden_states): # `model.hidden_states`, which goes by the mask
     "Padding is word 0, and nothing hides it."
-    return lambda lm, tokens, mask, at=None: hidden_states(lm, tokens.masked_fill(~mask, 0), torch.ones_like(mask), at)
+    return lambda lm, tokens, mask, at=None: hidden_states(lm, tokens.masked_fill(~mask, 0),
+                                                           torch.ones_like(mask), at)
 
 def padding_sampled(sample): # `sampling.sample`, which goes by the mask
     "The sampler looks at padding as if it were word 0."
-    return lambda lm, prompts, mask, u, temperature: sample(lm, prompts.masked_fill(~mask, 0), torch.ones_like(mask), u,
+    return lambda lm, prompts, mask, u, temperature: sample(lm, prompts.masked_fill(~mask, 0),
+                                                            torch.ones_like(mask), u,
                                                             temperature)
 
 def places(position_ids): # `model.position_ids`, which counts real tokens alone
@@ -100,7 +102,8 @@ def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the
     "The score is read off the last position, padding or not."
     class Edge(RewardModel):
         def forward(self, tokens, mask):
-            states = model._states.__wrapped__(self.trunk, tokens.masked_fill(~mask, 0), mask, model.position_ids(mask), mask)
+            states = model._states.__wrapped__(self.trunk, tokens.masked_fill(~mask, 0), mask,
+                                               model.position_ids(mask), mask)
             return model._float32(self.head, states[:, -1])
     return Edge
 
@@ -233,7 +236,8 @@ def padded_mean(rl_loss): # `rlhf.rl_loss`, over the tokens of responses alone
     "The policy loss is the mean over all positions, those after the end of a response too."
     def padded(config, batch, logp, values, kl_coef):
         loss, stats = rl_loss(config, batch, logp, values, kl_coef)
-        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=mask), logp, values, kl_coef)
+        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=mask), logp,
+                                values, kl_coef)
                         for mask in (batch.response_mask, torch.ones_like(batch.response_mask)))
         return loss + wrong[0] - right[0], stats | wrong[1]
     return padded
@@ -241,61 +245,86 @@ def padded_mean(rl_loss): # `rlhf.rl_loss`, over the tokens of responses alone
 # %% ../../nbs/studies/35_failures.ipynb #failures
 FAILURES = {
     "query unseen": Failure("the reward model reads the answer without its query", "G1",
-                            swaps=((reward_model, "score", judged_alone), (rlhf, "score", judged_alone)), judge=True),
+                            swaps=((reward_model, "score", judged_alone),
+                                   (rlhf, "score", judged_alone)), judge=True),
     "padding is a word": Failure("padding is read like any word", "G2",
-                                 swaps=((model, "hidden_states", padding_read), (rlhf, "sample", padding_sampled))),
-    "positions count padding": Failure("positions count the padding, in sampling and learning", "G3",
-                                       swaps=((model, "position_ids", places), (sample, "position_ids", places))),
+                                 swaps=((model, "hidden_states", padding_read),
+                                        (rlhf, "sample", padding_sampled))),
+    "positions count padding": Failure("positions count the padding, in sampling and learning",
+                                       "G3",
+                                       swaps=((model, "position_ids", places),
+                                              (sample, "position_ids", places))),
     "positions differ": Failure("positions count the padding in the update alone", "G3",
                                 swaps=((rlhf, "Policy", places_in_update),)),
-    "top five": Failure("words are drawn among the five likeliest", "G4", swaps=((sample, "draw", likeliest),)),
-    "constant rate": Failure("the policy's learning rate does not fall", "G5", swaps=((rlhf, "learning_rate", constant),)),
+    "top five": Failure("words are drawn among the five likeliest", "G4",
+                        swaps=((sample, "draw", likeliest),)),
+    "constant rate": Failure("the policy's learning rate does not fall", "G5",
+                             swaps=((rlhf, "learning_rate", constant),)),
     "one seed for two": Failure("two processes draw the same queries and answers", "G6",
                                 swaps=((rlhf.RLHF, "sample_prompts", twice),)),
     "score at the edge": Failure("the reward model's score is read at the last position, padding or not", "R1",
-                                 swaps=((reward_model, "RewardModel", read_at_the_edge),), judge=True),
+                                 swaps=((reward_model, "RewardModel", read_at_the_edge),),
+                                 judge=True),
     "loud head": Failure("the reward model's head begins with standard deviation 1", "R2",
                          swaps=((reward_model, "RewardModel", loud),), judge=True),
-    "scores as they come": Failure("the reward model's scores are not normalised", "R3", start=raw_scores),
+    "scores as they come": Failure("the reward model's scores are not normalised", "R3",
+                                   start=raw_scores),
     "scaled too early": Failure("the scores are normalised before the reward model is trained, not after", "R3",
                                 start=scaled_before_training),
-    "two passes": Failure("the reward model sees its labels twice", "R4", dict(rm_epochs=2), judge=True),
-    "four passes": Failure("the reward model sees its labels four times", "R4", dict(rm_epochs=4), judge=True),
+    "two passes": Failure("the reward model sees its labels twice", "R4", dict(rm_epochs=2),
+                          judge=True),
+    "four passes": Failure("the reward model sees its labels four times", "R4", dict(rm_epochs=4),
+                           judge=True),
     "pairs": Failure("the best answer is compared with one other, not with three", "R4",
                      swaps=((reward_model, "best_of_n_loss", one_pair),), judge=True),
     "temperature forgotten": Failure("drawn at temperature 0.7, log-probabilities at 1", "P1",
-                                     swaps=((model, "selective_log_softmax", temperature_forgotten),), base="cooler"),
-    "loud values": Failure("the value head begins with standard deviation 1", "P2", swaps=((rlhf, "Policy", opinionated),)),
-    "unfinished queries": Failure("queries end before their full stop", "P3", start=on_task(Unfinished)),
+                                     swaps=((model, "selective_log_softmax", temperature_forgotten),
+                                            ), base="cooler"),
+    "loud values": Failure("the value head begins with standard deviation 1", "P2",
+                           swaps=((rlhf, "Policy", opinionated),)),
+    "unfinished queries": Failure("queries end before their full stop", "P3",
+                                  start=on_task(Unfinished)),
     "dropout": Failure("dropout of 0.1 in the update", "P4", swaps=((rlhf, "Policy", thinned),)),
-    "no truncation": Failure("answers are judged and trained to their last token", "P5", start=on_task(Untruncated)),
-    "no penalty": Failure("an answer without an end is not punished", "P5", swaps=((rlhf, "apply_penalty", unpunished),)),
+    "no truncation": Failure("answers are judged and trained to their last token", "P5",
+                             start=on_task(Untruncated)),
+    "no penalty": Failure("an answer without an end is not punished", "P5",
+                          swaps=((rlhf, "apply_penalty", unpunished),)),
     "penalty of 10": Failure("an answer without an end scores -10", "P5", dict(penalty=-10.0)),
     "discount 0.9": Failure("a reward counts a tenth less with each token", "P6", dict(gamma=0.9)),
     "one minibatch": Failure("one gradient step in a pass", "P7", dict(minibatches=1)),
     "sixteen minibatches": Failure("sixteen gradient steps in a pass", "P7", dict(minibatches=16)),
-    "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold", "P7",
+    "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold",
+                                  "P7",
                                   dict(microbatches=4), swaps=((rlhf, "microbatch_weight", weighed_alike),)),
     "no KL": Failure("KL costs nothing", "P8", dict(kl_coef=0.0)),
     "KL reversed": Failure("the KL in the reward has the wrong sign", "P8",
                            swaps=((rollout, "token_rewards", reversed_reward),)),
     "k3 in the reward": Failure("the KL in the reward is estimated by k3", "P8",
                                 swaps=((rollout, "token_rewards", k3_in_reward),)),
-    "reference moves": Failure("the reference is the policy itself", "P8", swaps=((variants, "RLHF", moving_reference),)),
+    "reference moves": Failure("the reference is the policy itself", "P8",
+                               swaps=((variants, "RLHF", moving_reference),)),
     "paid at the edge": Failure("the score lands on the last position, not on the last token", "P8",
                                 swaps=((rollout, "token_rewards", paid_at_the_edge),)),
-    "paid everywhere": Failure("every token gets the whole score", "P8", swaps=((rollout, "token_rewards", paid_everywhere),)),
+    "paid everywhere": Failure("every token gets the whole score", "P8",
+                               swaps=((rollout, "token_rewards", paid_everywhere),)),
     "KL in the loss": Failure("the KL is a term of the loss, by k3", "P8", dict(kl_in_loss=True)),
     "rewards unwhitened": Failure("rewards as they come", "P9", dict(whiten_rewards=False)),
-    "rewards centred": Failure("whitening takes the mean of the rewards too", "P9", swaps=((rollout, "whiten", centred),)),
-    "advantages unwhitened": Failure("advantages as they come", "P9", dict(whiten_advantages=False)),
-    "whitened with padding": Failure("whitening counts the padding", "P9", swaps=((rollout, "whiten", over_padding),)),
+    "rewards centred": Failure("whitening takes the mean of the rewards too", "P9",
+                               swaps=((rollout, "whiten", centred),)),
+    "advantages unwhitened": Failure("advantages as they come", "P9",
+                                     dict(whiten_advantages=False)),
+    "whitened with padding": Failure("whitening counts the padding", "P9",
+                                     swaps=((rollout, "whiten", over_padding),)),
     "values unclipped": Failure("the value loss is not clipped", "P10", dict(value_clip=0.0)),
-    "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11", dict(kl_target=0.0)),
-    "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12", dict(adam="pytorch")),
+    "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11",
+                                 dict(kl_target=0.0)),
+    "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12",
+                               dict(adam="pytorch")),
     "mean over padding": Failure("the policy's loss counts the padding", "",
-                                 swaps=((model, "response_states", behind_the_end), (rlhf, "rl_loss", padded_mean))),
-    "no clip": Failure("ratio times advantage, not clipped", "", swaps=((ppo, "clipped_surrogate", unclipped),)),
+                                 swaps=((model, "response_states", behind_the_end),
+                                        (rlhf, "rl_loss", padded_mean))),
+    "no clip": Failure("ratio times advantage, not clipped", "",
+                       swaps=((ppo, "clipped_surrogate", unclipped),)),
     "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
     "eight epochs": Failure("eight passes", "", dict(epochs=8)),
     "lambda 0": Failure("the value head alone is trusted", "", dict(lam=0.0)),
@@ -310,12 +339,14 @@ FAILURES = {
     "GRPO: unscaled": Failure("advantages are not divided by the group's standard deviation", "",
                               dict(group_scale="none"), base="grpo"),
     "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "",
-                                       swaps=((model, "response_states", behind_the_end), (rlhf, "rl_loss", padded_mean)),
+                                       swaps=((model, "response_states", behind_the_end),
+                                              (rlhf, "rl_loss", padded_mean)),
                                        base="grpo"),
 }
 
 # %% ../../nbs/studies/35_failures.ipynb #attempt
-DIALS = ("score", "kl_k1", "entropy", "length", "valid", "approx_kl", "clip_fraction", "ratio", "value_loss",
+DIALS = ("score", "kl_k1", "entropy", "length", "valid", "approx_kl", "clip_fraction", "ratio",
+         "value_loss",
          "value_clip_fraction", "explained_variance", "grad_norm", "kl_coef")
 WORTH = 2.0          # mean true score that counts as having learned it
 LOOK = 10            # iterations from one look to the next
@@ -378,7 +409,7 @@ def intact_runs(name: str, # One of `FAILURES`
 def unusual(name: str, # One of `FAILURES`
             runs: dict, # From `recorded`
            ) -> dict: # Dial -> how far its mean over the iterations is from those of the intact trainings, in their standard deviations; the farthest first
-    "What an eye that knows the intact trainings would notice."
+    "Dials that stand out, beside those of intact trainings."
     def level(values): return sum(values) / len(values) if None not in values else None
     found = {}
     for d in DIALS:
@@ -394,17 +425,21 @@ def draw_dials(name: str, # One of `FAILURES`
     from rlhf_notes import viz
     dials = list(unusual(name, runs))
     dials.sort(key=DIALS.index)
-    figure, axes = plt.subplots(-(-len(dials) // 3), 3, figsize=(7.2, 1.35 * -(-len(dials) // 3)), sharex=True)
+    figure, axes = plt.subplots(-(-len(dials) // 3), 3, figsize=(7.2, 1.35 * -(-len(dials) // 3)),
+                                sharex=True)
     for ax, dial in zip(axes.flat, dials):
         usual = torch.tensor([run[dial] for run in intact_runs(name, runs)], dtype=torch.float64)
         x = range(1, usual.shape[1] + 1)
-        ax.fill_between(x, usual.amin(0), usual.amax(0), color=viz.COLORS["grey"], alpha=0.45, linewidth=0)
-        ax.plot(x[:len(runs[name, 0][dial])], runs[name, 0][dial], color=viz.COLORS["orange"], linestyle="-", linewidth=1.5)
+        ax.fill_between(x, usual.amin(0), usual.amax(0), color=viz.COLORS["grey"], alpha=0.45,
+                        linewidth=0)
+        ax.plot(x[:len(runs[name, 0][dial])], runs[name, 0][dial], color=viz.COLORS["orange"],
+                linestyle="-", linewidth=1.5)
         ax.set_title(dial, fontsize=9); ax.ticklabel_format(useOffset=False)
     for ax in axes.flat[len(dials):]: ax.set_visible(False)
     # the lowest that is seen in each column
     for ax in axes.flat[max(0, len(dials) - 3):len(dials)]: ax.tick_params(labelbottom=True)
-    figure.supxlabel("iteration (line: this training; band: the intact ones, all seeds)", fontsize=9)
+    figure.supxlabel("iteration (line: this training; band: the intact ones, all seeds)",
+                     fontsize=9)
     return figure
 
 # %% ../../nbs/studies/35_failures.ipynb #game
@@ -452,7 +487,8 @@ def diagnose(case: int | None = None, # From 1 on; None = any
         what = {"ppo": "PPO", "cooler": "PPO, answers drawn at temperature 0.7",
                 "grpo": "GRPO, the KL in the loss"}[FAILURES[truth].base]
         print("\n".join([f"Case {case} of {len(names)}: {what}, with one thing wrong. Which?",
-                         *(f"  {letter}  {name}: {FAILURES[name].what}" for letter, name in by_letter.items()),
+                         *(f"  {letter}  {name}: {FAILURES[name].what}" for letter,
+                           name in by_letter.items()),
                          f"Answer with check.diagnose({case}, \"a\")."]))
         if draw: draw_dials(truth, runs)
         return None
@@ -467,6 +503,7 @@ def diagnose(case: int | None = None, # From 1 on; None = any
         dial, z = next(iter(unusual(answer, runs).items()))
         at = "" if FAILURES[answer].base == FAILURES[truth].base else ", at temperature 1,"
         verdict = Verdict(False, f"No. With {answer}{at} the loudest dial would be {_how_far(dial, z)}; "
-                                 f"{_here(dial, found)}. Look at {next(iter(found))} again.", answer)
+                                 f"{_here(dial, found)}. Look at {next(iter(found))} again.",
+                          answer)
     print(verdict.text)
     return verdict

@@ -25,7 +25,7 @@ from ..training.devices import pick_device
 # %% ../../nbs/studies/33_variants.ipynb #start
 @dataclass(frozen=True)
 class Start:
-    "What trainings that are to be compared have in common."
+    "Model, reward and norm that compared trainings share."
     config: RLHFConfig       # Hyperparameters, seed included
     lm: nn.Module            # The pretrained model
     reward_model: nn.Module  # Trained on choices between its answers
@@ -35,7 +35,8 @@ class Start:
     def trainer(self, # Changes of the config: algo, kl_coef, iterations, ...
                 **changes) -> RLHF: # At its beginning
         "A training of a copy of the pretrained model."
-        return RLHF.from_parts(replace(self.config, **changes), self.lm, self.reward_model, self.norm, self.task)
+        return RLHF.from_parts(replace(self.config, **changes), self.lm, self.reward_model,
+                               self.norm, self.task)
 
 def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
            ) -> Start: # The same for the same config
@@ -50,13 +51,13 @@ def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
 def measure(trainer: RLHF, # At its beginning, in training, or at its end; `eval_answers` of its config says on how many answers
             lm: nn.Module | None = None, # The model to look at; None = the policy as it is now
            ) -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
-    "What a policy is worth."
+    "Proxy and true reward, KL, ends and win rate of a policy."
     return evaluate(trainer, lm).worth(evaluate(trainer, trainer.reference))
 
 # %% ../../nbs/studies/33_variants.ipynb #best
 def best_of_n_kl(n: int, # Answers to choose from, >= 1
                 ) -> float: # Nats
-    "How far the best of n answers is at most from one of them: log n - (n - 1) / n (Stiennon et al. 2020; Beirami et al. 2024)."
+    "Upper bound of the KL of the best of n responses: log n - (n - 1) / n (Stiennon et al. 2020; Beirami et al. 2024)."
     check_value("n", n, "[1, inf)")
     return math.log(n) - (n - 1) / n
 
@@ -68,7 +69,8 @@ def best_of_n(proxy: torch.Tensor, # By what the best is chosen, (..., N)
     "Expected worth of the answer with the largest proxy among n of N."
     check_value("n", n, f"[1, {proxy.shape[-1]}]")
     N = proxy.shape[-1]
-    weights = torch.tensor([math.comb(i, n - 1) / math.comb(N, n) for i in range(N)], dtype=torch.float64)
+    weights = torch.tensor([math.comb(i, n - 1) / math.comb(N, n) for i in range(N)],
+                           dtype=torch.float64)
     return (true.double().gather(-1, proxy.argsort(-1)) * weights.to(true.device)).sum(-1)
 
 @checked(proxy="real (... N)", true="real (... N)")
@@ -76,11 +78,12 @@ def best_of_n_win(proxy: torch.Tensor, # By what the best is chosen, (..., N)
                   true: torch.Tensor, # By what it is compared, (..., N)
                   n: int, # Of how many, 1 to N - 1
                  ) -> torch.Tensor: # (...), from 0 to 1: the mean over all choices of n, and over all that were not among them; a tie is half a win
-    "How often the answer with the largest proxy among n of N is worth more than another of the N, which was not to be chosen from."
+    "Probability that the response with the largest proxy among n of N is worth more than another of the N, which was not to be chosen from."
     check_value("n", n, f"[1, {proxy.shape[-1] - 1}]")
     N, ranks = proxy.shape[-1], range(proxy.shape[-1])
     pairs = math.comb(N, n) * (N - n)  # of a choice and an answer outside of it
-    above, below = (torch.tensor([[math.comb(max(rank - k, 0), n - 1) * (rank >= k) / pairs] for rank in ranks],
+    above, below = (torch.tensor([[math.comb(max(rank - k, 0),
+                                             n - 1) * (rank >= k) / pairs] for rank in ranks],
                                  dtype=torch.float64).expand(N, N) for k in (0, 1))
     # (best, other): as often as that is the best and the other, above or below it, is not in the choice
     weights = (above.triu(1) + below.tril(-1)).to(true.device)
@@ -92,11 +95,13 @@ def measure_best_of_n(trainer: RLHF, # Whose reference answers, and whose reward
                       ns: tuple, # Of how many the best is taken, each
                       rounds: int, # Answers to each of `eval_answers` held-out queries, at least the largest n; for `win` there is one more
                      ) -> dict: # n -> as `measure`; kl is the bound, and win is against an answer that was not among the n
-    "What the best of n answers of the pretrained model is worth."
+    "Worth of the best of n responses of the pretrained model."
     many = [evaluate(trainer, trainer.reference, seed=seed) for seed in range(rounds + 1)]
     all_proxy, all_true, all_valid = (torch.stack(x, 1).cpu()
-                                      for x in zip(*((e.rollout.scores, e.true, e.rollout.has_end.float()) for e in many)))
+                                      for x in zip(*((e.rollout.scores, e.true,
+                                                      e.rollout.has_end.float()) for e in many)))
     proxy, true, valid = (x[:, :rounds] for x in (all_proxy, all_true, all_valid))
-    return {n: dict(proxy=best_of_n(proxy, proxy, n).mean().item(), true=best_of_n(proxy, true, n).mean().item(),
+    return {n: dict(proxy=best_of_n(proxy, proxy, n).mean().item(),
+                    true=best_of_n(proxy, true, n).mean().item(),
                     kl=best_of_n_kl(n), valid=best_of_n(proxy, valid, n).mean().item(),
                     win=best_of_n_win(all_proxy, all_true, n).mean().item()) for n in ns}

@@ -11,28 +11,51 @@ import io
 import json
 import math
 import os
+import secrets
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from filelock import FileLock, Timeout
 
 # %% ../../nbs/training/runs.ipynb #atomic
 def write_atomically(path: Path, # Where to
-                     write, # Text, or a function that writes to the path it is given
+                     write, # Text, or a function that writes to the binary file it is given
                     ):
-    "Write a file so that it is there whole or not at all."
+    "Write a file so that it is there whole or not at all, on the disk too."
     path = Path(path)
-    tmp = path.with_name(f".{path.name}.tmp")
+    tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        if isinstance(write, str):
-            tmp.write_text(write, encoding="utf-8", newline="")
-        else:
-            write(tmp)
+        with _named(path), open(tmp, "xb") as file:
+            file.write(write.encode()) if isinstance(write, str) else write(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(tmp, path)
+        _sync_directory(path.parent)
     finally:
         tmp.unlink(missing_ok=True)
+
+@contextmanager
+def _named(path):
+    "Add the path to an OSError without one: a full disk does not say which file it stopped."
+    try:
+        yield
+    except (OSError, RuntimeError) as e:
+        cause = e.__context__ if isinstance(e, RuntimeError) else e  # torch.save hides it
+        if not isinstance(cause, OSError): raise
+        cause.filename = path
+        raise cause
+
+def _sync_directory(path):
+    if os.name != "posix": return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 # %% ../../nbs/training/runs.ipynb #table
 def write_table(path: Path, # Where to
@@ -79,9 +102,10 @@ class Run:
     "A run directory: `Run.create` begins one, `Run.resume` continues an interrupted one."
     path: Path # The directory
     config: dict # The content of config.json
-    rows: int = 0 # Rows of metrics.csv that count
+    lines: list = field(default_factory=list, repr=False) # Of metrics.csv, the header first
     checkpoint: dict | None = None # The state to continue from; None in a new run
     tracker: object = field(default=None, repr=False) # Made with the first row
+    held: object = field(default=None, repr=False) # The lock
 
     @classmethod
     def create(cls,
@@ -92,11 +116,14 @@ class Run:
         "Begin a run directory; ValueError if something else is there."
         cls.check(path, overwrite)
         run = cls(Path(path), config)
-        run.path.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(run.path / "policy", ignore_errors=True)
-        for old in (*run.path.glob("events.out.tfevents.*"), *map(run.path.joinpath, FILES)):
-            old.unlink(missing_ok=True)  # config.json goes last: until then this is a run
-        run._write_json("config.json", config)
+        with _usable(path):
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.lock()
+            shutil.rmtree(run.path / "policy", ignore_errors=True)
+            old = *run.path.glob("events.out.tfevents.*"), *run.path.glob(".*.tmp")
+            for file in (*old, *map(run.path.joinpath, FILES)):
+                file.unlink(missing_ok=True)  # config.json goes last: until then this is a run
+            run._write_json("config.json", config)
         return run
 
     @staticmethod
@@ -105,13 +132,14 @@ class Run:
              ):
         "Raise the ValueError with which `create` would refuse."
         path = Path(path)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"out must be a directory, got the file {path}")
-        there = sorted(p.name for p in path.iterdir()) if path.exists() else []
-        if there and not _is_run(path):
+        with _usable(path):
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"out must be a directory, got the file {path}")
+            there = {p.name for p in path.iterdir()} if path.exists() else set()
+        if not there <= {".lock"} and not _is_run(path):
             raise ValueError(f"out must be a new or empty directory or an earlier run, "
-                             f"got {path}, which holds {there[0]}")
-        if there and not overwrite:
+                             f"got {path}, which holds {min(there)}")
+        if _is_run(path) and not overwrite:
             raise ValueError(f"out must be a new directory, got {path}, which holds a run: "
                              f"continue it with --resume {path}, or replace it with --overwrite")
 
@@ -124,9 +152,18 @@ class Run:
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
             saved = torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")
-            return cls(path, config, saved["rows"], saved["state"])
+            return cls(path, config, saved["metrics"], saved["state"])
         except Exception as e:
             raise ValueError(f"resume must be {wanted}, got {path}: {e}") from e
+
+    def lock(self):
+        "Keep other processes out as long as this one lives; ValueError if one is there."
+        self.held = FileLock(self.path / ".lock", is_singleton=True)
+        try:
+            self.held.acquire(timeout=1)
+        except Timeout:
+            raise ValueError(f"{self.path} must be free, but another process is training "
+                             "there") from None
 
     def log(self,
             row: dict, # Column -> number; None where there is none yet
@@ -135,27 +172,26 @@ class Run:
         "Append a row to metrics.csv and to the tracker."
         path = self.path / "metrics.csv"
         if self.tracker is None:
-            lines = path.read_text().splitlines(True) if self.rows else [",".join(row) + "\n"]
-            write_atomically(path, "".join(lines[:self.rows + 1]))
+            self.lines = self.lines or [_line(row)]
+            write_atomically(path, "".join(self.lines))
             self.tracker = make_tracker(self.config.get("track", "tensorboard"), self.path, step)
-        with open(path, "a", newline="", encoding="utf-8") as f:
-            csv.writer(f, lineterminator="\n").writerow(_cells(row))
-        self.rows += 1
-        self.tracker.log({name: x for name, x in row.items() if x is not None}, step=step)
+        self.lines.append(_line(_cells(row)))
+        with _named(path), open(path, "a", newline="", encoding="utf-8") as f:
+            f.write(self.lines[-1])
+        with _named(self.path):
+            self.tracker.log({name: x for name, x in row.items() if x is not None}, step=step)
 
     def read_metrics(self) -> list[dict]: # Column -> number, or None where the cell is empty
         "Return the rows of metrics.csv."
-        if not self.rows: return []
-        with open(self.path / "metrics.csv", newline="", encoding="utf-8") as f:
-            rows = [{k: _number(cell) for k, cell in row.items()} for row in csv.DictReader(f)]
-        return rows[:self.rows]
+        rows = csv.DictReader(self.lines)
+        return [{name: _number(cell) for name, cell in row.items()} for row in rows]
 
     def save_checkpoint(self,
                         state: dict, # Tensors, numbers, strings, and lists and dicts of those
                        ):
         "Replace the checkpoint."
-        saved = {"rows": self.rows, "state": state}
-        write_atomically(self.path / "checkpoint.pt", lambda tmp: torch.save(saved, tmp))
+        saved = {"metrics": self.lines, "state": state}
+        write_atomically(self.path / "checkpoint.pt", lambda file: torch.save(saved, file))
 
     def save_figure(self,
                     draw, # draw(figure): draws on a matplotlib figure
@@ -166,7 +202,7 @@ class Run:
         import matplotlib
         from matplotlib.figure import Figure
         from rlhf_notes import viz
-        with matplotlib.rc_context():
+        with matplotlib.rc_context(), _named(self.path / name):
             viz.style()
             figure = Figure(figsize=figsize)
             draw(figure)
@@ -176,6 +212,8 @@ class Run:
                summary: dict, # Goes to summary.json
               ):
         "Write the summary and close the tracker."
+        if self.lines:
+            write_atomically(self.path / "metrics.csv", "".join(self.lines))
         self._write_json("summary.json", summary)
         if self.tracker is not None:
             self.tracker.finish()
@@ -183,6 +221,14 @@ class Run:
 
     def _write_json(self, name, values):
         write_atomically(self.path / name, json.dumps(_finite(values), indent=1) + "\n")
+
+@contextmanager
+def _usable(path):
+    try:
+        yield
+    except OSError as e:
+        raise ValueError(f"out must be a directory that can be written to, got {path}: "
+                         f"{e.strerror}") from e
 
 def _is_run(path):
     try:
@@ -193,6 +239,11 @@ def _is_run(path):
 def _finite(x):
     if isinstance(x, dict): return {k: _finite(v) for k, v in x.items()}
     return None if isinstance(x, float) and not math.isfinite(x) else x
+
+def _line(cells):
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
 
 def _number(cell):
     if not cell: return None

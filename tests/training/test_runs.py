@@ -2,6 +2,9 @@ import csv
 import json
 import math
 import os
+import stat
+import subprocess
+import sys
 import time
 
 import matplotlib
@@ -22,7 +25,7 @@ def snapshot(path):
 def row(i): return {"iteration": i, "loss": 1 / i, "return": None if i == 1 else 10.0 * i}
 
 
-@pytest.mark.parametrize("content", ["text", lambda p: p.write_text("text")])
+@pytest.mark.parametrize("content", ["text", lambda f: f.write(b"text")])
 def test_write_atomically(tmp_path, content):
     write_atomically(tmp_path / "f", content)
     assert snapshot(tmp_path) == {"f": b"text"}
@@ -31,8 +34,8 @@ def test_write_atomically(tmp_path, content):
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path):
     (tmp_path / "f").write_text("old")
 
-    def crash(p):
-        p.write_text("half")
+    def crash(f):
+        f.write(b"half")
         raise RuntimeError
     with pytest.raises(RuntimeError): write_atomically(tmp_path / "f", crash)
     assert snapshot(tmp_path) == {"f": b"old"}
@@ -53,6 +56,60 @@ def test_each_file_comes_by_one_rename(tmp_path, monkeypatch):
         run.finish({"i": i})
         write_table(tmp_path / "seeds.csv", [{"i": i}])
     assert renamed == ["checkpoint.pt", "summary.json", "seeds.csv"] * 2
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def sync(fd):
+        events.append("directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else os.fstat(fd).st_size)
+        fsync(fd)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", lambda *paths: (events.append("renamed"), replace(*paths)))
+    write_atomically(tmp_path / "f", "text")
+    assert events == [4, "renamed", "directory"]
+
+
+def test_a_link_in_the_way_is_not_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.secrets, "token_hex", lambda n: "guessed")
+    (tmp_path / "letter").write_text("mine")
+    for name in (".f.tmp", ".f.guessed.tmp"): (tmp_path / name).symlink_to("letter")
+    with pytest.raises(FileExistsError): write_atomically(tmp_path / "f", "text")
+    assert (tmp_path / "letter").read_text() == "mine" and not (tmp_path / "f").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="resource")
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint(tmp_path):
+    import resource
+    run = Run.create(tmp_path, CONFIG)
+    run.save_checkpoint({"i": 1})
+    run.log(row(1), 1)
+    before, limits = snapshot(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large: .*checkpoint.pt"): run.save_checkpoint({"w": torch.ones(10_000)})
+        with pytest.raises(OSError, match="File too large: .*seeds.csv"): write_table(tmp_path / "seeds.csv", [{"a": "x" * 5000}])
+        with pytest.raises(OSError, match="File too large: .*metrics.csv"): run.log({"a": "x" * 5000}, 2)
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    after = snapshot(tmp_path)
+    assert after.keys() == before.keys() and after["checkpoint.pt"] == before["checkpoint.pt"]
+
+
+def test_a_second_process_is_refused(tmp_path):
+    run = Run.create(tmp_path / "run", CONFIG)
+    run.save_checkpoint({})
+    before = snapshot(tmp_path)
+    code = f"""
+from rlhf_notes.training.runs import Run
+for begin in (lambda: Run.resume({str(run.path)!r}).lock(), lambda: Run.create({str(run.path)!r}, {{"task": "toy"}}, overwrite=True)):
+    try: begin()
+    except ValueError as e: print(e)
+"""
+    def second(): return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = second()
+    assert done.stdout == f"{run.path} must be free, but another process is training there\n" * 2 and snapshot(tmp_path) == before, done
+    del run
+    assert second().stdout == ""
 
 
 def test_a_table_is_quoted_where_it_must_be(tmp_path):
@@ -101,7 +158,7 @@ def test_overwriting_deletes_the_run_and_nothing_else(tmp_path):
     for name in ("seeds.csv", "compare.csv", "bench.csv"): (run.path / name).write_text("of the last time")
     (run.path / "notes.txt").write_text("mine")
     Run.create(run.path, CONFIG | {"seed": 1}, overwrite=True)
-    assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "notes.txt"]
+    assert sorted(p.name for p in run.path.iterdir()) == [".lock", "config.json", "notes.txt"]
     assert json.loads((run.path / "config.json").read_text())["seed"] == 1
 
 
@@ -123,7 +180,7 @@ def test_killed_while_it_overwrites_it_is_still_a_run(tmp_path, monkeypatch):
             try: Run.create(run.path, CONFIG, overwrite=True)
             except Killed: pass
         if (run.path / "config.json").exists(): Run.create(run.path, CONFIG, overwrite=True)
-        else: assert snapshot(run.path) == {"notes.txt": b"mine"}
+        else: assert snapshot(run.path) == {".lock": b"", "notes.txt": b"mine"}
 
 
 def test_metrics_are_written_as_they_come(tmp_path):
@@ -148,7 +205,9 @@ def scalars(path):
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path):
+@pytest.mark.parametrize("end", [lambda lines: lines, lambda lines: [*lines[:-1], lines[-1][:3]], lambda lines: [*lines[:2], lines[2][:-1]], lambda lines: []])
+def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path, end):
+    "Whatever the end of metrics.csv is."
     straight, killed = Run.create(tmp_path / "straight", CONFIG), Run.create(tmp_path / "killed", CONFIG)
     for i in range(1, 6): straight.log(row(i), i)
     straight.finish({})
@@ -156,6 +215,8 @@ def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path):
         killed.log(row(i), i)
         if i == 2: killed.save_checkpoint({"i": i, "w": torch.arange(3), "names": ["a"], "none": None})
     killed.tracker.finish()                            # rows 3 and 4 are lost with the power
+    metrics = killed.path / "metrics.csv"
+    metrics.write_text("".join(end(metrics.read_text().splitlines(True))))
     time.sleep(1.1)                                    # TensorBoard orders event files by the second in their names
     again = Run.resume(tmp_path / "killed")
     assert again.config == CONFIG and len(again.read_metrics()) == 2 and torch.equal(again.checkpoint.pop("w"), torch.arange(3))
@@ -192,7 +253,7 @@ def test_another_tracker(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("spoil", [
     lambda p: (p / "checkpoint.pt").unlink(), lambda p: (p / "config.json").unlink(), lambda p: (p / "checkpoint.pt").write_bytes(b"junk"),
-    lambda p: (p / "config.json").write_text("{"), lambda p: torch.save({"rows": 2, "state": os.system}, p / "checkpoint.pt")])
+    lambda p: (p / "config.json").write_text("{"), lambda p: torch.save({"metrics": [], "state": os.system}, p / "checkpoint.pt")])
 def test_what_cannot_be_resumed_is_refused(tmp_path, spoil):
     run = Run.create(tmp_path, CONFIG)
     run.log(row(1), 1)

@@ -1,20 +1,33 @@
+import os
 import signal
 import sys
 import threading
 
 import pytest
 
-from rlhf_notes.training.signals import diverged, progress_bar, stop_on_interrupt
+from rlhf_notes.training.signals import SIGNALS, Lenient, diverged, progress_bar, stop_on_interrupt
 
 
-def test_first_interrupt_asks_second_stops():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_first_interrupt_asks_second_stops(number):
+    before = signal.getsignal(number)
     with stop_on_interrupt() as stop:
         assert not stop.is_set()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         assert stop.is_set()
-        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt): signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_nohup_is_respected(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_interrupt() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally: signal.signal(signal.SIGHUP, before)
 
 
 def test_interrupts_are_left_alone_in_other_threads():
@@ -50,3 +63,22 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch, tty):
         bar.set_postfix({"kl": 0.5})
     if tty: assert "toy: 100%" in sys.stderr.text and "kl=0.5" in sys.stderr.text
     else: assert sys.stderr.text == ""
+
+
+def test_a_closed_stderr_shows_no_progress(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress_bar(10) as bar: bar.update(8)
+
+
+def test_output_that_cannot_be_written_is_lost_and_no_more():
+    lenient = Lenient(None)
+    print("lost", file=lenient)
+    assert lenient.error is None
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        lenient = Lenient(pipe)
+        print("read", file=lenient)
+        assert os.read(reader, 10) == b"read\n" and lenient.error is None
+        os.close(reader)
+        for _ in range(2): print("lost", file=lenient, flush=True)
+        assert isinstance(lenient.error, BrokenPipeError) and not lenient.isatty()

@@ -1,0 +1,203 @@
+"""Your own task: prompts, rewards and models as people have them."""
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from language.parts import TINY, handmade, trainer
+from language_models import WORDS, make
+from rlhf_notes import RLHF
+from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
+from rlhf_notes.language.hub import check_model, save_model
+from rlhf_notes.language.model import no_dropout
+from rlhf_notes.language.rollout import Prompts, read_prompts, reward_functions, rollout_stats, with_advantages
+from rlhf_notes.language.sampling import sample
+
+SMALL = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)
+CHAT = [dict(role="user", content="w5 w6")]
+
+
+def tokenizer(template=None):
+    "With a BOS before each text, as Llama's."
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    t = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
+    t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    t.post_processor = processors.TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
+    tok = transformers.PreTrainedTokenizerFast(tokenizer_object=t, bos_token="w1", eos_token="w2")
+    tok.chat_template = template
+    return tok
+
+
+TEMPLATE = "w1 {% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w7{% endif %}"
+
+
+def own(kind="GPT2", prompts=("w3 w4", "w5"), reward=None, tok=None, seed=0, **options):
+    torch.manual_seed(seed)
+    return RLHF(make(kind), tok or tokenizer(), prompts=prompts, reward=reward, **SMALL | dict(iterations=2) | options)
+
+
+def count(prompts, responses): return [r.split().count("w9") for r in responses]
+
+
+# --- models
+
+@pytest.mark.parametrize("kind, algo", [("GPT2", "ppo"), ("Llama", "grpo"), ("Qwen2", "rloo")])
+def test_a_model_learns_and_loads_elsewhere_with_the_same_logits(kind, algo, tmp_path):
+    t = own(kind, reward=count, algo=algo, iterations=20, batch=32).learn()
+    assert t.rows[-1]["score"] > t.rows[0]["score"] + 1 and t.rows[-1]["unscored"] == 0
+    t.save(tmp_path / "policy")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    tok = transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")
+    tokens, mask = t.task.encode(["w3 w4"])
+    if kind != "Qwen2":                             # for which AutoTokenizer makes a tokenizer of Qwen2's own kind
+        assert tok("w3 w4")["input_ids"] == tokens[0].tolist() == [1, 3, 4]
+    with torch.no_grad(): torch.testing.assert_close(theirs(tokens).logits, t.policy.lm(tokens).logits)
+    if kind != "Qwen2":
+        again = RLHF.load(tmp_path / "policy", ["w3"], count)
+        assert again.generate(["w3 w4", "w5"]) == t.generate(["w3 w4", "w5"])
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_what_is_frozen_stays_and_the_rest_learns(algo):
+    torch.manual_seed(0)
+    lm = make("GPT2")
+    lm.transformer.h[0].requires_grad_(False)
+    t = RLHF(lm, tokenizer(), prompts=["w3"], reward=count, algo=algo, **SMALL, iterations=1)
+    before = {n: p.clone() for n, p in t.policy.lm.named_parameters()}
+    t.learn()
+    moved = {n for n, p in t.policy.lm.named_parameters() if not torch.equal(p, before[n])}
+    assert moved and not any(n.startswith("transformer.h.0") for n in moved) and any(n.startswith("transformer.h.1") for n in moved)
+
+
+def test_a_model_frozen_whole_and_adapters_are_refused(tmp_path):
+    t = trainer()
+    with pytest.raises(ValueError, match="model must have weights to train, got 'GPT2LMHeadModel' with all of them frozen"):
+        type(t).from_parts(TINY, t.reference.requires_grad_(False), t.reward_model, t.norm, t.task)
+    lm = make("Llama"); lm.peft_config = {}
+    for call in (lambda: RLHF(lm, tokenizer()), lambda: save_model(tmp_path / "lm", lm, tokenizer())):
+        with pytest.raises(ValueError, match="model must be without adapters"): call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_check_model_says_what_differs():
+    lm = no_dropout(make("Llama"))
+    class Scaled(type(lm)):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs); out.logits = 3 * out.logits; return out
+    lm.__class__ = Scaled
+    with pytest.raises(ValueError, match="same logits as its head makes of its last hidden state, got 'x', whose differ by 6"): check_model(lm, "x")
+
+
+# --- prompts
+
+def test_padding_on_the_right_is_refused():
+    lm, mask = no_dropout(make("GPT2")), torch.tensor([[True, True, False], [True] * 3])
+    with pytest.raises(ValueError, match=r"mask must be True in its last column \(pad prompts on the left\), got 1 of 2 rows"):
+        sample(lm, torch.ones(2, 3, dtype=torch.long), mask, torch.rand(2, 2))
+
+
+def test_prompts_are_read_as_the_tokenizer_reads_them():
+    t = own(prompts=["w3 w4", "w5"])
+    assert t.task.tokens[t.task.mask].tolist() == [1, 3, 4, 1, 5] and t.task.mask.tolist() == [[True] * 3, [False, True, True]]
+
+
+def test_chats_take_the_tokenizers_template_and_no_second_bos():
+    def reward(prompts, responses):
+        assert set(map(str, prompts)) == {str(CHAT)}
+        return count(prompts, responses)
+    t = own(prompts=[CHAT, CHAT], reward=reward, tok=tokenizer(TEMPLATE)).learn()
+    assert t.task.tokens.tolist() == 2 * [[1, 5, 6, 7]] and len(t.generate([CHAT])) == 1
+    with pytest.raises(ValueError, match="prompts must be strings for a tokenizer without a chat template, got chat messages"): own(prompts=[CHAT])
+
+
+def test_prompts_from_a_file(tmp_path):
+    rows = [dict(prompt="w3", n=1), dict(prompt="w4", n=2)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (tmp_path / "p.txt").write_text("w3\n\nw4 w5\n")
+    assert read_prompts(tmp_path / "p.jsonl") == rows == read_prompts(iter(rows))
+    assert read_prompts(str(tmp_path / "p.txt")) == [dict(prompt="w3"), dict(prompt="w4 w5")]
+
+
+@pytest.mark.parametrize("text, words", [
+    ('"w3"\n"w4"\n{"prompt"\n', "prompts must be JSON, got line 3 of .*p.jsonl: "),
+    ('"w3"\n\n5\n', "prompts must be strings, lists of messages .* got .* in line 3 of .*p.jsonl"),
+    ('{"prompt": "w3", "n": 1}\n{"prompt": "w4"}', r"prompts must all have the columns \['prompt', 'n'\], got \['prompt'\] in line 2 of"),
+    ("\n", "prompts must not be empty, got .*p.jsonl"),
+])
+def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=words): read_prompts(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: own(prompts=["w3", dict(text="w4")]), r"prompts must be strings, .* in prompts\[1\]"),
+    (lambda: own(prompts=[[dict(role="user")]]), r"lists of messages with role and content, .* in prompts\[0\]"),
+    (lambda: own(prompts=[dict(prompt="w3", n=1), dict(prompt="w3", n=2)]), "prompts must not be the same tokens with other columns, got 'w3' twice"),
+    (lambda: own(max_new_tokens=30), "max_new_tokens must fit into the model's context of 32 tokens, after a prompt of 3, got 30"),
+    (lambda: own(prompts=[], reward=count).learn(), "prompts must not be empty, got none to learn from"),
+    (lambda: own().learn(), "reward must be a function to learn from, got None"),
+    (lambda: own(reward=3), "reward must be a function, or a list of functions and pairs .* got"),
+    (lambda: own(reward=[count, (count, "much")]), "reward must be a function, or a list"),
+    (lambda: own(reward=lambda p, r: [1.0]).learn(), "reward must return a number for each of the 16 responses, got 1"),
+    (lambda: own(reward=lambda p, r: ["1"] * len(r)).learn(), r"reward must return a list of numbers, .* got \['1'"),
+    (lambda: own(reward=lambda p, r: [[1.0]] * len(r)).learn(), r"reward must return a list of numbers, .* got \[\[1.0"),
+    (lambda: own(reward=lambda p, r: 1.0).learn(), "reward must return a list of numbers, .* got 1.0"),
+    (lambda: own(reward=lambda p, r: {}["x"]).learn(), "reward must return a number for each response, got KeyError: 'x'"),
+])
+def test_what_cannot_be_is_refused_by_name(call, words):
+    with pytest.raises(ValueError, match=words): call()
+
+
+def test_an_empty_prompt_is_refused():
+    from language_models import tokenizer as plain
+    with pytest.raises(ValueError, match="prompts must have tokens, got ''"): own(prompts=["w3", ""], tok=plain())
+
+
+# --- rewards
+
+def test_rewards_add_up_and_none_is_no_score():
+    def some(prompts, responses): return [None if "w5" in p else 2 for p in prompts]
+    t = own(reward=[(count, 0.5), some])
+    task = t.task
+    tokens, mask = task.encode(["w3 w4", "w5"], task.query_length)
+    said, _ = task.encode(["w9 w9"] * 2)
+    assert task.score(tokens, mask, said, None, None).tolist() == [3, 1]
+    task.rewards = reward_functions(some)
+    scores = task.score(tokens, mask, said, None, None)
+    assert scores[0] == 2 and scores[1].isnan()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
+@pytest.mark.parametrize("variant", ["ppo", "grpo"])
+def test_what_is_not_scored_counts_nowhere(algo, variant):
+    "The update is that of the scored responses, whatever the others hold."
+    if algo == "ppo" and variant != "ppo": pytest.skip("PPO has one loss")
+    def step(garbage):
+        seen = iter(range(10**6))
+        def reward(prompts, responses): return [math.nan if i % 4 == 3 else len(r) for i, r in zip(seen, responses)]
+        t = own(reward=reward, algo=algo, variant=variant, group=4, iterations=1, microbatches=2, kl_coef=0.1)
+        before = t.score
+        def score(*args):
+            r = before(*args); bad = ~r.is_scored
+            assert bad.tolist() == [i % 4 == 3 for i in range(16)]
+            for x in (r.scores, r.logp, r.logp_ref, r.values): x[bad] += garbage
+            return r
+        t.score = score
+        return t.learn()
+    a, b = step(0.0), step(0.7)
+    assert a.rows[0]["unscored"] == 4
+    for x, y in zip(a.policy.parameters(), b.policy.parameters()): torch.testing.assert_close(x, y)
+    for name in set(a.rows[0]) - {"tokens_per_second"}: assert a.rows[0][name] == pytest.approx(b.rows[0][name]), name
+
+
+def test_means_and_groups_leave_them_out():
+    x = handmade()
+    x.response_mask[1] = False
+    stats = rollout_stats(replace(x, scores=x.scores.where(x.is_scored, torch.tensor(math.nan))))
+    assert stats["score"] == pytest.approx(x.scores[[0, 2, 3]].mean().item()) and stats["length"] == 2
+    for algo, formula in (("grpo", group_advantage), ("rloo", rloo_advantage)):
+        got = with_advantages(replace(TINY, algo=algo, group=4), x, 0.0).advantages[:, 0]
+        torch.testing.assert_close(got[[0, 2, 3]], formula(x.scores[None, [0, 2, 3]])[0])

@@ -1,0 +1,36 @@
+"""The README's examples run as they are written."""
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from rlhf_notes.language.hub import save_model
+from rlhf_notes.language.model import make_gpt2
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+WORDS = ["<eos>", *"Tell me a story. What is kernel?".split()]
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path = tmp_path_factory.mktemp("readme") / "lm"
+    save_model(path, make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2),
+               transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>"))
+    return path
+
+
+@pytest.mark.parametrize("name", ["PPO", "RLHF"])
+def test_an_example_runs_as_it_is_written(name, language_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(rf"```python\n(from rlhf_notes import {name}\n.*?)```", README, re.S)
+    names = {}
+    exec(code.replace("path/or/name", str(language_model)), names)
+    if name == "PPO":
+        assert names["agent"].evaluate(episodes=20).mean() > 475 and (tmp_path / "pole.gif").stat().st_size > 10_000
+    else:
+        assert len(names["rlhf"].rows) == 60 and names["rlhf"].config.algo == "grpo"
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
