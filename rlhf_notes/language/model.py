@@ -6,7 +6,7 @@
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'context_length', 'check_context',
            'response_states', 'to_logits', 'head_log_probs', 'make_gpt2', 'no_dropout',
            'Policy', 'RewardModel', 'next_token_loss', 'warm_cosine', 'autocast',
-           'gradient_step', 'check_weights', 'Pretraining']
+           'gradient_step', 'check_weights', 'Stage', 'Pretraining']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -270,9 +270,28 @@ def check_weights(where: str, # Stage and step, for the message
     if not math.isfinite(total):
         raise diverged(where, f"the squares of the weights add up to {total}")
 
+# %% ../../nbs/language/23_model.ipynb #stage
+class Stage:
+    "A training that can be stopped and continued to the last bit."
+    PARTS = () # what has a `state_dict` of its own
+    steps = 0  # of the optimizer, where they are not the iterations
+
+    def state_dict(self) -> dict: # Tensors, numbers, and lists and dicts of those
+        "Everything the rest of the training depends on."
+        state = {name: getattr(self, name).state_dict() for name in self.PARTS}
+        return state | dict(iteration=self.iteration, steps=self.steps)
+
+    def load_state_dict(self, state: dict): # From `state_dict` of the same training
+        "Continue from a checkpoint."
+        for name in self.PARTS:
+            getattr(self, name).load_state_dict(state[name])
+        self.iteration, self.steps = state["iteration"], state["steps"]
+
+
 # %% ../../nbs/language/23_model.ipynb #pretraining
-class Pretraining:
+class Pretraining(Stage):
     "Trains a language model on a task's texts, step by step."
+    PARTS = "lm", "optimizer"
     TEXTS = 8192 # at most; more steps read them several times
 
     def __init__(self,
@@ -303,15 +322,3 @@ class Pretraining:
         self.iteration = step
         return dict(step=step, loss=loss.item(), grad_norm=norm, learning_rate=rate)
 
-    def state_dict(self) -> dict: # Tensors, numbers, and dicts of those
-        "Everything the rest of the training depends on."
-        return dict(iteration=self.iteration, lm=self.lm.state_dict(),
-                    optimizer=self.optimizer.state_dict())
-
-    def load_state_dict(self,
-                        state: dict, # From `state_dict` of a Pretraining with the same config
-                       ):
-        "Continue from a checkpoint."
-        self.lm.load_state_dict(state["lm"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.iteration = state["iteration"]

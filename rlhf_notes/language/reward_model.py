@@ -15,7 +15,7 @@ from ..checks import checked
 from ..formulas.masking import masked_mean
 from ..formulas.preference import best_of_n_loss
 from ..formulas.reward import RewardNorm
-from .model import RewardModel, autocast, gradient_step
+from .model import RewardModel, Stage, autocast, gradient_step
 from .sampling import sample
 from .task import human_choice
 from ..training.seeds import seeded_generator
@@ -76,8 +76,10 @@ def warm_linear(step: int, # From 0
     return min(1.0, rise, fall) # G5
 
 # %% ../../nbs/language/25_reward_model.ipynb #training
-class RewardTraining:
+class RewardTraining(Stage):
     "Trains a copy of the language model to predict the human's choice, step by step."
+    PARTS = "model", "optimizer", "norm"
+
     def __init__(self,
                  config, # `RLHFConfig`
                  lm, # The pretrained language model; not changed
@@ -135,18 +137,6 @@ class RewardTraining:
         return dict(step=step, loss=loss.item(), accuracy=accuracy, grad_norm=norm,
                     learning_rate=rate)
 
-    def state_dict(self) -> dict: # Tensors, numbers, and dicts of those
-        "Everything the rest of the training depends on."
-        return dict(iteration=self.iteration, model=self.model.state_dict(),
-                    optimizer=self.optimizer.state_dict(), norm=self.norm.state_dict())
-
-    def load_state_dict(self,
-                        state: dict, # From `state_dict` with the same config and language model
-                       ):
-        "Continue from a checkpoint."
-        for name in ("model", "optimizer", "norm"):
-            getattr(self, name).load_state_dict(state[name])
-        self.iteration = state["iteration"]
 
 # %% ../../nbs/language/25_reward_model.ipynb #agreement
 @checked(rewards="float (n N)", true="float (n N)")

@@ -28,7 +28,7 @@ from ..formulas.reward import RewardNorm, apply_penalty
 from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
 from .hub import check_trainable, load_model, save_model
-from .model import (Policy, autocast, check_weights, context_length, head_log_probs, no_dropout,
+from .model import (Policy, Stage, autocast, check_weights, context_length, head_log_probs, no_dropout,
                                        response_states)
 from .reward_model import score
 from .rollout import Prompts, Rollout, rollout_stats, with_advantages
@@ -39,8 +39,10 @@ from ..training.seeds import seeded_generator
 from ..training.signals import diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/27_rlhf.ipynb #rlhf
-class RLHF:
+class RLHF(Stage):
     "Reinforcement learning of a language model: sample responses, score them, learn from it."
+    PARTS = "policy", "optimizer", "kl"
+
     def __init__(self,
                  model, # A causal language model: its name, its directory, or the model itself
                  tokenizer=None, # Of a model that is given itself
@@ -276,16 +278,6 @@ class RLHF:
         trainer._from_prompts(config, path, None, prompts, reward)
         return trainer
 
-    def state_dict(self) -> dict: # Tensors, numbers, and lists and dicts of those
-        "All on which the future depends; chance follows from seed, iteration and process."
-        return dict(policy=self.policy.state_dict(), optimizer=self.optimizer.state_dict(),
-                    kl=self.kl.state_dict(), iteration=self.iteration, steps=self.steps)
-
-    def load_state_dict(self, state: dict): # From `state_dict` of the same training
-        "Continue from a checkpoint."
-        for name in ("policy", "optimizer", "kl"):
-            getattr(self, name).load_state_dict(state[name])
-        self.iteration, self.steps = state["iteration"], state["steps"]
 
 # %% ../../nbs/language/27_rlhf.ipynb #losses
 def rl_loss(config: RLHFConfig, # algo, variant, clip, value_clip, value_coef, kl_in_loss
