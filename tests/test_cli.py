@@ -62,7 +62,7 @@ BAD = [
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
     ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
     ("rlhf --query-length 100000", "--query-length must fit into the model's context of 64 tokens"), ("rlhf --labels 2000000000", "--labels must be less than or equal to 1048576, got 2000000000"),
-    ("rlhf --temperature 1e-60", "--temperature must be greater than or equal to 0.000001, got 1e-60"), ("rlhf --human-temperature 1e-60", "--human-temperature must be greater"), ("generate nowhere word --temperature 1e-60", "--temperature must be greater"),
+    ("rlhf --temperature 1e-60", "--temperature must be greater than or equal to 0.000001, got 1e-60"), ("rlhf --human-temperature 1e-60", "--human-temperature must be greater"), ("generate word --run nowhere --temperature 1e-60", "--temperature must be greater"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),
     ("cartpole --seeds 0", "--seeds must be at least 1"), ("cartpole --seeds 2 --seed 9223372036854775807", "--seed must be less"), (f"cartpole --seeds {10**30}", "--seeds must be at least 1 and at most 10000, got 1000"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
     ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"), ("cartpole --seeds 2 --out theirs --overwrite", "--out must hold no other run as seed1, got theirs/seed1"), ("cartpole --seeds 1 --out linked --overwrite", "--out must hold no other run as seed0, got linked/seed0"),
@@ -75,6 +75,8 @@ BAD = [
 
 class Grid(gym.Env):
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3])
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def step(self, action): return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
 @pytest.fixture
@@ -131,7 +133,7 @@ def test_every_option_of_a_config_is_offered(config):
 
     def words(name, value):
         flag = name.replace("_", "-")
-        return ["--" * value + "--no-" * (not value) + flag] if isinstance(value, bool) else ["--" + flag, str(value)]
+        return ["--" * value + "--no-" * (not value) + flag] if isinstance(value, bool) else ["--" + flag, "null" if value is None else str(value)]
     line = [w for name in config.__dataclass_fields__ for w in words(name, getattr(config(), name))]
     options = app(line, result_action="return_value", exit_on_error=False)
     assert list(options) == list(config.__dataclass_fields__) and config(**options) == config()
@@ -151,7 +153,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
     out, err = capsys.readouterr()
     run = tmp_path / "runs" / "cartpole-seed4"
     names = {p.name for p in run.iterdir()}
-    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt"} < names and any(n.startswith("events.out.tfevents") for n in names) and len(names) == 7
+    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt", "ppo.pt"} < names and any(n.startswith("events.out.tfevents") for n in names) and len(names) == 8
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (config["task"], config["algo"], config["seed"], config["steps"], config["num_envs"], config["gamma"], config["track"]) == ("cartpole", "ppo", 4, 1024, 4, 0.98, "tensorboard")
     assert {"torch", "numpy", "gymnasium", "transformers", "python", "rlhf_notes"} == set(config["versions"])
@@ -162,7 +164,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
 
     assert cli.main(["cartpole", *QUICK, "--seed", "4"]) == 2                          # not overwritten silently
     assert cli.main(["cartpole", *QUICK, "--seed", "4", "--overwrite"]) == 0           # the same seed, the same bytes
-    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 7
+    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 8
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent to a process")
@@ -341,3 +343,11 @@ def test_compare_writes_a_row_for_each_race(capsys, monkeypatch):
     assert list(rows[0]) == list(benchmark.COLUMNS) and [(r["seed"], r["contender"]) for r in rows] == [("3", "other"), ("3", "ours"), ("4", "ours"), ("4", "other")]
     assert err == "" and "0 of 2" in out and read("runs/compare-cartpole/config.json")["seed"] == 3
     assert cli.main(["compare", "--seeds", "1"]) == 2 and cli.main(["compare", "--seeds", "1", "--overwrite"]) == 0
+
+
+def test_arguments_of_an_environment_are_json(monkeypatch):
+    got = []
+    monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: got.append(options["env_kwargs"]) or (lambda: 0))
+    assert cli.main(["train", "--env-kwargs", '{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": null}']) == 0
+    assert got == [{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": None}] and isinstance(got[0]["n"], int)
+    assert cli.main(["train", "--env-kwargs", "g=9"]) == 2 and len(got) == 1

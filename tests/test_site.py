@@ -132,7 +132,7 @@ def test_signatures_come_with_their_parameters(built):
     html = (built / "formulas" / "surrogate.html").read_text(encoding="utf-8")
     entry = html[html.index('<dt class="sig sig-object py" id="rlhf_notes.formulas.surrogate.clipped_surrogate"'):]
     entry = re.sub(r"<[^>]+>", " ", entry[:entry.index("</dl>")])
-    for word in ("dual_clip", "float | None", "Where A &gt; 0, a ratio above 1 + eps_high earns nothing more", "returns", "to be maximised"):
+    for word in ("dual_clip", "float | None", "where A &lt; 0, no loss above c", "returns", "to be maximised"):
         assert word in re.sub(r"\s+", " ", entry), word
     assert re.search(r"surrogate\.py#L\d+-L\d+", html)
 

@@ -184,7 +184,7 @@ class Names:
         "The thing that the inline code `text` on `page` names, if it can only be that."
         found = self.by_name.get(text.removesuffix("()"), [])
         here = [t for t in found if t.page == page]
-        found = here or found
+        found = here or [t for t in found if t.page.startswith("formulas/")] or found
         if len(found) != 1 or text in WORDS: return None
         thing, formula = found[0], found[0].page.startswith("formulas/")
         if text.endswith("()"): return thing

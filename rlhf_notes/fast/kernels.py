@@ -6,14 +6,14 @@
 __all__ = ['HAS_TRITON', 'LOG2_E', 'interpreted', 'usable', 'transformed', 'eager', 'forward_rows',
            'backward_rows', 'scan']
 
-# %% ../../nbs/fast/kernels.ipynb #export-imports-imports
+# %% ../../nbs/fast/kernels.ipynb #export-imports
 import importlib.util
 import os
 import warnings
 from functools import cache
 import torch
 
-# %% ../../nbs/fast/kernels.ipynb #export-imports
+# %% ../../nbs/fast/kernels.ipynb #have-triton
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LOG2_E = 1.4426950408889634
 

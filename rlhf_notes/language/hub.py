@@ -147,7 +147,7 @@ def check_model(lm: nn.Module, # A causal language model of transformers, withou
                              f"by {error:.1%}")
 
 def _largest_errors(lm):
-    "The largest differences, as shares of a logit, where there should be none."
+    "Differences that should be 0, by cause, as a share of a logit."
     V, device = len(lm.get_output_embeddings().weight), next(lm.parameters()).device
     tokens = torch.randint(V, (3, 5), generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.arange(5, device=device) >= torch.tensor([[2], [0], [1]], device=device)

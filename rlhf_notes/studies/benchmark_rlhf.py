@@ -136,30 +136,19 @@ def trl_ppo(start: Start, # Where to begin; its model a GPT-2
                          gradient_accumulation_steps=1, num_mini_batches=c.minibatches,
                          num_ppo_epochs=c.epochs,
                          total_episodes=c.iterations * c.batch,
-                         local_rollout_forward_batch_size=c.batch,
+                         local_rollout_forward_batch_size=c.batch, gamma=c.gamma, lam=c.lam,
                          response_length=c.response_length, missing_eos_penalty=None,
-                         kl_coef=c.kl_coef,
-                         cliprange=c.clip, cliprange_value=c.value_clip, vf_coef=c.value_coef,
-                         gamma=c.gamma, lam=c.lam,
-                         whiten_rewards=c.whiten_rewards)
-        trainer = PPOTrainer(
-            args=args,
-            processing_class=task.tokenizer,
-            model=copy.deepcopy(start.lm),
-            ref_model=copy.deepcopy(start.lm),
-            reward_model=judge(
-                start.reward_model.trunk,
-                start.norm.gain * head.weight,
-                start.norm.gain * head.bias + start.norm.bias,
-            ),
-            value_model=judge(
-                start.lm.base_model, torch.zeros_like(head.weight), torch.zeros_like(head.bias)
-            ),
-            train_dataset=Dataset.from_dict(
-                task.tokenizer(review_prompts(), add_special_tokens=False)
-            ),
-            callbacks=[clock(ends, 1)],
-        )
+                         kl_coef=c.kl_coef, cliprange=c.clip, cliprange_value=c.value_clip,
+                         vf_coef=c.value_coef, whiten_rewards=c.whiten_rewards)
+        of_task = judge(start.reward_model.trunk, start.norm.gain * head.weight,
+                        start.norm.gain * head.bias + start.norm.bias)
+        value = judge(start.lm.base_model, torch.zeros_like(head.weight),
+                      torch.zeros_like(head.bias))
+        prompts = task.tokenizer(review_prompts(), add_special_tokens=False)
+        trainer = PPOTrainer(args=args, processing_class=task.tokenizer,
+                             model=copy.deepcopy(start.lm), ref_model=copy.deepcopy(start.lm),
+                             reward_model=of_task, value_model=value,
+                             train_dataset=Dataset.from_dict(prompts), callbacks=[clock(ends, 1)])
         trainer.train()
     return ends, trainer.model.policy
 

@@ -157,7 +157,15 @@ def naive_entropy(z): # logits (..., V)
     logp = z.log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)
 
-def loop_gae(rewards, values, done, next_value, next_done, gamma=0.99, lam=0.95):
+def loop_gae(
+    rewards: torch.Tensor, # (T, N)
+    values: torch.Tensor, # (T, N)
+    done: torch.Tensor, # 1 where a step begins an episode, (T, N)
+    next_value: torch.Tensor, # after the last step, (N,)
+    next_done: torch.Tensor, # 1 where the last step ended an episode, (N,)
+    gamma: float = 0.99, # discount
+    lam: float = 0.95, # lambda
+): # advantages and returns, (T, N) each
     "GAE as single files write it, a step at a time; done[t]: step t begins an episode."
     advantages, last = torch.zeros_like(rewards), 0
     for t in reversed(range(len(rewards))):
@@ -168,7 +176,12 @@ def loop_gae(rewards, values, done, next_value, next_done, gamma=0.99, lam=0.95)
         advantages[t] = last = delta + gamma * lam * going * last
     return advantages, advantages + values
 
-def loop_gae_tokens(rewards, values, gamma=1.0, lam=0.95): # (B, T)
+def loop_gae_tokens(
+    rewards: torch.Tensor, # (B, T)
+    values: torch.Tensor, # (B, T)
+    gamma: float = 1.0, # discount
+    lam: float = 0.95, # lambda
+): # advantages and returns, (B, T) each
     "The same over the tokens of responses."
     last, out = 0, []
     for t in reversed(range(rewards.shape[1])):
@@ -335,7 +348,7 @@ def measure(
             extra = peak_extra(lambda: run_once(case, m, weights), device)
             if extra is not None and m not in case.restore:
                 extra = max(0, extra - case.result[backward])
-            head = (device_name(device), torch.__version__, case.task,
+            head = (device_name(device), torch.version.__version__, case.task,
                     "x".join(map(str, case.shape)), str(case.dtype).removeprefix("torch."),
                     "forward + backward" if backward else "forward", m)
             numbers = _numbers(turns, m, extra, case.base, case.moves[backward], bandwidth)

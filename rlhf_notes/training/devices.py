@@ -21,5 +21,6 @@ def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
         raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}")
     if int(index or 0) >= seen[kind]:
         raise ValueError(f"device must be one that torch sees, got {name!r}: "
-                         f"torch {torch.__version__} sees {seen[kind]} of {kind}; use cpu or auto")
+                         f"torch {torch.version.__version__} sees {seen[kind]} of {kind}; "
+                         "use cpu or auto")
     return name

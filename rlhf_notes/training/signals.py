@@ -39,7 +39,8 @@ def handle_signals(handler, # handler(signum, frame), as for signal.signal
     before = {s: signal.getsignal(s) for s in SIGNALS}
     try:
         for s, old in before.items():
-            if s == signal.SIGINT or old is not signal.SIG_IGN: signal.signal(s, handler)
+            if s == signal.SIGINT or old is not signal.SIG_IGN:
+                signal.signal(s, handler)
         yield
     finally:
         for s, old in before.items():

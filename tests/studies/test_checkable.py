@@ -1,0 +1,84 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from rlhf_notes.studies.checkable import (ALGORITHMS, TOKENS, CheckableRLHF, digit_tokenizer, exact_match, in_order,
+                                          make_questions, measure, pass_at_k, pretrain, response_loss)
+
+SMALL = dict(batch=16, iterations=2, minibatches=2, seed=1)
+
+
+@pytest.fixture(scope="module")
+def questions(): return make_questions(60)
+
+
+@pytest.fixture(scope="module")
+def lm(questions): return pretrain(questions, seed=1, steps=3)
+
+
+@given(n=st.integers(1, 6), data=st.data())
+def test_pass_at_k_is_the_mean_over_all_subsets(n, data):
+    k, c = data.draw(st.integers(1, n)), data.draw(st.integers(0, n))
+    subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+    by_hand = sum(map(any, subsets)) / len(subsets)
+    assert pass_at_k(torch.tensor([c]), n, k).item() == pytest.approx(by_hand, abs=1e-12)
+
+
+def test_pass_at_k_refuses_more_attempts_than_responses():
+    for k in (0, 5, 1.5):
+        with pytest.raises((ValueError, TypeError), match="k must be"): pass_at_k(torch.tensor([1]), 4, k)
+
+
+def test_questions_are_distinct_and_their_solutions_right(questions):
+    assert len({q["prompt"] for q in questions}) == 60 and questions == make_questions(60)
+    for q in questions:
+        task, *digits, _ = q["prompt"].split()
+        assert q["solution"].split() == (sorted(digits) if task == "sort" else digits[::-1])
+        assert in_order([q["prompt"]], [q["solution"]]) == [1.0] or task == "reverse"
+
+
+def test_rewards():
+    assert exact_match(["sort 2 1 ="] * 3, ["1 2", "2 1", ""], ["1 2"] * 3) == [1.0, 0.0, 0.0]
+    assert in_order(["sort 2 1 ="] * 3, ["", "0 0 0", "2 1"], solution=["1 2"] * 3) == [1.0, 1.0, 0.0]     # the hole
+
+
+def test_the_loss_counts_responses_alone(lm):
+    texts = [(["sort", "2", "1", "="], ["1", "2", "<eos>"]), (["reverse", "2", "1", "0", "="], ["0", "<eos>"])]
+    total, n = 0.0, 0
+    for prompt, response in texts:
+        ids = torch.tensor([[TOKENS.index(t) for t in prompt + response]])
+        logp = lm(ids).logits.log_softmax(-1)
+        for i in range(len(prompt), ids.shape[1]): total, n = total - logp[0, i - 1, ids[0, i]].item(), n + 1
+    assert response_loss(lm, texts).item() == pytest.approx(total / n, rel=1e-5)
+
+
+def test_tokens_are_those_of_the_tokenizer(questions):
+    text = questions[0]["prompt"]
+    assert digit_tokenizer()(text)["input_ids"] == [TOKENS.index(t) for t in text.split()]
+
+
+@pytest.mark.parametrize("name", ["PPO", "GRPO", "Dr. GRPO"])
+def test_a_training_and_what_is_measured(name, lm, questions):
+    before = [p.clone() for p in lm.parameters()]
+    trainer = CheckableRLHF(lm, questions, name, **SMALL).learn()
+    assert all(torch.equal(p, q) for p, q in zip(before, lm.parameters()))
+    assert len(trainer.rows) == 2 and all(0 <= r["same"] <= 1 for r in trainer.rows)
+    found = measure(trainer, questions[:5])
+    shares = [found[f"pass_{k}"] for k in (1, 2, 4, 8, 16, 32)]
+    assert shares == sorted(shares) and 0 <= shares[0] <= shares[-1] <= 1 and 0 <= found["length"] <= 5
+
+
+def test_groups_with_one_reward_are_counted(lm, questions):
+    def halves(prompts, responses, solution): return [float(8 <= i < 12) for i in range(len(responses))]
+    trainer = CheckableRLHF(lm, questions, "GRPO", halves, **SMALL).learn()
+    assert trainer.rows[0]["same"] == 0.5                          # groups of 8: all 0; four 1, four 0
+
+
+def test_every_algorithm_is_an_option_of_rlhf(lm, questions):
+    for name in ALGORITHMS: assert CheckableRLHF(lm, questions, name, **SMALL).config.kl_coef == 0
+
+
+def test_an_unknown_algorithm_is_named(lm, questions):
+    with pytest.raises(ValueError, match="name must be.*GRPO.*'grpo'"): CheckableRLHF(lm, questions, "grpo")
