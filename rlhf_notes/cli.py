@@ -41,6 +41,8 @@ def main(argv: list | None = None, # The arguments after `rlhf-notes`; None = th
     return code or 1
 
 def _run(argv):
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of this directory, as `python -m` finds them
     quiet = dict(exit_on_error=False, print_error=False, result_action="return_value")
     try:
         return app(argv, **quiet) or 0

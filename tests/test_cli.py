@@ -351,3 +351,10 @@ def test_arguments_of_an_environment_are_json(monkeypatch):
     assert cli.main(["train", "--env-kwargs", '{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": null}']) == 0
     assert got == [{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": None}] and isinstance(got[0]["n"], int)
     assert cli.main(["train", "--env-kwargs", "g=9"]) == 2 and len(got) == 1
+
+
+def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):
+    (tmp_path / "walk_env.py").write_text("import gymnasium as gym\ngym.register('Walk-v0', 'gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=9)")
+    command = [str(Path(sys.executable).with_name("rlhf-notes")), "train", "--env", "walk_env:Walk-v0", *QUICK, "--eval-episodes", "2", "--out", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
