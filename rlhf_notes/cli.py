@@ -9,6 +9,7 @@ __all__ = ['app', 'Out', 'Overwrite', 'Resume', 'Prompts', 'Reward', 'Seeds', 'T
 
 # %% ../nbs/cli.ipynb #export-imports
 import inspect
+import json
 import re
 import signal
 import sys
@@ -40,6 +41,8 @@ def main(argv: list | None = None, # The arguments after `rlhf-notes`; None = th
     return code or 1
 
 def _run(argv):
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of this directory, as `python -m` finds them
     quiet = dict(exit_on_error=False, print_error=False, result_action="return_value")
     try:
         return app(argv, **quiet) or 0
@@ -84,12 +87,16 @@ def options_of(config: type, # A dataclass of options
 def _option(config, name, field):
     infos = [c.__pydantic_fields__[name] for c in config.__mro__[:-1]]  # those of a base explain
     help = next(info.description for info in infos if info.description)
-    how = Parameter(help=help, converter=_whole if field.annotation is int else None)
+    kind = field.annotation if field.annotation != dict | None else object
+    how = Parameter(help=help, converter={int: _whole, object: _object}.get(kind))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-                             annotation=Annotated[field.annotation, how])
+                             annotation=Annotated[kind, how])
 
 def _whole(type_, tokens):
     return int(tokens[0].value)  # cyclopts itself rounds 7.5
+
+def _object(type_, tokens):
+    return json.loads(tokens[0].value)  # cyclopts itself makes strings of the values
 
 def _path(help): return Annotated[Path | None, Parameter(help=help)]
 

@@ -75,6 +75,8 @@ BAD = [
 
 class Grid(gym.Env):
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3])
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def step(self, action): return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
 @pytest.fixture
@@ -131,7 +133,7 @@ def test_every_option_of_a_config_is_offered(config):
 
     def words(name, value):
         flag = name.replace("_", "-")
-        return ["--" * value + "--no-" * (not value) + flag] if isinstance(value, bool) else ["--" + flag, str(value)]
+        return ["--" * value + "--no-" * (not value) + flag] if isinstance(value, bool) else ["--" + flag, "null" if value is None else str(value)]
     line = [w for name in config.__dataclass_fields__ for w in words(name, getattr(config(), name))]
     options = app(line, result_action="return_value", exit_on_error=False)
     assert list(options) == list(config.__dataclass_fields__) and config(**options) == config()
@@ -151,7 +153,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
     out, err = capsys.readouterr()
     run = tmp_path / "runs" / "cartpole-seed4"
     names = {p.name for p in run.iterdir()}
-    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt"} < names and any(n.startswith("events.out.tfevents") for n in names) and len(names) == 7
+    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt", "ppo.pt"} < names and any(n.startswith("events.out.tfevents") for n in names) and len(names) == 8
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (config["task"], config["algo"], config["seed"], config["steps"], config["num_envs"], config["gamma"], config["track"]) == ("cartpole", "ppo", 4, 1024, 4, 0.98, "tensorboard")
     assert {"torch", "numpy", "gymnasium", "transformers", "python", "rlhf_notes"} == set(config["versions"])
@@ -162,7 +164,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
 
     assert cli.main(["cartpole", *QUICK, "--seed", "4"]) == 2                          # not overwritten silently
     assert cli.main(["cartpole", *QUICK, "--seed", "4", "--overwrite"]) == 0           # the same seed, the same bytes
-    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 7
+    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 8
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent to a process")
@@ -341,3 +343,18 @@ def test_compare_writes_a_row_for_each_race(capsys, monkeypatch):
     assert list(rows[0]) == list(benchmark.COLUMNS) and [(r["seed"], r["contender"]) for r in rows] == [("3", "other"), ("3", "ours"), ("4", "ours"), ("4", "other")]
     assert err == "" and "0 of 2" in out and read("runs/compare-cartpole/config.json")["seed"] == 3
     assert cli.main(["compare", "--seeds", "1"]) == 2 and cli.main(["compare", "--seeds", "1", "--overwrite"]) == 0
+
+
+def test_arguments_of_an_environment_are_json(monkeypatch):
+    got = []
+    monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: got.append(options["env_kwargs"]) or (lambda: 0))
+    assert cli.main(["train", "--env-kwargs", '{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": null}']) == 0
+    assert got == [{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": None}] and isinstance(got[0]["n"], int)
+    assert cli.main(["train", "--env-kwargs", "g=9"]) == 2 and len(got) == 1
+
+
+def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):
+    (tmp_path / "walk_env.py").write_text("import gymnasium as gym\ngym.register('Walk-v0', 'gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=9)")
+    command = [str(Path(sys.executable).with_name("rlhf-notes")), "train", "--env", "walk_env:Walk-v0", *QUICK, "--eval-episodes", "2", "--out", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

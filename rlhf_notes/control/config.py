@@ -22,6 +22,8 @@ class PPOConfig:
     "Hyperparameters of PPO for control; the defaults are for CartPole."
     env: str = "CartPole-v1"
     "Gymnasium ID of an environment with Box observations and Discrete or Box actions"
+    env_kwargs: dict | None = None
+    "arguments of the environment, as JSON"
     seed: Seed = 0
     "of environments, first weights, actions and minibatches"
     device: str = "auto"
@@ -84,6 +86,8 @@ class PPOConfig:
     "first log standard deviation of a Gaussian policy, in units of the action (before the tanh)"
     squash: bool = False
     "bound Gaussian actions by tanh instead of clipping them"
+    eval_episodes: Annotated[Count, Field(ge=2)] = 100
+    "episodes of each of the two final evaluations, greedy and sampled"
 
     def __post_init__(self):
         wanted = f"num_envs * num_steps = {self.batch}"

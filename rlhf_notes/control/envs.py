@@ -15,31 +15,47 @@ from ..checks import checked
 
 # %% ../../nbs/control/15_envs.ipynb #make-envs
 @contextmanager
-def _naming(env_id):
+def _naming(env_id, wanted="that Gymnasium can make"):
     "Turn any error inside into a ValueError that names the environment."
     try:
         yield
     except Exception as e:
-        raise ValueError(f"env must be an environment that Gymnasium can make, got {env_id!r}: "
+        raise ValueError(f"env must be an environment {wanted}, got {env_id!r}: "
                          f"{str(e) or type(e).__name__}") from e
+
+class _SeededSpaces(gym.Wrapper):
+    "An environment may draw from its spaces: they get its seed."
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.unwrapped.observation_space.seed(seed)
+            self.unwrapped.action_space.seed(seed)
+        return self.env.reset(seed=seed, options=options)
 
 @checked(num_envs="int [1, inf)", vectorization=("auto", "sync", "async"))
 def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
               num_envs: int, # Environments side by side
               vectorization: str = "auto", # "auto", "sync" or "async", see above
+              env_kwargs: dict | None = None, # Arguments of the environment
              ) -> gym.vector.VectorEnv: # Its observations are overwritten by the next step
-    "Environments side by side, with Box observations."
+    "Environments side by side, with Box observations, tried for one step."
     mode = vectorization
     if mode == "auto":
         mode = "vector_entry_point" if find_spec(env_id).vector_entry_point else "sync"
-    own = {} if mode == "vector_entry_point" else {"copy": False}
+    own = {}
+    if mode != "vector_entry_point":
+        own = dict(vector_kwargs={"copy": False}, wrappers=(_SeededSpaces,))
     with _naming(env_id):
-        envs = gym.make_vec(env_id, num_envs, vectorization_mode=mode, vector_kwargs=own)
+        envs = gym.make_vec(env_id, num_envs, vectorization_mode=mode, **own, **(env_kwargs or {}))
     space = envs.single_observation_space
-    if isinstance(space, gym.spaces.Box) and 0 not in space.shape: return envs
-    envs.close()
-    raise ValueError(f"env must have Box observations of at least one number, got {env_id!r} "
-                     f"with {space}")
+    if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
+        envs.close()
+        raise ValueError("env must have Box observations of at least one number, got "
+                         f"{env_id!r} with {space}")
+    with _naming(env_id, "whose reset and step are as Gymnasium's API has them"):
+        envs.reset(seed=0)
+        envs.step(envs.action_space.sample())
+    return envs
+
 
 # %% ../../nbs/control/15_envs.ipynb #find-spec
 def find_spec(env_id: str, # A name that Gymnasium knows, or "module:Name-v0"

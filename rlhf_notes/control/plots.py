@@ -56,10 +56,10 @@ def draw_cartpole(ax, # Matplotlib axes
 # %% ../../nbs/control/20_plots.ipynb #video
 DRAWINGS = {"CartPole-v1": draw_cartpole, "Pendulum-v1": draw_pendulum}
 
-def _rendered(env_id):
+def _rendered(env_id, env_kwargs):
     "An environment that renders pixels."
     try:
-        env = gym.make(env_id, render_mode="rgb_array")
+        env = gym.make(env_id, render_mode="rgb_array", **env_kwargs)
         env.reset()
         env.render().shape
         return env
@@ -72,23 +72,25 @@ def film(env_id: str, # A name that Gymnasium knows
          path, # The file to write, ends in .gif
          seed: int = 0, # Of the episode
          every: int = 2, # Steps from one frame to the next
+         longest: int = 2000, # Steps; an episode may have no end
+         env_kwargs: dict | None = None, # Arguments of the environment
         ) -> Path: # The file
     "Film one episode as an animated GIF."
     from matplotlib.animation import PillowWriter
     from matplotlib.figure import Figure
-    path, draw = Path(path), DRAWINGS.get(env_id)
+    path, draw, env_kwargs = Path(path), DRAWINGS.get(env_id), env_kwargs or {}
     if path.suffix != ".gif": raise ValueError(f"path must end in .gif, got {path}")
-    env = gym.make(env_id) if draw else _rendered(env_id)
+    env = gym.make(env_id, **env_kwargs) if draw else _rendered(env_id, env_kwargs)
     figure, writer = Figure(figsize=(3, 3), layout="constrained"), PillowWriter(fps=25)
-    ax, (obs, _), done, t = figure.subplots(), env.reset(seed=seed), False, 0
+    ax, (obs, _) = figure.subplots(), env.reset(seed=seed)
     with env, writer.saving(figure, path, dpi=72):
-        while not done:
+        for t in range(longest):
             if t % every == 0:
                 ax.clear()
                 draw(ax, env.unwrapped.state) if draw else ax.imshow(env.render())
                 writer.grab_frame()
             obs, _, terminated, truncated, _ = env.step(choose(obs))
-            done, t = terminated or truncated, t + 1
+            if terminated or truncated: break
     return path
 
 # %% ../../nbs/control/20_plots.ipynb #plot-run

@@ -8,6 +8,8 @@ __all__ = ['ACTIVATIONS', 'INITS', 'mlp', 'numpy_mlp', 'Categorical', 'Gaussian'
            'Agent']
 
 # %% ../../nbs/control/17_policy.ipynb #export-imports
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import torch
@@ -142,16 +144,28 @@ def distribution(space: gym.Space, # Of the actions of one environment
                  squash: bool = False, # Of a Gaussian
                 ) -> nn.Module: # `Categorical` or `Gaussian`
     "The distribution that fits the actions of an environment."
-    if isinstance(space, gym.spaces.Discrete): return Categorical(space)
+    if isinstance(space, gym.spaces.Discrete):
+        if squash: raise ValueError(f"squash must be False for Discrete actions, got {space}")
+        return Categorical(space)
     is_box = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
     if not is_box or 0 in space.shape:
         raise ValueError("env must have Discrete actions, or a non-empty Box of floats, "
                          f"got {space}")
     with np.errstate(over="ignore", invalid="ignore"):
-        bounded = np.isfinite(space.high - space.low).all()
+        span = space.high - space.low
+    bounded = np.isfinite(span).all()
     if squash and not bounded:
         raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
+    if bounded and not squash:
+        _warn_of_bounds(space, span)
     return Gaussian(space, log_std, squash)
+
+def _warn_of_bounds(space, span):
+    outside = abs(space.high + space.low) > span
+    if (outside | (abs(np.log10(span / 2)) > 1)).any():
+        warnings.warn(f"the first actions are around 0, and {space} is far from [-1, 1]: "
+                      "squash them, or rescale the environment's actions", stacklevel=2)
+
 
 # %% ../../nbs/control/17_policy.ipynb #agent
 class Agent(nn.Module):

@@ -12,7 +12,6 @@ import math
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import count
 
 import gymnasium as gym
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from ..checks import checked
 from . import plots
 from .config import PendulumConfig, PPOConfig
-from .envs import episode_limit, find_spec, make_envs, threshold
+from .envs import autoreset_mode, episode_limit, find_spec, make_envs, threshold
 from .policy import Agent
 from .rollout import Collector, Rollout, float32, minibatches
 from ..fast.adam import make_adam
@@ -122,13 +121,6 @@ def _check_finite(row):
     if bad: raise FloatingPointError(", ".join(f"{name} is nan" for name in bad))
 
 # %% ../../nbs/control/19_ppo.ipynb #scaling
-def _update_moments(moments, name, x, is_step):
-    "Update running moments; FloatingPointError if a number that counts is NaN or infinite."
-    bad = x[is_step][~x[is_step].isfinite()]
-    if len(bad):
-        raise FloatingPointError(f"{name} must be finite to be normalized, got {bad[0].item()}")
-    moments.update(x, is_step)
-
 class Scaling:
     "Observations and rewards at unit scale, if so configured, by running moments."
     LIMIT = 10.0  # in standard deviations
@@ -153,12 +145,12 @@ class Scaling:
         rows = (x.flatten(0, 1).numpy() for x in (rollout.obs, rollout.next_obs))
         obs, next_obs = (torch.from_numpy(self.obs(x)).view_as(rollout.obs) for x in rows)
         if c.normalize_obs:
-            _update_moments(self.seen, "observations", rollout.obs, is_step)
+            self.seen.update(rollout.obs, is_step)
         rewards = rollout.rewards * c.reward_scale
         if c.normalize_rewards:
             for reward, done, step in zip(rewards, rollout.done, is_step):
                 self.running = torch.where(step, c.gamma * self.running + reward, self.running)
-                _update_moments(self.earned, "rewards", self.running, step)
+                self.earned.update(self.running, step)
                 self.running = torch.where(done, 0.0, self.running)
             scale = (self.earned.var + 1e-8).rsqrt().to(rewards)
             rewards = (rewards * scale).clamp(-self.LIMIT, self.LIMIT)
@@ -187,7 +179,7 @@ class PPO:
         recipe = PendulumConfig if env == "Pendulum-v1" else PPOConfig
         self.config = c = recipe(env=env, **options)
         self.device = pick_device(c.device)
-        self.envs = make_envs(c.env, c.num_envs, c.vectorization)
+        self.envs = make_envs(c.env, c.num_envs, c.vectorization, c.env_kwargs)
         obs_size = math.prod(self.envs.single_observation_space.shape)
         weights = torch.Generator().manual_seed(seeds(c.seed)[1])
         agent = Agent(obs_size, self.envs.single_action_space, c, weights)
@@ -304,6 +296,7 @@ class PPO:
                  episodes: int = 100, # Fresh ones, each played whole
                  deterministic: bool = True, # The most probable actions; False = drawn
                  seed: int | None = None, # Of the episodes; None = the run's own for evaluation
+                 envs=None, # To play in; None = fresh ones, all side by side
                 ) -> torch.Tensor: # (episodes,)
         "Return of each of some fresh episodes."
         own = seeds(self.config.seed)[2 if deterministic else 3]
@@ -311,11 +304,15 @@ class PPO:
         # `seed` alone would give the environments' own random numbers
         policy = self.policy(None if deterministic else np.random.default_rng((seed, 1)))
         choose = lambda obs: self.agent.head.for_env(policy(obs))
-        return episode_returns(choose, seed, episodes, self.config.env)
+        c = self.config
+        return episode_returns(choose, seed, episodes, c.env, envs, c.env_kwargs)
 
     def scores(self) -> dict: # For the summary
         "Mean and standard deviation of the return, greedy and sampled; solved if both are."
-        greedy, sampled = self.evaluate(), self.evaluate(deterministic=False)
+        # played where it has trained: there may be one such environment only, and its wrappers learn
+        how = dict(episodes=self.config.eval_episodes, envs=self.envs)
+        greedy, sampled = self.evaluate(**how), self.evaluate(**how, deterministic=False)
+        self._begin_episodes()
         numbers = greedy.mean(), greedy.std(), sampled.mean(), sampled.std()
         solve = threshold(self.config.env)
         solved = None if solve is None else bool(min(greedy.mean(), sampled.mean()) >= solve)
@@ -328,7 +325,8 @@ class PPO:
              deterministic: bool = True, # The most probable actions; False = drawn
             ): # The path
         "Film one episode."
-        return plots.film(self.config.env, lambda obs: self.predict(obs, deterministic), path, seed)
+        return plots.film(self.config.env, lambda obs: self.predict(obs, deterministic), path, seed,
+                          env_kwargs=self.config.env_kwargs)
 
     LEARNED, COUNTED = ("agent", "optimizer", "scaling"), ("iteration", "episodes", "clock")
 
@@ -366,22 +364,32 @@ class PPO:
 @checked(episodes="int [1, inf)")
 def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the environments
                     seed: int, # Of the environments
-                    episodes: int = 100, # Environments, each played once from start to end
+                    episodes: int = 100, # Each played from start to end
                     env_id: str = "CartPole-v1", # A name that Gymnasium knows
+                    envs=None, # To play in; None = fresh ones, an episode in each
+                    env_kwargs: dict | None = None, # Arguments of fresh ones
                     longest: int = 10_000, # Steps, where the environment has no limit of its own
-                   ) -> torch.Tensor: # (episodes,)
-    "Return of whole episodes in fresh environments."
-    envs = make_envs(env_id, episodes)
-    steps = count() if find_spec(env_id).max_episode_steps else range(longest)
-    obs, _ = envs.reset(seed=seed)
-    returns, running = np.zeros(episodes), np.ones(episodes, bool)
-    for _ in steps:
-        obs, reward, terminated, truncated, _ = envs.step(choose(float32(obs)))
-        returns += np.where(running, reward, 0)
-        running &= ~(terminated | truncated)
-        if not running.any(): break
-    envs.close()
-    return torch.from_numpy(returns)
+                   ) -> torch.Tensor: # (episodes,), in the order in which they ended
+    "Return of whole episodes."
+    own = envs or make_envs(env_id, episodes, env_kwargs=env_kwargs)
+    N, limit = own.num_envs, find_spec(env_id).max_episode_steps or longest
+    left = (episodes + np.arange(N)) // N  # for each its share: the first to end are the short ones
+    total, length, resetting, returns = np.zeros(N), np.zeros(N, int), np.zeros(N, bool), []
+    obs, _ = own.reset(seed=seed)
+    while left.any():
+        obs, reward, terminated, truncated, _ = own.step(choose(float32(obs)))
+        total += np.where(resetting, 0, reward)
+        length += ~resetting
+        done = terminated | truncated
+        over = done | (length >= limit)
+        returns.extend(total[over & (left > 0)])
+        left[over & (left > 0)] -= 1
+        total[over] = length[over] = 0
+        resetting = done & (autoreset_mode(own) == "NextStep")
+    if envs is None:
+        own.close()
+    return torch.tensor(returns)
+
 
 # %% ../../nbs/control/19_ppo.ipynb #scores
 SCORES = ("eval_return_mean", "eval_return_std",
@@ -413,8 +421,9 @@ def train(config: PPOConfig, # All options
                    steps=ppo.iteration * config.batch, interrupted=interrupted,
                    **ppo.clock, **scores)
     if run is not None:
-        run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
+        ppo.save(run.path / "ppo.pt")
         run.finish(summary)
+        run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
     return ppo, ppo.rows, summary
 
 # %% ../../nbs/control/19_ppo.ipynb #check-start

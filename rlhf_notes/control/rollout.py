@@ -43,8 +43,10 @@ class Rollout:
 # %% ../../nbs/control/16_rollout.ipynb #float32
 def float32(obs, # (N, *observation), any dtype and order in memory
            ): # (N, numbers in an observation), float32 and C-contiguous
-    "Observations as rows of float32: the last digits of a matrix product depend on their order."
-    return np.ascontiguousarray(obs, np.float32).reshape(len(obs), -1)
+    "Observations as rows of float32, the bytes of images from 0 to 1."
+    # C-contiguous: the last digits of a matrix product depend on the order in memory
+    rows = np.ascontiguousarray(obs, np.float32).reshape(len(obs), -1)
+    return rows / 255 if obs.dtype == np.uint8 and obs.ndim == 4 else rows
 
 # %% ../../nbs/control/16_rollout.ipynb #collector
 class Collector:
@@ -87,6 +89,9 @@ class Collector:
                 self.resetting = done
             elif done.any():
                 next_obs[t, done] = float32(np.stack(info["final_obs"][done]))
+            for name, x in ("observation", next_obs[t]), ("reward", rewards[t]):
+                if not np.isfinite(x).all():
+                    raise FloatingPointError(f"the environment gave NaN or infinity as {name}")
             episodes += self._count(rewards[t], is_step[t], done)
             truncated[t] |= self._cut(is_step[t] & ~done)
         columns = obs, np.stack(actions), rewards, next_obs, terminated, truncated, is_step

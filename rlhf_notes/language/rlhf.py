@@ -28,8 +28,10 @@ from ..formulas.reward import RewardNorm, apply_penalty
 from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
 from .hub import check_trainable, load_model, save_model
-from .model import (Policy, Stage, autocast, check_weights, context_length, head_log_probs, no_dropout,
-                                       response_states)
+from rlhf_notes.language.model import (
+    Policy, Stage, autocast, check_weights, context_length, head_log_probs, no_dropout,
+    response_states,
+)
 from .reward_model import score
 from .rollout import Prompts, Rollout, rollout_stats, with_advantages
 from .sampling import Samples, sample

@@ -118,6 +118,7 @@ class CheckableRLHF(RLHF):
                  reward=exact_match, # reward(prompts, responses, solution) -> numbers
                  **options, # Of `RLHFConfig`
                 ):
+        check_value("name", name, tuple(ALGORITHMS))
         super().__init__(lm, digit_tokenizer(), questions, reward,
                          **OPTIONS | ALGORITHMS[name] | options)
 
@@ -136,10 +137,9 @@ def measure(trainer: RLHF, # At any iteration
     "Pass@k, from 32 responses to each held-out prompt, and their mean length."
     prompts, solutions = ([q[key] for q in questions] for key in ("prompt", "solution"))
     samples = [trainer.generate(prompts, seed=seed) for seed in range(N)]
-    right = torch.tensor([exact_match(prompts, texts, solutions) for texts in samples])
-    c, digits = right.sum(0).long(), [len(text.split()) for texts in samples for text in texts]
-    return {f"pass_{k}": pass_at_k(c, N, k).mean().item() for k in KS} | dict(
-        length=sum(digits) / len(digits))
+    c = torch.tensor([exact_match(prompts, texts, solutions) for texts in samples]).sum(0).long()
+    length = sum(len(text.split()) for texts in samples for text in texts) / (N * len(prompts))
+    return {f"pass_{k}": pass_at_k(c, N, k).mean().item() for k in KS} | dict(length=length)
 
 # %% ../../nbs/studies/38_checkable.ipynb #hole
 def in_order(prompts: list, # Strings

@@ -13,6 +13,7 @@ import math
 import os
 import secrets
 import shutil
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,8 +95,8 @@ def make_tracker(name: str, # "tensorboard", "wandb" or "trackio"
     return tracker
 
 # %% ../../nbs/training/runs.ipynb #run
-FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "seeds.csv", "compare.csv",
-         "sft.csv", "reward_model.csv", "samples.csv", "bench.csv", "config.json")
+FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "ppo.pt", "seeds.csv",
+         "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv", "config.json")
 
 @dataclass
 class Run:
@@ -198,15 +199,19 @@ class Run:
                     name: str = "curve.svg", # The file
                     figsize: tuple = (7.2, 4.4), # Inches
                    ):
-        "Draw a figure in the style of the project; needs no display."
-        import matplotlib
-        from matplotlib.figure import Figure
-        from rlhf_notes import viz
-        with matplotlib.rc_context(), _named(self.path / name):
-            viz.style()
-            figure = Figure(figsize=figsize)
-            draw(figure)
-            figure.savefig(self.path / name, metadata={"Date": None})
+        "Draw a figure in the style of the project; warn if that fails. Needs no display."
+        try:
+            import matplotlib  # which may find a backend that is not there
+            from matplotlib.figure import Figure
+            from rlhf_notes import viz
+            with matplotlib.rc_context():
+                matplotlib.rcdefaults()
+                viz.style()
+                figure = Figure(figsize=figsize)
+                draw(figure)
+                figure.savefig(self.path / name, metadata={"Date": None})
+        except Exception as e:
+            warnings.warn(f"could not draw {name}: {e}", stacklevel=2)
 
     def finish(self,
                summary: dict, # Goes to summary.json

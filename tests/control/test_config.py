@@ -35,7 +35,7 @@ def test_sizes_and_edges():
 
 def test_defaults_are_those_with_which_the_results_were_made():
     c = asdict(PPOConfig())
-    assert c == dict(env="CartPole-v1", seed=0, device="auto", vectorization="auto", steps=40_000, num_envs=32, num_steps=32, stagger=False, epochs=4, minibatches=8, learning_rate=3e-3, lr_anneal=1.0, adam_eps=1e-5, gamma=0.98, lam=0.95, truncation="bootstrap",
+    assert c == dict(env="CartPole-v1", env_kwargs=None, eval_episodes=100, seed=0, device="auto", vectorization="auto", steps=40_000, num_envs=32, num_steps=32, stagger=False, epochs=4, minibatches=8, learning_rate=3e-3, lr_anneal=1.0, adam_eps=1e-5, gamma=0.98, lam=0.95, truncation="bootstrap",
                      whitening="rollout", clip=0.2, clip_anneal=0.0, target_kl=0.0, entropy_coef=0.0, value_coef=0.5, value_clip=0.0, max_grad_norm=0.5, normalize_obs=False, normalize_rewards=False, reward_scale=1.0, hidden=64, activation="tanh",
                      init="orthogonal", log_std=0.0, squash=False)
     assert asdict(PendulumConfig()) == c | dict(env="Pendulum-v1", steps=50_000, num_envs=16, num_steps=64, stagger=True, epochs=6, minibatches=4, learning_rate=5e-3, lr_anneal=2.0, gamma=0.95, reward_scale=0.1, activation="silu", log_std=1.0)
@@ -70,7 +70,7 @@ def test_the_lesson_explains_every_option_and_every_choice():
     explained = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert explained == {f.name for f in fields(PPOConfig)}
     for name, field in PPOConfig.__pydantic_fields__.items():
-        for choice in get_args(field.annotation): assert any(f"`{choice}`" in row for row in rows), (name, choice)
+        for choice in get_args(field.annotation): assert not isinstance(choice, str) or any(f"`{choice}`" in row for row in rows), (name, choice)
 
 
 def test_choices_are_those_of_the_code_that_uses_them():

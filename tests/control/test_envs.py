@@ -93,3 +93,30 @@ def test_thresholds(monkeypatch):
     monkeypatch.setitem(gym.registry, "Still-v0", gym.envs.registration.EnvSpec("Still-v0", Still))
     assert threshold("Still-v0") is None
     with pytest.raises(ValueError, match="^env must be an environment that Gymnasium can make, got 'Nope-v0': "): threshold("Nope-v0")
+
+
+class Guessed(Still):
+    "The first state is drawn from the space."
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return self.observation_space.sample(), {}
+    def step(self, action): return self.observation_space.sample(), float(self.action_space.sample()), False, False, {}
+
+
+def test_the_seed_is_that_of_the_spaces_too(monkeypatch):
+    monkeypatch.setitem(gym.registry, "Guessed-v0", gym.envs.registration.EnvSpec("Guessed-v0", Guessed))
+    def played(seed):
+        envs = make_envs("Guessed-v0", 1)
+        return [envs.reset(seed=seed)[0].tolist(), *(x.tolist() for _ in range(9) for x in envs.step(np.zeros(1, int))[:2])]
+    assert played(3) == played(3) != played(4)
+
+
+def test_an_environment_with_arguments():
+    assert [env.unwrapped.g for env in make_envs("Pendulum-v1", 2, env_kwargs={"g": 5.0}).envs] == [5, 5]
+    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got 'Pendulum-v1': .*'gg'"): make_envs("Pendulum-v1", 2, env_kwargs={"gg": 5.0})
+
+
+@pytest.mark.parametrize("name, wrong", [("reset", lambda self, *, seed=None, options=None: np.zeros(2)), ("reset", lambda self, seed=None: (np.zeros(2), {})), ("step", lambda self, a: (np.zeros(2), 0.0, False, {})),
+                                         ("step", lambda self, a: (np.zeros(2), np.zeros((1, 1)), False, False, {})), ("step", lambda self, a: (np.zeros(3), 0.0, False, False, {}))], ids=["no info", "no options", "old step", "reward of shape (1, 1)", "shape"])
+def test_an_environment_with_another_api_is_named(monkeypatch, name, wrong):
+    kind = type("Odd", (Guessed,), {name: wrong})
+    monkeypatch.setitem(gym.registry, "Odd-v0", gym.envs.registration.EnvSpec("Odd-v0", kind, disable_env_checker=True, order_enforce=False))
+    with pytest.raises(ValueError, match="^env must be an environment whose reset and step are as Gymnasium's API has them, got 'Odd-v0': ."): make_envs("Odd-v0", 2)

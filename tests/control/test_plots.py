@@ -147,6 +147,20 @@ def test_a_film_of_any_environment_that_renders_pixels(tmp_path, monkeypatch):
     assert Image.open(path).n_frames == 3
 
 
+class Cruise(Drawn):
+    "Has no end."
+    def step(self, action): self.t += 1; return np.zeros(3, np.float32), 0.0, False, False, {}
+
+
+def test_a_film_ends(tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "Film-v0", gym.envs.registration.EnvSpec("Film-v0", Cruise, disable_env_checker=True))
+    assert Image.open(film("Film-v0", lambda obs: np.zeros(1), tmp_path / "film.gif", every=2, longest=8)).n_frames == 4
+    monkeypatch.setattr(Cruise, "step", lambda self, action: (np.zeros(3, np.float32), 0.0, next(left) > 2990, False, {}))
+    left = iter(range(3000))
+    film("Film-v0", lambda obs: np.zeros(1), tmp_path / "film.gif", every=1000)
+    assert next(left) == 2000
+
+
 def test_study_holds_what_its_script_makes(study):
     results = ROOT / "nbs" / "control" / "results"
     def read(name):

@@ -1,3 +1,4 @@
+import warnings
 import math
 import re
 from types import SimpleNamespace
@@ -265,3 +266,17 @@ def test_an_actor_does_not_follow():
         for p in a.parameters(): p.add_(1.0)
     fresh = agent(BOX)
     assert np.array_equal(act(obs), fresh.actor(np.random.default_rng(0))(obs))
+
+
+def test_discrete_actions_are_not_squashed():
+    with pytest.raises(ValueError, match=r"^squash must be False for Discrete actions, got Discrete\(2\)$"): distribution(gym.spaces.Discrete(2), squash=True)
+
+
+@pytest.mark.parametrize("low, high, far", [(-1, 1, False), (-2, 2, False), (0, 1, False), (-np.inf, np.inf, False), (5, 35, True), (0, 1000, True), (30, 1017, True), (0, 1e-3, True)])
+def test_far_bounds_are_said(low, high, far):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        distribution(gym.spaces.Box(low, high, (2,)))
+        assert ["is far from [-1, 1]" in str(w.message) for w in said] == [True] * far
+        if np.isfinite(high): distribution(gym.spaces.Box(low, high, (2,)), squash=True)
+        assert len(said) == far

@@ -6,7 +6,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.control.envs import make_envs
-from rlhf_notes.control.rollout import Collector, Rollout, minibatches
+from rlhf_notes.control.rollout import Collector, Rollout, float32, minibatches
 from strategies import SEEDS
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "is_step")
@@ -293,3 +293,8 @@ def test_what_cannot_be_staggered_is_refused():
 ])
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words): call()
+
+
+def test_bytes_of_images_become_fractions():
+    image, table = np.full((2, 4, 4, 3), 255, np.uint8), np.full((2, 3), 7, np.uint8)
+    assert float32(image).tolist() == [[1.0] * 48] * 2 and float32(image).dtype == np.float32 and float32(table).tolist() == [[7.0] * 3] * 2

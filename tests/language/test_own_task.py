@@ -198,6 +198,8 @@ def test_means_and_groups_leave_them_out():
     x.response_mask[1] = False
     stats = rollout_stats(replace(x, scores=x.scores.where(x.is_scored, torch.tensor(math.nan))))
     assert stats["score"] == pytest.approx(x.scores[[0, 2, 3]].mean().item()) and stats["length"] == 2
+    kl = ((x.logp - x.logp_ref) * x.response_mask).sum(1)
+    assert stats["kl_k1"] == pytest.approx(kl[[0, 2, 3]].mean().item())
     for algo, formula in (("grpo", group_advantage), ("rloo", rloo_advantage)):
         got = with_advantages(replace(TINY, algo=algo, group=4), x, 0.0).advantages[:, 0]
         torch.testing.assert_close(got[[0, 2, 3]], formula(x.scores[None, [0, 2, 3]])[0])

@@ -78,3 +78,7 @@ def test_groups_with_one_reward_are_counted(lm, questions):
 
 def test_every_algorithm_is_an_option_of_rlhf(lm, questions):
     for name in ALGORITHMS: assert CheckableRLHF(lm, questions, name, **SMALL).config.kl_coef == 0
+
+
+def test_an_unknown_algorithm_is_named(lm, questions):
+    with pytest.raises(ValueError, match="name must be.*GRPO.*'grpo'"): CheckableRLHF(lm, questions, "grpo")
