@@ -309,7 +309,7 @@ class PPO:
 
     def scores(self) -> dict: # For the summary
         "Mean and standard deviation of the return, greedy and sampled; solved if both are."
-        # played where it has trained: there may be one such environment only, and its wrappers learn
+        # in the training's environments: there may be one only, and wrappers may hold moments
         how = dict(episodes=self.config.eval_episodes, envs=self.envs)
         greedy, sampled = self.evaluate(**how), self.evaluate(**how, deterministic=False)
         self._begin_episodes()
