@@ -221,7 +221,9 @@ def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path, end):
     again = Run.resume(tmp_path / "killed")
     assert again.config == CONFIG and len(again.read_metrics()) == 2 and torch.equal(again.checkpoint.pop("w"), torch.arange(3))
     assert again.checkpoint == {"i": 2, "names": ["a"], "none": None}
-    for i in range(3, 6): again.log(row(i), i)
+    for i in range(3, 6):
+        again.log(row(i), i)
+        assert metrics.read_text().count("\n") == i + 1
     again.finish({})
     assert (tmp_path / "killed" / "metrics.csv").read_bytes() == (tmp_path / "straight" / "metrics.csv").read_bytes()
     assert scalars(tmp_path / "killed") == scalars(tmp_path / "straight")
