@@ -144,8 +144,9 @@ def forward(z, index, logp, H, bases, totals, scale, entropy):
         bases[r], totals[r] = base, total
 
 @loop
-def backward(z, index, out, bases, g, constant, slope, scale):
-    "2^x (a + b x), and g more for the chosen token; `out` may be z."
+def backward(z, index, out, bases, g, constant, slope, scale, inplace):
+    "2^x (a + b x), and g more for the chosen token; `out` is z if `inplace`."
+    block = np.empty(BLOCK, z.dtype)
     for r in range(len(z)):
         row, grad, a, b, base = z[r], out[r], constant[r], slope[r], bases[r]
         x = (load(row[index[r]]) - base) * scale
@@ -154,13 +155,18 @@ def backward(z, index, out, bases, g, constant, slope, scale):
             for j in range(len(row)):
                 store(grad, j, f32(0))
             continue
-        if b == 0:
-            for j in range(len(row)):
-                store(grad, j, exp2((load(row[j]) - base) * scale) * a)
-        else:
-            for j in range(len(row)):
-                x = (load(row[j]) - base) * scale
-                store(grad, j, exp2(x) * (a + b * bounded(x)))
+        for first in range(0, len(row), BLOCK):
+            part = row[first:first + BLOCK]
+            to = block if inplace else grad[first:first + BLOCK]  # no overlap: vectorised
+            if b == 0:
+                for j in range(len(part)):
+                    store(to, j, exp2((load(part[j]) - base) * scale) * a)
+            else:
+                for j in range(len(part)):
+                    x = (load(part[j]) - base) * scale
+                    store(to, j, exp2(x) * (a + b * bounded(x)))
+            if inplace:
+                part[:] = block[:len(part)]
         store(grad, index[r], chosen)
 
 # %% ../../nbs/fast/row_loops.ipynb #threads
@@ -210,4 +216,6 @@ def forward_rows(logits, index, temperature, entropy):
 def backward_rows(logits, index, temperature, base, g, constant, slope, out):
     "Write 2^x (a + b x) + g 1[chosen]; rows of which nothing is asked are not read."
     rows = [x.contiguous() for x in (base, g, constant, slope)]
-    _over_rows(backward, logits, index, rows, [np.float32(LOG2_E / temperature)], out)
+    inplace = out.data_ptr() == logits.data_ptr()
+    numbers = np.float32(LOG2_E / temperature), inplace
+    _over_rows(backward, logits, index, rows, numbers, out)
