@@ -101,3 +101,11 @@ def test_few_numbers_and_a_shut_door_take_the_plain_code(monkeypatch):
         assert called == ["_scan"] * len(wanted)
         with fast.off(): called.clear(); gae(r, r, r, end, end)
         assert not called
+
+
+@needs_numba
+def test_nothing_passes_a_cut_not_even_nan(many):
+    rewards, done = torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.bool)
+    rewards[4, 0], done[2, 0] = math.nan, True
+    returns = discounted_returns(rewards, done, 0.5)
+    assert many and torch.equal(returns[:3, 0], torch.tensor([1.75, 1.5, 1.0])) and returns[3:5, 0].isnan().all()
