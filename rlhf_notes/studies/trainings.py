@@ -223,7 +223,6 @@ def _learn(trainer, run):
 
 def _function(path):
     module, _, name = path.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does
     try:
         return getattr(import_module(module), name)
     except Exception as e:  # whatever the module does
