@@ -2,6 +2,8 @@
 import torch
 import transformers
 
+from rlhf_notes.language.model import make_gpt2
+
 SHAPE = dict(vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32)
 SPECIAL = dict(bos_token_id=0, eos_token_id=0, pad_token_id=None)
 ROTARY = dict(**SHAPE, **SPECIAL, intermediate_size=32, num_key_value_heads=1, attention_dropout=0.2)
@@ -45,3 +47,41 @@ def texts(seed, B, T, vocab_size=37, right=False):
     mask = place >= left
     if right: mask &= place <= left + torch.randint(0, T, (B, 1), generator=g)
     return tokens.where(mask, torch.randint(vocab_size, 10**9, (B, T), generator=g)), mask
+
+
+def tiny(**changes):
+    "A tiny GPT-2 with the vocabulary of the others."
+    return make_gpt2("tiny", 37, **dict(n_embd=16, n_head=2, n_positions=32) | changes)
+
+
+def rough(lm, seed=0, scale=0.2):
+    "With weights large enough to matter."
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.add_(scale * torch.randn(p.shape, generator=g))
+    return lm
+
+
+class Counting(torch.nn.Module):
+    "An activation that notes how many rows it is given."
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x):
+        self.rows.append(len(x))
+        return x.relu()
+
+
+def count_rows(lm):
+    "Function of a call: the rows that each block of a GPT-2 computes in it."
+    rows = []
+    for block in lm.transformer.h:
+        block.mlp.act = Counting(rows)
+
+    def counted(f):
+        rows.clear()
+        f()
+        return list(rows)
+    return counted

@@ -6,30 +6,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from language_models import KINDS, make, texts
+from language_models import KINDS, count_rows, make, rough, texts, tiny
 from rlhf_notes import fast
 from rlhf_notes.fast.gpt2 import Decoder, Elementwise, Fused, decoder, is_plain, states
 from rlhf_notes.language import sampling
-from rlhf_notes.language.model import autocast, hidden_states, make_gpt2, no_dropout, position_ids
+from rlhf_notes.language.model import autocast, hidden_states, no_dropout, position_ids
 from rlhf_notes.language.sampling import sample
 from strategies import SEEDS, random_mask
 
 CHANGES = ({}, dict(n_layer=1), dict(n_layer=3, scale_attn_by_inverse_layer_idx=True), dict(scale_attn_weights=False),
            dict(activation_function="gelu_new", n_inner=24), dict(tie_word_embeddings=False), dict(n_head=1),
            dict(layer_norm_epsilon=0.3))
-
-
-def tiny(**changes):
-    return make_gpt2("tiny", 37, **dict(n_embd=16, n_head=2, n_positions=32) | changes)
-
-
-def rough(lm, seed=0, scale=0.2):
-    "With weights large enough to matter."
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in lm.parameters():
-            p.add_(scale * torch.randn(p.shape, generator=g))
-    return lm
 
 
 @given(B=st.integers(1, 4), T=st.integers(1, 9), seed=SEEDS, changes=st.sampled_from(CHANGES))
@@ -53,22 +40,10 @@ def test_states_are_those_of_transformers(B, T, seed, changes):
 
 
 def test_what_nobody_reads_is_not_computed():
-    class Counting(torch.nn.Module):
-        def __init__(self, rows):
-            super().__init__()
-            self.rows = rows
-        def forward(self, x):
-            self.rows.append(len(x))
-            return x.relu()
-    lm, rows = tiny(n_layer=3), []
-    for block in lm.transformer.h:
-        block.mlp.act = Counting(rows)
+    lm = tiny(n_layer=3)
+    counted = count_rows(lm)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
     tokens = torch.zeros(2, 8, dtype=torch.long)
-    def counted(f):
-        rows.clear()
-        f()
-        return list(rows)
     assert counted(lambda: hidden_states(lm, tokens, mask)) == [12, 12, 12]
     at = torch.zeros_like(mask)
     at[0, 4] = at[1, 1] = at[1, 3] = at[1, 7] = True                     # the last is padding, whatever is asked

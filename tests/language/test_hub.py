@@ -6,23 +6,10 @@ import pytest
 import torch
 import transformers
 
-from language_models import KINDS, WORDS, make, texts, tokenizer
+from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
 from rlhf_notes import fast
 from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model
-from rlhf_notes.language.model import hidden_states, make_gpt2, no_dropout
-
-
-def tiny(**changes):
-    return make_gpt2("tiny", 37, **dict(n_embd=16, n_head=2, n_positions=32) | changes)
-
-
-def rough(lm, seed=0):
-    "With weights large enough to matter."
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in lm.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=g))
-    return lm
+from rlhf_notes.language.model import hidden_states, no_dropout
 
 
 def saved(lm, path, tok=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from language_models import KINDS, make, texts
+from language_models import KINDS, count_rows, make, rough, texts, tiny
 from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
 from rlhf_notes.language import model
@@ -15,19 +15,6 @@ from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel
                                        context_length, hidden_states, make_gpt2, next_token_loss, no_dropout,
                                        position_ids, response_states, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
-
-
-def tiny(**changes):
-    return make_gpt2("tiny", 37, **dict(n_embd=16, n_head=2, n_positions=32) | changes)
-
-
-def rough(lm, seed=0):
-    "With weights large enough to matter."
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in lm.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=g))
-    return lm
 
 
 class Texts:
@@ -147,22 +134,10 @@ def test_the_seed_makes_the_weights_and_nothing_else_does():
 
 
 def test_what_nobody_reads_is_not_asked_for():
-    class Counting(torch.nn.Module):
-        def __init__(self, rows):
-            super().__init__()
-            self.rows = rows
-        def forward(self, x):
-            self.rows.append(len(x))
-            return x.relu()
-    lm, rows = tiny(n_layer=3), []
-    for block in lm.transformer.h:
-        block.mlp.act = Counting(rows)
+    lm = tiny(n_layer=3)
+    counted = count_rows(lm)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
     tokens = torch.zeros(2, 8, dtype=torch.long)
-    def counted(f):
-        rows.clear()
-        f()
-        return list(rows)
     at = torch.zeros_like(mask)
     at[0, 4] = at[1, 1] = at[1, 3] = at[1, 7] = True                     # the last is padding, whatever is asked
     assert counted(lambda: hidden_states(lm, tokens, mask, at)) == [3 + 4, 3 + 4, 3]
