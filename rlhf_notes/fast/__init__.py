@@ -5,8 +5,10 @@
 import functools
 import os
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 is_open = os.environ.get("RLHF_NOTES_FAST", "1") != "0"
+HAS_NUMBA = find_spec("numba") is not None
 
 
 @contextmanager
@@ -33,3 +35,13 @@ def door(quick):
         call.__code__ = call.__code__.replace(co_name=plain.__name__)
         return call
     return decorate
+
+
+def compiled(loop, **options):
+    "Compile a loop with Numba when it is first called; keep the result on disk where it can be."
+    from numba import njit
+    options = dict(nogil=True, error_model="numpy", **options)
+    try:
+        return njit(cache=True, **options)(loop)
+    except RuntimeError:  # no folder for the cache
+        return njit(**options)(loop)

@@ -14,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic, overload
+
+from . import compiled
 
 # %% ../../nbs/fast/row_loops.ipynb #power
 COEFFICIENTS = (  # of 2^f, |f| <= 1/2
@@ -24,12 +26,8 @@ C0, C1, C2, C3, C4, C5, C6 = map(np.float32, COEFFICIENTS)
 f32, i32 = np.float32, np.int32
 
 def loop(f):
-    "Compile `f` when it is first called, and keep the result on disk where there is a place."
-    options = dict(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
-    try:
-        return njit(cache=True, **options)(f)
-    except RuntimeError:  # no folder for the cache
-        return njit(**options)(f)
+    "Compile `f` so that sums are vectorised, and NaN and infinity kept."
+    return compiled(f, fastmath={"reassoc", "contract", "nsz"})
 
 @intrinsic
 def as_float(typing, bits):
