@@ -20,6 +20,7 @@ CALLS = {
     "masked_mean": lambda: (lambda a: rn.masked_mean(a, m), x),
     "centre": lambda: (lambda a: rn.centre(a, m, 1), x),
     "masked_var": lambda: (lambda a: rn.masked_var(a, m, unbiased=True), x),
+    "aggregate_count": lambda: (lambda a: rn.aggregate_count(m, "constant") * a.sum(), x),
     "aggregate_loss": lambda: (lambda a: rn.aggregate_loss(a, m, "seq-mean-token-mean"), x),
     "naive_method": lambda: (lambda a: rn.naive_method(a, index), logits),
     "less_efficient_method": lambda: (lambda a: rn.less_efficient_method(a, index), logits),
