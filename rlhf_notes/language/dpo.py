@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..formulas.masking import masked_sum
-from ..formulas.preference import dpo_loss
+from ..formulas.preference import dpo_loss, implicit_reward
 from .config import RLHFConfig
 from .model import Policy, autocast, check_weights
 from .reward_model import ask_human
@@ -75,6 +75,7 @@ class DPO(RLHF):
         config = RLHFConfig(algo="dpo", response_length=max_new_tokens, stop_after=0,
                             iterations=iterations, seed=seed, **options)
         rows = read_prompts(prompts)
+        if not rows: raise ValueError("prompts must not be empty, got none to learn from")
         self._from_prompts(config, model, tokenizer, [row["prompt"] for row in rows], None)
         self.learn_from(own_choices(self.task, rows))
 
@@ -129,7 +130,7 @@ class DPO(RLHF):
     def diagnose(self, batch: Choices, logp: torch.Tensor) -> dict: # Name -> 0-dim tensor
         "Loss, and how far the implicit rewards of chosen and rejected responses are apart."
         beta = self.config.dpo_beta
-        rewards = beta * (logp - batch.logp_ref)
+        rewards = implicit_reward(logp, batch.logp_ref, beta)
         margin = rewards[:, :1] - rewards[:, 1:]
         return dict(policy_loss=choice_loss(logp, batch.logp_ref, beta), margin=margin.mean(),
                     accuracy=(margin > 0).float().mean())
@@ -151,14 +152,15 @@ class DPO(RLHF):
         texts = (x[:, None] for x in (prompts, mask, responses, response_mask))
         one = make_choices(*texts, torch.zeros(len(prompts), dtype=torch.long))
         logp, logp_ref = (self.forward(one, x) for x in (self.policy, Policy(self.reference)))
-        return self.config.dpo_beta * (logp - logp_ref).squeeze(1)
+        return implicit_reward(logp, logp_ref, self.config.dpo_beta).squeeze(1)
 
 # %% ../../nbs/language/39_dpo.ipynb #own-choices
 def own_choices(task: Prompts, # Of the prompts of `rows`, in their order
                 rows: list, # Dicts with chosen and rejected, strings
                ) -> Choices: # Without `logp_ref`
     "Two responses to each prompt as tokens; ValueError names the one that cannot be used."
-    names, end, ids = ("chosen", "rejected"), [task.tokenizer.eos_token_id], []
+    names, ids = ("chosen", "rejected"), []
+    end, T = [task.tokenizer.eos_token_id], task.response_length
     for i, row in enumerate(rows):
         for name in names:
             if not isinstance(row.get(name), str):
@@ -166,7 +168,7 @@ def own_choices(task: Prompts, # Of the prompts of `rows`, in their order
                                  f"{row.get(name)!r} in prompts[{i}]")
         texts = task.tokenizer([row[name] for name in names], add_special_tokens=False)
         ids += [text + end for text in texts["input_ids"]]
-        longest, T = max(map(len, ids[-2:])), task.response_length
+        longest = max(map(len, ids[-2:]))
         if longest > T:
             raise ValueError(f"max_new_tokens must hold each response with its end, {longest} "
                              f"tokens in prompts[{i}], got {T}")
