@@ -146,7 +146,8 @@ def save_model(path: Path, # A directory; one that is there is replaced
         config, generate = copy.deepcopy((lm.config, lm.generation_config))
         config.pad_token_id = generate.pad_token_id = own.pad_token_id
         generate.update(**generation)
-        if not has_adapter(lm): config.save_pretrained(new) # beside it, it is taken for a model
+        if not has_adapter(lm): # whose directory would be taken for a whole model
+            config.save_pretrained(new)
         generate.save_pretrained(new)
 
 def _known_padding(tokenizer, vocab_size):
