@@ -9,6 +9,8 @@ __all__ = ['load_model', 'check_trainable', 'quiet_transformers', 'pad_outside',
 # %% ../../nbs/language/29_hub.ipynb #export-imports
 import copy
 import os
+import re
+import secrets
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from ..formulas.logprob import selective_log_softmax
-from .model import hidden_states, no_dropout, to_logits
+from .model import has_adapter, hidden_states, no_dropout, to_logits
 from .sampling import sample
 
 # %% ../../nbs/language/29_hub.ipynb #load
@@ -29,7 +31,7 @@ def load_model(model: str | Path | nn.Module, # A directory, a name on the hub, 
     "A causal language model and its tokenizer, checked; ValueError in one sentence otherwise."
     lm, name = model, type(model).__name__
     if not isinstance(model, nn.Module):
-        lm, name = _from_pretrained(str(model)), str(model)
+        lm, name = _from_directory(str(model)), str(model)
         tokenizer = tokenizer or _load("tokenizer", "AutoTokenizer", name)
     if tokenizer is None:
         raise ValueError(f"tokenizer must come with a model that is a module, got None for {name}")
@@ -39,9 +41,24 @@ def load_model(model: str | Path | nn.Module, # A directory, a name on the hub, 
     check_model(lm, name)
     return lm, tokenizer
 
-def _from_pretrained(name):
+def _from_directory(name):
     if os.path.isfile(name):
         raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
+    if not Path(name, "adapter_config.json").is_file(): return _from_pretrained(name)
+    peft = _peft(name)
+    config = peft.PeftConfig.from_pretrained(name)
+    base = _from_pretrained(config.base_model_name_or_path or "")
+    return peft.PeftModel.from_pretrained(base, name, is_trainable=True)
+
+def _peft(name):
+    try:
+        import peft
+    except ImportError as e:
+        raise ValueError("model must be without an adapter where peft is not installed (pip "
+                         f"install rlhf_notes[peft]), got {name!r}") from e
+    return peft
+
+def _from_pretrained(name):
     lm, info = _load("causal language model", "AutoModelForCausalLM", name, dtype=torch.float32,
                      output_loading_info=True, ignore_mismatched_sizes=True)
     lost = [*sorted(info["missing_keys"]), *(key for key, *_ in sorted(info["mismatched_keys"]))]
@@ -66,12 +83,18 @@ def _in_one_line(e): return shorten(str(e), 250) or type(e).__name__
 def check_trainable(lm: nn.Module, # A causal language model of transformers
                     name: str, # For the message
                    ):
-    "ValueError if the model is frozen whole, or has adapters."
-    if hasattr(lm, "peft_config"):
-        raise ValueError(f"model must be without adapters (merge_and_unload of peft merges them), "
-                         f"got {name!r} with some")
-    if not any(p.requires_grad for p in lm.parameters()):
+    "ValueError if nothing is trained, or more than what an adapter can take back."
+    learned = [n for n, p in lm.named_parameters() if p.requires_grad]
+    if not learned:
         raise ValueError(f"model must have weights to train, got {name!r} with all of them frozen")
+    if not hasattr(lm, "peft_config"): return
+    if not has_adapter(lm):
+        raise ValueError("model must be a PeftModel if it has adapters (peft.get_peft_model makes "
+                         f"one), got {name!r} with some")
+    others = [n for n in learned if lm.active_adapter not in n.split(".")]
+    if others:
+        raise ValueError("model must train nothing beside its adapter, since it is the reference "
+                         f"without it, got {name!r} with {others[0]}")
 
 
 # %% ../../nbs/language/29_hub.ipynb #quiet
@@ -108,27 +131,54 @@ def pad_outside(tokenizer, # Of transformers; changed in place
 
 # %% ../../nbs/language/29_hub.ipynb #save
 def save_model(path: Path, # A directory; one that is there is replaced
-               lm: nn.Module, # A model of transformers
+               lm: nn.Module, # A model of transformers, or a PeftModel
                tokenizer, # Its own; neither is changed
+               merge: bool = False, # True = an adapter is added to the weights
+               **generation, # For generation_config.json: eos_token_id, max_new_tokens, ...
               ):
-    "Write a model that AutoModelForCausalLM and AutoTokenizer load, in safetensors."
-    check_trainable(lm, type(lm).__name__)
-    tmp = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
+    "Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads."
+    own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
+    if merge and has_adapter(lm):
+        lm = copy.deepcopy(lm).merge_and_unload()
+    with _replacing(path) as new, quiet_transformers():
+        lm.save_pretrained(new)
+        own.save_pretrained(new)
+        config, generate = copy.deepcopy((lm.config, lm.generation_config))
+        config.pad_token_id = generate.pad_token_id = own.pad_token_id
+        generate.update(**generation)
+        if not has_adapter(lm): # whose directory would be taken for a whole model
+            config.save_pretrained(new)
+        generate.save_pretrained(new)
+
+def _known_padding(tokenizer, vocab_size):
+    "The tokenizer as it was, padding with a token that the model knows."
     own = copy.deepcopy(getattr(tokenizer, "original", tokenizer))
-    vocab_size = len(lm.get_output_embeddings().weight)
     names = own.pad_token, own.eos_token, own.bos_token, own.unk_token
     known = (t for t in names if t is not None and own.convert_tokens_to_ids(t) < vocab_size)
     own.pad_token = next(known, None)
     own.init_kwargs["padding_side"] = "left" # from there it is saved
-    with quiet_transformers():
-        lm.save_pretrained(tmp)
-        own.save_pretrained(tmp)
-        for config in copy.deepcopy((lm.config, lm.generation_config)):
-            config.pad_token_id = own.pad_token_id
-            config.save_pretrained(tmp)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(tmp, path)
+    return own
+
+@contextmanager
+def _replacing(path):
+    "A new directory that takes the place of the old one in the end, or nothing at all."
+    tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield tmp
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(tmp, path)
+    except Exception as e:
+        number = getattr(e, "errno", None) or _os_error(e)
+        if not number: raise
+        raise OSError(number, os.strerror(number), str(path)) from e
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+def _os_error(e):
+    "The number in the message of safetensors, which is written in Rust; 0 = none."
+    found = re.search(r"os error (\d+)", str(e))
+    return int(found[1]) if found else 0
+
 
 # %% ../../nbs/language/29_hub.ipynb #check-model
 @torch.no_grad()
