@@ -160,6 +160,8 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
                device: torch.device, # Where the model is to live
               ) -> tuple: # (language model, task)
     "A language model, and the task in its tokens; ValueError if they do not fit."
+    if config.lora:
+        raise ValueError(f"lora must be 0 for the reviews, got {config.lora}")
     if config.model:
         lm, tokenizer = load_model(config.model, device=device)
         if has_adapter(lm):

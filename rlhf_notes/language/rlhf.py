@@ -27,7 +27,7 @@ from ..formulas.ppo import ppo_loss
 from ..formulas.reward import RewardNorm, apply_penalty
 from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
-from .hub import check_trainable, load_model, save_model
+from .hub import add_lora, check_trainable, load_model, save_model
 from rlhf_notes.language.model import (
     Policy, Stage, adapter_off, autocast, check_weights, context_length, has_adapter,
     head_log_probs, no_dropout, response_states,
@@ -62,6 +62,7 @@ class RLHF(Stage):
 
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
+        lm = add_lora(lm, config.lora, config.seed)
         task = Prompts(tokenizer, prompts, reward, config.response_length)
         limit, Q = context_length(lm), task.query_length
         if limit is not None and Q + config.response_length > limit:

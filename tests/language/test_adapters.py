@@ -11,7 +11,7 @@ import transformers
 from language.parts import TINY
 from language_models import WORDS, make, tiny, tokenizer
 from rlhf_notes import RLHF
-from rlhf_notes.language.hub import load_model, save_model
+from rlhf_notes.language.hub import add_lora, load_model, save_model
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.language.pipeline import make_world
 
@@ -133,6 +133,25 @@ def test_an_adapter_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="model must be without an adapter for the reviews, got '.*adapter'"):
         make_world(replace(TINY, model=str(tmp_path / "adapter")), "cpu")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"model must be without an adapter where peft is not installed \(pip install rlhf_notes\[peft\]\), got '.*adapter'"):
+    with pytest.raises(ValueError, match=r"model must be without an adapter where peft is missing \(pip install rlhf_notes\[peft\] brings it\), got '.*adapter'"):
         load_model(tmp_path / "adapter")
     load_model(tmp_path / "base")
+
+
+def test_an_adapter_by_an_option(tmp_path):
+    "From Python and from the command line; the weights come from the seed, and nothing else moves."
+    base("Llama", tmp_path, tokenizer())
+    state = torch.get_rng_state()
+    t = RLHF(str(tmp_path), prompts=["w1 w2"], reward=short, lora=2, seed=5, **SMALL)
+    again, other = (add_lora(load_model(tmp_path)[0], 2, seed) for seed in (5, 6))
+    for a, b, same in ((t.policy.lm, again, True), (t.policy.lm, other, False)):
+        assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters())) == same
+    assert torch.equal(torch.get_rng_state(), state)
+    learned = {n for n, p in t.policy.lm.named_parameters() if p.requires_grad}
+    assert len(learned) == 2 * 2 * 7 and all("lora_" in n for n in learned)                     # A and B, layers, matrices
+    t.save(tmp_path / "adapter")
+    assert RLHF.load(tmp_path / "adapter").policy.lm.peft_config["default"].r == 2
+
+
+def test_the_reviews_train_all_weights():
+    with pytest.raises(ValueError, match="lora must be 0 for the reviews, got 4"): make_world(replace(TINY, lora=4), "cpu")
