@@ -68,11 +68,12 @@ class Batch:
 
     def shuffled(self,
                  parts: int, # Number of minibatches; as many as rows if those are fewer
-                 generator: torch.Generator, # Source of the shuffling
+                 generator: torch.Generator, # Source of the shuffling, on the CPU
                 ) -> list: # Of batches
         "A pass over the rows: gathered once, then cut into minibatches."
         parts = min(parts, len(self))
-        mixed = self[torch.cat(minibatches(len(self), parts, generator))]
+        rows = torch.cat(minibatches(len(self), parts, generator))
+        mixed = self[rows.to(self.logp.device)]
         columns = (getattr(mixed, f.name).tensor_split(parts) for f in fields(self))
         return [Batch(*part) for part in zip(*columns)]
 
@@ -203,7 +204,7 @@ class PPO:
         stagger = episode_limit(c.env) if c.stagger else 0
         self.collector = Collector(self.envs, env_seed, stagger)
         self.rng = np.random.default_rng(seed)  # of the actions
-        self.generator = torch.Generator(self.device).manual_seed(seed)  # of the minibatches
+        self.generator = torch.Generator().manual_seed(seed)  # of the minibatches
 
     def iterate(self) -> dict: # Metrics: column -> number
         "One iteration: collect, estimate advantages, take gradient steps on minibatches."

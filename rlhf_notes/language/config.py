@@ -40,6 +40,8 @@ class RLHFConfig:
     "auto, cpu, cuda or mps; auto is a GPU if there is one"
     precision: Precision = "float32"
     "of matrix products: float32, or bfloat16 by autocast"
+    lora: Whole = 0
+    "rank of the adapter that is trained in place of all weights, by peft; 0 = none"
     query_length: Whole = 0
     "tokens to which prompts are padded on the left (G2); 0 = length of the longest"
     response_length: Size = 16

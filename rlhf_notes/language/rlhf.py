@@ -27,10 +27,10 @@ from ..formulas.ppo import ppo_loss
 from ..formulas.reward import RewardNorm, apply_penalty
 from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
-from .hub import check_trainable, load_model, save_model
+from .hub import add_lora, check_trainable, load_model, save_model
 from rlhf_notes.language.model import (
-    Policy, Stage, autocast, check_weights, context_length, head_log_probs, no_dropout,
-    response_states,
+    Policy, Stage, adapter_off, autocast, check_weights, context_length, has_adapter,
+    head_log_probs, no_dropout, response_states,
 )
 from .reward_model import score
 from .rollout import Prompts, Rollout, rollout_stats, with_advantages
@@ -62,6 +62,7 @@ class RLHF(Stage):
 
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
+        lm = add_lora(lm, config.lora, config.seed)
         task = Prompts(tokenizer, prompts, reward, config.response_length)
         limit, Q = context_length(lm), task.query_length
         if limit is not None and Q + config.response_length > limit:
@@ -90,7 +91,7 @@ class RLHF(Stage):
         check_processes(config, self.accelerator.num_processes)
         check_trainable(lm, type(lm).__name__)
         self.reference = no_dropout(lm)  # P4
-        self.policy = Policy(copy.deepcopy(lm))  # P2
+        self.policy = Policy(lm if has_adapter(lm) else copy.deepcopy(lm))  # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model = self.accelerator.prepare_model(self.policy)
         # last: preparing a model may move it
@@ -154,7 +155,7 @@ class RLHF(Stage):
             response_mask = response_mask & ~scores.isnan().unsqueeze(1)
         tokens = torch.cat([prompts, samples.tokens], 1)
         mask = torch.cat([mask, torch.ones_like(response_mask)], 1)
-        with autocast(self.device, c.precision):
+        with autocast(self.device, c.precision), adapter_off(self.reference):
             hidden = response_states(self.reference, tokens, mask, c.response_length)
             # P1
             logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)
@@ -263,9 +264,15 @@ class RLHF(Stage):
         samples = self.respond(self.policy.lm, tokens, mask, u.to(self.device))
         return self.task.decode(self.task.truncate(samples.tokens)[0])
 
-    def save(self, path): # A directory
+    def save(self,
+             path, # A directory
+             merge: bool = False, # True = an adapter is added to the weights
+            ):
         "Write policy, tokenizer and options; `AutoModelForCausalLM` loads the policy from there."
-        save_model(Path(path), self.policy.lm, self.task.tokenizer)
+        c = self.config
+        save_model(Path(path), self.policy.lm, self.task.tokenizer, merge, do_sample=True, top_k=0,
+                   temperature=c.temperature, max_new_tokens=c.response_length,
+                   eos_token_id=self.task.stop_token)
         write_atomically(Path(path) / "rlhf.json", json.dumps(asdict(self.config), indent=1) + "\n")
 
     @classmethod

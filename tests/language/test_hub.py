@@ -1,6 +1,9 @@
 """Models are loaded and saved whole, or refused in one sentence."""
 import logging
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -163,3 +166,46 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(call, words, tmp_path):
     with pytest.raises(ValueError, match=words) as e:
         call(tmp_path)
     assert "\n" not in str(e.value)
+
+
+# --- a disk that is full
+
+@pytest.mark.parametrize("error, told", [
+    (OSError(28, "No space left on device"), "No space left on device"),
+    (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "File too large"),        # as safetensors says it
+])
+def test_a_full_disk_is_told_by_name_and_costs_nothing(error, told, tmp_path, monkeypatch):
+    lm, path = rough(tiny()), tmp_path / "lm"
+    save_model(path, lm, tokenizer())
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    tok = tokenizer()
+    def full(self, *args, **kwargs): raise error
+    monkeypatch.setattr(type(tok), "save_pretrained", full)
+    with pytest.raises(OSError) as e:
+        save_model(path, rough(tiny(), 1), tok)
+    assert (e.value.strerror, e.value.filename) == (told, str(path))
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_other_errors_of_saving_keep_their_words(tmp_path, monkeypatch):
+    lm = rough(tiny())
+    monkeypatch.setattr(lm, "save_pretrained", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError): save_model(tmp_path / "lm", lm, tokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+LIMITED = """
+import resource, signal, sys
+from language_models import tiny, tokenizer
+from pathlib import Path
+from rlhf_notes.language.hub import save_model
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+lm, tok = tiny(), tokenizer()
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+save_model(Path(sys.argv[1]), lm, tok)
+"""
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of a file")
+def test_a_real_limit_is_told_in_one_line(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "lm"], capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
+    assert done.stderr.splitlines()[-1] == f"OSError: [Errno 27] File too large: '{tmp_path}/lm'" and not list(tmp_path.iterdir()), done.stderr

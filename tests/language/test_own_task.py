@@ -11,7 +11,7 @@ from language.parts import TINY, handmade, trainer
 from language_models import WORDS, make
 from rlhf_notes import RLHF
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
-from rlhf_notes.language.hub import check_model, save_model
+from rlhf_notes.language.hub import check_model
 from rlhf_notes.language.model import no_dropout
 from rlhf_notes.language.rollout import Prompts, read_prompts, reward_functions, rollout_stats, with_advantages
 from rlhf_notes.language.sampling import sample
@@ -72,14 +72,10 @@ def test_what_is_frozen_stays_and_the_rest_learns(algo):
     assert moved and not any(n.startswith("transformer.h.0") for n in moved) and any(n.startswith("transformer.h.1") for n in moved)
 
 
-def test_a_model_frozen_whole_and_adapters_are_refused(tmp_path):
+def test_a_model_frozen_whole_is_refused():
     t = trainer()
     with pytest.raises(ValueError, match="model must have weights to train, got 'GPT2LMHeadModel' with all of them frozen"):
         type(t).from_parts(TINY, t.reference.requires_grad_(False), t.reward_model, t.norm, t.task)
-    lm = make("Llama"); lm.peft_config = {}
-    for call in (lambda: RLHF(lm, tokenizer()), lambda: save_model(tmp_path / "lm", lm, tokenizer())):
-        with pytest.raises(ValueError, match="model must be without adapters"): call()
-    assert not list(tmp_path.iterdir())
 
 
 def test_check_model_says_what_differs():
