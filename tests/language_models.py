@@ -29,7 +29,7 @@ WORDS = [f"w{i}" for i in range(37)]
 def make(kind, seed=0, **changes):
     "A model of this kind with weights large enough to matter, in training mode, its dropout in place."
     config = getattr(transformers, f"{kind}Config")(**KINDS[kind] | changes)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         with torch.no_grad():
