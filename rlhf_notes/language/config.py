@@ -122,7 +122,7 @@ class RLHFConfig:
     "responses without an end: replace the score, subtract the penalty, filter, soft (DAPO), keep"
     overlong_buffer: Size = 4
     "overlong soft: last tokens of response_length, over which the punishment grows to 1"
-    dpo_beta: Positive = 0.1
+    dpo_beta: Positive = 0.3
     "dpo: pull to the pretrained model, reward per nat"
     eval_every: Count = 10
     "iterations between evaluations of the true score"

@@ -9,7 +9,7 @@ __all__ = ['choice_loss', 'Choices', 'make_choices', 'DPO', 'own_choices']
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,11 +17,12 @@ from torch import nn
 from ..formulas.masking import masked_sum
 from ..formulas.preference import dpo_loss, implicit_reward
 from .config import RLHFConfig
-from .model import Policy, autocast, check_weights
+from .model import Policy, adapter_off, autocast, check_weights
 from .reward_model import ask_human
-from .rlhf import COLUMNS, RLHF, check_finite, learning_rate
+from .rlhf import COLUMNS, RLHF, learning_rate
 from .rollout import Prompts, read_prompts
 from ..training.seeds import seeded_generator
+from ..training.signals import check_finite
 
 # %% ../../nbs/language/39_dpo.ipynb #choice-loss
 def choice_loss(logp: torch.Tensor, # log pi of N responses to each prompt, the chosen first, (B, N)
@@ -72,8 +73,9 @@ class DPO(RLHF):
                  seed: int = 0, # Of all that is random
                  **options, # Of `RLHFConfig`
                 ):
-        config = RLHFConfig(algo="dpo", response_length=max_new_tokens, stop_after=0,
-                            iterations=iterations, seed=seed, **options)
+        options = dict(stop_after=0, overlong="keep") | options
+        config = RLHFConfig(algo="dpo", response_length=max_new_tokens, iterations=iterations,
+                            seed=seed, **options)
         rows = read_prompts(prompts)
         if not rows: raise ValueError("prompts must not be empty, got none to learn from")
         self._from_prompts(config, model, tokenizer, [row["prompt"] for row in rows], None)
@@ -86,6 +88,7 @@ class DPO(RLHF):
                    task, # `Reviews`
                   ) -> "DPO": # Before its first iteration
         "Learn from the choices from which a reward model of the same config learns."
+        config = replace(config, overlong="keep")  # the implicit reward stays as it is
         trainer = super().from_parts(config, lm, None, None, task)
         texts, best = ask_human(config, lm, task, seeded_generator("reward model", config.seed))
         trainer.learn_from(make_choices(*texts, best))
@@ -94,10 +97,10 @@ class DPO(RLHF):
     @torch.no_grad()
     def learn_from(self, choices: Choices): # Without `logp_ref`
         "Compute the reference's log-probs, once, and the order of the prompts."
-        c, n, reference = self.config, len(choices), Policy(self.reference)
+        c, n = self.config, len(choices)
         choices = Choices(*(x.to(self.device) for x in vars(choices).values() if x is not None))
         parts = [choices[i:i + 256] for i in range(0, n, 256)]
-        choices.logp_ref = torch.cat([self.forward(part, reference) for part in parts])
+        choices.logp_ref = torch.cat([self.reference_logp(part) for part in parts])
         self.choices, generator = choices, seeded_generator("dpo", c.seed)
         passes = math.ceil(c.iterations * c.batch / n)
         order = torch.cat([torch.randperm(n, generator=generator) for _ in range(passes)])
@@ -116,6 +119,11 @@ class DPO(RLHF):
         with autocast(self.device, c.precision):
             logp, _, _ = policy(tokens, mask, c.response_length, c.temperature, response_mask)
         return masked_sum(logp, response_mask, 1).view(part.tokens.shape[:2])
+
+    def reference_logp(self, part: Choices) -> torch.Tensor: # (b, N) nats
+        "log pi_ref(y | x) of each response."
+        with adapter_off(self.reference):
+            return self.forward(part, Policy(self.reference))
 
     def accumulate(self, part: Choices, batch: Choices, sync: bool) -> tuple: # (log pi (b, N),)
         "Add the gradient of a microbatch, with its weight in the minibatch."
@@ -137,21 +145,21 @@ class DPO(RLHF):
 
     def log(self, logs: list, start: float) -> dict: # Column -> number
         "The row of an iteration."
-        c, self.iteration = self.config, self.iteration + 1
+        c = self.config
         row = dict.fromkeys(COLUMNS)
         row |= {name: torch.stack([x[name] for x in logs]).mean().item() for name in logs[0]}
-        row |= dict(iteration=self.iteration, learning_rate=learning_rate(c, self.iteration - 1))
-        where = f"stage rl, iteration {self.iteration}"
-        check_finite(where, row)
-        check_weights(where, self.optimizer.weights)
+        row |= dict(iteration=self.iteration + 1, learning_rate=learning_rate(c, self.iteration))
+        check_finite(self.where, row)
+        check_weights(self.where, self.optimizer.weights)
+        self.iteration += 1
         tokens = c.batch * self.choices.response_mask[0].numel()
         return row | dict(tokens_per_second=tokens / (time.perf_counter() - start))
 
-    def proxy_reward(self, prompts, mask, responses, response_mask, has_end) -> torch.Tensor: # (B,)
+    def proxy_reward(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
         "The implicit reward, up to a constant of the prompt (Rafailov et al. 2023, eq. 5)."
         texts = (x[:, None] for x in (prompts, mask, responses, response_mask))
         one = make_choices(*texts, torch.zeros(len(prompts), dtype=torch.long))
-        logp, logp_ref = (self.forward(one, x) for x in (self.policy, Policy(self.reference)))
+        logp, logp_ref = self.forward(one, self.policy), self.reference_logp(one)
         return implicit_reward(logp, logp_ref, self.config.dpo_beta).squeeze(1)
 
 # %% ../../nbs/language/39_dpo.ipynb #own-choices
