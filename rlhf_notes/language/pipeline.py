@@ -20,7 +20,7 @@ from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
 from .hub import load_model, pad_outside, save_model
 from .model import (Pretraining, RewardModel, check_weights, context_length,
-                                       make_gpt2)
+                                       has_adapter, make_gpt2)
 from .reward_model import RewardTraining
 from .rlhf import RLHF, check_processes, make_accelerator, process_device
 from .rollout import Rollout, rollout_stats
@@ -160,8 +160,13 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
                device: torch.device, # Where the model is to live
               ) -> tuple: # (language model, task)
     "A language model, and the task in its tokens; ValueError if they do not fit."
+    if config.lora:
+        raise ValueError(f"lora must be 0 for the reviews, got {config.lora}")
     if config.model:
         lm, tokenizer = load_model(config.model, device=device)
+        if has_adapter(lm):
+            raise ValueError("model must be without an adapter for the reviews, got "
+                             f"{config.model!r}")
     else:
         size = len(WORDS) if config.preset == "tiny" else GPT2_VOCAB
         tokenizer = pad_outside(make_tokenizer(), size)
@@ -280,7 +285,9 @@ def finish(training: Training, # At its end or interrupted
     if run is None: return
     trainer, rows = training.stage, training.rows["rl"]
     if training.done:
-        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
+        c = training.config
+        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer,
+                   temperature=c.temperature, max_new_tokens=c.response_length)
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
 
