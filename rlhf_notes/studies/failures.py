@@ -8,12 +8,11 @@ __all__ = ['BASES', 'FAILURES', 'DIALS', 'WORTH', 'LOOK', 'LOUD', 'Failure', 'sc
            'padding_read', 'padding_sampled', 'places', 'places_in_update', 'likeliest',
            'constant', 'twice', 'read_at_the_edge', 'loud', 'one_pair', 'raw_scores',
            'scaled_before_training', 'temperature_forgotten', 'opinionated', 'thinned',
-           'Unfinished', 'Untruncated', 'on_task', 'unpunished', 'weighed_alike',
-           'k3_in_reward', 'reversed_reward', 'paid_at_the_edge', 'paid_everywhere',
-           'k1_in_loss', 'reversed_estimate', 'moving_reference', 'behind_the_end',
-           'over_padding', 'centred', 'padded_mean', 'with_new_reward', 'planted',
-           'attempt', 'recorded', 'intact_runs', 'unusual', 'draw_dials', 'puzzles',
-           'choices', 'diagnose']
+           'Unfinished', 'Untruncated', 'on_task', 'weighed_alike', 'k3_in_reward',
+           'reversed_reward', 'paid_at_the_edge', 'paid_everywhere', 'k1_in_loss',
+           'reversed_estimate', 'moving_reference', 'behind_the_end', 'over_padding',
+           'centred', 'padded_mean', 'with_new_reward', 'planted', 'attempt', 'recorded',
+           'intact_runs', 'unusual', 'draw_dials', 'puzzles', 'choices', 'diagnose']
 
 # %% ../../nbs/studies/35_failures.ipynb #export-imports
 import csv
@@ -177,10 +176,6 @@ def on_task(kind): # A class around a task: `Unfinished`, `Untruncated`
     "A change of the start: another task for the policy."
     return lambda start: replace(start, task=kind(start.task))
 
-def unpunished(apply_penalty): # `reward.apply_penalty`, which replaces that by the penalty
-    "A response without an end keeps its score."
-    return lambda scores, valid, penalty: scores
-
 def weighed_alike(microbatch_weight): # `rlhf.microbatch_weight`, by how many tokens each has
     "The mean of the microbatches' means."
     return lambda part, whole, mode: len(part) / len(whole)
@@ -293,7 +288,7 @@ FAILURES = {
     "no truncation": Failure("responses are scored and trained to their last token", "P5",
                              start=on_task(Untruncated)),
     "no penalty": Failure("a response without an end is not punished", "P5",
-                          swaps=((rlhf, "apply_penalty", unpunished),)),
+                          dict(overlong="keep")),
     "penalty of 10": Failure("a response without an end scores -10", "P5", dict(penalty=-10.0)),
     "discount 0.9": Failure("a reward counts a tenth less with each token", "P6", dict(gamma=0.9)),
     "one minibatch": Failure("one gradient step in a pass", "P7", dict(minibatches=1)),
