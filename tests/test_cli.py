@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import random
 import re
 import signal
 import subprocess
