@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMULAS = {  # module -> its public names, separated by spaces
     "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean centre masked_var "
-                        "aggregate_loss",
+                        "aggregate_count aggregate_loss",
     "formulas.logprob": "selective_log_softmax entropy_from_logits log_probs_and_entropy "
                         "linear_log_probs gaussian_log_prob gaussian_entropy tanh_log_det",
     "formulas.ratio": "RATIO_LEVELS bounded_log_ratio importance_ratio effective_sample_size "
@@ -47,7 +47,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
                        "overlong_penalty",
     "formulas.ppo": "ppo_loss ppo_stats",
     "formulas.grpo": "POLICY_VARIANTS policy_loss microbatch_weight off_policy_sequence_mask",
-    "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss",
+    "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss "
+                           "implicit_reward simpo_loss orpo_loss kto_loss",
     "compat.ding": "ppo_data ppo_data_continuous ppo_policy_data ppo_policy_data_continuous "
                    "ppo_value_data ppo_policy_loss ppo_info naive_method less_efficient_method "
                    "efficient_method calculate_kl_div ppo_policy_error ppo_policy_error_continuous "

@@ -81,7 +81,7 @@ def public_names(cell):
     return [n.name for n in ast.parse(cell).body if isinstance(n, kinds) and n.name[0] != "_"]
 
 
-LESSONS = [p for p in notebooks.notebooks() if p.parent.name in ROOMS_DONE and p.parent.name not in ("exercises", "fast")]
+LESSONS = [p for p in notebooks.notebooks() if p.parent.name in ROOMS_DONE and p.parent.name != "exercises"]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)

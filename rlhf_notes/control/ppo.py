@@ -33,7 +33,7 @@ from ..formulas.value import explained_variance
 from ..formulas.whitening import RunningMoments, whiten
 from ..training.devices import pick_device
 from ..training.runs import Run, write_atomically
-from ..training.signals import diverged, progress_bar, stop_on_interrupt
+from ..training.signals import check_finite, diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/control/19_ppo.ipynb #loss
 def batch_loss(agent: Agent, # In training
@@ -70,11 +70,12 @@ class Batch:
 
     def shuffled(self,
                  parts: int, # Number of minibatches; as many as rows if those are fewer
-                 generator: torch.Generator, # Source of the shuffling
+                 generator: torch.Generator, # Source of the shuffling, on the CPU
                 ) -> list: # Of batches
         "A pass over the rows: gathered once, then cut into minibatches."
         parts = min(parts, len(self))
-        mixed = self[torch.cat(minibatches(len(self), parts, generator))]
+        rows = torch.cat(minibatches(len(self), parts, generator))
+        mixed = self[rows.to(self.logp.device)]
         columns = (getattr(mixed, f.name).tensor_split(parts) for f in fields(self))
         return [Batch(*part) for part in zip(*columns)]
 
@@ -116,11 +117,6 @@ def health(agent: Agent, # After the update
     return dict(entropy=masked_mean(entropy).item(), kl_k3=stats["approx_kl"].item(),
                 clip_fraction=stats["clip_fraction"].item(),
                 explained_variance=explained_variance(batch.values, batch.returns).item())
-
-def _check_finite(row):
-    "FloatingPointError if a number is NaN, but for the explained variance of returns all alike."
-    bad = [k for k, v in row.items() if v is not None and v != v and k != "explained_variance"]
-    if bad: raise FloatingPointError(", ".join(f"{name} is nan" for name in bad))
 
 # %% ../../nbs/control/19_ppo.ipynb #scaling
 class Scaling:
@@ -206,7 +202,7 @@ class PPO:
         stagger = episode_limit(self.env) if c.stagger else 0
         self.collector = Collector(self.envs, env_seed, stagger)
         self.rng = np.random.default_rng(seed)  # of the actions
-        self.generator = torch.Generator(self.device).manual_seed(seed)  # of the minibatches
+        self.generator = torch.Generator().manual_seed(seed)  # of the minibatches
 
     def iterate(self) -> dict: # Metrics: column -> number
         "One iteration: collect, estimate advantages, take gradient steps on minibatches."
@@ -253,9 +249,9 @@ class PPO:
                 start, where = time.perf_counter(), f"iteration {self.iteration + 1}"
                 try:
                     row = self.iterate()
-                    _check_finite(row)
                 except FloatingPointError as e:
                     raise diverged(where, e) from e
+                check_finite(where, row)
                 self.rows.append(row)
                 self._note_time(row, time.perf_counter() - start)
                 bar.update(c.batch)

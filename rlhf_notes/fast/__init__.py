@@ -22,7 +22,7 @@ def off():
         is_open = before
 
 
-def door(quick):
+def door(quick):  # with the arguments of the plain function
     "Decorate a plain function: `quick` runs in its place, unless it returns NotImplemented."
     def decorate(plain):
         quick.plain = plain
@@ -37,7 +37,7 @@ def door(quick):
     return decorate
 
 
-def compiled(loop, **options):
+def compiled(loop, **options):  # a function of arrays; options of `numba.njit`
     "Compile a loop with Numba when it is first called; keep the result on disk where it can be."
     from numba import njit
     options = dict(nogil=True, error_model="numpy", **options)

@@ -119,9 +119,9 @@ class Fused:
                 ):
         self.mask, zeros = mask, torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         self.bias = zeros.masked_fill(~mask, torch.finfo(dtype).min)
-        self.keys, self.values = self.allocate(layers, heads, width, *mask.shape)
+        self.keys, self.values = self._allocate(layers, heads, width, *mask.shape)
 
-    def allocate(self, layers, heads, width, B, S): # Views (layers, B, heads, S, width)
+    def _allocate(self, layers, heads, width, B, S): # Views (layers, B, heads, S, width)
         return self.bias.new_zeros(2, layers, B, heads, S, width)
 
     def read(self, layer, block, h, last): # h (Q * B, d), time first; last: of the last block
@@ -150,12 +150,12 @@ class Fused:
 # %% ../../nbs/fast/gpt2.ipynb #elementwise
 class Elementwise(Fused):
     "Time first, batch last: one token attends by products of whole arrays. For a CPU."
-    def allocate(self, layers, heads, width, B, S):
+    def _allocate(self, layers, heads, width, B, S):
         self.cache = self.bias.new_zeros(layers, S, 3, heads, width, B) # q too
         self.scratch = self.bias.new_empty(S, heads, width, B)
         return self.cache.permute(2, 0, 5, 3, 1, 4)[1:]
 
-    def step(self, layer, block, h, p):
+    def step(self, layer, block, h, p): # As `Fused.step`
         new, scratch = self.cache[layer, p], self.scratch[:p + 1]
         keys, values = self.cache[layer, :p + 1, 1], self.cache[layer, :p + 1, 2]
         bias, W = block.qkv

@@ -37,8 +37,9 @@ def _chunks(hidden, weight, bias, size):
 # %% ../../nbs/fast/linear.ipynb #forward
 @torch.library.custom_op("rlhf_notes::head", mutates_args=())
 def head(
-    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,
-    temperature: float, chunk: int, entropy: bool
+    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,  # (R, d) (V, d) (R,) (V,)
+    temperature: float, chunk: int,  # > 0; rows at a time
+    entropy: bool,  # False: the second result is 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "log pi, entropy, base and total of the rows of hidden @ weight.T + bias."
     parts = [rows.forward(z, index[at], temperature, entropy)
@@ -48,9 +49,10 @@ def head(
 # %% ../../nbs/fast/linear.ipynb #backward
 @torch.library.custom_op("rlhf_notes::head_backward", mutates_args=())
 def head_backward(
-    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,
-    temperature: float, chunk: int, g: Tensor, h: Tensor | None,
-    H: Tensor, base: Tensor, total: Tensor, train_weight: bool
+    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,  # as for `head`
+    temperature: float, chunk: int,  # as for `head`
+    g: Tensor, h: Tensor | None, H: Tensor, base: Tensor, total: Tensor,  # as `rows.backward`'s
+    train_weight: bool,  # False: the gradient of the weight is 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients of g log pi + h H with respect to hidden, weight and bias."
     d_hidden = torch.empty_like(hidden)
@@ -100,9 +102,10 @@ def _differentiable(inputs, temperature, g, h, needed):
 head.register_autograd(_derive, setup_context=_keep)
 
 def log_probs(
-    hidden, weight, index, bias=None, temperature=1.0, chunk=None, entropy=False, mask=None
+    hidden, weight, index, bias=None, temperature=1.0,  # as the formula's
+    chunk=None, entropy=False, mask=None,  # as the formula's
 ):
-    "As `linear_log_probs`."
+    "Values and gradients of `linear_log_probs`, or NotImplemented."
     V, kind = len(weight), hidden.device.type
     if torch.is_autocast_enabled(kind):
         cast = [t if t is None or t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind))

@@ -25,26 +25,29 @@ COEFFICIENTS = (  # of 2^f, |f| <= 1/2
 C0, C1, C2, C3, C4, C5, C6 = map(np.float32, COEFFICIENTS)
 f32, i32 = np.float32, np.int32
 
-def loop(f):
+def loop(f):  # of arrays and numbers
     "Compile `f` so that sums are vectorised, and NaN and infinity kept."
     return compiled(f, fastmath={"reassoc", "contract", "nsz"})
 
+# %% ../../nbs/fast/row_loops.ipynb #as-float
 @intrinsic
-def as_float(typing, bits):
+def as_float(typing, bits):  # int32
     "The float32 that has these bits."
     def build(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
     return types.float32(types.int32), build
 
+# %% ../../nbs/fast/row_loops.ipynb #as-bits
 @intrinsic
-def as_bits(typing, x):
+def as_bits(typing, x):  # float32
     "The bits of a float32."
     def build(context, builder, signature, args):
         return builder.bitcast(args[0], ir.IntType(32))
     return types.int32(types.float32), build
 
+# %% ../../nbs/fast/row_loops.ipynb #exp2
 @loop
-def exp2(x):
+def exp2(x):  # float32
     "2^x of a float32: 0 below 2^-126.5, about 2^127 for all that is larger; NaN stays NaN."
     x = f32(-127) if x < f32(-127) else f32(127) if x > f32(127) else x
     n = np.rint(x)
@@ -56,7 +59,7 @@ def exp2(x):
 BLOCK = 256  # numbers that are added in float32 before they go into a float64
 LN2 = 0.6931471805599453
 
-def load(z):
+def load(z):  # float32, or the bits of a bfloat16 as uint16
     "A logit as a float32."
 
 @overload(load)
@@ -65,7 +68,8 @@ def _(z):
         return lambda z: as_float(i32(z) << i32(16))
     return lambda z: z
 
-def store(out, j, x):
+# %% ../../nbs/fast/row_loops.ipynb #store
+def store(out, j, x):  # float32 or uint16 array, place, float32
     "out[j] = x; a bfloat16 is rounded to the nearest, and to the even one of two."
 
 @overload(store)
@@ -79,13 +83,15 @@ def _(out, j, x):
         out[j] = np.uint16(0x7FC0) if x != x else np.uint16(up)
     return rounded if out.dtype == types.uint16 else plain
 
+# %% ../../nbs/fast/row_loops.ipynb #bounded
 @loop
-def bounded(x):
+def bounded(x):  # float32
     "x, at least -1e4: 2^-1e4 is 0, and 0 times -inf would be NaN."
     return f32(-1e4) if x < f32(-1e4) else x
 
+# %% ../../nbs/fast/row_loops.ipynb #weigh
 @loop
-def weigh(z, base, scale):
+def weigh(z, base, scale):  # x = scale (z - base)
     "Sum of 2^x."
     total = 0.0
     for first in range(0, len(z), BLOCK):
@@ -95,8 +101,9 @@ def weigh(z, base, scale):
         total += np.float64(some)
     return total
 
+# %% ../../nbs/fast/row_loops.ipynb #weigh-twice
 @loop
-def weigh_twice(z, base, scale):
+def weigh_twice(z, base, scale):  # as for `weigh`
     "Sums of 2^x and of x 2^x."
     total = product = 0.0
     for first in range(0, len(z), BLOCK):
@@ -110,8 +117,9 @@ def weigh_twice(z, base, scale):
         product += np.float64(more)
     return total, product
 
+# %% ../../nbs/fast/row_loops.ipynb #largest
 @loop
-def largest(z):
+def largest(z):  # (V,)
     "The largest logit of a row, or the smallest finite number; NaN if there is one above."
     top = i32(-0x80000000)  # integers in the order of floats: their maximum is vectorised
     for first in range(0, len(z), BLOCK):
@@ -121,8 +129,13 @@ def largest(z):
             top = max(top, bits ^ ((bits >> i32(31)) & i32(0x7FFFFFFF)))
     return max(as_float(top ^ ((top >> i32(31)) & i32(0x7FFFFFFF))), f32(-3.4028235e38))
 
+# %% ../../nbs/fast/row_loops.ipynb #loop-forward
 @loop
-def forward(z, index, logp, H, bases, totals, scale, entropy):
+def forward(
+    z, index,  # (R, V) and (R,)
+    logp, H, bases, totals,  # (R,), written
+    scale, entropy,  # log2(e) / temperature; a flag
+):
     "log pi and entropy of each row, and the base and the total it was measured with."
     for r in range(len(z)):
         base = chosen = load(z[r, index[r]])
@@ -141,8 +154,13 @@ def forward(z, index, logp, H, bases, totals, scale, entropy):
             H[r] = max((np.log2(total) - product / total) * LN2, 0)
         bases[r], totals[r] = base, total
 
+# %% ../../nbs/fast/row_loops.ipynb #loop-backward
 @loop
-def backward(z, index, out, bases, g, constant, slope, scale, inplace):
+def backward(
+    z, index, out,  # (R, V), (R,) and (R, V), which is written
+    bases, g, constant, slope,  # (R,)
+    scale, inplace,  # log2(e) / temperature; a flag
+):
     "2^x (a + b x), and g more for the chosen token; `out` is z if `inplace`."
     block = np.empty(BLOCK, z.dtype)
     for r in range(len(z)):
@@ -205,13 +223,18 @@ def _over_rows(loop, logits, index, rows, numbers, out=None):
         [*pool.map(lambda call: loop(*call), calls)]
 
 # %% ../../nbs/fast/row_loops.ipynb #forward
-def forward_rows(logits, index, temperature, entropy):
+def forward_rows(logits, index, temperature, entropy):  # as `rows.forward`'s
     "log pi, entropy, base and total of each row, from one read or two."
     out = tuple(torch.empty(index.shape, dtype=torch.float32, device="cpu") for _ in range(4))
     _over_rows(forward, logits, index, out, (np.float32(LOG2_E / temperature), entropy))
     return out
 
-def backward_rows(logits, index, temperature, base, g, constant, slope, out):
+# %% ../../nbs/fast/row_loops.ipynb #backward
+def backward_rows(
+    logits, index, temperature,  # as `rows.forward`'s
+    base, g, constant, slope,  # (...) float32
+    out,  # (..., V), written; may be the logits
+):
     "Write 2^x (a + b x) + g 1[chosen]; rows of which nothing is asked are not read."
     rows = [x.contiguous() for x in (base, g, constant, slope)]
     inplace = out.data_ptr() == logits.data_ptr()

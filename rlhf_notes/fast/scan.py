@@ -112,7 +112,7 @@ def accumulate(x, decay):  # as the plain function gets them
     if decay.requires_grad or not _pays(x, decay): return NotImplemented
     return _Scan.apply(x, decay)
 
-
+# %% ../../nbs/fast/scan.ipynb #gae
 def gae(
     rewards, values, next_values, terminated, done, gamma=0.99, lam=0.95,  # as the plain function's
 ):

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'centre', 'masked_var',
-           'aggregate_loss']
+           'aggregate_count', 'aggregate_loss']
 
 # %% ../../nbs/formulas/01_masking.ipynb #export-imports
 import torch
 from torch import Tensor
 
-from ..checks import at_least_float32, checked
+from ..checks import at_least_float32, check_value, checked
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
 @checked(x="real (...)", mask="bool (...)?")
@@ -86,6 +86,17 @@ def masked_var(
 AGGREGATION_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
 
 
+@checked(mask="bool (B T)", mode=AGGREGATION_MODES)
+def aggregate_count(
+    mask: Tensor,  # (B, T) bool, True = counts
+    mode: str = "token-mean",  # one of `AGGREGATION_MODES`
+) -> Tensor:  # 0-dim: tokens ("token-mean"), responses ("constant") or responses with tokens
+    "Number of tokens or responses that `aggregate_loss` averages over."
+    tokens = mask.sum(1)
+    counts = {"token-mean": tokens, "constant": torch.ones_like(tokens)}
+    return counts.get(mode, tokens > 0).sum()
+
+# %% ../../nbs/formulas/01_masking.ipynb #aggregate-loss
 @checked(
     loss="real (B T)", mask="bool (B T)?", mode=AGGREGATION_MODES, length="int [1, inf)?",
 )
@@ -94,11 +105,19 @@ def aggregate_loss(
     mask: Tensor | None = None,  # (B, T) bool, True = counts; None = everything counts
     mode: str = "token-mean",  # one of `AGGREGATION_MODES`
     length: int | None = None,  # for "constant": L_max to divide by, in tokens; None = T
+    total: int | Tensor | None = None,  # `aggregate_count` of a whole batch of which this is a part
 ) -> Tensor:  # 0-dim, float32 or better
     "One number from the losses of a batch of tokens; 0 where nothing counts."
-    if mode == "token-mean": return masked_mean(loss, mask)
+    if mask is None:
+        mask = torch.ones_like(loss, dtype=torch.bool)
+    n = _total(total, mask, mode)
     if mode == "constant":
-        return masked_sum(loss, mask) / max(loss.shape[0] * (length or loss.shape[1]), 1)
+        n = n * (length or loss.shape[1])
     over_tokens = masked_mean if mode == "seq-mean-token-mean" else masked_sum
-    has_tokens = None if mask is None else mask.any(1)
-    return masked_mean(over_tokens(loss, mask, dim=1), has_tokens)
+    return over_tokens(loss, mask, dim=1).sum() / n.clamp(min=1)
+
+
+def _total(total, mask, mode):
+    if total is None: return aggregate_count(mask, mode)
+    check_value("total", total, "real ()" if isinstance(total, Tensor) else "int [0, inf)")
+    return torch.as_tensor(total, device=mask.device)

@@ -10,7 +10,7 @@ __all__ = ['PENALTY_MODES', 'RewardNorm', 'token_rewards', 'truncate_at_stop', '
 import torch
 from torch import Tensor
 
-from ..checks import at_least_float32, checked
+from ..checks import at_least_float32, check_value, checked
 from .kl import kl_estimate
 from .masking import apply_mask
 from .whitening import RunningMoments
@@ -96,20 +96,31 @@ def token_rewards(
     return kl_penalty + apply_mask(scores.unsqueeze(1).expand_as(logp), last), kl_penalty
 
 # %% ../../nbs/formulas/09_reward.ipynb #truncate
-@checked(tokens="int (B T)", stop_token="int (-inf, inf)", pad_token="int (-inf, inf)",
-         after="int [0, inf)")
+@checked(tokens="int (B T)", pad_token="int (-inf, inf)", after="int [0, inf)")
 def truncate_at_stop(
     tokens: Tensor, # (B, T) integers, responses
-    stop_token: int, # the token that ends a response
+    stop_token: int | list | Tensor, # the token that ends a response; or several, (K,)
     pad_token: int, # takes the place of everything after it
     after: int = 0, # first position at which a stop token counts
 ) -> tuple[Tensor, Tensor, Tensor]: # tokens (B, T); mask (B, T), True up to the stop; found (B,)
     "Replace everything after the first stop token by padding (code of Ziegler et al. 2019)."
     if not torch.iinfo(tokens.dtype).min <= pad_token <= torch.iinfo(tokens.dtype).max:
         raise ValueError(f"pad_token must fit in {tokens.dtype}, got {pad_token}")
-    stop = (tokens == stop_token) & (torch.arange(tokens.shape[1], device=tokens.device) >= after)
+    is_stop = (tokens.unsqueeze(-1) == _stops(stop_token, tokens.device)).any(-1)
+    stop = is_stop & (torch.arange(tokens.shape[1], device=tokens.device) >= after)
     mask = stop.cumsum(1) - stop.long() == 0  # no stop token stands before
     return torch.where(mask, tokens, pad_token), mask, stop.any(1)
+
+def _stops(stop_token, device):
+    "The stop tokens as a tensor (K,)."
+    if isinstance(stop_token, Tensor):
+        check_value("stop_token", stop_token, "int (K)")
+        return stop_token.to(device)
+    stops = stop_token if isinstance(stop_token, (list, tuple)) else [stop_token]
+    for token in stops:
+        check_value("stop_token", token, "int (-1e18, 1e18)")
+    return torch.tensor(stops, dtype=torch.int64, device=device)
+
 
 # %% ../../nbs/formulas/09_reward.ipynb #penalty
 PENALTY_MODES = ("replace", "subtract")

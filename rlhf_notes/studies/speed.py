@@ -38,6 +38,7 @@ def copy_bandwidth(
     y = x.clone()
     return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(rounds))
 
+# %% ../../nbs/studies/36_speed.ipynb #seconds
 def seconds(
     f, # without arguments
     device: str, # where it computes
@@ -49,11 +50,13 @@ def seconds(
     synchronize(device)
     return time.perf_counter() - start
 
+# %% ../../nbs/studies/36_speed.ipynb #synchronize
 def synchronize(device): # a device or its name
     "Wait for a GPU."
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
+# %% ../../nbs/studies/36_speed.ipynb #device-name
 def device_name(
     device: str, # "cpu" or "cuda"
 ) -> str: # as its maker calls it
@@ -66,6 +69,7 @@ def device_name(
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'CPU'} ({torch.get_num_threads()} threads)".replace(",", " ")
 
+# %% ../../nbs/studies/36_speed.ipynb #code-that-runs
 def code_that_runs(
     device: str, # "cpu" or "cuda"
 ) -> str: # a sentence
@@ -75,6 +79,7 @@ def code_that_runs(
     if not rows.usable(many): return "the plain formulas"
     return "Triton kernels" if device != "cpu" else "Numba loops"
 
+# %% ../../nbs/studies/36_speed.ipynb #memory-left
 def memory_left(
     device: str, # where
 ) -> float: # bytes
@@ -88,6 +93,7 @@ def memory_left(
     except (OSError, StopIteration):
         return float("inf")
 
+# %% ../../nbs/studies/36_speed.ipynb #peak-extra
 def peak_extra(
     f, # without arguments
     device: str, # where it computes
@@ -128,6 +134,7 @@ class Case:
     result: tuple = (0, 0) # bytes of what is asked for, which is not extra
     restore: dict = field(default_factory=dict) # method -> what makes its logits whole again
 
+# %% ../../nbs/studies/36_speed.ipynb #installed
 def _installed(methods): return {name: f for name, f in methods.items() if f}
 
 def _trl():
@@ -148,15 +155,18 @@ def _liger(device):
         return -liger_cross_entropy(flat, i.view(-1), reduction="none").view(i.shape)
     return log_prob
 
+# %% ../../nbs/studies/36_speed.ipynb #naive-log-prob
 def naive_log_prob(z, i): # logits (..., V), tokens (...)
     "One line."
     return z.log_softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1)
 
+# %% ../../nbs/studies/36_speed.ipynb #naive-entropy
 def naive_entropy(z): # logits (..., V)
     "Two lines."
     logp = z.log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)
 
+# %% ../../nbs/studies/36_speed.ipynb #loop-gae
 def loop_gae(
     rewards: torch.Tensor, # (T, N)
     values: torch.Tensor, # (T, N)
@@ -176,6 +186,7 @@ def loop_gae(
         advantages[t] = last = delta + gamma * lam * going * last
     return advantages, advantages + values
 
+# %% ../../nbs/studies/36_speed.ipynb #loop-gae-tokens
 def loop_gae_tokens(
     rewards: torch.Tensor, # (B, T)
     values: torch.Tensor, # (B, T)
@@ -191,6 +202,7 @@ def loop_gae_tokens(
     advantages = torch.stack(out[::-1], 1)
     return advantages, advantages + values
 
+# %% ../../nbs/studies/36_speed.ipynb #logit-case
 class _Computed(torch.autograd.Function):
     "Logits that were computed from z: what lies in `computed`, at no cost."
     @staticmethod
@@ -217,6 +229,7 @@ def _logit_case(task, z, i, others, ours, liger=None):
     return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size,
                 (0, size), restore)
 
+# %% ../../nbs/studies/36_speed.ipynb #logit-cases
 def logit_cases(
     shape: tuple, # (B, T, V)
     dtype: torch.dtype, # of the logits
@@ -262,6 +275,7 @@ def _hidden_case(shape, dtype, device, width, generator, i, size, trl):
     return Case("from hidden states", shape, dtype, methods, (h, W, i), (h, W), base=size,
                 result=(0, h.nbytes + W.nbytes))
 
+# %% ../../nbs/studies/36_speed.ipynb #part-cases
 def part_cases(
     shape: tuple, # of the logits
     device: str, # where
@@ -282,6 +296,7 @@ def part_cases(
          "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
          "ours": lambda z: y.fill_(1.0)}), (z,), base=z.nbytes)
 
+# %% ../../nbs/studies/36_speed.ipynb #gae-cases
 def gae_cases(
     device: str, # where
 ): # yields Case
@@ -311,6 +326,7 @@ LONG = 5e-3  # seconds: what takes less is repeated for so long
 SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024, 128256)}
 TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
 
+# %% ../../nbs/studies/36_speed.ipynb #run-once
 def run_once(
     case: Case, # what is computed
     method: str, # by whom
@@ -325,6 +341,7 @@ def run_once(
     loss = sum((y * weights).sum() for y in (out if isinstance(out, tuple) else (out,)))
     torch.autograd.grad(loss, case.leaves)
 
+# %% ../../nbs/studies/36_speed.ipynb #measure-case
 def measure(
     case: Case, # what is computed
     device: str, # where
@@ -379,6 +396,7 @@ def _numbers(turns, m, extra, base, must, bandwidth):
             None if extra is None else round(extra / base, 4),
             round(must / t / bandwidth, 4) if must else None)
 
+# %% ../../nbs/studies/36_speed.ipynb #bench-cases
 def bench(
     sizes: tuple = ("small",), # of `SIZES`, or shapes
     device: str = "cpu", # where
@@ -420,6 +438,7 @@ def _cases(sizes, device, dtypes, left_out, tasks):
     if "GAE" in tasks:
         yield from gae_cases(device)
 
+# %% ../../nbs/studies/36_speed.ipynb #table-rows
 def table(
     rows: list, # from `bench`
 ) -> list: # rows of strings, a header first

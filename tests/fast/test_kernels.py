@@ -38,7 +38,7 @@ def test_only_plain_tensors_are_computed_with():
 
 def test_triton_that_cannot_work_is_left_aside_with_one_warning(monkeypatch, recwarn):
     def broken(*_): raise RuntimeError("no C compiler")
-    monkeypatch.setattr(kernels, "interpreted", lambda: True)
+    monkeypatch.setattr(kernels, "_interpreted", lambda: True)
     monkeypatch.setattr(kernels, "scan", broken)
     kernels._runs.cache_clear()
     try:
@@ -73,7 +73,7 @@ def test_kernels_compile_for_gpus():
 def test_the_notebook_says_so_where_its_proofs_cannot_run():
     "Without Triton they print that they were not run; what is stored was run."
     cells = {c["id"]: c for c in json.loads((notebooks.ROOT / "nbs" / "fast" / "kernels.ipynb").read_text(encoding="utf-8"))["cells"]}
-    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "have-triton", "interpret", "imports", "usable", "rows", "rows-backward", "proof-rows", "gae", "proof-gae"))
+    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "have-triton", "interpret", "imports", "usable", "transformed", "eager", "rows", "rows-backward", "proof-rows", "gae", "proof-gae"))
     lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == 4 and all(line.endswith(": not run here: Triton is not installed") for line in lines)
     for i in ("proof-rows", "proof-gae"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.masking import AGGREGATION_MODES, aggregate_loss, apply_mask, centre, masked_mean, masked_sum, masked_var
+from rlhf_notes.formulas.masking import AGGREGATION_MODES, aggregate_count, aggregate_loss, apply_mask, centre, masked_mean, masked_sum, masked_var
 from strategies import JUNK, SEEDS, masked, normal, random_mask, value_and_grad
 
 REDUCTIONS = {
@@ -89,6 +89,18 @@ def test_aggregate_loss_equals_the_loops(seed, rows, width, length):
     torch.testing.assert_close(aggregate_loss(loss, mask, "constant"), aggregate_loss(loss, mask, "constant", width))
 
 
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@given(seed=SEEDS, rows=st.integers(1, 6), cut=st.integers(0, 6), as_tensor=st.booleans())
+def test_the_parts_of_a_batch_add_up_to_it(mode, seed, rows, cut, as_tensor):
+    loss, mask = normal(seed, (rows, 5)), random_mask(seed + 1, (rows, 5))
+    parts = [(loss[rows], mask[rows]) for rows in (slice(None, cut), slice(cut, None))]
+    total = sum(aggregate_count(m, mode) for _, m in parts)
+    total = total.float() if as_tensor else int(total)
+    summed = sum(aggregate_loss(*part, mode, total=total) for part in parts)
+    torch.testing.assert_close(summed, aggregate_loss(loss, mask, mode))
+    assert total == {"token-mean": mask.sum(), "constant": rows}.get(mode, mask.any(1).sum())
+
+
 def test_works_under_vmap_and_compile():
     loss, mask = normal(0, (4, 3, 5)), random_mask(1, (4, 3, 5))
     for mode in AGGREGATION_MODES:
@@ -113,6 +125,10 @@ def test_works_under_vmap_and_compile():
     (lambda x, m: aggregate_loss(x, m, "constant", -3), ValueError, "length must be in"),
     (lambda x, m: aggregate_loss(x, m, "constant", "3"), TypeError, "length must be a number"),
     *[(lambda x, m, n=n: aggregate_loss(x, m, "constant", n), TypeError, f"^length must be an integer, got {n}$") for n in (2.5, 0.5, 3.0)],
+    (lambda x, m: aggregate_loss(x, m, total=-1), ValueError, r"^total must be in \[0, inf\), got -1$"),
+    (lambda x, m: aggregate_loss(x, m, total=2.5), TypeError, "^total must be an integer, got 2.5$"),
+    (lambda x, m: aggregate_loss(x, m, total=m.sum(1)), ValueError, r"^total must have the shape \(\), got \(2,\)$"),
+    (lambda x, m: aggregate_count(m, "sum"), ValueError, "^mode must be one of"),
     (lambda x, m: aggregate_loss(x.tolist(), m), TypeError, "^loss must be a torch.Tensor, got list"),
     *[(lambda x, m, f=f: f(x + 2j, m), TypeError, "^x must be real, got torch.complex64$") for f in (masked_sum, masked_mean, masked_var)],
     *[(lambda x, m, mode=mode: aggregate_loss(x + 2j, m, mode), TypeError, "^loss must be real, got torch.complex64$") for mode in AGGREGATION_MODES],

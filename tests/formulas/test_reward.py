@@ -109,14 +109,16 @@ def test_token_rewards_do_not_depend_on_padding(seed):
 
 # ---- the end of an answer
 
-@given(seed=SEEDS, rows=ROWS, width=WIDTH, after=st.integers(0, 9), dtype=st.sampled_from([torch.int64, torch.int32, torch.uint8]), pad=st.sampled_from([0, 2, 9]))
-def test_truncation_equals_the_loop(seed, rows, width, after, dtype, pad):
+@given(seed=SEEDS, rows=ROWS, width=WIDTH, after=st.integers(0, 9), dtype=st.sampled_from([torch.int64, torch.int32, torch.uint8]), pad=st.sampled_from([0, 2, 9]),
+       stop=st.sampled_from([2, [2], (0, 3), [], torch.tensor([3, 2, 2]), torch.tensor([1], dtype=torch.int32), 300, [-1, 2]]))
+def test_truncation_equals_the_loop(seed, rows, width, after, dtype, pad, stop):
     tokens = indices(seed, rows * width, 4).reshape(rows, width).to(dtype)
     before = tokens.clone()
-    cut, mask, found = truncate_at_stop(tokens, 2, pad, after)
+    cut, mask, found = truncate_at_stop(tokens, stop, pad, after)
+    ends = [stop] if isinstance(stop, int) else [int(s) for s in stop]
     assert torch.equal(tokens, before) and cut.dtype == dtype and mask.dtype == found.dtype == torch.bool
     for i, row in enumerate(tokens.tolist()):
-        stops = [t for t in range(width) if t >= after and row[t] == 2]
+        stops = [t for t in range(width) if t >= after and row[t] in ends]
         end = stops[0] + 1 if stops else width
         assert cut[i].tolist() == row[:end] + [pad] * (width - end)
         assert mask[i].tolist() == [t < end for t in range(width)] and found[i] == bool(stops)
@@ -171,7 +173,7 @@ def test_works_under_vmap():
     tokens = indices(0, 60, 4).reshape(4, 3, 5)
     for f, args in [
         (lambda *a: token_rewards(*a[:3], 0.2, a[3]), (scores, logp, ref, mask)),
-        (lambda t: truncate_at_stop(t, 2, 9, 1), (tokens,)),
+        (lambda t: truncate_at_stop(t, [2, 3], 9, 1), (tokens,)),
         (lambda s, v: apply_penalty(s, v), (logp, mask)),
         (lambda n: overlong_penalty(n, 3, 2), (tokens,)),
         (RewardNorm(2.0, 1.0), (scores,)),
@@ -206,6 +208,12 @@ S, YES = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     (lambda: truncate_at_stop(R, 1, 0), TypeError, "tokens must have an integer dtype"),
     (lambda: truncate_at_stop(L[0], 1, 0), ValueError, r"tokens must have the shape \(B, T\), got \(3,\)"),
     (lambda: truncate_at_stop(L, 1.0, 0), TypeError, "stop_token must be an integer, got 1.0"),
+    (lambda: truncate_at_stop(L, [1, "2"], 0), TypeError, "stop_token must be a number, got str"),
+    (lambda: truncate_at_stop(L, [True], 0), TypeError, "stop_token must be a number, got bool"),
+    (lambda: truncate_at_stop(L, None, 0), TypeError, "stop_token must be a number, got NoneType"),
+    (lambda: truncate_at_stop(L, 10**30, 0), ValueError, "stop_token must be in"),
+    (lambda: truncate_at_stop(L, torch.tensor([1.]), 0), TypeError, "stop_token must have an integer dtype"),
+    (lambda: truncate_at_stop(L, torch.tensor(1), 0), ValueError, r"stop_token must have the shape \(K\), got \(\)"),
     (lambda: truncate_at_stop(L, 1, None), TypeError, "pad_token must be a number, got NoneType"),
     (lambda: truncate_at_stop(L.to(torch.uint8), 1, 300), ValueError, "pad_token must fit in torch.uint8, got 300"),
     (lambda: truncate_at_stop(L, 1, 0, -1), ValueError, "after must be in"),
