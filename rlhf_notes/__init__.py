@@ -47,7 +47,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
                        "overlong_penalty",
     "formulas.ppo": "ppo_loss ppo_stats",
     "formulas.grpo": "POLICY_VARIANTS policy_loss microbatch_weight off_policy_sequence_mask",
-    "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss",
+    "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss "
+                           "implicit_reward simpo_loss orpo_loss kto_loss",
     "compat.ding": "ppo_data ppo_data_continuous ppo_policy_data ppo_policy_data_continuous "
                    "ppo_value_data ppo_policy_loss ppo_info naive_method less_efficient_method "
                    "efficient_method calculate_kl_div ppo_policy_error ppo_policy_error_continuous "

@@ -66,6 +66,10 @@ CALLS = {
     "shape_fn_ppo": lambda: (lambda a: a * rn.shape_fn_ppo((rn.ppo_policy_data(a, a, index, x, None),), {})[-1], logits),
     "policy_loss": lambda: (lambda a, b, c: rn.policy_loss(a, b, c, m, logp_ref=y)[0], x, y, z),
     "off_policy_sequence_mask": lambda: (lambda a, b, c: rn.off_policy_sequence_mask(a, b, c[:, 0], 0.1, m), x, y, z),
+    "implicit_reward": lambda: (lambda a, b: rn.implicit_reward(a, b), x, y),
+    "simpo_loss": lambda: (rn.simpo_loss, x, y),
+    "orpo_loss": lambda: (lambda a, b: rn.orpo_loss(-a.abs(), -b.abs()), x, y),
+    "kto_loss": lambda: (lambda a, b: rn.kto_loss(a, b, m, x.mean()), x, y),
     "dpo_loss": lambda: (lambda a, b, c: rn.dpo_loss(a, b, c, y, label_smoothing=0.1), x, y, z),
 }
 WITH_INFO = {                           # these return Python floats beside the loss, where the graph has to break

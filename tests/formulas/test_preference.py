@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.preference import DPO_KINDS, best_of_n_loss, bradley_terry_loss, dpo_loss
+from rlhf_notes.formulas.preference import (DPO_KINDS, best_of_n_loss, bradley_terry_loss, dpo_loss, implicit_reward, kto_loss,
+                                            orpo_loss, simpo_loss)
 from strategies import DTYPES, SEEDS, normal, shapes, value_and_grad, values
 
 F64, ROWS = torch.float64, st.integers(1, 5)
@@ -218,6 +219,75 @@ def test_dpo_of_each_pair():
     with pytest.raises(ValueError, match="reduction must be one of 'mean', 'none', got 'sum'"): dpo_loss(*pairs, reduction="sum")
 
 
+# Beside DPO
+
+@given(seed=SEEDS, n=st.integers(1, 5), beta=st.sampled_from([0.1, 2.0]), gamma=st.sampled_from([0.0, 1.0]), dtype=DTYPES)
+def test_simpo_is_the_plain_formula(seed, n, beta, gamma, dtype):
+    w, l = (-normal(seed + k, (n,)).abs().to(dtype) for k in (0, 1))
+    loss = -sum(log_sigmoid(beta * (a - b) - gamma) for a, b in zip(w.tolist(), l.tolist())) / n
+    got = simpo_loss(w, l, beta, gamma)
+    assert got.dtype == as_float(dtype) and got.item() == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    if (beta, gamma) == (2.0, 1.0): assert torch.equal(got, simpo_loss(w, l))
+
+
+@given(seed=SEEDS, n=st.integers(1, 5), weight=st.sampled_from([0.0, 0.1, 1.0]))
+def test_orpo_is_the_plain_formula(seed, n, weight):
+    w, l = (-normal(seed + k, (n,)).abs() - 1e-3 for k in (0, 1))
+    loss, slopes = 0.0, ([], [])
+    for a, b in zip(w.tolist(), l.tolist()):
+        p, q = math.exp(a), math.exp(b)
+        d = math.log(p / (1 - p)) - math.log(q / (1 - q))
+        loss += (-a - weight * log_sigmoid(d)) / n
+        slopes[0].append((-1 - weight / (1 + math.exp(d)) / (1 - p)) / n)
+        slopes[1].append(weight / (1 + math.exp(d)) / (1 - q) / n)
+    got, grads = value_and_grad(lambda a, b: orpo_loss(a, b, weight), w, l)
+    close(got, loss); close(grads[0], slopes[0]); close(grads[1], slopes[1])
+    if weight == 0.1: assert torch.equal(got, orpo_loss(w, l))
+
+
+@pytest.mark.parametrize("w, l", [(0.0, -1.0), (-1e-12, -1.0), (-200.0, -0.1), (-0.1, -1e4), (-1e-30, -1e-30), (-1.0, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_orpo_at_odds_out_of_range(w, l, dtype):
+    loss, (gw, gl) = value_and_grad(orpo_loss, torch.tensor([w], dtype=dtype), torch.tensor([l], dtype=dtype))
+    assert loss.isfinite() and gw.isfinite() and gl.isfinite()
+    if w == 0: assert gw.item() == pytest.approx(-1 - 0.1 / (math.e - 1), rel=1e-2)          # the odds of the rejected response are 1 / (e - 1)
+
+
+@given(seed=SEEDS, n=st.integers(1, 5), beta=st.sampled_from([0.1, 1.0]), kl=st.sampled_from([-1.0, 0.0, 2.0]), weights=st.sampled_from([(1.0, 1.0), (1.0, 2.5), (0.5, 0.0)]))
+def test_kto_is_the_plain_formula(seed, n, beta, kl, weights):
+    logp, ref, liked = normal(seed, (n,), scale=5.0), normal(seed + 1, (n,), scale=5.0), normal(seed + 2, (n,)) > 0
+    loss, slope = 0.0, []
+    for a, b, good in zip(logp.tolist(), ref.tolist(), liked.tolist()):
+        s = 1 / (1 + math.exp(-beta * (a - b - max(kl, 0))))
+        loss += (weights[0] * (1 - s) if good else weights[1] * s) / n
+        slope.append((-weights[0] if good else weights[1]) * beta * s * (1 - s) / n)
+    got, (grad, of_ref, of_kl) = value_and_grad(lambda a, b, z: kto_loss(a, b, liked, z, beta, *weights), logp, ref, torch.tensor(kl, dtype=F64))
+    close(got, loss); close(grad, slope); assert of_ref is None and of_kl is None
+    if beta == 0.1 and weights == (1.0, 1.0): assert torch.equal(got, kto_loss(logp, ref, liked, torch.tensor(kl, dtype=F64)))
+
+
+@pytest.mark.parametrize("size", [1e3, -1e3, 1e30, -1e30])
+def test_the_losses_beside_dpo_at_the_extremes(size):
+    zero, x, yes = torch.zeros(1), torch.tensor([size]), torch.tensor([True])
+    for f, most in ((lambda x: simpo_loss(x, zero), 2), (lambda x: kto_loss(x, zero, yes, zero[0]), 0.1), (lambda x: kto_loss(x, zero, ~yes, zero[0]), 0.1)):
+        loss, (grad,) = value_and_grad(f, x)
+        assert loss.isfinite() and abs(grad) <= most
+    for f in (simpo_loss, orpo_loss, lambda a, b: kto_loss(a, b, a > 0, zero[0])): assert f(torch.empty(0), torch.empty(0)) == 0
+
+
+def test_implicit_reward_is_what_dpo_compares():
+    pairs = [normal(k, (2, 3), scale=5.0).requires_grad_() for k in range(4)]
+    w, l = implicit_reward(pairs[0], pairs[2], 0.3), implicit_reward(pairs[1], pairs[3], 0.3)
+    torch.testing.assert_close(bradley_terry_loss(w, l), dpo_loss(*pairs, 0.3).detach())
+    assert not w.requires_grad and torch.equal(implicit_reward(pairs[0], pairs[2]), implicit_reward(pairs[0], pairs[2], 0.1))
+
+
+def test_the_losses_beside_dpo_under_vmap():
+    w, l = -normal(0, (4, 3)).abs(), -normal(1, (4, 3)).abs()
+    for f in (simpo_loss, orpo_loss, implicit_reward, lambda a, b: kto_loss(a, b, a > -0.5, b.mean())):
+        torch.testing.assert_close(torch.func.vmap(f)(w, l), torch.stack([f(*row) for row in zip(w, l)]))
+
+
 R, B, L, S = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2)
 
 
@@ -232,6 +302,14 @@ R, B, L, S = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.zeros(2
     (lambda: bradley_terry_loss(R, R[:1]), ValueError, "rejected must have the shape of chosen"),
     (lambda: bradley_terry_loss(1.0, 0.0), TypeError, "chosen must be a torch.Tensor"),
     (lambda: bradley_terry_loss(R, R, S), ValueError, r"margin must be a number or have the shape of chosen, \(2, 3\), got \(2,\)"),
+    (lambda: simpo_loss(S, R), ValueError, "rejected_logp must have the shape of chosen_logp"),
+    (lambda: simpo_loss(S, S, gamma=-1.0), ValueError, r"gamma must be in \[0, inf\), got -1.0"),
+    (lambda: orpo_loss(S, S, "1"), TypeError, "weight must be a number, got str"),
+    (lambda: orpo_loss(S, B), TypeError, "rejected_logp must have a floating-point dtype"),
+    (lambda: kto_loss(S, S, S, S[0]), TypeError, "desirable must be boolean"),
+    (lambda: kto_loss(S, S, S > 0, 0.0), TypeError, "kl must be a torch.Tensor, got float"),
+    (lambda: kto_loss(S, S, S > 0, S), ValueError, r"kl must have the shape \(\), got \(2,\)"),
+    (lambda: implicit_reward(S, R), ValueError, "logp_ref must have the shape of logp"),
     (lambda: bradley_terry_loss(R, R, "1"), TypeError, "margin must be a number"),
 ])
 def test_bad_input_of_a_reward_models_losses_is_named(call, error, words):
