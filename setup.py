@@ -32,7 +32,7 @@ setup(
     package_data={"rlhf_notes": ["py.typed"], "rlhf_notes.studies": ["dials.csv"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("fast", "dev", "crosscheck")},
+    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("fast", "peft", "dev", "crosscheck")},
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     zip_safe=False,
 )

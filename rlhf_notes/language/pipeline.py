@@ -18,9 +18,9 @@ from torch import nn
 
 from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
-from .hub import load_model, pad_outside, save_model
+from .hub import load_model, pad_outside, save_model, save_reward_model
 from .model import (Pretraining, RewardModel, check_weights, context_length,
-                                       make_gpt2)
+                                       has_adapter, make_gpt2)
 from .reward_model import RewardTraining
 from .rlhf import RLHF, check_processes, make_accelerator, process_device
 from .rollout import Rollout, rollout_stats
@@ -160,8 +160,13 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
                device: torch.device, # Where the model is to live
               ) -> tuple: # (language model, task)
     "A language model, and the task in its tokens; ValueError if they do not fit."
+    if config.lora:
+        raise ValueError(f"lora must be 0 for the reviews, got {config.lora}")
     if config.model:
         lm, tokenizer = load_model(config.model, device=device)
+        if has_adapter(lm):
+            raise ValueError("model must be without an adapter for the reviews, got "
+                             f"{config.model!r}")
     else:
         size = len(WORDS) if config.preset == "tiny" else GPT2_VOCAB
         tokenizer = pad_outside(make_tokenizer(), size)
@@ -276,11 +281,16 @@ def finish(training: Training, # At its end or interrupted
            run: Run | None, # Its directory; None = keep nothing
            summary: dict, # From `Training.summary`
           ):
-    "Write the policy, the curve and the summary."
+    "Write policy and reward model, the curve and the summary."
     if run is None: return
     trainer, rows = training.stage, training.rows["rl"]
     if training.done:
-        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
+        c = training.config
+        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer,
+                   temperature=c.temperature, max_new_tokens=c.response_length)
+        if training.reward_model is not None:
+            save_reward_model(run.path / "reward_model", training.reward_model, training.norm,
+                              training.task.tokenizer)
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
 

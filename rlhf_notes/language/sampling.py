@@ -14,7 +14,7 @@ from torch import nn
 from ..checks import checked
 from ..fast import door, gpt2
 from ..formulas.logprob import selective_log_softmax
-from .model import check_context, position_ids, to_logits
+from .model import body, check_context, position_ids, to_logits
 
 # %% ../../nbs/language/24_sampling.ipynb #draw
 def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this token cannot be drawn
@@ -41,9 +41,9 @@ class Decoder:
                 ) -> tuple: # hidden (B, d), logits (B, V)
         "Read tokens."
         p, self.place = self.place, self.place + tokens.shape[1]
-        out = self.lm.base_model(input_ids=tokens, attention_mask=self.mask[:, :self.place].long(),
-                                 position_ids=self.positions[:, p:self.place],
-                                 past_key_values=self.cache, use_cache=True)
+        out = body(self.lm)(input_ids=tokens, attention_mask=self.mask[:, :self.place].long(),
+                            position_ids=self.positions[:, p:self.place],
+                            past_key_values=self.cache, use_cache=True)
         self.cache, hidden = out.past_key_values, out.last_hidden_state[:, -1]
         return hidden, to_logits(self.lm, hidden)
 

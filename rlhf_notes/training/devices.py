@@ -6,6 +6,8 @@
 __all__ = ['pick_device']
 
 # %% ../../nbs/training/devices.ipynb #export-imports
+import re
+
 import torch
 
 # %% ../../nbs/training/devices.ipynb #device
@@ -16,10 +18,10 @@ def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
     mps = int(torch.backends.mps.is_available())
     seen = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": mps}
     if name == "auto": return auto if seen[auto] else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in seen or not (index or "0").isdecimal():
+    match = re.fullmatch(r"(cpu|cuda|mps)(?::(0|[1-9][0-9]*))?", name)
+    if match is None:
         raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}")
-    if int(index or 0) >= seen[kind]:
+    if int(match[2] or 0) >= seen[kind := match[1]]:
         raise ValueError(f"device must be one that torch sees, got {name!r}: "
                          f"torch {torch.version.__version__} sees {seen[kind]} of {kind}; "
                          "use cpu or auto")

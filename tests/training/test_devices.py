@@ -9,7 +9,7 @@ from rlhf_notes.training.devices import pick_device
     ("cpu", 0, "cuda", "cpu"), ("cuda", 1, "cpu", "cuda"), ("cuda:1", 2, "cpu", "cuda:1"),
     ("cuda", 0, "cpu", "got 'cuda': torch .* sees 0 of cuda"), ("cuda:2", 2, "cpu", "got 'cuda:2': torch .* sees 2 of cuda"),
     ("gpu", 2, "cpu", "device must be auto, cpu, cuda or mps, got 'gpu'"), ("cuda:x", 2, "cpu", "device must be auto"),
-    ("cuda:\N{SUPERSCRIPT TWO}", 3, "cpu", "device must be auto, "), ("", 2, "cpu", "device must be auto, "),
+    ("cuda:\N{SUPERSCRIPT TWO}", 3, "cpu", "device must be auto, "), ("cuda:", 1, "cpu", "device must be auto, "), ("cuda:01", 2, "cpu", "device must be auto, "), ("", 2, "cpu", "device must be auto, "),
 ])
 def test_pick_device(monkeypatch, name, gpus, auto, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -1,0 +1,74 @@
+"Every exported function on a GPU, with and without kernels: values and gradients of the CPU."
+import pytest
+import torch
+
+import rlhf_notes as rn
+from formulas import test_compile as calls
+from pretend import counted, inner, on_cpu, to_gpu
+from rlhf_notes.fast import kernels
+from strategies import normal, random_mask
+
+INPUTS = ("x", "y", "z", "m", "done", "logits", "logits_ref", "index")
+TOLERANCE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+SYNCHRONISE = {*calls.WITH_INFO, "truncate_at_stop"}  # Python floats come out; stop tokens go in
+cuda_0 = torch.device("cuda:0")
+
+
+def both_ways(name, dtype, monkeypatch):
+    "(CPU's, GPU's) value and gradients, and what was counted."
+    def run(move):
+        for n in INPUTS: monkeypatch.setattr(calls, n, move(host[n]))
+        f, *leaves = calls.CALLS[name]()
+        leaves = [x if x.is_cuda else move(x.to(dtype)) for x in leaves]
+        leaves = [x.detach().clone().requires_grad_(True) for x in leaves]
+        with counted() as found: out = f(*leaves)
+        grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True, materialize_grads=True) if out.requires_grad else ()
+        return [out, *grads], found
+    host = {n: x.to(dtype) if (x := getattr(calls, n)).is_floating_point() else x for n in INPUTS}
+    expected, _ = run(lambda x: x)
+    got, found = run(to_gpu)
+    assert all(x.device == cuda_0 for x in got)
+    atol, rtol = TOLERANCE[dtype]
+    torch.testing.assert_close(on_cpu(got), on_cpu(expected), atol=atol, rtol=rtol, equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize("name", calls.CALLS)
+def test_every_function_is_that_of_the_cpu(name, monkeypatch):
+    for dtype in TOLERANCE:
+        with monkeypatch.context() as patch: found = both_ways(name, dtype, patch)
+        if name not in SYNCHRONISE: assert not found.kinds, found.lines
+
+
+KERNELS = ("selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs", "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
+           "reinforce_pp_advantage", "ppo_policy_error", "exact_kl")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_with_kernels_too(name, monkeypatch, with_kernels):
+    assert kernels.usable(to_gpu(torch.ones(2)))
+    for dtype in (torch.float32, torch.bfloat16):
+        with monkeypatch.context() as patch: both_ways(name, dtype, patch)
+
+
+def test_kernels_run_on_the_device_of_their_tensors(with_kernels):
+    z, i = normal(0, (3, 4, 300), torch.float32), torch.arange(12).view(3, 4)
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(on_cpu(rn.log_probs_and_entropy(to_gpu(z, 1), to_gpu(i, 1))), rn.log_probs_and_entropy(z, i), atol=1e-5, rtol=1e-5)
+    r, v, n, end = *(normal(k, (50, 3), torch.float32) for k in range(3)), random_mask(3, (50, 3), 0.1)
+    torch.testing.assert_close(on_cpu(rn.gae(*(to_gpu(x, 1) for x in (r, v, n, end, end)))), rn.gae(r, v, n, end, end), atol=1e-5, rtol=1e-5)
+    for wrong in (dict(index=i), dict(index=to_gpu(i), mask=i > 3)):
+        with pytest.raises((RuntimeError, ValueError)): rn.selective_log_softmax(to_gpu(z), **wrong)
+
+
+@pytest.mark.parametrize("name", ["RunningMoments", "RewardNorm", "PPOLoss", "AdaptiveKLController"])
+def test_every_class_is_that_of_the_cpu(name):
+    x, k, more = normal(0, (5, 4), torch.float32), random_mask(1, (5, 4)), [normal(s, (5, 4), torch.float32) for s in range(2, 8)]
+    def run(x, k, more):
+        if name == "RunningMoments":
+            moments = rn.RunningMoments((4,)).update(x, k[:, 0])
+            return [moments.mean, moments.var, moments.whiten(x)]
+        if name == "RewardNorm": return [rn.RewardNorm().fit(x.flatten())(x)]
+        if name == "PPOLoss": return list(rn.PPOLoss()(*more, padding_masks=k, value_padding_masks=k))
+        return [torch.tensor(rn.AdaptiveKLController().update(x.mean().abs(), 10))]
+    torch.testing.assert_close(on_cpu(run(*to_gpu((x, k, more)))), run(x, k, more), atol=1e-6, rtol=1e-5)

@@ -1,0 +1,134 @@
+"RLHF on a GPU: metrics of the CPU in every stage, in two precisions, on either device, through a resumption, and from a graph."
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from language_models import make, tokenizer
+from pretend import STATE, assert_rows, counted, inner, on_cpu
+from rlhf_notes import RLHF
+from rlhf_notes.language import pipeline
+from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.language.model import autocast, make_gpt2
+from rlhf_notes.language.sampling import sample
+from rlhf_notes.training.runs import Run
+
+SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_answers=16, eval_every=1)
+
+
+slow = pytest.mark.slow  # `make test-all` alone
+
+
+def config(**changes): return RLHFConfig(**SMALL | changes)
+
+
+@pytest.mark.parametrize("algo", [pytest.param("ppo", marks=slow), "grpo"])
+def test_float32_gives_the_metrics_of_the_cpu(algo, tmp_path):
+    c = config(algo=algo, device="cuda", kl_in_loss=algo == "grpo")
+    trainer, rows, summary = pipeline.train(c, Run.create(tmp_path / "run", {"task": "rlhf", **asdict(c)}))
+    assert trainer.device.type == "cuda" and summary["device"] == "cuda:0" and not summary["interrupted"]
+    assert_rows(rows, pipeline.train(replace(c, device="cpu"))[1])
+    from transformers import AutoModelForCausalLM
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    for p, q in zip(back.parameters(), trainer.policy.lm.parameters(), strict=True): assert torch.equal(p, inner(q))
+
+
+@pytest.mark.parametrize("algo", ["ppo", pytest.param("grpo", marks=slow)])
+def test_bfloat16_is_as_near_to_the_cpu_as_bfloat16_is(algo):
+    rows = [pipeline.train(config(algo=algo, precision="bfloat16", device=d))[1][0] for d in ("cuda", "cpu")]
+    assert_rows(*([{k: row[k] for k in ("score", "kl_k1", "entropy", "ratio", "approx_kl")}] for row in rows), 0.1)
+
+
+@slow
+def test_the_second_gpu_computes_by_itself(recwarn):
+    "The first stays the current one: streams, graphs and kernels have to be asked for on the second."
+    c = config(device="cuda:1")
+    trainer, rows, _ = pipeline.train(c)
+    assert str(trainer.device) == "cuda:1" and torch.cuda.current_device() == 0 and STATE.outside == 0
+    assert not [w for w in recwarn if "Graph" in str(w.message)]
+    assert_rows(rows, pipeline.train(replace(c, device="cpu"))[1])
+
+
+def finished(training):
+    while not training.done: training.iterate()
+    return training
+
+
+@slow
+@pytest.mark.parametrize("steps, start, then", [(1, "cuda", "cpu"), (5, "cpu", "cuda"), (12, "cpu", "cuda"), (12, "cuda", "cpu"), (12, "cuda", "cuda")])
+def test_a_training_is_resumed_on_either_device(steps, start, then, tmp_path):
+    c = config(device=start, iterations=3)
+    training = pipeline.Training(c)
+    for _ in range(steps): training.iterate()
+    torch.save(training.state_dict(), tmp_path / "state")
+    other = pipeline.Training(replace(c, device=then))
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert training.name == other.name == {1: "sft", 5: "reward_model", 12: "rl"}[steps]
+    whole, other = finished(training), finished(other)
+    assert_rows(other.rows["rl"], whole.rows["rl"], 0 if start == then else 2e-3)
+    a, b = ([inner(p) for p in t.stage.policy.parameters()] for t in (whole, other))
+    for p, q in zip(a, b, strict=True): torch.testing.assert_close(p, q, **dict(rtol=0, atol=0) if start == then else dict(rtol=1e-2, atol=1e-3))
+
+
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=slow)])
+def test_a_model_of_transformers_learns_as_on_the_cpu(kind):
+    def reward(prompts, responses): return [len(set(r.split())) for r in responses]
+    def rows(device, precision="float32"):
+        options = dict(prompts=["w1 w2 w3", "w4 w5"], reward=reward, max_new_tokens=8, iterations=2, batch=16, precision=precision)
+        return RLHF(make(kind), tokenizer(), device=device, **options).learn().rows
+    assert_rows(rows("cuda"), rows("cpu"))
+    assert rows("cuda", "bfloat16")[0]["score"] == pytest.approx(rows("cpu", "bfloat16")[0]["score"], abs=0.5)
+
+
+# --- sampling from a graph
+
+def texts(B, seed, device):
+    g = torch.Generator().manual_seed(seed)
+    prompts, u = torch.randint(50, (B, 5), generator=g), torch.rand(B, 7, generator=g)
+    mask = torch.arange(5) >= torch.arange(B)[:, None] % 4
+    return [x.to(device) for x in (prompts, mask, u)]
+
+
+def replays(device="cuda", precision="float32"):
+    "A graph's samples, those of the same code without one, of weights that have changed in between."
+    from rlhf_notes.fast import gpt2
+    from rlhf_notes.language import sampling
+    lm = make_gpt2("tiny", 50, device=device)
+    for seed, B in enumerate((6, 6, 4, 6, 4)):
+        inputs = texts(B, seed, device)
+        with autocast(device, precision), torch.no_grad():
+            with counted() as found: drawn = sample(lm, *inputs)
+            eager = sampling._sample.__wrapped__(lm, *inputs, 1.0)
+            assert all(torch.equal(inner(a), inner(b)) for a, b in zip(drawn, eager))
+            for p in lm.parameters(): p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(device))
+    assert len(gpt2._graphs[lm]) == 2 and STATE.outside == 0
+    return found
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_graph_gives_the_samples_of_its_code(device, precision):
+    found = replays(device, precision)
+    assert found.kinds == {"item": 1}  # is the last column of the mask True?
+
+
+@slow
+def test_with_kernels_inside_the_graph(with_kernels): replays()
+
+
+def test_the_gpus_cache_gives_the_samples_of_the_cpus():
+    on_gpu = sample(make_gpt2("tiny", 50, device="cuda"), *texts(6, 0, "cuda"))
+    torch.testing.assert_close(on_cpu(tuple(on_gpu)), tuple(sample(make_gpt2("tiny", 50), *texts(6, 0, "cpu"))), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_no_row_of_attention_is_without_a_place(precision, monkeypatch):
+    "As the memory-efficient kernel of PyTorch 2.4, in which such a row is 0 / 0."
+    def attention(q, k, v, mask, scale):
+        bias = mask.to(q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+        x = ((q @ k.mT).float() * scale + bias.float()) * 1.4426950408889634
+        return (x.exp2() / x.exp2().sum(-1, keepdim=True)).to(v.dtype) @ v
+    from rlhf_notes.fast import gpt2
+    lm, inputs = make_gpt2("tiny", 50, device="cuda"), texts(6, 0, "cuda")
+    monkeypatch.setattr(gpt2, "scaled_dot_product_attention", attention)
+    with autocast("cuda", precision): assert inner(sample(lm, *inputs).logp).isfinite().all()
