@@ -53,7 +53,7 @@ prompt = "about the hotel ."
 text = write(prompt)[0]["generated_text"]
 assert text.startswith(prompt) and len(text) > len(prompt), text
 score = AutoModelForSequenceClassification.from_pretrained(f"{sys.argv[1]}/reward_model")
-tokens = AutoTokenizer.from_pretrained(f"{sys.argv[1]}/reward_model")(text, return_tensors="pt")
+tokens = AutoTokenizer.from_pretrained(f"{sys.argv[1]}/reward_model")("about the hotel . the bed was lovely .", return_tensors="pt")
 assert score(**tokens).logits.shape == (1, 1)
 print(text)
 """
