@@ -8,6 +8,7 @@ is loaded by transformers; the sdist. Prints the seconds and the size of each. W
 installed instead of those of constraints.txt.
 """
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -60,8 +61,11 @@ print(text)
 TINY = "--sft-steps 50 --labels 256 --norm-samples 64 --iterations 2 --eval-answers 16".split()
 
 
+ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(*command, cwd=None):
-    found = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True)
+    found = subprocess.run([str(c) for c in command], cwd=cwd, env=ENV, capture_output=True, text=True)
     if found.returncode: sys.exit(f"{' '.join(map(str, command))}\n{found.stdout[-4000:]}{found.stderr[-4000:]}")
     return found.stdout
 
