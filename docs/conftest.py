@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-SITE = Path(os.environ.get("SITE", Path(__file__).resolve().parent.parent / "_docs")).resolve()
+os.environ.setdefault("SITE", str(Path(__file__).resolve().parent.parent / "_docs"))
 BROWSERS = [os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome", "chrome"]
 CHROMIUM = next((path for name in BROWSERS if name and (path := shutil.which(name))), None)
 
 
 def pytest_configure():
     if CHROMIUM is None: pytest.exit("no Chromium found: install the package chromium, or set CHROMIUM to the path of a Chromium or Chrome", 1)
-    if not (SITE / "index.html").exists(): pytest.exit(f"no site in {SITE}: build it with `make site`", 1)
+    site = Path(os.environ["SITE"])
+    if not (site / "index.html").exists(): pytest.exit(f"no site in {site}: build it with `make site`", 1)
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,12 @@
 No console error, no request to a network, no missing picture, no TeX left as text, nothing wider than the screen; sliders follow the keyboard;
 axe-core finds nothing serious; search finds what it should. The last test plants each of these faults and sees that it is found.
 """
+import os
 from pathlib import Path
 
 import pytest
-from conftest import SITE
 
+SITE = Path(os.environ["SITE"]).resolve()
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob("*.html"))
 WIDTHS = {"desktop": 1280, "phone": 390}
@@ -122,6 +123,29 @@ def test_the_picture_of_the_loop_leads_to_lessons(tab):
     t.page.focus("svg.loop a")
     t.page.keyboard.press("Enter")
     t.page.wait_for_url(f"**/{links[0]}")
+
+
+def folds(page): return page.eval_on_selector_all("details.fold", "all => all.map(d => d.open)")
+
+
+def test_answers_are_closed_until_asked_for(tab):
+    page = tab(WIDTHS["desktop"]).open(SITE / "formulas" / "surrogate.html").page
+    assert len(folds(page)) >= 6 and not any(folds(page))
+    assert not page.is_visible("text=All probability went to an action")
+    page.focus("details.answer summary")
+    page.keyboard.press("Enter")
+    assert page.is_visible("text=All probability went to an action") and sum(folds(page)) == 1
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert all(folds(page))
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert sum(folds(page)) == 1
+
+
+def test_a_link_opens_the_fold_that_it_leads_into(tab):
+    page = tab(WIDTHS["desktop"]).open(SITE / "formulas" / "surrogate.html").page
+    page.evaluate("document.querySelectorAll('details.answer p')[2].id = 'planted'; location.hash = 'planted'")
+    page.wait_for_function("document.getElementById('planted').closest('details').open")
+    assert sum(folds(page)) == 1
 
 
 FAULTS = {

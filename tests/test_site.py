@@ -9,9 +9,11 @@ from urllib.parse import unquote
 
 import nbformat
 import pytest
+from docutils import nodes
 
 import notebooks
 import site_api
+import site_folds
 import site_pages
 
 LIMIT = 1_500_000                       # bytes of a page, with the pictures that are its own
@@ -188,6 +190,45 @@ def test_folds(tmp_path):
     assert shown("#| echo: false\nx = 1").metadata["tags"] == ["remove-input"] and shown("x = 1").metadata["tags"] == []
     assert shown("import torch", intro=True).metadata["tags"] == ["hide-input"] and shown("import torch").metadata["tags"] == []
     assert shown("#| fig-alt: what is seen\nplot()").metadata["mystnb"]["image"]["alt"] == "what is seen"
+
+
+def doctree(text):
+    "What docutils makes of the blocks of `text`, one a line: # heading, > code, output or none, or a paragraph."
+    root = section = nodes.section("", nodes.title("", "A page"))
+    for line in text.split("\n"):
+        if line.startswith("# "): root += (section := nodes.section("", nodes.title("", line[2:])))
+        elif line.startswith("> "): section += code(*line[2:].split(" -> "))
+        else: section += nodes.paragraph("", line)
+    return root
+
+
+def code(source, output=None):
+    parts = [nodes.container("", nodes.literal_block("", source), nb_element="cell_code_source")]
+    if output: parts.append(nodes.container("", nodes.raw("", output, format="html"), nb_element="cell_code_output"))
+    return nodes.container("", *parts, nb_element="cell_code")
+
+
+@pytest.mark.parametrize("text, kept, folded", [
+    ("**Predict.** What?\n> f() -> 3\nThree.\nMore.", "What? f() More.", "3 Three."),
+    ("Predict before you run. What?\n> f()\n> g() -> 3\n# Next\nMore.", "What? f() g() Next More.", "3"),
+    ("Predict before you run: what?\nWait.\n# Next\n> f() -> 3\nThree, as the formula:", "what? Wait. Next f() formula:", "3"),
+    ("Predict before you move it. What?\n> f() -> <i data-slider>\nThree.", "What? f() data-slider", "Three."),
+    ("He will predict. What?\n> f() -> 3\nThree.", "What? f() 3 Three.", ""),
+    ("# More proofs\nAll of it.\n> f() -> 3\n# Next\nMore.", "proofs Next More.", "All f() 3"),
+])
+def test_what_is_folded(text, kept, folded):
+    page = doctree(text.replace("**", ""))
+    site_folds.fold(None, page, "page")
+    words = " ".join(n.astext() for n in page.findall(nodes.Text))
+    closed = " ".join(re.findall(r"</summary>(.*?)</details>", words))
+    for word in folded.split(): assert word in closed, words
+    for word in kept.split(): assert word in re.sub(r"</summary>.*?</details>", "", words), words
+
+
+def test_nine_answers_of_ten_are_folded(built):
+    pages = [p.read_text(encoding="utf-8") for p in built.rglob("*.html")]
+    asked = sum(len(re.findall(r"<strong>Predict\b", p)) for p in pages)
+    assert 100 < asked and 0.9 * asked < sum(p.count('<details class="fold answer">') for p in pages)
 
 
 def test_programs_find_every_page(built):

@@ -8,3 +8,16 @@ function reachable() {
 window.addEventListener("load", () => (window.MathJax?.startup?.promise ?? Promise.resolve()).then(reachable));
 window.addEventListener("resize", reachable);
 document.addEventListener("toggle", reachable, true);
+
+// A link into a fold opens it; on paper everything is open.
+function unfold() {
+  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!target) return;
+  const own = target.querySelector(":scope > details.fold.section");
+  for (let box = own ?? target.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
+  target.scrollIntoView();
+}
+window.addEventListener("DOMContentLoaded", unfold);
+window.addEventListener("hashchange", unfold);
+window.addEventListener("beforeprint", () => document.querySelectorAll("details:not([open])").forEach((d) => { d.open = true; d.dataset.closed = ""; }));
+window.addEventListener("afterprint", () => document.querySelectorAll("details[data-closed]").forEach((d) => { d.open = false; delete d.dataset.closed; }));

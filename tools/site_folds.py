@@ -1,0 +1,90 @@
+"""What a page of the site keeps closed until it is asked for: answers to predictions, more proofs, engineering.
+
+A section called "More proofs" or "In the workshop" is folded as a whole. After "Predict before you run" the code stays in view; what it puts
+out, and the paragraph after it, are the answer. A slider stays in view: moving it shows the answer.
+"""
+import re
+
+from docutils import nodes
+from sphinx.addnodes import desc
+
+SECTIONS = ("More proofs", "In the workshop")
+PREDICT = re.compile(r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
+
+
+def details(name, summary, children):
+    start = f'<details class="fold {name}"><summary>{summary}</summary>'
+    return [nodes.raw("", start, format="html"), *children, nodes.raw("", "</details>", format="html")]
+
+
+def fold_sections(doctree):
+    for section in list(doctree.findall(nodes.section)):
+        title, *rest = section.children
+        if title.astext() not in SECTIONS: continue
+        cells = sum(is_code(n) for n in section.findall(nodes.container))
+        section[:] = [title, *details("section", f"Show ({cells} cells)" if cells else "Show", rest)]
+
+
+def is_code(node): return isinstance(node, nodes.container) and node.get("nb_element") == "cell_code"
+
+
+def outputs(cell):
+    "What the code cell `cell` puts out, unless that is a slider."
+    found = [n for n in cell.children if n.get("nb_element") == "cell_code_output"]
+    return [n for n in found if not any("data-slider" in r.astext() for r in n.findall(nodes.raw))]
+
+
+def flow(section):
+    "The blocks of `section` and of the sections within it, in order."
+    for node in section.children:
+        if isinstance(node, nodes.section): yield from flow(node)
+        else: yield node
+
+
+def is_question(node): return isinstance(node, (nodes.paragraph, nodes.bullet_list, nodes.enumerated_list)) and bool(PREDICT.search(node.astext()))
+
+
+def answer(blocks):
+    "(code cells, paragraph or None) that answer a question, given the blocks that follow it."
+    cells, answered, headings = [], False, 0
+    for before, node in zip([None, *blocks], blocks):
+        if is_question(node) or headings > 1: break
+        if isinstance(node, nodes.title):
+            headings += 1
+            if answered: break
+        elif is_code(node):
+            cells.append(node)
+            answered = answered or len(node.children) > 1
+        elif isinstance(node, nodes.paragraph) and (answered or cells and before is cells[-1]):
+            return cells, node if closes(node) else None
+        elif answered and not isinstance(node, (nodes.Invisible, desc)): break
+    return cells, None
+
+
+def closes(paragraph):
+    "False for a paragraph that leads on to a formula, a list or code."
+    return paragraph.astext().rstrip(")”").endswith((".", "?", "!"))
+
+
+def fold_answers(doctree):
+    blocks = list(flow(doctree))
+    for i, question in reversed(list(enumerate(blocks))):
+        if not is_question(question): continue
+        cells, text = answer(blocks[i + 1:])
+        shown = [out for cell in cells for out in outputs(cell)]
+        if not shown and text is None: continue
+        folded = [nodes.container("", *shown, classes=["cell"])] if shown else []
+        for cell in cells: cell[:] = [n for n in cell.children if n not in shown]
+        if text is not None:
+            text.parent.remove(text)
+            folded.append(text)
+        parent, at = cells[-1].parent, cells[-1].parent.index(cells[-1]) + 1
+        parent[at:at] = details("answer", "Answer", folded)
+
+
+def fold(app, doctree, name):
+    fold_answers(doctree)
+    fold_sections(doctree)
+
+
+def setup(app): app.connect("doctree-resolved", fold)
