@@ -168,8 +168,8 @@ def backward_rows(
 # %% ../../nbs/fast/kernels.ipynb #gae
 @cache
 def _recursion():
-    "The kernels of the recursion and of GAE; a program takes some neighbouring columns."
-    global tl, _combine, _block_of_steps  # a kernel sees the names of its module
+    "A block of steps, put together; some neighbouring columns at a time."
+    global tl, triton, _combine, _block_of_steps  # a kernel sees the names of its module
     import triton
     import triton.language as tl
 
@@ -184,6 +184,18 @@ def _recursion():
         last = tl.arange(0, BLOCK)[:, None] == BLOCK - 1
         return y, tl.sum(tl.where(last, y, 0.0), 0, keep_dims=True)
 
+def _tiles(T, N):
+    "Programs, and what each takes at a time: eight columns fill the 32 bytes that memory gives."
+    columns = min(8, 1 << (N - 1).bit_length())
+    block = min(2048 // columns, max(2, 1 << (T - 1).bit_length()))
+    return (-(-N // columns),), dict(BLOCK=block, COLUMNS=columns)
+
+# %% ../../nbs/fast/kernels.ipynb #scan
+@cache
+def _scan():
+    "The kernel of the recursion."
+    _recursion()
+
     @triton.jit
     def scan(X, D, Y, T, N, x_t, x_n, d_t, d_n, y_t, y_n, BLOCK: tl.constexpr,
              COLUMNS: tl.constexpr):
@@ -196,6 +208,26 @@ def _recursion():
             d = tl.load(D + t * d_t + n * d_n, mask=inside, other=1.0)
             y, carry = _block_of_steps(x, d, carry, BLOCK)
             tl.store(Y + t * y_t + n * y_n, y, mask=inside)
+
+    return scan
+
+def scan(
+    x, decay,  # (T, ...) each
+):
+    "y_t = x_t + decay_t y_{t+1}, in one launch."
+    if not x.numel(): return torch.empty_like(x)
+    flat = [t.reshape(len(t), -1) for t in (x, decay)]
+    flat.append(y := torch.empty_like(flat[0]))
+    grid, sizes = _tiles(*y.shape)
+    with torch.cuda.device_of(x):
+        _scan()[grid](*flat, *y.shape, *(s for t in flat for s in t.stride()), **sizes)
+    return y.view(x.shape)
+
+# %% ../../nbs/fast/kernels.ipynb #whole-gae
+@cache
+def _gae():
+    "The kernel of GAE."
+    _recursion()
 
     @triton.jit
     def gae(R, V, NEXT, TERMINATED, DONE, A, T, N, gamma, decay, BLOCK: tl.constexpr,
@@ -215,29 +247,8 @@ def _recursion():
             y, carry = _block_of_steps(x, d, carry, BLOCK)
             tl.store(A + at, y, mask=inside)
 
-    return scan, gae
+    return gae
 
-def _tiles(T, N):
-    "Programs, and what each takes at a time: eight columns fill the 32 bytes that memory gives."
-    columns = min(8, 1 << (N - 1).bit_length())
-    block = min(2048 // columns, max(2, 1 << (T - 1).bit_length()))
-    return (-(-N // columns),), dict(BLOCK=block, COLUMNS=columns)
-
-# %% ../../nbs/fast/kernels.ipynb #scan
-def scan(
-    x, decay,  # (T, ...) each
-):
-    "y_t = x_t + decay_t y_{t+1}, in one launch."
-    if not x.numel(): return torch.empty_like(x)
-    flat = [t.reshape(len(t), -1) for t in (x, decay)]
-    flat.append(y := torch.empty_like(flat[0]))
-    grid, sizes = _tiles(*y.shape)
-    with torch.cuda.device_of(x):
-        kernel, _ = _recursion()
-        kernel[grid](*flat, *y.shape, *(s for t in flat for s in t.stride()), **sizes)
-    return y.view(x.shape)
-
-# %% ../../nbs/fast/kernels.ipynb #whole-gae
 def gae(
     rewards, values, next_values, terminated, done,  # (T, ...) each
     gamma, lam,  # numbers
@@ -249,6 +260,5 @@ def gae(
     T, N = len(A), A[0].numel()
     grid, sizes = _tiles(T, N)
     with torch.cuda.device_of(A):
-        _, kernel = _recursion()
-        kernel[grid](*given, A, T, N, gamma, gamma * lam, **sizes)
+        _gae()[grid](*given, A, T, N, gamma, gamma * lam, **sizes)
     return A

@@ -411,9 +411,9 @@ def with_kernels(pretended, monkeypatch):
     "Triton's kernels, however few the numbers."
     from rlhf_notes.fast import kernels, rows
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("_forward", "_backward", "_recursion"):
-        made = pytree.tree_map(Launcher, getattr(kernels, name)())
-        monkeypatch.setattr(kernels, name, lambda made=made: made)
+    for name in ("_forward", "_backward", "_scan", "_gae"):
+        kernel = Launcher(getattr(kernels, name)())
+        monkeypatch.setattr(kernels, name, lambda kernel=kernel: kernel)
     monkeypatch.setattr(rows, "LARGE", 0)
     kernels._runs.cache_clear()
     yield
