@@ -89,8 +89,6 @@ def _forward():
             u = tl.sum((u + s * d) * tl.exp2(d), 0)
             entropy = (log2_total - u / total) * 0.6931471805599453
             tl.store(H + row, tl.where(total == 0, 0.0, entropy))
-        else:
-            tl.store(H + row, 0.0)
         tl.store(BASE + row, base)
         tl.store(TOTAL + row, total)
 
@@ -109,6 +107,8 @@ def forward_rows(logits, index, temperature, entropy):  # as `rows.forward`'s
     z, layout = _layout(logits.detach())
     out = tuple(torch.empty(index.shape, dtype=torch.float32, device=z.device) for _ in range(4))
     rows, V = index.numel(), logits.shape[-1]
+    if not entropy:
+        out[1].zero_()
     with torch.cuda.device_of(z):
         if rows:
             _forward()[(rows,)](z, index.contiguous(), *out, V, *layout, LOG2_E / temperature,
