@@ -52,7 +52,7 @@ class RLHF(Stage):
                  model, # A causal language model: its name, its directory, or the model itself
                  tokenizer=None, # Of a model that is given itself
                  prompts=(), # Strings, chats, dicts with columns for the reward; or a file
-                 reward=None, # reward(prompts, responses, **columns) -> numbers; or a list of such
+                 reward=None, # reward(prompts, responses, **columns) -> numbers; a reward model; a list
                  algo: str = "grpo", # "ppo", "grpo" or "rloo"
                  max_new_tokens: int = 16, # Tokens of each response
                  iterations: int = 60, # Rollouts, each followed by an update
@@ -109,7 +109,7 @@ class RLHF(Stage):
         c, start = self.config, time.perf_counter()
         prompts, mask, u = self.sample_prompts()
         samples = self.respond(self.policy.lm, prompts, mask, u)
-        rollout = self.score(prompts, mask, samples).map(self.gather)
+        self.rollout = rollout = self.score(prompts, mask, samples).map(self.gather)
         batch = with_advantages(c, rollout, self.kl.coef)
         order, logs = seeded_generator("minibatches", c.seed, self.iteration), []
         for epoch in range(c.epochs):
