@@ -22,6 +22,7 @@ from torch import nn
 
 from ..formulas.logprob import selective_log_softmax
 from .model import has_adapter, hidden_states, no_dropout, to_logits
+from .rollout import end_tokens
 from .sampling import sample
 
 # %% ../../nbs/language/29_hub.ipynb #load
@@ -172,7 +173,7 @@ def save_model(path: Path, # A directory; one that is there is replaced
                lm: nn.Module, # A model of transformers, or a PeftModel
                tokenizer, # Its own; neither is changed
                merge: bool = False, # True = an adapter is added to the weights
-               **generation, # For generation_config.json: eos_token_id, max_new_tokens, ...
+               **generation, # For generation_config.json: temperature, max_new_tokens, ...
               ):
     "Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads."
     own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
@@ -183,7 +184,8 @@ def save_model(path: Path, # A directory; one that is there is replaced
         own.save_pretrained(new)
         config, generate = copy.deepcopy((lm.config, lm.generation_config))
         config.pad_token_id = generate.pad_token_id = own.pad_token_id
-        generate.update(**generation)
+        generate.update(eos_token_id=end_tokens(tokenizer, lm) or None, do_sample=True, top_k=0,
+                        **generation)
         if not has_adapter(lm): # whose directory would be taken for a whole model
             config.save_pretrained(new)
         generate.save_pretrained(new)

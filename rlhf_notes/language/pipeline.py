@@ -285,7 +285,9 @@ def finish(training: Training, # At its end or interrupted
     if run is None: return
     trainer, rows = training.stage, training.rows["rl"]
     if training.done:
-        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
+        c = training.config
+        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer,
+                   temperature=c.temperature, max_new_tokens=c.response_length)
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
 

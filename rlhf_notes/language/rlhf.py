@@ -278,9 +278,8 @@ class RLHF(Stage):
             ):
         "Write policy, tokenizer and options; `AutoModelForCausalLM` loads the policy from there."
         c = self.config
-        save_model(Path(path), self.policy.lm, self.task.tokenizer, merge, do_sample=True, top_k=0,
-                   temperature=c.temperature, max_new_tokens=c.response_length,
-                   eos_token_id=self.task.stop_token)
+        save_model(Path(path), self.policy.lm, self.task.tokenizer, merge,
+                   temperature=c.temperature, max_new_tokens=c.response_length)
         write_atomically(Path(path) / "rlhf.json", json.dumps(asdict(self.config), indent=1) + "\n")
 
     @classmethod

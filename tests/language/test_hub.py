@@ -108,6 +108,22 @@ def test_tied_weights_stay_tied_and_tokens_that_only_the_model_knows_stay(kind, 
     assert head.shape == (37, 16) and tok.pad_token_id >= 37
 
 
+def test_a_pipeline_samples_as_the_training_did_and_stops_where_it_stopped(tmp_path):
+    lm, ends = make("Llama"), [0, *range(20, 30)]
+    lm.generation_config.eos_token_id = ends[1:]
+    t = RLHF(lm, tokenizer(), prompts=["w1 w2"], reward=lambda prompts, responses: [0.0] * len(responses), max_new_tokens=9,
+             temperature=0.5, batch=16, iterations=1, device="cpu")
+    t.save(tmp_path / "lm")
+    theirs = transformers.pipeline("text-generation", str(tmp_path / "lm"))
+    config = theirs.model.generation_config
+    assert (config.eos_token_id, config.max_new_tokens, config.temperature, config.top_k, config.do_sample) == (ends, 9, 0.5, 0, True)
+    torch.manual_seed(0)
+    texts = theirs(["w1 w2"] * 40, return_tensors=True)
+    responses = [text[0]["generated_token_ids"][2:] for text in texts]
+    first = [next((i for i, x in enumerate(r) if x in ends), None) for r in responses]
+    assert {0, 1, 2} < set(first) and all(len(r) == 9 if i is None else set(r[i + 1:]) <= {0} for r, i in zip(responses, first))
+
+
 # --- what cannot be
 
 SEES_AHEAD = dict(vocab_size=37, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
