@@ -95,7 +95,8 @@ def load_classifier(model: str | Path | nn.Module, # A directory, a name on the 
     if model.config.num_labels != 1:
         raise ValueError(f"reward must be a model with one label, got {name!r} with "
                          f"{model.config.num_labels}")
-    tokenizer = tokenizer or _load("tokenizer", "AutoTokenizer", name, "reward")
+    if tokenizer is None:
+        tokenizer = _load("tokenizer", "AutoTokenizer", name, "reward")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
