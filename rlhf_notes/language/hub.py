@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['load_model', 'load_classifier', 'check_trainable', 'add_lora', 'quiet_transformers',
-           'pad_outside', 'save_model', 'check_model']
+           'pad_outside', 'end_tokens', 'save_model', 'check_model']
 
 # %% ../../nbs/language/29_hub.ipynb #export-imports
 import copy
@@ -22,7 +22,6 @@ from torch import nn
 
 from ..formulas.logprob import selective_log_softmax
 from .model import has_adapter, hidden_states, no_dropout, to_logits
-from .rollout import end_tokens
 from .sampling import sample
 
 # %% ../../nbs/language/29_hub.ipynb #load
@@ -95,7 +94,7 @@ def load_classifier(model: str | Path | nn.Module, # A directory, a name on the 
     if model.config.num_labels != 1:
         raise ValueError(f"reward must be a model with one label, got {name!r} with "
                          f"{model.config.num_labels}")
-    if tokenizer is None:
+    if not tokenizer:
         tokenizer = _load("tokenizer", "AutoTokenizer", name, "reward")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -168,6 +167,17 @@ def pad_outside(tokenizer, # Of transformers; changed in place
         tokenizer.add_tokens([f"<|unused {i}|>" for i in unused])
         tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
     return tokenizer
+
+# %% ../../nbs/language/29_hub.ipynb #end-tokens
+def end_tokens(tokenizer, # Of transformers
+               lm=None, # A causal language model of transformers
+              ) -> list: # Of integers; empty = nothing ends a response
+    "The tokens that end a response: the tokenizer's and those of the generation config."
+    config = getattr(lm, "generation_config", None)
+    found = []
+    for ids in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
+        found += ids if isinstance(ids, list) else [ids]
+    return sorted(set(found) - {None})
 
 # %% ../../nbs/language/29_hub.ipynb #save
 def save_model(path: Path, # A directory; one that is there is replaced

@@ -6,7 +6,7 @@ advantage of each of their tokens."""
 # %% auto #0
 __all__ = ['ADVANTAGES', 'Rollout', 'ppo_advantages', 'group_advantages', 'with_advantages',
            'treat_overlong', 'rollout_stats', 'sample_table', 'read_prompts', 'Prompts',
-           'end_tokens', 'as_text', 'reward_functions', 'Classifier', 'call_reward']
+           'as_text', 'reward_functions', 'Classifier', 'call_reward']
 
 # %% ../../nbs/language/26_rollout.ipynb #export-imports
 import json
@@ -25,7 +25,7 @@ from ..formulas.reward import (PENALTY_MODES, apply_penalty, overlong_penalty, t
                                        truncate_at_stop)
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .hub import load_classifier
+from .hub import end_tokens, load_classifier
 
 # %% ../../nbs/language/26_rollout.ipynb #rollout
 @dataclass
@@ -264,17 +264,6 @@ class Prompts:
         total = scores.nansum(0).masked_fill(scores.isnan().all(0), math.nan)
         return total.to(prompts.device)
 
-
-# %% ../../nbs/language/26_rollout.ipynb #end-tokens
-def end_tokens(tokenizer, # Of transformers
-               lm=None, # A causal language model of transformers
-              ) -> list: # Of integers; empty = nothing ends a response
-    "The tokens that end a response: the tokenizer's and those of the generation config."
-    config = getattr(lm, "generation_config", None)
-    found = []
-    for ids in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
-        found += ids if isinstance(ids, list) else [ids]
-    return sorted(set(found) - {None})
 
 # %% ../../nbs/language/26_rollout.ipynb #as-text
 def as_text(tokenizer, # Of transformers
