@@ -104,7 +104,7 @@ Out = _path("directory to write [default: in runs]")
 Overwrite = Annotated[bool, Parameter(help="replace the run that is there", negative=())]
 Resume = _path("interrupted run to continue, with its options; control begins new episodes")
 Prompts = _path("file with a prompt on each line, or .jsonl with prompt and columns for the reward")
-Reward = Annotated[str | None, Parameter(help="MODULE:FUNCTION(prompts, responses), or a classifier")]
+Reward = Annotated[str | None, Parameter(help="MODULE:FUNCTION, or a reward model of transformers")]
 Seeds = Annotated[int | None, Parameter(help="seeds to train, from --seed on; writes seeds.csv")]
 Track = Annotated[Literal["tensorboard", "wandb", "trackio"], Parameter(help="where to log")]
 

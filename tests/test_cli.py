@@ -262,7 +262,7 @@ def test_rlhf_leaves_what_was_promised_and_it_can_be_trained_further(tmp_path, c
     assert cli.main(["rlhf", *TINY, "--algo", "rloo", "--seed", "2"]) == 0
     out, _ = capsys.readouterr()
     run = tmp_path / "runs" / "rlhf-seed2"
-    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt", "sft.csv", "reward_model.csv", "samples.csv", "policy"} < {p.name for p in run.iterdir()}
+    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt", "sft.csv", "reward_model.csv", "samples.csv", "policy", "reward_model"} < {p.name for p in run.iterdir()}
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (config["task"], config["algo"], config["labels"]) == ("rlhf", "rloo", 16)
     assert {"task", "algo", "seed", "device", "steps", "wall_seconds", "true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score", "kl", "tokens_per_second"} < set(summary)

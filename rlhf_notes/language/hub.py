@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['load_model', 'load_classifier', 'check_trainable', 'add_lora', 'quiet_transformers',
-           'pad_outside', 'end_tokens', 'save_model', 'check_model']
+           'pad_outside', 'end_tokens', 'save_model', 'replacing', 'save_reward_model',
+           'check_model']
 
 # %% ../../nbs/language/29_hub.ipynb #export-imports
 import copy
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from ..formulas.logprob import selective_log_softmax
+from ..formulas.reward import RewardNorm
 from .model import has_adapter, hidden_states, no_dropout, to_logits
 from .sampling import sample
 
@@ -190,7 +192,7 @@ def save_model(path: Path, # A directory; one that is there is replaced
     own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
     if merge and has_adapter(lm):
         lm = copy.deepcopy(lm).merge_and_unload()
-    with _replacing(path) as new, quiet_transformers():
+    with replacing(path) as new, quiet_transformers():
         lm.save_pretrained(new)
         own.save_pretrained(new)
         config, generate = copy.deepcopy((lm.config, lm.generation_config))
@@ -210,9 +212,12 @@ def _known_padding(tokenizer, vocab_size):
     own.init_kwargs["padding_side"] = "left" # from there it is saved
     return own
 
+
+# %% ../../nbs/language/29_hub.ipynb #replacing
 @contextmanager
-def _replacing(path):
-    "A new directory that takes the place of the old one in the end, or nothing at all."
+def replacing(path: Path, # A directory; one that is there is replaced
+             ): # A context manager; yields where to write
+    "A new directory takes the place of the old one when it is whole, or nothing changes."
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         yield tmp
@@ -229,6 +234,34 @@ def _os_error(e):
     "The number in the message of safetensors, which is written in Rust; 0 = none."
     found = re.search(r"os error (\d+)", str(e))
     return int(found[1]) if found else 0
+
+
+# %% ../../nbs/language/29_hub.ipynb #save-reward
+def save_reward_model(path: Path, # A directory; one that is there is replaced
+                      model: nn.Module, # `RewardModel`
+                      norm: RewardNorm, # Its gain and bias
+                      tokenizer, # As `pad_outside` leaves it; not changed
+                     ):
+    "Write what AutoModelForSequenceClassification loads: one label, the raw score of a text."
+    from transformers import AutoModelForSequenceClassification
+    config, own = copy.deepcopy((model.trunk.config, tokenizer))
+    config.num_labels, pad = 1, own.pad_token_id
+    # positions count from the left edge there
+    own.padding_side = own.init_kwargs["padding_side"] = "right"
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        try:
+            theirs = AutoModelForSequenceClassification.from_config(config)
+        except ValueError as e: # transformers has no such class
+            warnings.warn(f"no reward model in {path}: {_in_one_line(e)}")
+            return
+        theirs.base_model.load_state_dict(model.trunk.state_dict())
+        theirs.resize_token_embeddings(pad + 1, mean_resizing=False)
+    theirs.score.weight.data = model.head.weight.detach()
+    bias = norm(model.head.bias).item()
+    theirs.config.update(dict(pad_token_id=pad, reward_gain=norm.gain, reward_bias=bias))
+    with replacing(path) as new, quiet_transformers():
+        theirs.save_pretrained(new)
+        own.save_pretrained(new)
 
 
 # %% ../../nbs/language/29_hub.ipynb #check-model

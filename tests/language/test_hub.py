@@ -1,7 +1,10 @@
 """Models are loaded and saved whole, or refused in one sentence."""
+import copy
+import json
 import logging
 import math
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -10,8 +13,9 @@ import transformers
 
 from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
 from rlhf_notes import RLHF, fast
-from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model
-from rlhf_notes.language.model import hidden_states, no_dropout
+from rlhf_notes.formulas.reward import RewardNorm
+from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model, save_reward_model
+from rlhf_notes.language.model import RewardModel, hidden_states, no_dropout
 
 
 def saved(lm, path, tok=None):
@@ -122,6 +126,44 @@ def test_a_pipeline_samples_as_the_training_did_and_stops_where_it_stopped(tmp_p
     responses = [text[0]["generated_token_ids"][2:] for text in texts]
     first = [next((i for i, x in enumerate(r) if x in ends), None) for r in responses]
     assert {0, 1, 2} < set(first) and all(len(r) == 9 if i is None else set(r[i + 1:]) <= {0} for r, i in zip(responses, first))
+
+
+# --- the reward model of others
+
+SCORES = """
+import json, sys, torch
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+found = {}
+for path in sys.argv[1:]:
+    lm, tok = AutoModelForSequenceClassification.from_pretrained(path), PreTrainedTokenizerFast.from_pretrained(path)
+    texts = tok(["w1 w2 w3 w0", "w5", "w4 w0 w0"], padding=True, return_tensors="pt")
+    with torch.no_grad(): scores = lm(**texts).logits
+    found[path] = scores.squeeze(1).tolist(), lm.config.num_labels, lm.config.reward_gain, lm.config.reward_bias, texts["attention_mask"].tolist()
+print(json.dumps(found))
+"""
+
+def test_a_reward_model_gives_the_same_scores_elsewhere(tmp_path):
+    "Where a text ends with the token that others pad with, and where the model knows more tokens than the tokenizer, too."
+    norm, expected, left = RewardNorm(2.0, 1.0), {}, torch.get_rng_state()
+    for kind in KINDS:
+        lm, tok = load_model(make(kind), tokenizer(WORDS[:30]))
+        before = copy.deepcopy((lm.config.to_dict(), tok.padding_side))
+        model = RewardModel(lm, torch.Generator().manual_seed(0))
+        with torch.no_grad(): model.head.bias.fill_(0.125)
+        if kind in ("Cohere", "Granite", "FalconH1"):
+            with pytest.warns(UserWarning, match="no reward model in .*Unrecognized"): save_reward_model(tmp_path / kind, model, norm, tok)
+            continue
+        save_reward_model(tmp_path / kind, model, norm, tok)
+        assert (lm.config.to_dict(), tok.padding_side) == before
+        texts = tok(["w1 w2 w3 w0", "w5", "w4 w0 w0"], padding=True, return_tensors="pt")
+        with torch.no_grad(): expected[str(tmp_path / kind)] = model(texts["input_ids"], texts["attention_mask"].bool())
+    assert torch.equal(torch.get_rng_state(), left)
+    done = subprocess.run([sys.executable, "-c", SCORES, *expected], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for path, (scores, labels, gain, bias, mask) in json.loads(done.stdout).items():
+        torch.testing.assert_close(torch.tensor(scores) + 0.125, expected[path])
+        torch.testing.assert_close(gain * torch.tensor(scores) + bias, norm(expected[path]))
+        assert labels == 1 and mask == [[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]
 
 
 # --- what cannot be
