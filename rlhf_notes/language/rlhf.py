@@ -52,7 +52,7 @@ class RLHF(Stage):
                  model, # A causal language model: its name, its directory, or the model itself
                  tokenizer=None, # Of a model that is given itself
                  prompts=(), # Strings, chats, dicts with columns for the reward; or a file
-                 reward=None, # reward(prompts, responses, **columns) -> numbers; a classifier; a list
+                 reward=None, # reward(prompts, responses, **columns) -> numbers; or a list of such
                  algo: str = "grpo", # "ppo", "grpo" or "rloo"
                  max_new_tokens: int = 16, # Tokens of each response
                  iterations: int = 60, # Rollouts, each followed by an update
