@@ -5,6 +5,7 @@
     python benchmarks/control_seeds.py pendulum --no-stagger --name pendulum_together
     python benchmarks/control_seeds.py cartpole --lr-anneal 2 --learning-rate 4.5e-3 --name cartpole_squared
     python benchmarks/control_seeds.py cartpole --seeds 120 --final --jobs 2 --name cartpole_many
+    python benchmarks/control_seeds.py cartpole --first 300 --seeds 60 --final --name cartpole_unseen
 
 Any option of `rlhf-notes TASK` may follow. Writes NAME_seeds.csv, a row for each seed:
 
@@ -60,8 +61,8 @@ def run(job):
 def tidy(value): return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
 
 
-def train(config, options, seeds, jobs, every, final, name, out):
-    try: work = [(config(seed=seed, **options), 0 if final else every) for seed in range(seeds)]
+def train(config, options, first, seeds, jobs, every, final, name, out):
+    try: work = [(config(seed=seed, **options), 0 if final else every) for seed in range(first, first + seeds)]
     except ValueError as e: sys.exit(f"control_seeds.py: {e}")
     out.mkdir(parents=True, exist_ok=True)
     finals, curves = [], []
@@ -81,19 +82,20 @@ def train(config, options, seeds, jobs, every, final, name, out):
 def command(app, task, config):
     @app.command(name=task)
     @options_of(config, without=("env", "seed") if task != "train" else ("seed",))
-    def run_all(*, seeds: int = 20, jobs: int = 1, every: int = 2, final: bool = False, name: str = task, out: Path = OUT, **options):
+    def run_all(*, first: int = 0, seeds: int = 20, jobs: int = 1, every: int = 2, final: bool = False, name: str = task, out: Path = OUT, **options):
         """Train with many seeds.
 
         Parameters
         ----------
-        seeds: how many, from 0 on
+        first: the first seed
+        seeds: how many, from the first on
         jobs: processes of one thread side by side
         every: iterations between two evaluations
         final: evaluate the final policy alone, and write no curves
         name: how the files begin
         out: where they go
         """
-        train(config, options, seeds, jobs, every, final, name, out)
+        train(config, options, first, seeds, jobs, every, final, name, out)
 
 
 def main():

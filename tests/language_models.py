@@ -17,6 +17,11 @@ KINDS = {
     "Gemma2": dict(**ROTARY, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, final_logit_softcapping=2.0),
     "Cohere": dict(**ROTARY, logit_scale=0.25),
     "Granite": dict(**ROTARY, logits_scaling=4.0),
+    "Mistral": dict(**ROTARY, sliding_window=4),
+    "Phi": ROTARY | dict(num_key_value_heads=2, resid_pdrop=0.1),
+    "Falcon": dict(**ROTARY, multi_query=True, hidden_dropout=0.1),
+    "Gemma": dict(**ROTARY, head_dim=8),
+    "FalconH1": dict(**ROTARY, lm_head_multiplier=0.5, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=4),   # half of it is recurrent
 }
 WORDS = [f"w{i}" for i in range(37)]
 

@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -262,7 +263,7 @@ def test_rlhf_leaves_what_was_promised_and_it_can_be_trained_further(tmp_path, c
     assert cli.main(["rlhf", *TINY, "--algo", "rloo", "--seed", "2"]) == 0
     out, _ = capsys.readouterr()
     run = tmp_path / "runs" / "rlhf-seed2"
-    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt", "sft.csv", "reward_model.csv", "samples.csv", "policy"} < {p.name for p in run.iterdir()}
+    assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt", "sft.csv", "reward_model.csv", "samples.csv", "policy", "reward_model"} < {p.name for p in run.iterdir()}
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (config["task"], config["algo"], config["labels"]) == ("rlhf", "rloo", 16)
     assert {"task", "algo", "seed", "device", "steps", "wall_seconds", "true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score", "kl", "tokens_per_second"} < set(summary)
@@ -351,6 +352,32 @@ def test_arguments_of_an_environment_are_json(monkeypatch):
     assert cli.main(["train", "--env-kwargs", '{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": null}']) == 0
     assert got == [{"g": 9.81, "n": 3, "name": "x", "list": [1, 2], "none": None}] and isinstance(got[0]["n"], int)
     assert cli.main(["train", "--env-kwargs", "g=9"]) == 2 and len(got) == 1
+
+
+def test_an_environment_may_draw_from_the_global_generators(monkeypatch):
+    class Noisy(gym.Env):
+        observation_space, action_space = gym.spaces.Box(-9, 9, (2,)), gym.spaces.Discrete(2)
+        def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.random.uniform(-1, 1, 2).astype(np.float32), {}
+        def step(self, action): return np.random.uniform(-1, 1, 2).astype(np.float32), random.random(), random.random() < 0.1, False, {}
+    monkeypatch.setitem(gym.registry, "Noisy-v0", gym.envs.registration.EnvSpec("Noisy-v0", Noisy))
+    rows = []
+    for out, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert cli.main(["train", "--env", "Noisy-v0", *QUICK, "--seed", seed, "--out", out]) == 0
+        rows.append((Path(out) / "metrics.csv").read_text())
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_of_an_environment_that_is_the_only_one_there_may_be_many_seeds(monkeypatch):
+    class Only(gym.Env):
+        observation_space, action_space, there = gym.spaces.Box(-9, 9, (2,)), gym.spaces.Discrete(2), []
+        def __init__(self):
+            if self.there: raise OSError("address already in use")
+            self.there.append(self)
+        def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+        def step(self, action): return np.zeros(2, np.float32), 1.0, False, False, {}
+        def close(self): self.there.clear()
+    monkeypatch.setitem(gym.registry, "Only-v0", gym.envs.registration.EnvSpec("Only-v0", Only, max_episode_steps=9))
+    assert cli.main(["train", "--env", "Only-v0", "--num-envs", "1", "--steps", "64", "--eval-episodes", "2", "--seeds", "2"]) == 0
 
 
 def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):

@@ -7,22 +7,38 @@ __all__ = ['THRESHOLDS', 'make_envs', 'find_spec', 'episode_limit', 'threshold',
 
 # %% ../../nbs/control/15_envs.ipynb #export-imports
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
 
 import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
 
 from ..checks import checked
 
 # %% ../../nbs/control/15_envs.ipynb #make-envs
-@contextmanager
-def _naming(env_id, wanted="that Gymnasium can make"):
-    "Turn any error inside into a ValueError that names the environment."
-    try:
-        yield
-    except Exception as e:
-        raise ValueError(f"env must be an environment {wanted}, got {env_id!r}: "
-                         f"{str(e) or type(e).__name__}") from e
+@checked(num_envs="int [1, inf)", vectorization=("auto", "sync", "async"))
+def make_envs(env, # A name such as "CartPole-v1", a function that makes one, or an environment
+              num_envs: int, # Environments side by side: of an environment, itself or copies
+              vectorization: str = "auto", # "auto", "sync" or "async", see above
+              env_kwargs: dict | None = None, # Arguments of the environment
+             ) -> gym.vector.VectorEnv: # Its observations are overwritten by the next step
+    "Environments side by side, with Box observations, tried for one step."
+    spec, mode = find_spec(env), vectorization
+    if mode == "auto":
+        mode = "vector_entry_point" if spec.vector_entry_point else "sync"
+    if num_envs == 1 and isinstance(env, gym.Env):
+        spec = replace(spec, entry_point=lambda: env)
+    own = {}
+    if mode != "vector_entry_point":
+        own = dict(vector_kwargs={"copy": False}, wrappers=(_SeededSpaces,))
+    with _naming(env):
+        envs = gym.make_vec(spec, num_envs, vectorization_mode=mode, **own, **(env_kwargs or {}))
+    _check_envs(envs, env)
+    return envs
 
+# %% ../../nbs/control/15_envs.ipynb #seeded-spaces
 class _SeededSpaces(gym.Wrapper):
     "An environment may draw from its spaces: they get its seed."
     def reset(self, *, seed=None, options=None):
@@ -31,58 +47,80 @@ class _SeededSpaces(gym.Wrapper):
             self.unwrapped.action_space.seed(seed)
         return self.env.reset(seed=seed, options=options)
 
-@checked(num_envs="int [1, inf)", vectorization=("auto", "sync", "async"))
-def make_envs(env_id: str, # A name that Gymnasium knows, such as "CartPole-v1"
-              num_envs: int, # Environments side by side
-              vectorization: str = "auto", # "auto", "sync" or "async", see above
-              env_kwargs: dict | None = None, # Arguments of the environment
-             ) -> gym.vector.VectorEnv: # Its observations are overwritten by the next step
-    "Environments side by side, with Box observations, tried for one step."
-    mode = vectorization
-    if mode == "auto":
-        mode = "vector_entry_point" if find_spec(env_id).vector_entry_point else "sync"
-    own = {}
-    if mode != "vector_entry_point":
-        own = dict(vector_kwargs={"copy": False}, wrappers=(_SeededSpaces,))
-    with _naming(env_id):
-        envs = gym.make_vec(env_id, num_envs, vectorization_mode=mode, **own, **(env_kwargs or {}))
+def _check_envs(envs, env):
+    "ValueError unless a trainer can learn in them: try a reset and a step."
     space = envs.single_observation_space
     if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
         envs.close()
-        raise ValueError("env must have Box observations of at least one number, got "
-                         f"{env_id!r} with {space}")
-    with _naming(env_id, "whose reset and step are as Gymnasium's API has them"):
+        raise ValueError(f"env must have Box observations of at least one number, got {env!r} "
+                         f"with {space}")
+    singles = [id(single.unwrapped) for single in getattr(envs, "envs", ())]
+    if len(set(singles)) < len(singles):
+        raise ValueError(f"env must make a new environment at each call, got {env!r}, "
+                         "which returns the same one again")
+    with _naming(env, "whose reset and step are as Gymnasium's API has them"):
         envs.reset(seed=0)
         envs.step(envs.action_space.sample())
-    return envs
 
+@contextmanager
+def _naming(env, wanted="that Gymnasium can make"):
+    "Turn any error inside into a ValueError that names the environment."
+    try:
+        yield
+    except Exception as e:
+        raise ValueError(f"env must be an environment {wanted}, got {env!r}: "
+                         f"{str(e) or type(e).__name__}") from e
 
 # %% ../../nbs/control/15_envs.ipynb #find-spec
-def find_spec(env_id: str, # A name that Gymnasium knows, or "module:Name-v0"
-             ) -> gym.envs.registration.EnvSpec: # Limits, thresholds, entry points
-    "The entry of an environment in Gymnasium's registry."
-    with _naming(env_id):
-        module, _, name = env_id.rpartition(":")
+def find_spec(env, # As for `make_envs`; a name may be "module:Name-v0"
+             ) -> EnvSpec: # Limits, thresholds, entry points
+    "The entry of an environment in Gymnasium's registry, or one made for your own."
+    if isinstance(env, EnvSpec): return env
+    if isinstance(env, gym.Env): return _spec_of_copies(env)
+    if callable(env):
+        return EnvSpec(_class_name(env), entry_point=lambda **kwargs: env(**kwargs))
+    with _naming(env):
+        module, _, name = env.rpartition(":")
         if module:
             import_module(module)
+        if name not in gym.registry: raise ValueError(_near(name))
         return gym.spec(name)
 
+def _near(name):
+    near = get_close_matches(name, gym.registry, 1)
+    return ("no environment has this name" + "".join(f" (did you mean {id}?)" for id in near)
+            + "; one of your own is module:Name-v0")
+
+def _class_name(env):
+    return getattr(env, "__name__", type(env).__name__).strip("<>")
+
+def _spec_of_copies(env):
+    def copy(render_mode=None):  # which is that of `env`
+        try:
+            return deepcopy(env)
+        except Exception as e:
+            raise ValueError(f"it cannot be copied, so num_envs must be 1 ({e})") from e
+    known = env.spec or EnvSpec("Unknown")
+    return EnvSpec(_class_name(type(env.unwrapped)), entry_point=copy,
+                   reward_threshold=known.reward_threshold,
+                   max_episode_steps=known.max_episode_steps)
+
 # %% ../../nbs/control/15_envs.ipynb #episode-limit
-def episode_limit(env_id: str, # As for `find_spec`
+def episode_limit(env, # As for `find_spec`
                  ) -> int: # Steps
     "Steps after which an episode is cut off; ValueError where there is no limit."
-    limit = find_spec(env_id).max_episode_steps
+    limit = find_spec(env).max_episode_steps
     if limit is not None: return limit
     raise ValueError("env must have a time limit (max_episode_steps) for its starts to be "
-                     f"staggered, got {env_id!r}, which has none")
+                     f"staggered, got {env!r}, which has none")
 
 # %% ../../nbs/control/15_envs.ipynb #threshold
 THRESHOLDS = {"Pendulum-v1": -200.0}  # where Gymnasium names none
 
-def threshold(env_id: str, # As for `find_spec`
+def threshold(env, # As for `find_spec`
              ) -> float | None: # Mean return; None = no solve threshold defined
     "Return from which an environment counts as solved."
-    spec = find_spec(env_id)
+    spec = find_spec(env)
     return THRESHOLDS.get(spec.id, spec.reward_threshold)
 
 # %% ../../nbs/control/15_envs.ipynb #autoreset

@@ -13,7 +13,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 
-from .envs import threshold
+from .envs import find_spec, threshold
 
 # %% ../../nbs/control/20_plots.ipynb #draw
 def _bare(ax, **limits):
@@ -54,20 +54,10 @@ def draw_cartpole(ax, # Matplotlib axes
     _bare(ax, xlim=(x - 1.1, x + 1.1), ylim=(-0.4, 1.3))
 
 # %% ../../nbs/control/20_plots.ipynb #video
-DRAWINGS = {"CartPole-v1": draw_cartpole, "Pendulum-v1": draw_pendulum}
+DRAWINGS = {"CartPole-v1": draw_cartpole, "CartPoleEnv": draw_cartpole,
+            "Pendulum-v1": draw_pendulum, "PendulumEnv": draw_pendulum}
 
-def _rendered(env_id, env_kwargs):
-    "An environment that renders pixels."
-    try:
-        env = gym.make(env_id, render_mode="rgb_array", **env_kwargs)
-        env.reset()
-        env.render().shape
-        return env
-    except Exception as e:
-        raise ValueError("env must be an environment that can be rendered (render_mode "
-                         f"'rgb_array'), got {env_id!r}: {e}") from e
-
-def film(env_id: str, # A name that Gymnasium knows
+def film(env, # A name, a function that makes one, or an environment, of which a copy plays
          choose, # choose(obs) -> action
          path, # The file to write, ends in .gif
          seed: int = 0, # Of the episode
@@ -76,22 +66,40 @@ def film(env_id: str, # A name that Gymnasium knows
          env_kwargs: dict | None = None, # Arguments of the environment
         ) -> Path: # The file
     "Film one episode as an animated GIF."
-    from matplotlib.animation import PillowWriter
-    from matplotlib.figure import Figure
-    path, draw, env_kwargs = Path(path), DRAWINGS.get(env_id), env_kwargs or {}
+    from PIL import Image
+    path, draw, env_kwargs = Path(path), DRAWINGS.get(find_spec(env).id), env_kwargs or {}
     if path.suffix != ".gif": raise ValueError(f"path must end in .gif, got {path}")
-    env = gym.make(env_id, **env_kwargs) if draw else _rendered(env_id, env_kwargs)
-    figure, writer = Figure(figsize=(3, 3), layout="constrained"), PillowWriter(fps=25)
-    ax, (obs, _) = figure.subplots(), env.reset(seed=seed)
-    with env, writer.saving(figure, path, dpi=72):
+    env = gym.make(find_spec(env), **env_kwargs) if draw else _rendered(env, env_kwargs)
+    (obs, _), frames = env.reset(seed=seed), []
+    with env:
         for t in range(longest):
             if t % every == 0:
-                ax.clear()
-                draw(ax, env.unwrapped.state) if draw else ax.imshow(env.render())
-                writer.grab_frame()
+                frames.append(_drawn(draw, env.unwrapped.state) if draw else env.render())
             obs, _, terminated, truncated, _ = env.step(choose(obs))
             if terminated or truncated: break
+    first, *others = map(Image.fromarray, frames)
+    first.save(path, save_all=True, append_images=others, duration=40, loop=0)
     return path
+
+def _rendered(env, env_kwargs):
+    "An environment that renders pixels."
+    try:
+        made = gym.make(find_spec(env), render_mode="rgb_array", **env_kwargs)
+        made.reset()
+        made.render().shape
+        return made
+    except Exception as e:
+        raise ValueError("env must be an environment that can be rendered (render_mode "
+                         f"'rgb_array'), got {env!r}: {e}") from e
+
+def _drawn(draw, state):
+    "A frame, (216, 216, 4) bytes."
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    canvas = FigureCanvasAgg(Figure(figsize=(3, 3), dpi=72, layout="constrained"))
+    draw(canvas.figure.subplots(), state)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())
 
 # %% ../../nbs/control/20_plots.ipynb #plot-run
 def plot_run(figure, # A matplotlib figure

@@ -10,7 +10,9 @@ __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'batch_loss', 'Batch', 'make_
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import math
 import time
+import warnings
 from collections import deque
+from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 
 import gymnasium as gym
@@ -31,7 +33,7 @@ from ..formulas.value import explained_variance
 from ..formulas.whitening import RunningMoments, whiten
 from ..training.devices import pick_device
 from ..training.runs import Run, write_atomically
-from ..training.signals import diverged, progress_bar, stop_on_interrupt
+from ..training.signals import check_finite, diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/control/19_ppo.ipynb #loss
 def batch_loss(agent: Agent, # In training
@@ -116,11 +118,6 @@ def health(agent: Agent, # After the update
                 clip_fraction=stats["clip_fraction"].item(),
                 explained_variance=explained_variance(batch.values, batch.returns).item())
 
-def _check_finite(row):
-    "FloatingPointError if a number is NaN, but for the explained variance of returns all alike."
-    bad = [k for k, v in row.items() if v is not None and v != v and k != "explained_variance"]
-    if bad: raise FloatingPointError(", ".join(f"{name} is nan" for name in bad))
-
 # %% ../../nbs/control/19_ppo.ipynb #scaling
 class Scaling:
     "Observations and rewards at unit scale, if so configured, by running moments."
@@ -174,13 +171,14 @@ CHECKPOINT_EVERY = 10.0  # seconds
 class PPO:
     "Proximal policy optimization (Schulman et al. 2017, algorithm 1)."
     def __init__(self,
-                 env: str = "CartPole-v1", # A name that Gymnasium knows
+                 env="CartPole-v1", # A name, a function that makes one, or an environment
                  **options, # Fields of `PPOConfig`; Pendulum-v1 has defaults of its own
                 ):
         recipe = PendulumConfig if env == "Pendulum-v1" else PPOConfig
-        self.config = c = recipe(env=env, **options)
+        self.env, name = env, env if isinstance(env, str) else find_spec(env).id
+        self.config = c = recipe(env=name, **options)
         self.device = pick_device(c.device)
-        self.envs = make_envs(c.env, c.num_envs, c.vectorization, c.env_kwargs)
+        self.envs = make_envs(env, c.num_envs, c.vectorization, c.env_kwargs)
         obs_size = math.prod(self.envs.single_observation_space.shape)
         weights = torch.Generator().manual_seed(seeds(c.seed)[1])
         agent = Agent(obs_size, self.envs.single_action_space, c, weights)
@@ -201,7 +199,7 @@ class PPO:
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
         c = self.config
         env_seed, seed = seeds(c.seed, self.iteration)[:2]
-        stagger = episode_limit(c.env) if c.stagger else 0
+        stagger = episode_limit(self.env) if c.stagger else 0
         self.collector = Collector(self.envs, env_seed, stagger)
         self.rng = np.random.default_rng(seed)  # of the actions
         self.generator = torch.Generator().manual_seed(seed)  # of the minibatches
@@ -251,9 +249,9 @@ class PPO:
                 start, where = time.perf_counter(), f"iteration {self.iteration + 1}"
                 try:
                     row = self.iterate()
-                    _check_finite(row)
                 except FloatingPointError as e:
                     raise diverged(where, e) from e
+                check_finite(where, row)
                 self.rows.append(row)
                 self._note_time(row, time.perf_counter() - start)
                 bar.update(c.batch)
@@ -271,7 +269,7 @@ class PPO:
         "Add to the clock; note when the recent episodes first reached the threshold."
         seconds += self.clock["wall_seconds"]
         self.clock = self.clock | dict(wall_seconds=seconds)
-        solve, full = threshold(self.config.env), len(self.recent) == RECENT
+        solve, full = threshold(self.env), len(self.recent) == RECENT
         if self.clock["steps_to_solve"] or solve is None or not full: return
         if row["return_mean"] >= solve:
             self.clock |= dict(steps_to_solve=row["steps"], seconds_to_solve=seconds)
@@ -297,7 +295,7 @@ class PPO:
                  episodes: int = 100, # Fresh ones, each played whole
                  deterministic: bool = True, # The most probable actions; False = drawn
                  seed: int | None = None, # Of the episodes; None = the run's own for evaluation
-                 envs=None, # To play in; None = fresh ones, all side by side
+                 envs=None, # To play in; None = fresh ones by name, else copies of the training's
                 ) -> torch.Tensor: # (episodes,)
         "Return of each of some fresh episodes."
         own = seeds(self.config.seed)[2 if deterministic else 3]
@@ -305,17 +303,29 @@ class PPO:
         # `seed` alone would give the environments' own random numbers
         policy = self.policy(None if deterministic else np.random.default_rng((seed, 1)))
         choose = lambda obs: self.agent.head.for_env(policy(obs))
-        c = self.config
-        return episode_returns(choose, seed, episodes, c.env, envs, c.env_kwargs)
+        envs = envs or self._copied_envs()
+        played = episode_returns(choose, seed, episodes, self.env, envs, self.config.env_kwargs)
+        if envs is self.envs:
+            self._begin_episodes()
+        return played
+
+    def _copied_envs(self):
+        "To evaluate in: copies of the training's, unless a name makes fresh ones."
+        if isinstance(self.env, str): return None
+        try:
+            return deepcopy(self.envs)
+        except Exception as e:
+            warnings.warn("evaluated in the environments of the training, which begin new "
+                          f"episodes, for they cannot be copied: {e}", stacklevel=3)
+            return self.envs
 
     def scores(self) -> dict: # For the summary
         "Mean and standard deviation of the return, greedy and sampled; solved if both are."
         # in the training's environments: there may be one only, and wrappers may hold moments
         how = dict(episodes=self.config.eval_episodes, envs=self.envs)
         greedy, sampled = self.evaluate(**how), self.evaluate(**how, deterministic=False)
-        self._begin_episodes()
         numbers = greedy.mean(), greedy.std(), sampled.mean(), sampled.std()
-        solve = threshold(self.config.env)
+        solve = threshold(self.env)
         solved = None if solve is None else bool(min(greedy.mean(), sampled.mean()) >= solve)
         scores = dict(zip(SCORES, map(float, numbers)))
         return scores | dict(eval_episodes=len(greedy), solved=solved)
@@ -326,7 +336,7 @@ class PPO:
              deterministic: bool = True, # The most probable actions; False = drawn
             ): # The path
         "Film one episode."
-        return plots.film(self.config.env, lambda obs: self.predict(obs, deterministic), path, seed,
+        return plots.film(self.env, lambda obs: self.predict(obs, deterministic), path, seed,
                           env_kwargs=self.config.env_kwargs)
 
     LEARNED, COUNTED = ("agent", "optimizer", "scaling"), ("iteration", "episodes", "clock")
@@ -352,7 +362,7 @@ class PPO:
         write_atomically(path, lambda file: torch.save(saved, file))
 
     @classmethod
-    def load(cls, path, **options): # From `save`; options to be other than saved, say device="cpu"
+    def load(cls, path, **options): # From `save`; env if it was no name, device="cpu" if need be
         "A trainer as it was saved, to predict, evaluate or learn on."
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
@@ -366,7 +376,7 @@ class PPO:
 def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the environments
                     seed: int, # Of the environments
                     episodes: int = 100, # Each played from start to end
-                    env_id: str = "CartPole-v1", # A name that Gymnasium knows
+                    env_id="CartPole-v1", # A name, or as for `make_envs`
                     envs=None, # To play in; None = fresh ones, an episode in each
                     env_kwargs: dict | None = None, # Arguments of fresh ones
                     longest: int = 10_000, # Steps, where the environment has no limit of its own
@@ -422,8 +432,9 @@ def train(config: PPOConfig, # All options
                    steps=ppo.iteration * config.batch, interrupted=interrupted,
                    **ppo.clock, **scores)
     if run is not None:
-        ppo.save(run.path / "ppo.pt")
+        ppo.envs.close()  # the next seed may need the only one there is
         run.finish(summary)
+        ppo.save(run.path / "ppo.pt")
         run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
     return ppo, ppo.rows, summary
 

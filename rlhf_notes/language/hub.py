@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['load_model', 'check_trainable', 'add_lora', 'quiet_transformers', 'pad_outside',
-           'save_model', 'check_model']
+           'save_model', 'replacing', 'save_reward_model', 'check_model']
 
 # %% ../../nbs/language/29_hub.ipynb #export-imports
 import copy
@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from ..formulas.logprob import selective_log_softmax
+from ..formulas.reward import RewardNorm
 from .model import has_adapter, hidden_states, no_dropout, to_logits
+from .rollout import end_tokens
 from .sampling import sample
 
 # %% ../../nbs/language/29_hub.ipynb #load
@@ -151,18 +153,19 @@ def save_model(path: Path, # A directory; one that is there is replaced
                lm: nn.Module, # A model of transformers, or a PeftModel
                tokenizer, # Its own; neither is changed
                merge: bool = False, # True = an adapter is added to the weights
-               **generation, # For generation_config.json: eos_token_id, max_new_tokens, ...
+               **generation, # For generation_config.json: temperature, max_new_tokens, ...
               ):
     "Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads."
     own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
     if merge and has_adapter(lm):
         lm = copy.deepcopy(lm).merge_and_unload()
-    with _replacing(path) as new, quiet_transformers():
+    with replacing(path) as new, quiet_transformers():
         lm.save_pretrained(new)
         own.save_pretrained(new)
         config, generate = copy.deepcopy((lm.config, lm.generation_config))
         config.pad_token_id = generate.pad_token_id = own.pad_token_id
-        generate.update(**generation)
+        generate.update(eos_token_id=end_tokens(tokenizer, lm) or None, do_sample=True, top_k=0,
+                        **generation)
         if not has_adapter(lm): # whose directory would be taken for a whole model
             config.save_pretrained(new)
         generate.save_pretrained(new)
@@ -176,9 +179,12 @@ def _known_padding(tokenizer, vocab_size):
     own.init_kwargs["padding_side"] = "left" # from there it is saved
     return own
 
+
+# %% ../../nbs/language/29_hub.ipynb #replacing
 @contextmanager
-def _replacing(path):
-    "A new directory that takes the place of the old one in the end, or nothing at all."
+def replacing(path: Path, # A directory; one that is there is replaced
+             ): # A context manager; yields where to write
+    "A new directory takes the place of the old one when it is whole, or nothing changes."
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         yield tmp
@@ -195,6 +201,34 @@ def _os_error(e):
     "The number in the message of safetensors, which is written in Rust; 0 = none."
     found = re.search(r"os error (\d+)", str(e))
     return int(found[1]) if found else 0
+
+
+# %% ../../nbs/language/29_hub.ipynb #save-reward
+def save_reward_model(path: Path, # A directory; one that is there is replaced
+                      model: nn.Module, # `RewardModel`
+                      norm: RewardNorm, # Its gain and bias
+                      tokenizer, # As `pad_outside` leaves it; not changed
+                     ):
+    "Write what AutoModelForSequenceClassification loads: one label, the raw score of a text."
+    from transformers import AutoModelForSequenceClassification
+    config, own = copy.deepcopy((model.trunk.config, tokenizer))
+    config.num_labels, pad = 1, own.pad_token_id
+    # positions count from the left edge there
+    own.padding_side = own.init_kwargs["padding_side"] = "right"
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        try:
+            theirs = AutoModelForSequenceClassification.from_config(config)
+        except ValueError as e: # transformers has no such class
+            warnings.warn(f"no reward model in {path}: {_in_one_line(e)}")
+            return
+        theirs.base_model.load_state_dict(model.trunk.state_dict())
+        theirs.resize_token_embeddings(pad + 1, mean_resizing=False)
+    theirs.score.weight.data = model.head.weight.detach()
+    bias = norm(model.head.bias).item()
+    theirs.config.update(dict(pad_token_id=pad, reward_gain=norm.gain, reward_bias=bias))
+    with replacing(path) as new, quiet_transformers():
+        theirs.save_pretrained(new)
+        own.save_pretrained(new)
 
 
 # %% ../../nbs/language/29_hub.ipynb #check-model

@@ -92,16 +92,21 @@ def to_logits(lm: nn.Module, # A causal language model of transformers
              ) -> torch.Tensor: # (..., V)
     "The model's head, and what some models do to its logits."
     logits = lm.get_output_embeddings()(hidden)
-    cohere, granite, gemma = (getattr(lm.config, name, None) for name in _CHANGES)
-    if cohere:
-        logits = logits * cohere
-    if granite:
-        logits = logits / granite
-    if gemma:
-        logits = gemma * torch.tanh(logits / gemma)
+    for change, value in _changes(lm):
+        logits = change(logits, value)
     return logits
 
-_CHANGES = "logit_scale", "logits_scaling", "final_logit_softcapping" # Cohere, Granite, Gemma 2
+def _changes(lm):
+    "Functions of logits and a number in the model's config, with that number."
+    found = ((change, getattr(lm.config, name, None)) for name, change in _CHANGES.items())
+    return [(change, value) for change, value in found if value]
+
+_CHANGES = {
+    "logit_scale": torch.mul,        # Cohere
+    "lm_head_multiplier": torch.mul, # Falcon-H1
+    "logits_scaling": torch.div,     # Granite
+    "final_logit_softcapping": lambda logits, cap: cap * torch.tanh(logits / cap), # Gemma 2
+}
 
 # %% ../../nbs/language/23_model.ipynb #head-log-probs
 def head_log_probs(lm: nn.Module, # A causal language model of transformers
@@ -111,8 +116,8 @@ def head_log_probs(lm: nn.Module, # A causal language model of transformers
                   ) -> tuple: # (log pi (...), entropy (...) without gradient), float32
     "Log-probability of `tokens` and entropy; a large vocabulary's logits are not kept."
     head = lm.get_output_embeddings()
-    changed = type(head) is not nn.Linear or any(getattr(lm.config, x, None) for x in _CHANGES)
-    if not changed and tokens.numel() * len(head.weight) > LEAN:
+    plain = type(head) is nn.Linear and not _changes(lm)
+    if plain and tokens.numel() * len(head.weight) > LEAN:
         logp, entropy = linear_log_probs(hidden, head.weight, tokens, head.bias, temperature,
                                          entropy=True)
         return logp, entropy.detach()

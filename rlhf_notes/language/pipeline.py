@@ -18,7 +18,7 @@ from torch import nn
 
 from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
-from .hub import load_model, pad_outside, save_model
+from .hub import load_model, pad_outside, save_model, save_reward_model
 from .model import (Pretraining, RewardModel, check_weights, context_length,
                                        has_adapter, make_gpt2)
 from .reward_model import RewardTraining
@@ -281,11 +281,16 @@ def finish(training: Training, # At its end or interrupted
            run: Run | None, # Its directory; None = keep nothing
            summary: dict, # From `Training.summary`
           ):
-    "Write the policy, the curve and the summary."
+    "Write policy and reward model, the curve and the summary."
     if run is None: return
     trainer, rows = training.stage, training.rows["rl"]
     if training.done:
-        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer)
+        c = training.config
+        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer,
+                   temperature=c.temperature, max_new_tokens=c.response_length)
+        if training.reward_model is not None:
+            save_reward_model(run.path / "reward_model", training.reward_model, training.norm,
+                              training.task.tokenizer)
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
 

@@ -5,7 +5,7 @@ through the same loop."""
 
 # %% auto #0
 __all__ = ['COLUMNS', 'RLHF', 'rl_loss', 'tensorflow_eps', 'learning_rate', 'make_accelerator',
-           'process_device', 'check_processes', 'check_finite']
+           'process_device', 'check_processes']
 
 # %% ../../nbs/language/27_rlhf.ipynb #export-imports
 import copy
@@ -24,7 +24,7 @@ from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from ..formulas.masking import masked_mean
 from ..formulas.ppo import ppo_loss
-from ..formulas.reward import RewardNorm, apply_penalty
+from ..formulas.reward import RewardNorm
 from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
 from .hub import add_lora, check_trainable, load_model, save_model
@@ -33,17 +33,20 @@ from rlhf_notes.language.model import (
     head_log_probs, no_dropout, response_states,
 )
 from .reward_model import score
-from .rollout import Prompts, Rollout, rollout_stats, with_advantages
+from rlhf_notes.language.rollout import (
+    Prompts, Rollout, rollout_stats, treat_overlong, with_advantages,
+)
 from .sampling import Samples, sample
 from ..training.devices import pick_device
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
-from ..training.signals import diverged, progress_bar, stop_on_interrupt
+from ..training.signals import check_finite, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/27_rlhf.ipynb #rlhf
 class RLHF(Stage):
     "Reinforcement learning of a language model: sample responses, score them, learn from it."
     PARTS = "policy", "optimizer", "kl"
+    reward_model = None
 
     def __init__(self,
                  model, # A causal language model: its name, its directory, or the model itself
@@ -56,19 +59,19 @@ class RLHF(Stage):
                  seed: int = 0, # Of all that is random
                  **options, # Of `RLHFConfig`
                 ):
-        config = RLHFConfig(algo=algo, response_length=max_new_tokens, stop_after=0,
-                            iterations=iterations, seed=seed, **options)
+        options = dict(stop_after=0, overlong="keep") | options
+        config = RLHFConfig(algo=algo, response_length=max_new_tokens, iterations=iterations,
+                            seed=seed, **options)
         self._from_prompts(config, model, tokenizer, prompts, reward)
 
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
         lm = add_lora(lm, config.lora, config.seed)
-        task = Prompts(tokenizer, prompts, reward, config.response_length)
+        task = Prompts(tokenizer, prompts, reward, config.response_length, lm=lm)
         limit, Q = context_length(lm), task.query_length
         if limit is not None and Q + config.response_length > limit:
             raise ValueError(f"max_new_tokens must fit into the model's context of {limit} tokens, "
                              f"after a prompt of {Q}, got {config.response_length}")
-        self.reward_model = None
         self._begin(config, lm, task, task.score)
 
     @classmethod
@@ -135,11 +138,12 @@ class RLHF(Stage):
         with autocast(self.device, self.config.precision):
             return sample(lm, prompts, mask, u, self.config.temperature)  # G4, P1
 
-    def proxy_reward(self, prompts, mask, responses, response_mask, has_end) -> torch.Tensor: # (B,)
-        "The normalised score of the reward model; the penalty where a response has no end."
+    def proxy_reward(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
+        "The normalised score of the reward model."
         with autocast(self.device, self.config.precision):
             raw = score(self.reward_model, prompts, mask, responses, response_mask)
-        return apply_penalty(self.norm(raw), has_end, self.config.penalty)  # R3, P5
+        check_finite(self.where, dict(score=raw.sum().item()))
+        return self.norm(raw)  # R3
 
     @torch.no_grad()
     def score(self,
@@ -150,9 +154,8 @@ class RLHF(Stage):
         "Reward, reference and value head on responses."
         c = self.config
         responses, response_mask, has_end = self.task.truncate(samples.tokens)  # P5
-        scores = self.reward(prompts, mask, responses, response_mask, has_end)
-        if self.reward_model is None: # NaN from a reward function: not scored
-            response_mask = response_mask & ~scores.isnan().unsqueeze(1)
+        scores = self.reward(prompts, mask, responses, response_mask)
+        scores, response_mask = treat_overlong(c, scores, response_mask, has_end)
         tokens = torch.cat([prompts, samples.tokens], 1)
         mask = torch.cat([mask, torch.ones_like(response_mask)], 1)
         with autocast(self.device, c.precision), adapter_off(self.reference):
@@ -161,6 +164,11 @@ class RLHF(Stage):
             logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)
         return Rollout(tokens, mask, response_mask, has_end, scores, samples.logp, logp_ref,
                        self.policy.value(samples.hidden))
+
+    @property
+    def where(self) -> str: # For messages
+        "The place in the training."
+        return f"stage rl, iteration {self.iteration + 1}"
 
     def gather(self, x: torch.Tensor) -> torch.Tensor: # The rows of all processes, in their order
         "Collect the rows that each process has, so that all that follows is about the whole batch."
@@ -223,7 +231,7 @@ class RLHF(Stage):
 
     def log(self, rollout: Rollout, logs: list, start: float) -> dict: # Column -> number
         "Steer the KL coefficient; return the row of this iteration."
-        c, where = self.config, f"stage rl, iteration {self.iteration + 1}"
+        c = self.config
         means = {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
         means = {name: x.item() for name, x in (rollout_stats(rollout) | means).items()}
         row = dict.fromkeys(COLUMNS) | means
@@ -231,8 +239,8 @@ class RLHF(Stage):
             row["unscored"] = (~rollout.is_scored).sum().item()
         row |= dict(iteration=self.iteration + 1, kl_coef=self.kl.coef,
                     learning_rate=learning_rate(c, self.iteration))
-        check_finite(where, row)
-        check_weights(where, self.optimizer.weights)
+        check_finite(self.where, row)
+        check_weights(self.where, self.optimizer.weights)
         self.kl.update(row["kl_k1"], c.batch)  # P11
         self.iteration += 1
         row["tokens_per_second"] = c.batch * c.response_length / (time.perf_counter() - start)
@@ -270,9 +278,8 @@ class RLHF(Stage):
             ):
         "Write policy, tokenizer and options; `AutoModelForCausalLM` loads the policy from there."
         c = self.config
-        save_model(Path(path), self.policy.lm, self.task.tokenizer, merge, do_sample=True, top_k=0,
-                   temperature=c.temperature, max_new_tokens=c.response_length,
-                   eos_token_id=self.task.stop_token)
+        save_model(Path(path), self.policy.lm, self.task.tokenizer, merge,
+                   temperature=c.temperature, max_new_tokens=c.response_length)
         write_atomically(Path(path) / "rlhf.json", json.dumps(asdict(self.config), indent=1) + "\n")
 
     @classmethod
@@ -350,11 +357,3 @@ def check_processes(config: RLHFConfig, # batch, minibatches, microbatches, grou
         if whole % (count * part):
             raise ValueError(f"batch must divide into {c.minibatches} minibatches, {count} "
                              f"processes and {part} {what}, got {c.batch}")
-
-# %% ../../nbs/language/27_rlhf.ipynb #finite
-def check_finite(where: str, # Stage and iteration
-                 row: dict, # Name -> number or None
-                ):
-    "FloatingPointError if a number is NaN or infinite."
-    bad = [f"{k} is {v}" for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
-    if bad: raise diverged(where, ", ".join(bad))

@@ -5,7 +5,8 @@ advantage of each of their tokens."""
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'Rollout', 'ppo_advantages', 'group_advantages', 'with_advantages',
-           'rollout_stats', 'read_prompts', 'Prompts', 'reward_functions', 'call_reward']
+           'treat_overlong', 'rollout_stats', 'read_prompts', 'Prompts', 'end_tokens',
+           'reward_functions', 'call_reward']
 
 # %% ../../nbs/language/26_rollout.ipynb #export-imports
 import json
@@ -19,7 +20,8 @@ import torch
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean, masked_sum
-from ..formulas.reward import token_rewards, truncate_at_stop
+from ..formulas.reward import (PENALTY_MODES, apply_penalty, overlong_penalty, token_rewards,
+                                       truncate_at_stop)
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
 
@@ -29,7 +31,7 @@ class Rollout:
     "Responses and all that is known of them before the update, one row each."
     tokens: torch.Tensor         # Prompt and response, as sampled, (B, Q + T)
     mask: torch.Tensor           # False = padding of the prompt, (B, Q + T)
-    response_mask: torch.Tensor  # False = after the end of the response, or not scored, (B, T)
+    response_mask: torch.Tensor  # False = after the response's end, or left out, (B, T)
     has_end: torch.Tensor        # True = the response has an end, (B,)
     scores: torch.Tensor         # Reward of the whole response, (B,)
     logp: torch.Tensor           # log pi of each token when it was sampled, (B, T)
@@ -46,7 +48,7 @@ class Rollout:
 
     @property
     def is_scored(self) -> torch.Tensor: # (B,)
-        "True where a response has a score, and so counts."
+        "True where a response counts: it has a score, and is not filtered out."
         return self.response_mask.any(1)
 
     def map(self, function) -> "Rollout": # function(tensor) -> tensor
@@ -97,17 +99,34 @@ def with_advantages(config: RLHFConfig, # What the update does not need
     advantages, returns = ADVANTAGES[config.algo](config, rollout)
     return replace(rollout, advantages=advantages, returns=returns)
 
+# %% ../../nbs/language/26_rollout.ipynb #overlong
+def treat_overlong(config: RLHFConfig, # overlong, penalty, overlong_buffer
+                   scores: torch.Tensor, # (B,); NaN = not scored
+                   response_mask: torch.Tensor, # True up to the end of the response, (B, T)
+                   has_end: torch.Tensor, # True = the response has an end, (B,)
+                  ) -> tuple: # scores (B,); response_mask (B, T), False for what is left out
+    "Penalize or leave out responses without an end; leave out those without a score."
+    how, counts = config.overlong, ~scores.isnan()
+    if how == "filter":
+        counts = counts & has_end
+    elif how == "soft":
+        lengths, longest = response_mask.sum(1), response_mask.shape[1]
+        scores = scores + overlong_penalty(lengths, longest, config.overlong_buffer)
+    elif how in PENALTY_MODES:
+        scores = apply_penalty(scores, has_end | ~counts, config.penalty, how)  # P5
+    return scores, response_mask & counts.unsqueeze(1)
+
 # %% ../../nbs/language/26_rollout.ipynb #columns
 def rollout_stats(rollout: Rollout, # With or without advantages
                  ) -> dict: # Name -> 0-dim tensor
-    "Means over the responses that are scored; the KL is that of whole responses, in nats."
+    "Means over the responses that count, `valid` over all; the KL is that of whole responses."
     def mean(x): return masked_mean(x.float(), rollout.is_scored)
 
     def kl(kind):
         estimate = kl_estimate(rollout.logp, rollout.logp_ref, kind)
         return mean(masked_sum(estimate, rollout.response_mask, dim=1))
     return dict(score=mean(rollout.scores), kl_k1=kl("k1"), kl_k3=kl("k3"),
-                length=mean(rollout.response_mask.sum(1)), valid=mean(rollout.has_end))
+                length=mean(rollout.response_mask.sum(1)), valid=rollout.has_end.float().mean())
 
 
 # %% ../../nbs/language/26_rollout.ipynb #read-prompts
@@ -162,9 +181,10 @@ class Prompts:
                  reward, # For `reward_functions`; None = for `generate` alone
                  response_length: int, # T, tokens of each response
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
+                 lm=None, # The policy: may know of more end tokens
                 ):
         self.tokenizer, self.response_length = tokenizer, response_length
-        self.pad_token, self.stop_token = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
         self.rewards = [] if reward is None else reward_functions(reward)
         self.rows = read_prompts(prompts)
         if not self.rows: return
@@ -217,11 +237,10 @@ class Prompts:
     def truncate(self,
                  responses: torch.Tensor, # As sampled, (B, T)
                 ) -> tuple: # responses, padded after their end; response_mask, (B, T); has_end (B,)
-        "Cut each response after the first `stop_token` at position `stop_after` or later."
-        stop = -1 if self.stop_token is None else self.stop_token
-        return truncate_at_stop(responses, stop, self.pad_token, self.stop_after)  # P5
+        "Cut each response after the first stop token at position `stop_after` or later."
+        return truncate_at_stop(responses, self.stop_token, self.pad_token, self.stop_after)  # P5
 
-    def score(self, prompts, mask, responses, response_mask, has_end) -> torch.Tensor: # (B,)
+    def score(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
         "The sum of the user's rewards; NaN where there is none."
         if not self.rewards: raise ValueError("reward must be a function to learn from, got None")
         rows = [self.row_of[tuple(p)] for p in prompts.tolist()]
@@ -231,6 +250,17 @@ class Prompts:
         total = scores.nansum(0).masked_fill(scores.isnan().all(0), math.nan)
         return total.to(prompts.device)
 
+
+# %% ../../nbs/language/26_rollout.ipynb #end-tokens
+def end_tokens(tokenizer, # Of transformers
+               lm=None, # A causal language model of transformers
+              ) -> list: # Of integers; empty = nothing ends a response
+    "The tokens that end a response: the tokenizer's and those of the generation config."
+    config = getattr(lm, "generation_config", None)
+    found = []
+    for ids in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
+        found += ids if isinstance(ids, list) else [ids]
+    return sorted(set(found) - {None})
 
 # %% ../../nbs/language/26_rollout.ipynb #rewards
 def reward_functions(reward, # A function; or a list of functions and pairs (function, weight)

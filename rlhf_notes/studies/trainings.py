@@ -11,6 +11,7 @@ __all__ = ['TASKS', 'new_training', 'use_one_thread', 'old_training', 'versions'
 import csv
 import json
 import os
+import random
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -60,7 +61,10 @@ def _trainer(config, run=None):
     return train, True
 
 def _train(train, config, run, is_main):
+    import numpy as np
     use_one_thread()
+    random.seed(config.seed)  # for an environment or reward that draws from these
+    np.random.seed(config.seed % 2**32)
     summary = train(config, run)[2]
     if is_main:
         report(summary, run.path)
@@ -105,7 +109,8 @@ def report(s: dict, # The summary of a run
         print(f", interrupted\ncontinue with: rlhf-notes {s['task']} --resume {path}")
         return
     outcome = _language(s, path) if s["task"] == "rlhf" else _control(s)
-    print("", *outcome, f"curve: {path / 'curve.svg'}", sep="\n", flush=True)
+    curve = [f"curve: {path / 'curve.svg'}"] * (path / "curve.svg").exists()
+    print("", *outcome, *curve, sep="\n", flush=True)
 
 def _control(s):
     verdict = {None: "no solve threshold defined", True: "solved", False: "NOT solved"}[s["solved"]]

@@ -120,7 +120,8 @@ class Run:
         with _usable(path):
             run.path.mkdir(parents=True, exist_ok=True)
             run.lock()
-            shutil.rmtree(run.path / "policy", ignore_errors=True)
+            for name in ("policy", "reward_model"):
+                shutil.rmtree(run.path / name, ignore_errors=True)
             old = *run.path.glob("events.out.tfevents.*"), *run.path.glob(".*.tmp")
             for file in (*old, *map(run.path.joinpath, FILES)):
                 file.unlink(missing_ok=True)  # config.json goes last: until then this is a run

@@ -3,6 +3,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import PendulumEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlhf_notes.control.envs import autoreset_mode, episode_limit, find_spec, make_envs, threshold
@@ -72,6 +73,7 @@ def test_the_limit_of_an_episode():
 @pytest.mark.parametrize("call, words", [
     (lambda: make_envs("CartPool-v1", 2), "env must be an environment that Gymnasium can make, got 'CartPool-v1'"),
     *((lambda env=env: find_spec(env), f"^env must be an environment that Gymnasium can make, got '{env}': .") for env in ("CartPool-v1", "no_such_module:CartPole-v1")),
+    (lambda: make_envs("CartPole", 2), r"got 'CartPole': no environment has this name \(did you mean CartPole-v.\?\); one of your own is module:Name-v0$"),
     (lambda: make_envs("no_such_module:CartPole-v1", 2), "env must be an environment that Gymnasium can make"),
     (lambda: make_envs("FrozenLake-v1", 2), "env must have Box observations of at least one number, got 'FrozenLake-v1' with Discrete"),
     (lambda: make_envs("Blackjack-v1", 2), "env must have Box observations of at least one number, got 'Blackjack-v1' with Tuple"),
@@ -107,6 +109,35 @@ def test_the_seed_is_that_of_the_spaces_too(monkeypatch):
         envs = make_envs("Guessed-v0", 1)
         return [envs.reset(seed=seed)[0].tolist(), *(x.tolist() for _ in range(9) for x in envs.step(np.zeros(1, int))[:2])]
     assert played(3) == played(3) != played(4)
+
+
+def test_an_environment_of_ones_own_needs_no_name():
+    "A function that makes it, its class, or the environment itself, with its limits; of one alone no copy is needed."
+    made = gym.make("Pendulum-v1", g=5.0)
+    for env, kwargs in ((made, {}), (lambda: gym.make("Pendulum-v1", g=5.0), {}), (PendulumEnv, {"g": 5.0})):
+        envs = make_envs(env, 3, env_kwargs=kwargs)
+        assert [e.unwrapped.g for e in envs.envs] == [5, 5, 5] and all(e.unwrapped is not made.unwrapped for e in envs.envs)
+        assert envs.reset(seed=0)[0].std(0).min() > 0
+    assert make_envs(made, 1).envs[0].unwrapped is made.unwrapped and len(made.unwrapped.state) == 2
+    balance = gym.make("CartPole-v1")
+    assert (episode_limit(balance), threshold(balance), find_spec(balance).id) == (500, 475, "CartPoleEnv") and isinstance(make_envs(balance, 2), SyncVectorEnv)
+    assert threshold(made) is None and find_spec(lambda: made).id == "lambda" and find_spec(PendulumEnv()).max_episode_steps is None
+    envs = make_envs(made, 2, "async")
+    assert isinstance(envs, AsyncVectorEnv) and envs.get_attr("g") == (5, 5)
+    envs.close()
+
+
+class Alone(Guessed):
+    "Cannot be copied."
+    def __deepcopy__(self, memo): raise TypeError("a licence for one")
+
+
+def test_an_environment_that_is_the_only_one():
+    one = Alone()
+    assert make_envs(one, 1).envs[0].unwrapped is one
+    with pytest.raises(ValueError, match=r"env must be an environment that Gymnasium can make, got .*Alone.*: it cannot be copied, so num_envs must be 1 \(a licence for one\)"): make_envs(one, 2)
+    with pytest.raises(ValueError, match="env must make a new environment at each call, got .*lambda"): make_envs(lambda: one, 2)
+    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got .*Alone.*: .*'g'"): make_envs(Alone(), 1, env_kwargs={"g": 5.0})
 
 
 def test_an_environment_with_arguments():

@@ -605,6 +605,14 @@ def test_a_picture_that_fails_costs_no_summary(tmp_path, monkeypatch, break_it):
     assert (run.path / "curve.svg").exists() or any("curve.svg" in str(w.message) for w in said)
 
 
+def test_a_disk_that_is_full_at_the_end_costs_no_summary(tmp_path, monkeypatch):
+    def full(self, path): raise OSError(28, "No space left on device", str(path))
+    monkeypatch.setattr(PPO, "save", full)
+    run = Run.create(tmp_path / "run", {"task": "cartpole"})
+    with pytest.raises(OSError, match="No space left"): train(replace(SMALL, eval_episodes=2), run)
+    assert (run.path / "summary.json").exists() and (run.path / "checkpoint.pt").exists()
+
+
 def test_too_few_episodes_solve_nothing(monkeypatch):
     "With a threshold that the first episode passes, `steps_to_solve` still waits until RECENT episodes have ended."
     monkeypatch.setattr(control, "threshold", lambda env_id: 1.0)
@@ -740,6 +748,37 @@ def test_pendulum_has_its_own_defaults_and_scaled_actions():
     assert PPO.from_config(PPOConfig(env="Pendulum-v1", **SHAPE)).config.gamma == PPOConfig().gamma
     actions = p.predict(np.random.default_rng(0).normal(size=(1000, 3)), deterministic=False)
     assert actions.shape == (1000, 1) and actions.min() == -2 and actions.max() == 2
+
+
+def test_an_environment_of_ones_own(tmp_path):
+    "It learns, is evaluated in copies, saved, and loaded with the environment beside it."
+    env = gym.make("Pendulum-v1", g=5.0)
+    p = PPO(env, **SHAPE, stagger=True).learn()
+    assert len(p.rows) == 8 and p.config.env == "PendulumEnv"
+    place = p.collector.obs.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(p.evaluate(6)) == 6 and torch.equal(p.evaluate(6, seed=1), p.evaluate(6, seed=1)) and p.evaluate(6, deterministic=False).std() > 0
+    assert np.array_equal(p.collector.obs, place) and p.scores()["solved"] is None
+    p.save(tmp_path / "own.pt")
+    assert np.array_equal(PPO.load(tmp_path / "own.pt", env=env).predict(np.ones(3)), p.predict(np.ones(3)))
+    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got 'PendulumEnv'"): PPO.load(tmp_path / "own.pt")
+    assert p.film(tmp_path / "own.gif").exists()
+
+
+class Alone(Robot):
+    def __init__(self): self.shown = 0
+    def __deepcopy__(self, memo): raise TypeError("a licence for one")
+    def close(self): raise AssertionError("not ours to close")
+
+
+def test_an_environment_that_is_the_only_one_is_evaluated_itself_and_that_is_said():
+    p = PPO(gym.wrappers.TimeLimit(Alone(), 20), num_envs=1, num_steps=256, steps=512)
+    p.iterate()
+    with pytest.warns(UserWarning, match="evaluated in the environments of the training, which begin new episodes, for they cannot be copied: a licence for one"):
+        assert p.evaluate(3).tolist() == [20, 20, 20]
+    assert p.collector.episode_length.tolist() == [0] and p.iterate()["iteration"] == 2
+    with pytest.raises(ValueError, match="it cannot be copied, so num_envs must be 1"): PPO(Alone())
 
 
 @pytest.mark.parametrize("env, options, words", [

@@ -1,7 +1,9 @@
 """Models are loaded and saved whole, or refused in one sentence."""
+import copy
+import json
 import logging
 import math
-import os
+import signal
 import subprocess
 import sys
 
@@ -10,9 +12,10 @@ import torch
 import transformers
 
 from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
-from rlhf_notes import fast
-from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model
-from rlhf_notes.language.model import hidden_states, no_dropout
+from rlhf_notes import RLHF, fast
+from rlhf_notes.formulas.reward import RewardNorm
+from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model, save_reward_model
+from rlhf_notes.language.model import RewardModel, hidden_states, no_dropout
 
 
 def saved(lm, path, tok=None):
@@ -96,6 +99,71 @@ def test_others_find_a_padding_token_that_the_model_knows(words, pad, expected, 
     assert theirs.pad_token_id == model.config.pad_token_id == model.generation_config.pad_token_id < 37
     assert theirs(["w1 w2", "w3"], padding=True)["input_ids"] == [[1, 2], [theirs.pad_token_id, 3]]
     assert load_model(tmp_path / "lm")[1].pad_token_id >= 37 and sorted(p.name for p in tmp_path.iterdir()) == ["lm"]
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Gemma", "Falcon"])
+def test_tied_weights_stay_tied_and_tokens_that_only_the_model_knows_stay(kind, tmp_path):
+    t = RLHF(make(kind), tokenizer(WORDS[:30]), prompts=["w1"], reward=lambda prompts, responses: [len(r) for r in responses],
+             max_new_tokens=4, batch=16, iterations=2, device="cpu", learning_rate=1e-2).learn()
+    t.save(tmp_path / "lm")
+    again, tok = load_model(tmp_path / "lm")
+    head, words = again.get_output_embeddings().weight, again.get_input_embeddings().weight
+    assert head is words and torch.equal(head, t.policy.lm.get_input_embeddings().weight) and not torch.equal(head, t.reference.get_input_embeddings().weight)
+    assert head.shape == (37, 16) and tok.pad_token_id >= 37
+
+
+def test_a_pipeline_samples_as_the_training_did_and_stops_where_it_stopped(tmp_path):
+    lm, ends = make("Llama"), [0, *range(20, 30)]
+    lm.generation_config.eos_token_id = ends[1:]
+    t = RLHF(lm, tokenizer(), prompts=["w1 w2"], reward=lambda prompts, responses: [0.0] * len(responses), max_new_tokens=9,
+             temperature=0.5, batch=16, iterations=1, device="cpu")
+    t.save(tmp_path / "lm")
+    theirs = transformers.pipeline("text-generation", str(tmp_path / "lm"))
+    config = theirs.model.generation_config
+    assert (config.eos_token_id, config.max_new_tokens, config.temperature, config.top_k, config.do_sample) == (ends, 9, 0.5, 0, True)
+    torch.manual_seed(0)
+    texts = theirs(["w1 w2"] * 40, return_tensors=True)
+    responses = [text[0]["generated_token_ids"][2:] for text in texts]
+    first = [next((i for i, x in enumerate(r) if x in ends), None) for r in responses]
+    assert {0, 1, 2} < set(first) and all(len(r) == 9 if i is None else set(r[i + 1:]) <= {0} for r, i in zip(responses, first))
+
+
+# --- the reward model of others
+
+SCORES = """
+import json, sys, torch
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+found = {}
+for path in sys.argv[1:]:
+    lm, tok = AutoModelForSequenceClassification.from_pretrained(path), PreTrainedTokenizerFast.from_pretrained(path)
+    texts = tok(["w1 w2 w3 w0", "w5", "w4 w0 w0"], padding=True, return_tensors="pt")
+    with torch.no_grad(): scores = lm(**texts).logits
+    found[path] = scores.squeeze(1).tolist(), lm.config.num_labels, lm.config.reward_gain, lm.config.reward_bias, texts["attention_mask"].tolist()
+print(json.dumps(found))
+"""
+
+def test_a_reward_model_gives_the_same_scores_elsewhere(tmp_path):
+    "Where a text ends with the token that others pad with, and where the model knows more tokens than the tokenizer, too."
+    norm, expected, left = RewardNorm(2.0, 1.0), {}, torch.get_rng_state()
+    for kind in KINDS:
+        lm, tok = load_model(make(kind), tokenizer(WORDS[:30]))
+        before = copy.deepcopy((lm.config.to_dict(), tok.padding_side))
+        model = RewardModel(lm, torch.Generator().manual_seed(0))
+        with torch.no_grad(): model.head.bias.fill_(0.125)
+        if kind in ("Cohere", "Granite", "FalconH1"):
+            with pytest.warns(UserWarning, match="no reward model in .*Unrecognized"): save_reward_model(tmp_path / kind, model, norm, tok)
+            continue
+        save_reward_model(tmp_path / kind, model, norm, tok)
+        assert (lm.config.to_dict(), tok.padding_side) == before
+        texts = tok(["w1 w2 w3 w0", "w5", "w4 w0 w0"], padding=True, return_tensors="pt")
+        with torch.no_grad(): expected[str(tmp_path / kind)] = model(texts["input_ids"], texts["attention_mask"].bool())
+    assert torch.equal(torch.get_rng_state(), left)
+    done = subprocess.run([sys.executable, "-c", SCORES, *expected], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for path, (scores, labels, gain, bias, mask) in json.loads(done.stdout).items():
+        torch.testing.assert_close(torch.tensor(scores) + 0.125, expected[path])
+        torch.testing.assert_close(gain * torch.tensor(scores) + bias, norm(expected[path]))
+        assert labels == 1 and mask == [[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]
 
 
 # --- what cannot be
@@ -194,18 +262,14 @@ def test_other_errors_of_saving_keep_their_words(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-LIMITED = """
-import resource, signal, sys
-from language_models import tiny, tokenizer
-from pathlib import Path
-from rlhf_notes.language.hub import save_model
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-lm, tok = tiny(), tokenizer()
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-save_model(Path(sys.argv[1]), lm, tok)
-"""
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of a file")
-def test_a_real_limit_is_told_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "lm"], capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
-    assert done.stderr.splitlines()[-1] == f"OSError: [Errno 27] File too large: '{tmp_path}/lm'" and not list(tmp_path.iterdir()), done.stderr
+def test_a_real_limit_is_told_by_name(tmp_path):
+    import resource
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError) as e: save_model(tmp_path / "lm", tiny(), tokenizer())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(e.value) == f"[Errno 27] File too large: '{tmp_path}/lm'" and not list(tmp_path.iterdir())

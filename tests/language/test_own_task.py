@@ -13,7 +13,8 @@ from rlhf_notes import RLHF
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.language.hub import check_model
 from rlhf_notes.language.model import no_dropout
-from rlhf_notes.language.rollout import Prompts, read_prompts, reward_functions, rollout_stats, with_advantages
+from rlhf_notes.language.rollout import (Prompts, end_tokens, read_prompts, reward_functions,
+                                         rollout_stats, treat_overlong, with_advantages)
 from rlhf_notes.language.sampling import sample
 
 SMALL = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)
@@ -152,6 +153,57 @@ def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="prompts must have tokens, got ''"): own(prompts=["w3", ""], tok=plain())
 
 
+# --- ends
+
+def test_several_tokens_end_a_response(tmp_path):
+    t = own(max_new_tokens=8)
+    assert t.task.stop_token == [0, 2]                       # the tokenizer's, and the generation config's
+    said = torch.tensor([[5, 2, 6, 0], [5, 6, 0, 2], [5, 6, 7, 8]])
+    _, mask, has_end = t.task.truncate(said)
+    assert mask.sum(1).tolist() == [2, 3, 4] and has_end.tolist() == [True, True, False]
+    lm = make("GPT2")
+    lm.generation_config.eos_token_id = [7, 9]
+    t = RLHF(lm, tokenizer(), prompts=["w3"], reward=count, device="cpu")
+    assert t.task.stop_token == [2, 7, 9]
+    t.save(tmp_path / "policy")
+    assert RLHF.load(tmp_path / "policy").task.stop_token == [2, 7, 9]
+    t.task.stop_token = []
+    assert not t.task.truncate(said)[2].any()
+    lm.generation_config.eos_token_id, tok = None, tokenizer()
+    tok.eos_token = None
+    assert end_tokens(tok, lm) == []
+
+
+ENDS = torch.tensor([3, 7, 8, 8])
+
+
+@pytest.mark.parametrize("overlong, scores, kept", [
+    ("keep", [2, 2, 2, None], [3, 7, 8, 0]), ("replace", [2, 2, -5, None], [3, 7, 8, 0]),
+    ("subtract", [2, 2, -3, None], [3, 7, 8, 0]), ("filter", [2, 2, 2, None], [3, 7, 0, 0]),
+    ("soft", [2, 1.25, 1, None], [3, 7, 8, 0])])
+def test_responses_without_an_end(overlong, scores, kept):
+    c = replace(TINY, response_length=8, stop_after=0, penalty=-5.0, overlong=overlong)
+    mask, has_end = torch.arange(8) < ENDS[:, None], torch.tensor([True, True, False, False])
+    found, left = treat_overlong(c, torch.tensor([2.0, 2.0, 2.0, math.nan]), mask, has_end)
+    assert found[:3].tolist() == scores[:3] and found[3].isnan()
+    assert left.sum(1).tolist() == kept and not (left & ~mask).any()
+
+
+def test_a_soft_punishment_has_room():
+    with pytest.raises(ValueError, match="overlong_buffer must be at most response_length = 8, got 9"):
+        replace(TINY, response_length=8, stop_after=0, overlong="soft", overlong_buffer=9)
+    with pytest.raises(ValueError, match="overlong must be .*'filter'"): own(overlong="cut")
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_what_is_filtered_teaches_nothing_and_own_rewards_are_kept_by_default(algo):
+    kept = own(reward=count, algo=algo, iterations=1)
+    assert kept.config.overlong == "keep" and kept.learn().rows[0]["unscored"] == 0
+    filtered = own(reward=count, algo=algo, iterations=1, overlong="filter")
+    row = filtered.learn().rows[0]
+    assert 0 < row["unscored"] < 16 and row["unscored"] == round(16 * (1 - row["valid"]))
+
+
 # --- rewards
 
 def test_rewards_add_up_and_none_is_no_score():
@@ -160,9 +212,9 @@ def test_rewards_add_up_and_none_is_no_score():
     task = t.task
     tokens, mask = task.encode(["w3 w4", "w5"], task.query_length)
     said, _ = task.encode(["w9 w9"] * 2)
-    assert task.score(tokens, mask, said, None, None).tolist() == [3, 1]
+    assert task.score(tokens, mask, said, None).tolist() == [3, 1]
     task.rewards = reward_functions(some)
-    scores = task.score(tokens, mask, said, None, None)
+    scores = task.score(tokens, mask, said, None)
     assert scores[0] == 2 and scores[1].isnan()
 
 

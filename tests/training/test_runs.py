@@ -153,8 +153,9 @@ def test_overwriting_deletes_the_run_and_nothing_else(tmp_path):
     run.save_checkpoint({"a": 1})
     run.save_figure(lambda f: f.subplots())
     run.finish({})
-    (run.path / "policy").mkdir()
-    (run.path / "policy" / "config.json").write_text("of the last time")
+    for name in ("policy", "reward_model"):
+        (run.path / name).mkdir()
+        (run.path / name / "config.json").write_text("of the last time")
     for name in ("seeds.csv", "compare.csv", "bench.csv"): (run.path / name).write_text("of the last time")
     (run.path / "notes.txt").write_text("mine")
     Run.create(run.path, CONFIG | {"seed": 1}, overwrite=True)

@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import sys
@@ -5,7 +6,7 @@ import threading
 
 import pytest
 
-from rlhf_notes.training.signals import SIGNALS, Lenient, diverged, progress_bar, stop_on_interrupt
+from rlhf_notes.training.signals import SIGNALS, Lenient, check_finite, diverged, progress_bar, stop_on_interrupt
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -82,3 +83,10 @@ def test_output_that_cannot_be_written_is_lost_and_no_more():
         os.close(reader)
         for _ in range(2): print("lost", file=lenient, flush=True)
         assert isinstance(lenient.error, BrokenPipeError) and not lenient.isatty()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_number_of_a_log_is_nan_or_infinite(bad):
+    with pytest.raises(FloatingPointError, match=f"^stage sft, iteration 5: loss is {bad}; the last checkpoint"):
+        check_finite("stage sft, iteration 5", dict(a=1.0, loss=bad, none=None, n=3))
+    check_finite("stage sft", dict(a=1.0, b=None, n=3))
