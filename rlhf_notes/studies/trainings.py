@@ -54,6 +54,8 @@ def _trainer(config, run=None):
         from rlhf_notes.language.rlhf import check_processes, make_accelerator, process_device
         accelerator = make_accelerator()
         check_processes(config, accelerator.num_processes)
+        if accelerator.is_main_process:
+            print(f"processes: {accelerator.num_processes}", flush=True)
         world = make_world(config, process_device(config.device))
         return partial(train, world=world), accelerator.is_main_process
     from rlhf_notes.control.ppo import check_start, train
