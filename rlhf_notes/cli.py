@@ -83,7 +83,8 @@ SECTIONS = dict(  # first field -> title
     epochs="Updates", gamma="Advantages", clip="Loss", variant="Loss", max_grad_norm="Updates",
     whiten_rewards="Advantages", kl_coef="KL penalty", normalize_obs="Scales", hidden="Networks",
     penalty="Responses without an end", eval_every="Evaluation", eval_episodes="Evaluation")
-GROUPS = {title: Group(title, sort_key=i) for i, title in enumerate(dict.fromkeys(SECTIONS.values()), 1)}
+GROUPS = {title: Group(title, sort_key=i)
+          for i, title in enumerate(dict.fromkeys(SECTIONS.values()), 1)}
 GROUPS |= dict.fromkeys("algo model env env_kwargs seed device steps iterations".split(), EVERYDAY)
 
 def options_of(config: type, # A dataclass of options
@@ -122,10 +123,11 @@ def _whole(type_, tokens):  # cyclopts itself rounds 7.5
     raise ValueError(f"must be a whole number, such as 40000 or 4e4, got {text}")
 
 def _object(type_, tokens):  # cyclopts itself makes strings of the values
+    text = tokens[0].value
     try:
-        return json.loads(tokens[0].value)
-    except ValueError:
-        raise ValueError(f"""must be JSON, such as '{{"g": 5.0}}', got {tokens[0].value}""") from None
+        return json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"must be JSON, such as '{{\"g\": 5.0}}', got {text}") from e
 
 def _path(help): return Annotated[Path | None, Parameter(help=help)]
 
