@@ -286,7 +286,7 @@ def test_rlhf_leaves_what_was_promised_and_it_can_be_trained_further(tmp_path, c
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (config["task"], config["algo"], config["labels"]) == ("rlhf", "rloo", 16)
     assert {"task", "algo", "seed", "device", "steps", "wall_seconds", "true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score", "kl", "tokens_per_second"} < set(summary)
-    assert set(summary["seconds"]) == {"sft", "reward_model", "rl"} and f"{summary['true_score']:.2f} after" in out and "\n  before " in out
+    assert set(summary["seconds"]) == {"sft", "reward_model", "rl"} and out.startswith("processes: 1\n") and f"{summary['true_score']:.2f} after" in out and "\n  before " in out
     assert cli.main(["rlhf", *TINY[2:], "--model", str(run / "policy"), "--sft-steps", "0", "--out", "again"]) == 0
     Path(run, "summary.json").unlink()
     assert cli.main(["rlhf", "--resume", str(run)]) == 0 and read(run / "summary.json")["steps"] == summary["steps"]

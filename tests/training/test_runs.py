@@ -203,6 +203,7 @@ def scalars(path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(str(path))
     events.Reload()
+    assert '"task"' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
