@@ -54,8 +54,6 @@ def _trainer(config, run=None):
         from rlhf_notes.language.rlhf import check_processes, make_accelerator, process_device
         accelerator = make_accelerator()
         check_processes(config, accelerator.num_processes)
-        if accelerator.is_main_process:
-            print(f"processes: {accelerator.num_processes}", flush=True)
         world = make_world(config, process_device(config.device))
         return partial(train, world=world), accelerator.is_main_process
     from rlhf_notes.control.ppo import check_start, train
@@ -67,6 +65,8 @@ def _train(train, config, run, is_main):
     use_one_thread()
     random.seed(config.seed)  # for an environment or reward that draws from these
     np.random.seed(config.seed % 2**32)
+    if is_main and isinstance(config, RLHFConfig):
+        print("processes:", os.environ.get("WORLD_SIZE", 1), flush=True)
     summary = train(config, run)[2]
     if is_main:
         report(summary, run.path)
