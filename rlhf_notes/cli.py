@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'Out', 'Overwrite', 'Resume', 'Prompts',
-           'Reward', 'Seeds', 'Track', 'Model', 'BenchTask', 'main', 'UsageError',
+           'Reward', 'Seeds', 'Track', 'Chat', 'Model', 'BenchTask', 'main', 'UsageError',
            'usage_errors', 'options_of', 'training', 'command', 'demo', 'generate',
            'aligned', 'compare', 'bench']
 
@@ -135,7 +135,7 @@ Out = _path("directory to write [default: in runs]")
 Overwrite = Annotated[bool, Parameter(help="replace the run that is there", negative=())]
 Resume = _path("interrupted run to continue, with its options; control begins new episodes")
 Prompts = _path("file with a prompt on each line, or .jsonl with prompt and columns for the reward")
-Reward = Annotated[str | None, Parameter(help="MODULE:FUNCTION, called with (prompts, responses)")]
+Reward = Annotated[str | None, Parameter(help="MODULE:FUNCTION, or a reward model of transformers")]
 Seeds = Annotated[int | None, Parameter(help="seeds to train, from --seed on; writes seeds.csv")]
 Track = Annotated[Literal["tensorboard", "wandb", "trackio"], Parameter(help="where to log")]
 
@@ -194,6 +194,7 @@ def demo(*,
     print(f"\nlook next at: tensorboard --logdir {out}")
 
 # %% ../nbs/cli.ipynb #generate
+Chat = Annotated[bool, Parameter(negative=())]
 Model = Annotated[str, Parameter(name=["--run", "--model"])]
 
 @command
@@ -203,6 +204,7 @@ def generate(*prompts: str, # Texts to continue
              temperature: float = 1.0, # Of the samples
              seed: int = 0, # Of the samples
              device: str = "auto", # auto, cpu, cuda or mps
+             chat: Chat = False, # Ask as a user, by the chat template
             ):
     "Print the continuation of prompts by the policy of a run, or by a model (name, directory)."
     from rlhf_notes.language.rlhf import RLHF
@@ -210,7 +212,8 @@ def generate(*prompts: str, # Texts to continue
     with usage_errors():
         trainer = RLHF(str(policy) if policy.exists() else model, max_new_tokens=max_new_tokens,
                        temperature=temperature, device=device)
-        texts = trainer.generate(list(prompts), seed) if prompts else []
+        asked = [[dict(role="user", content=p)] for p in prompts] if chat else list(prompts)
+        texts = trainer.generate(asked, seed) if prompts else []
     for prompt, text in zip(prompts, texts):
         print(prompt, text)
 
