@@ -90,7 +90,7 @@ class Exercise:
         return next(found, None)
 
     def _mistake(self, got, wrong):
-        "(name, sentence): a listed mistake, by gradients and values or by values alone, or a relation."
+        "(name, sentence) of a listed mistake, with gradients or by values alone, or of a relation."
         expected, known = self.known()
         name = self._match(got, expected, known)
         if not name:
@@ -102,7 +102,7 @@ class Exercise:
         return self._relation(got, expected)
 
     def _relation(self, got, expected):
-        "(name, sentence) of what the results on the plain inputs have in common with the right ones."
+        "(name, sentence) of what the results on the plain inputs share with the right ones."
         plain = list(zip(self.cases, got, expected))[:len(self.inputs)]
         kinds = [[kind_of(v) for v in o.values] for _, *both in plain for o in both]
         if any(o.error for o in got) or kinds[::2] != kinds[1::2]: return None, NO_RESULT
@@ -112,7 +112,7 @@ class Exercise:
             if all(close(*pair) for pair in pairs): continue
             if found := related(pairs, close): return found
             if any(y.shape != x.shape for y, x in pairs): return None, NO_RESULT
-            where = only_where([(case, *pair) for (case, *_), pair in zip(plain, pairs)], each_close)
+            where = only_where([(x[0], *pair) for x, pair in zip(plain, pairs)], each_close)
             return None, f"No mistake that is known here. {where}".rstrip()
         for k, name in enumerate(self.wrt):
             pairs = of(k, "grads")

@@ -145,7 +145,8 @@ exercise("gaussian_logprob", "02_logprob", lambda mu, s, a: logprob.gaussian_log
             (normal(3, 2, seed=5), normal(3, 2, seed=6).exp(), normal(3, 2, seed=7, scale=2))],
     edges=[(vec([[0., 0.]]), vec([[1., 1.]]), vec([[30., 0.]]))],
     wrt=("mean", "std"),
-    no_gradient=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).sum(-1).detach(),
+    no_gradient=(
+        lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).sum(-1).detach(),
         "The value is right, but there is no gradient: mean and std are trained."),
     no_half=(lambda mu, s, a: (-_z(mu, s, a) ** 2 - s.log() - _LOG_2PI / 2).sum(-1),
         "The half of the squared deviation is missing: -z^2 / 2."),
@@ -290,7 +291,8 @@ exercise("clip_fraction", "04_surrogate", surrogate.clip_fraction,
             vec([-1., -1., 2., 0.5, -3., 0., 1., 0.]), 0.3),
             (normal(50, seed=13).exp(), normal(50, seed=14), 0.2)],
     edges=[(vec([1.25, 0.75, 1.]), vec([1., -1., 1.]), 0.25)],
-    at_bound=(lambda r, A, eps: ((A > 0) & (r >= 1 + eps) | (A < 0) & (r <= 1 - eps)).double().mean(),
+    at_bound=(
+        lambda r, A, eps: ((A > 0) & (r >= 1 + eps) | (A < 0) & (r <= 1 - eps)).double().mean(),
         "Right, but a ratio exactly on a bound still has its gradient."),
     zero_is_good=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A < 0) & (r < 1 - eps)
         ).double().mean(), "You take an advantage of 0 for positive: it has no gradient to stop."),

@@ -54,7 +54,8 @@ LIMIT = 10.0  # seconds for one call
 @contextmanager
 def time_limit(seconds: float): # From now on
     "Raise TimeoutError when they are over, where signals can: in the main thread, not on Windows."
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not hasattr(signal, "setitimer") or not is_main:
         yield
         return
     def stop(*_): raise TimeoutError(f"no result after {seconds:g} s; is there an endless loop?")
@@ -74,7 +75,8 @@ def attempt(f,               # Any function
     args = {name: _copy(x) for name, x in case.items()}
     leaves = [args[name].requires_grad_(True) for name in wrt]
     try:
-        with time_limit(LIMIT): out = f(*args.values())
+        with time_limit(LIMIT):
+            out = f(*args.values())
         parts = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         if any(p is None for p in parts):
             return Outcome(error="returns None: is the `return` missing?")
@@ -129,8 +131,9 @@ def _wrong_kind(got, expected):
     "The reason why a value is of the wrong kind, or an empty string."
     if got.shape != expected.shape:
         return f"has the shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    if kind_of(got) != kind_of(expected) or kind_of(got) == "integer" and got.dtype != expected.dtype:
-        return f"is {kind_of(got)} ({got.dtype}), expected {kind_of(expected)} ({expected.dtype})"
+    kind, asked = kind_of(got), kind_of(expected)
+    if kind != asked or kind == "integer" and got.dtype != expected.dtype:
+        return f"is {kind} ({got.dtype}), expected {asked} ({expected.dtype})"
     if got.dtype in (torch.float16, torch.bfloat16):
         return f"is {got.dtype}, expected float32 or better: half precision has three digits"
     return ""
@@ -154,5 +157,6 @@ def difference(got: Outcome,      # Of the reader's function
         none = "" if g.any() else ": none flows; is it detached, or computed from plain numbers?"
         n = sum(v.numel() for v in expected.values)
         of = "" if n == 1 else " of the results, weighted from 1 to 2 and added,"
-        return f"the gradient{of} with respect to {name} should be {show(e)}, yours is {show(g)}{none}"
+        return (f"the gradient{of} with respect to {name} should be {show(e)}, "
+                f"yours is {show(g)}{none}")
     return ""

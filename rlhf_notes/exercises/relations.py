@@ -19,7 +19,8 @@ def _relations(pairs):
         yield "sign", "The sign is flipped.", lambda y, x: (-y, x)
         yield "scaled", f"All of it is {scale:.4g} times what it should be.", (
             lambda y, x: (y, x * scale))
-        yield "shifted", f"All of it is {abs(shift):.4g} too {'large' if shift > 0 else 'small'}.", (
+        size = "large" if shift > 0 else "small"
+        yield "shifted", f"All of it is {abs(shift):.4g} too {size}.", (
             lambda y, x: (y, x + shift))
         yield "late", "Each value stands one step too late.", lambda y, x: (y[1:], x[:-1])
         yield "early", "Each value stands one step too early.", lambda y, x: (y[:-1], x[1:])
@@ -53,7 +54,7 @@ def only_where(
     cases: list,  # (arguments by name, yours, right) of each input
     close,  # (a, b) -> boolean tensor: which elements agree
 ) -> str:  # empty if nothing, or more than one thing, can be said
-    "What holds of one argument wherever yours is wrong, and not everywhere."
+    "The condition on one argument that holds wherever yours is wrong, and not everywhere."
     if any(y.shape != x.shape or not x.ndim for _, y, x in cases): return ""
     wrong = torch.cat([~close(y, x).flatten() for _, y, x in cases])
     found = []
@@ -63,6 +64,6 @@ def only_where(
         a = torch.cat([a.flatten() for a, _ in column])
         flag = a.dtype == torch.bool
         tests = {"True": a, "False": ~a} if flag else {"positive": a > 0, "negative": a < 0}
-        found += [f"{name} is {word}" for word, holds in tests.items()
+        found += [f"{name} is {value}" for value, holds in tests.items()
                   if not holds.all() and not (wrong & ~holds).any()]
     return f"Yours is wrong only where {found[0]}." if len(found) == 1 else ""
