@@ -121,7 +121,9 @@ class Exercise:
                 return "no_gradient", f"The value is right, but no gradient flows into {name}."
             found, says = related(pairs, close) or (None, "No mistake that is known here.")
             return found, f"The value is right, the gradient with respect to {name} is not. {says}"
-        return None, "Right, but not at the edges of what may come in."
+        edges = "Right, but not at the edges of what may come in."
+        odd = any(difference(o, x).startswith("yours") for o, x in zip(got, expected))
+        return None, NO_RESULT if odd else edges
 
     def _explain(self, got, wrong, says):
         i = min(wrong, key=lambda i: sum(map(_size, self.cases[i].values())))

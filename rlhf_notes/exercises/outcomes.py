@@ -74,6 +74,7 @@ def attempt(f,               # Any function
     "Call `f` with copies of the arguments."
     args = {name: _copy(x) for name, x in case.items()}
     leaves = [args[name].requires_grad_(True) for name in wrt]
+    args |= {name: leaf.clone() for name, leaf in zip(wrt, leaves)}  # a leaf forbids x += 1
     try:
         with time_limit(LIMIT):
             out = f(*args.values())

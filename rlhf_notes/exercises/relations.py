@@ -26,6 +26,7 @@ def _relations(pairs):
         yield "early", "Each value stands one step too early.", lambda y, x: (y[:-1], x[1:])
         yield "reversed", "The order is reversed.", lambda y, x: (y.flip(0), x)
     yield "transposed", "Rows and columns are exchanged.", lambda y, x: (y.transpose(0, 1), x)
+    if all(y.numel() == x.numel() for y, x in pairs): return
     yield "not_summed", "The sum of yours is right.", lambda y, x: (y.sum(), x)
     yield "not_averaged", "The mean of yours is right.", lambda y, x: (y.mean(), x)
     yield "summed", "Yours is the sum of what is asked for.", lambda y, x: (y, x.sum())

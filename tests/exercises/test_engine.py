@@ -204,7 +204,8 @@ def every_answer(a, b, ref, A, m, eps, beta):
     ("kl_loss", lambda a, b, m: through((a - b)[m].mean(), 3 * slope_of_kl(a, b, m)), "scaled"), ("kl_loss", lambda a, b, m: slope_of_kl(a, b, m) + a[m].mean(), None),
     ("masked_mean", lambda x, m: (x.nan_to_num() * m).sum() / m.sum().clamp(min=1), "hides"),
     ("clipped_surrogate", lambda r, A, eps: torch.minimum(r * A, r.clip(eps, 1 + eps) * A), "from_eps"),
-    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-8), "no_eps"),
+    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-8), None),            # right for equal rewards, which without eps is 0 / 0
+    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True).clamp(min=eps), "clamped"),
     ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / torch.maximum(r.std(1, keepdim=True), torch.tensor(eps).to(r)), "clamped"),
     ("merge_moments", lambda n, a, v, k, b, w: (n + k, (n * a + k * b) / (n + k), (n * v + k * w + n * a * a + k * b * b) / (n + k) - ((n * a + k * b) / (n + k)) ** 2), "cancels"),
     ("whiten", lambda x, m, s: torch.where(m, (x - x[m].mean()) / (x[m].var(unbiased=False) + 1e-8).sqrt() + (x[m].mean() if s else 0), 0), "the_wrong_way"),
@@ -293,9 +294,8 @@ def test_edges_do_not_hide_a_wrong_formula():
 
 
 def test_two_edges_at_once_are_named_one_after_the_other():
-    verdict = EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / m.sum())
-    assert verdict.mistake == "zero_by_zero"
-    assert EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / max(m.sum(), 1)).mistake == "leak"
+    for f, mistake in ((lambda x, m: (x * m).sum() / m.sum(), "leak"), (lambda x, m: torch.where(m, x, 0).sum() / m.sum(), "zero_by_zero")):
+        assert EXERCISES["masked_mean"](f).mistake == mistake
 
 
 def test_a_leak_is_known_where_it_is_not_listed():
@@ -415,7 +415,8 @@ def test_a_name_does_not_hold_where_the_answer_is_right():
     ("gae", lambda y, *_: y / 0 * 0, "nan", "Yours is NaN where a number is expected."),
     ("token_logprob", lambda y, *_: y.sum(), "summed", "Yours is the sum of what is asked for."),
     ("token_logprob", lambda y, *_: y.mean(), "averaged", "Yours is the mean of what is asked for."),
-    ("masked_mean", lambda y, x, m: torch.stack([y, y]), None, "The result is not of the expected kind."),
+    ("masked_mean", lambda y, x, m: torch.stack([y, y]), "not_averaged", "The mean of yours is right."),
+    ("masked_mean", lambda y, x, m: torch.stack([y, y / 2]), None, "The result is not of the expected kind."),
     ("clipped_surrogate", lambda y, r, A, eps: torch.where(A < 0, 0.3 * y * r, y), None, "Yours is wrong only where advantage is negative."),
     ("clipped_surrogate", lambda y, r, A, eps: torch.where(A > 0, 0.3 * y * r, y), None, "Yours is wrong only where advantage is positive."),
     ("clipped_surrogate", lambda y, r, A, eps: y * r.cos(), None, "No mistake that is known here.\n")])
