@@ -256,7 +256,7 @@ def save_reward_model(path: Path, # A directory; one that is there is replaced
             return
         theirs.base_model.load_state_dict(model.trunk.state_dict())
         theirs.resize_token_embeddings(pad + 1, mean_resizing=False)
-    theirs.score.weight.data = model.head.weight.detach()
+    theirs.score.weight.data = model.head.weight.detach().cpu()
     bias = norm(model.head.bias).item()
     theirs.config.update(dict(pad_token_id=pad, reward_gain=norm.gain, reward_bias=bias))
     with replacing(path) as new, quiet_transformers():

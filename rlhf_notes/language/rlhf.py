@@ -237,7 +237,8 @@ class RLHF(Stage):
         "Steer the KL coefficient; return the row of this iteration."
         c = self.config
         means = {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
-        means = {name: x.item() for name, x in (rollout_stats(rollout) | means).items()}
+        means = rollout_stats(rollout) | means
+        means = dict(zip(means, torch.stack([*means.values()]).tolist()))  # read at once
         row = dict.fromkeys(COLUMNS) | means
         if self.reward_model is None:
             row["unscored"] = (~rollout.is_scored).sum().item()
