@@ -388,10 +388,10 @@ from language.parts import Pretend
 from rlhf_notes.language.rlhf import RLHF
 
 sample = RLHF.sample_prompts
-def share(self):
+def share(self, again=0):
     "The rows of this process of the batch that one process alone would sample."
     self.accelerator, mine = Pretend(0, 1), self.accelerator
-    rows, self.accelerator = sample(self), mine
+    rows, self.accelerator = sample(self, again), mine
     n = len(rows[0]) // mine.num_processes
     return [x[mine.process_index * n:][:n] for x in rows]
 RLHF.sample_prompts = share
