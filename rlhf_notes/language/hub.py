@@ -49,9 +49,9 @@ def _from_directory(name):
         raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
     if not Path(name, "adapter_config.json").is_file(): return _from_pretrained(name)
     peft = _peft(name)
-    config = peft.PeftConfig.from_pretrained(name)
-    base = _from_pretrained(config.base_model_name_or_path or "")
-    return peft.PeftModel.from_pretrained(base, name, is_trainable=True)
+    with _told("LoRA adapter", name):
+        base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+        return peft.PeftModel.from_pretrained(_from_pretrained(base), name, is_trainable=True)
 
 def _peft(name):
     try:
@@ -72,10 +72,14 @@ def _from_pretrained(name):
 
 def _load(what, kind, name, **options):
     import transformers
-    loader = getattr(transformers, kind)
+    with _told(what, name):
+        return getattr(transformers, kind).from_pretrained(name, trust_remote_code=False, **options)
+
+@contextmanager
+def _told(what, name):
     try:
         with quiet_transformers():
-            return loader.from_pretrained(name, trust_remote_code=False, **options)
+            yield
     except Exception as e:
         raise ValueError(f"model must be a directory or a name on the hub with a {what} that "
                          f"transformers can load, got {name!r}: {_in_one_line(e)}") from e
@@ -110,8 +114,7 @@ def add_lora(lm: nn.Module, # A causal language model of transformers; its matri
     peft = _peft(type(lm).__name__)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear",
                              task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore") # that GPT-2's matrices are transposed
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         return peft.get_peft_model(lm, config)
 
@@ -119,13 +122,15 @@ def add_lora(lm: nn.Module, # A causal language model of transformers; its matri
 # %% ../../nbs/language/29_hub.ipynb #quiet
 @contextmanager
 def quiet_transformers():
-    "Inside, transformers draws no progress bars and reports nothing but errors."
+    "Inside, transformers and peft draw no progress bars and report nothing but errors."
     from transformers.utils import logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(level)
         (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
@@ -215,14 +220,14 @@ def save_reward_model(path: Path, # A directory; one that is there is replaced
     config.num_labels, pad = 1, own.pad_token_id
     # positions count from the left edge there
     own.padding_side = own.init_kwargs["padding_side"] = "right"
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
-        try:
+    try:
+        with torch.random.fork_rng(devices=[]), quiet_transformers():
             theirs = AutoModelForSequenceClassification.from_config(config)
-        except ValueError as e: # transformers has no such class
-            warnings.warn(f"no reward model in {path}: {_in_one_line(e)}")
-            return
-        theirs.base_model.load_state_dict(model.trunk.state_dict())
-        theirs.resize_token_embeddings(pad + 1, mean_resizing=False)
+            theirs.base_model.load_state_dict(model.trunk.state_dict())
+            theirs.resize_token_embeddings(pad + 1, mean_resizing=False)
+    except ValueError as e: # transformers has no such class
+        warnings.warn(f"no reward model in {path}: {_in_one_line(e)}")
+        return
     theirs.score.weight.data = model.head.weight.detach()
     bias = norm(model.head.bias).item()
     theirs.config.update(dict(pad_token_id=pad, reward_gain=norm.gain, reward_bias=bias))
