@@ -148,6 +148,17 @@ def test_a_link_opens_the_fold_that_it_leads_into(tab):
     assert sum(folds(page)) == 1
 
 
+def test_next_follows_the_path_that_was_taken(tab):
+    page = tab(WIDTHS["desktop"]).open(SITE / "index.html").page
+    page.click("#three-paths li:nth-child(1) >> text=surrogate")
+    page.wait_for_url("**/formulas/surrogate.html")
+    assert page.inner_text(".prev-page .title") == "ratio"
+    page.click(".next-page")
+    page.wait_for_url("**/formulas/advantage.html")
+    page.goto((SITE / "formulas" / "value.html").as_uri())                # not on the path
+    assert page.inner_text(".next-page .title") == "The KL divergence"
+
+
 FAULTS = {
     "console": "<script>console.error('planted')</script>",
     "error": "<script>null.planted</script>",

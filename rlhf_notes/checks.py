@@ -40,6 +40,7 @@ def checked(**rules):  # name of an argument -> what it must be
     "float (T ...)"     a tensor of that kind and shape: a letter is the same size wherever it
                         stands, `...` the same leading or trailing shape
     "bool (T ...)?"     the same, or None
+    "int (... K?)"      the last size may be absent, if the sizes of `...` are known
     "[0, 1]" "(0, inf)" a number in that interval; "int [1, inf)" a whole one
     "flag"              True or False
     ("k1", "k2")        one of these names
@@ -77,9 +78,12 @@ def _rule(name, rule):
     return (lambda x, seen: x if x is None else check(x, seen)) if optional else check
 
 # %% ../nbs/checks.ipynb #numbers
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
 def _choice(name, choices):
     def check(x, seen):
-        if x in tuple(choices): return x
+        if (x is None or isinstance(x, str)) and x in choices: return x
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {x!r}")
     return check
 
@@ -100,6 +104,9 @@ def _number(name, whole, left, low, high, right):
         if whole and isinstance(x, float): raise TypeError(f"{name} must be an integer, got {x}")
         above, below = x > low or x == low and left == "[", x < high or x == high and right == "]"
         if not (above and below): raise ValueError(f"{name} must be in {interval}, got {x}")
+        vanishes = left == "(" and low == 0 and x < _TINY
+        if not whole and (vanishes or abs(x) > _HUGE):
+            raise ValueError(f"{name} must be in {interval} and fit float32, got {x}")
         return x
     return check
 
@@ -120,6 +127,8 @@ KINDS = {
 
 def _tensor(name, kind, dims):
     is_kind, wanted = KINDS[kind]
+    one, many = dims[:-1], tuple(dim.removesuffix("?") for dim in dims)
+    is_open = dims != many
 
     def check(x, seen):
         if not isinstance(x, torch.Tensor):
@@ -128,6 +137,8 @@ def _tensor(name, kind, dims):
         device, first = seen.setdefault("device", (x.device, name))
         if device != x.device:
             raise ValueError(f"{name} must be on the device of {first}, {device}, got {x.device}")
+        absent = is_open and x.ndim == len(seen["..."][0]) + len(one) - 1
+        dims = one if absent else many
         if dims not in seen:
             _match(name, x, dims, seen)
         shape, first = seen.setdefault(dims, (x.shape, name))

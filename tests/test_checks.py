@@ -10,9 +10,9 @@ from rlhf_notes.formulas.masking import aggregate_loss, masked_mean, masked_sum,
 from strategies import normal, random_mask
 
 
-@checked(x="float (... T)", mask="bool (... T)?", row="float (T)?", raw="raw (B T)?", index="int (B T)?", share="[0, 1]", above="(0, inf)", n="int [1, 9]",
+@checked(x="float (... T)", mask="bool (... T)?", row="float (T)?", raw="raw (B T)?", index="int (B T)?", many="int (... T K?)?", share="[0, 1]", above="(0, inf)", n="int [1, 9]",
          flag="flag", kind=("a", "b"))
-def f(x, mask=None, row=None, raw=None, index=None, share=0.5, above=1.0, n=1, flag=False, kind="a", *rest, **more): return x
+def f(x, mask=None, row=None, raw=None, index=None, many=None, share=0.5, above=1.0, n=1, flag=False, kind="a", *rest, **more): return x
 
 
 X, M = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
@@ -40,7 +40,11 @@ ITEM = ", whose .item() is Python's own"
     *[(dict(above=v), ValueError, f"above must be in (0, inf), got {v}") for v in (0, -1, math.nan, math.inf)],
     *[(dict(n=v), TypeError, f"n must be an integer, got {v}") for v in (2.5, 2.0, math.inf, np.float64(3))],
     *[(dict(n=v), ValueError, f"n must be in [1, 9], got {v}") for v in (0, 10, 10**400)],
-    *[(dict(kind=v), ValueError, f"kind must be one of 'a', 'b', got {v!r}") for v in ("c", ["a"], None, 0)]])
+    *[(dict(kind=v), ValueError, f"kind must be one of 'a', 'b', got {v!r}") for v in ("c", ["a"], None, 0, np.array(["a", "b"]), torch.ones(2))],
+    *[(dict(above=v), ValueError, f"above must be in (0, inf) and fit float32, got {v}") for v in (1e-39, 1e308, 10**39)],
+    *[(dict(many=v), ValueError, f"many must have the shape (..., T, K) with {a} = {b}, as x has, got {tuple(v.shape)}") for v, a, b in ((X.long()[:1, :, None], "...", "(2,)"), (M.long()[..., None][:, :2], "T", 3))],
+    (dict(many=M.long()[0]), ValueError, "many must have the shape (..., T, K), got (3,)"),
+    (dict(many=M.long()[:1]), ValueError, "many must have the shape of x, (2, 3), got (1, 3)")])
 def test_bad_input_is_named(given, error, message):
     for call in (lambda: f(**{"x": X, **given}), lambda: f(*({"x": X, "mask": None, **given}[k] for k in ("x", "mask"))) if not given.keys() - {"x", "mask"} else f(**{"x": X, **given})):
         with pytest.raises(error) as e: call()
@@ -48,8 +52,8 @@ def test_bad_input_is_named(given, error, message):
 
 
 def test_what_is_right_passes():
-    assert f(X, M, X[0], X, X.long(), 0, 1e-9, 9, True, "b", 1, 2, three=3) is X
-    assert f(X, share=1, above=np.float64(0.2)) is X and f(X[0], M[0]) .shape == (3,)
+    assert f(X, M, X[0], X, X.long(), X.long()[..., None], 0, 1e-9, 9, True, "b", 1, 2, three=3) is X
+    assert f(X, share=1e-60, above=np.float64(0.2)) is X and f(X[0], M[0]) .shape == (3,)
     assert f(torch.ones(0, 3), torch.ones(0, 3) > 0, X[0]).shape == (0, 3)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"): f()
     assert f.__name__ == "f" and f.__wrapped__(1) == 1

@@ -120,7 +120,7 @@ def test_help_and_version_load_nothing_heavy():
     code = ("import sys; from rlhf_notes.cli import main; code = main({argv})\n"
             "print(code, [m for m in ('torch', 'numpy', 'gymnasium', 'transformers', 'matplotlib', 'tensorboard') if m in sys.modules])")
     for argv, words in ((["--help"], ["cartpole", "pendulum", "train", "rlhf", "generate", "demo", "compare", "bench", "--version"]), (["train", "--help"], ["--env STR", "--normalize-obs --no-normalize-obs", "--seeds INT", "[default: 40000]"]),
-                        (["pendulum", "--help"], ["[default: 50000]", "discount of a reward one step later"]), (["rlhf", "--help"], ["[choices: ppo, grpo, rloo]", "--track", "--resume"]), (["--version"], [__version__])):
+                        (["pendulum", "--help"], ["[default: 50000]", "discount of a reward one step later"]), (["rlhf", "--help"], ["[choices: ppo, grpo, rloo, dpo]", "--track", "--resume"]), (["--version"], [__version__])):
         env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent), "COLUMNS": "300"}
         done = subprocess.run([sys.executable, "-c", code.format(argv=argv)], capture_output=True, text=True, env=env)
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "0 []" and done.stderr == ""

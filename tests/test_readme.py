@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from rlhf_notes.language.hub import save_model
 from rlhf_notes.language.model import make_gpt2
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 WORDS = ["<eos>", *"Tell me a story. What is kernel?".split()]
 
 
@@ -34,3 +35,16 @@ def test_an_example_runs_as_it_is_written(name, language_model, tmp_path, monkey
     else:
         assert len(names["rlhf"].rows) == 60 and names["rlhf"].config.algo == "grpo"
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 120
+
+
+def test_links_are_absolute_and_lead_to_files():
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    ours = [re.sub(r"https://(raw\.githubusercontent\.com|github\.com)/rlhf-notes/rlhf_notes/(blob/)?main/", "", x) for x in links]
+    assert len(ours) > 40 and all(link.startswith("https://") for link in links)
+    assert not [x for x in ours if not x.startswith("https://") and not (ROOT / x.split("#")[0]).exists()]
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
+    assert pictures and all(p.startswith("https://raw.") for p in pictures)

@@ -68,6 +68,26 @@ def test_the_floors_stand_in_order(built):
     assert captions == [floor for floor in site_pages.FLOORS if floor in captions] and {"Start", "Formulas", "Workshop"} <= set(captions)
 
 
+def test_lessons_are_numbered_and_paths_have_minutes(built):
+    html = (built / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'href="formulas/surrogate.html">04 The clipped surrogate<', html)
+    assert re.search(r"lesson 04 · \d+ minutes · <a", (built / "formulas" / "surrogate.html").read_text(encoding="utf-8"))
+    text = re.sub(r"<[^>]+>", "", html)
+    for path in ("In an hour", "RLHF for practitioners", "GRPO and its family"):
+        total, line = re.search(rf"{path} \((\d+) minutes\):(.*)", text).groups()
+        assert int(total) == sum(map(int, re.findall(r"\((\d+)\)", line))) > 30
+
+
+def test_minutes_count_what_is_read():
+    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.page.name == "start")
+    def minutes(*cells): page.nb.cells = list(cells); return page.minutes
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    assert minutes(text("word " * 2000)) == 10 and minutes(code("x = 1\n\n" * 100)) == 5
+    folded = [text("word " * 1000), text("### More proofs\n" + "word " * 4000), code("x = 1\n" * 900), text("## Next\n" + "word " * 1000)]
+    assert minutes(*folded, text("## Exercises\n" + "word " * 900)) == 10
+    assert minutes(text("word " * 1000), code("#| echo: false\n" + "x = 1\n" * 900), code("#| hide\n" + "x = 1\n" * 900)) == 5
+
+
 def test_no_directive_and_no_tex_is_shown(built, pages):
     for name, page in pages.items():
         html = (built / name).read_text(encoding="utf-8")

@@ -110,8 +110,16 @@ def cleaned(nb):
     return nb2str(nb)
 
 
+def _absolute(link, picture):
+    "The address of a file that the index refers to: the README is read where there is no repository, too."
+    path = os.path.normpath(f"nbs/{link}")
+    url, branch = settings()["git_url"], settings()["branch"]
+    if picture: return f"{url.replace('github.com', 'raw.githubusercontent.com')}/{branch}/{path}"
+    return f"{url}/blob/{branch}/{path}"
+
+
 def readme(root=ROOT):
-    "The README, which is nbs/index.ipynb as Markdown with its links seen from the top, and the figures it shows: (text, {file name: svg})."
+    "The README, which is nbs/index.ipynb as Markdown with absolute links, and the figures it shows: (text, {file name: svg})."
     nb = nbformat.read(root / "nbs" / "index.ipynb", as_version=4)
     figures, cells = {}, []
     for cell in nb.cells:
@@ -126,8 +134,8 @@ def readme(root=ROOT):
     nb.cells = cells
     nb.metadata["language_info"] = {"name": "python"}
     body, _ = MarkdownExporter().from_notebook_node(nb)
-    body = re.sub(r"(\]\()(?![a-z]+:|#|/|\.\./)", r"\1nbs/", body)
-    body = re.sub(r"(\]\()\.\./", r"\1", body)
+    body = re.sub(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)([^)#]+)", lambda m: m[1] + m[2] + _absolute(m[3], bool(m[1])), body)
+    body = re.sub(r"\n{3,}", "\n\n", body)
     return "<!-- Made from nbs/index.ipynb by `make export`; edit that. -->\n\n" + body.strip() + "\n", figures
 
 

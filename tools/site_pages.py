@@ -19,6 +19,7 @@ import nbformat
 from sphinx.cmd.build import main as sphinx
 
 import site_api
+import site_folds
 from notebooks import ROOT, WIDTH, directives, notebooks, settings
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Studies": "studies", "Workshop": "."}
@@ -75,6 +76,22 @@ class Page:
         self.sections = {name for c in self.nb.cells if c.cell_type == "markdown" for head in re.findall(r"^#+ .*", c.source, re.M) for name in re.findall(r"`(\w+)`", head)}
 
     @property
+    def minutes(self):
+        "How long a reader needs for what is not folded, without the exercises: 200 words a minute, and three seconds a line of code."
+        words, lines, folded = 0, 0, 0          # folded: the level of the heading that folds what follows
+        for cell in self.nb.cells:
+            d = directives(cell.source)
+            if "hide" in d or "default_exp" in d: continue
+            for block in re.split(r"^(?=#+ )", cell.source, flags=re.M) if cell.cell_type == "markdown" else []:
+                if head := re.match(r"(#+) (.*)", block):
+                    if len(head[1]) <= folded: folded = 0
+                    if head[2].strip() in ("Exercises", *site_folds.SECTIONS): folded = len(head[1])
+                if not folded: words += len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\]\([^)]*\)|\$[^$]*\$|^\|.*", "", block, flags=re.M)))
+            hidden = folded or {"code-fold", "echo", "hide-input"} & d.keys() or only_imports(cell.source)
+            if cell.cell_type == "code" and not hidden: lines += sum(bool(line.strip()) for line in cell.source.splitlines())
+        return max(1, round(words / 200 + lines / 20))
+
+    @property
     def things(self): return [t for things in self.exports.values() for t in things]
 
     @property
@@ -109,9 +126,16 @@ class Page:
 
     def prose(self, text, names): return self.numbered(self.references(relink(text, self.path), names))
 
+    @property
+    def number(self):
+        "The number of the lesson, as it is referred to: 04; or nothing."
+        return (re.match(r"\d\d(?=_)", self.path.stem) or [""])[0].replace("00", "")
+
     def sources(self):
-        "Where the page comes from, and where it runs."
-        links = [f'<a href="{repository(self.path)}">{self.path.relative_to(ROOT).as_posix()}</a>']
+        "Which lesson this is, where the page comes from, and where it runs."
+        links = [f"lesson {self.number}"] if self.number else []
+        if self.number or self.page.name == "start": links.append(f"{self.minutes} minutes")
+        links += [f'<a href="{repository(self.path)}">{self.path.relative_to(ROOT).as_posix()}</a>']
         modules = sorted({t.module for t in self.things})
         links += [f'<a href="{site_api.source_url(m, None)}">{m}</a>' for m in modules]
         at = settings()["git_url"].removeprefix("https://github.com/")
@@ -185,12 +209,25 @@ def by_floor(pages):
     "[(floor, its pages in the order in which they are read)], without the front page and the empty floors."
     known = list(FLOORS) + sorted({p.floor for p in pages} - set(FLOORS))
     floors = [(floor, [p for p in pages if p.floor == floor and p.page.name != "index"]) for floor in known]
+    for _, found in floors: found.sort(key=lambda p: p.page.name != "start")
     return [(floor, found) for floor, found in floors if found]
+
+
+def timed(front, pages):
+    "The paths of the front page, each with its minutes and those of its lessons."
+    minutes = {p.path.relative_to(ROOT / "nbs").as_posix(): p.minutes for p in pages}
+    def path(m):
+        lessons = re.findall(r"(?<=\]\()[^)]+", m[0])
+        line = re.sub(r"\]\(([^)]+)\)", lambda link: f"{link[0]} ({minutes[link[1]]})", m[0])
+        return line.replace(":*", f"* ({sum(minutes[x] for x in lessons)} minutes):", 1)
+    for cell in front.nb.cells:
+        if cell.id == "paths": cell.source = re.sub(r"^\d\. .*$", path, cell.source, flags=re.M)
 
 
 def contents(pages):
     "The table of contents, floor by floor, as a cell for the end of the front page."
-    blocks = [f"```{{toctree}}\n:hidden:\n:caption: {floor}\n\n" + "\n".join(p.page.as_posix() for p in found) + "\n```" for floor, found in by_floor(pages)]
+    def entry(p): return f"{p.number} {p.title} <{p.page.as_posix()}>".strip()
+    blocks = [f"```{{toctree}}\n:hidden:\n:caption: {floor}\n\n" + "\n".join(map(entry, found)) + "\n```" for floor, found in by_floor(pages)]
     return nbformat.v4.new_markdown_cell("\n\n".join(blocks), id="contents")
 
 
@@ -234,6 +271,7 @@ def build(out):
 def build_from(source, out):
     pages = [Page(path) for path in notebooks()]
     pages = [p for p in pages if p.page.name == "index"] + [p for _, found in by_floor(pages) for p in found]
+    timed(pages[0], pages)
     names = site_api.Names([t for p in pages for t in p.things])
     for p in pages:
         nb = p.prepared(names)

@@ -21,3 +21,20 @@ window.addEventListener("DOMContentLoaded", unfold);
 window.addEventListener("hashchange", unfold);
 window.addEventListener("beforeprint", () => document.querySelectorAll("details:not([open])").forEach((d) => { d.open = true; d.dataset.closed = ""; }));
 window.addEventListener("afterprint", () => document.querySelectorAll("details[data-closed]").forEach((d) => { d.open = false; delete d.dataset.closed; }));
+
+// A path of the front page, once taken, is what "Next" and "Previous" follow.
+function follow() {
+  const here = location.href.replace(/[?#].*/, "");
+  document.querySelectorAll("#three-paths li").forEach((path) => path.addEventListener("click", () => {
+    sessionStorage.path = JSON.stringify([...path.querySelectorAll("a")].map((a) => [a.href, a.textContent]));
+  }));
+  const path = JSON.parse(sessionStorage.path ?? "[]"), at = path.findIndex(([href]) => href == here);
+  for (const [name, to, word] of [["next", path[at + 1], "Next on your path"], ["prev", path[at - 1], "Before it on your path"]]) {
+    const link = at >= 0 && to && document.querySelector(`a.${name}-page`);
+    if (!link) continue;
+    link.href = to[0];
+    link.querySelector(".context").textContent = word;
+    link.querySelector(".title").textContent = to[1];
+  }
+}
+window.addEventListener("DOMContentLoaded", follow);

@@ -6,9 +6,9 @@
 __all__ = ['ppo_data', 'ppo_data_continuous', 'ppo_policy_data', 'ppo_policy_data_continuous',
            'ppo_value_data', 'ppo_loss', 'ppo_policy_loss', 'ppo_info',
            'grpo_policy_data', 'grpo_info', 'rloo_policy_data', 'rloo_info',
-           'naive_method', 'less_efficient_method', 'efficient_method',
            'calculate_kl_div', 'ppo_policy_error', 'ppo_policy_error_continuous',
            'ppo_value_error', 'ppo_error', 'ppo_error_continuous', 'shape_fn_ppo',
+           'naive_method', 'less_efficient_method', 'efficient_method',
            'grpo_policy_error', 'rloo_policy_error']
 
 # %% ../../nbs/compat/13_ding.ipynb #export-imports
@@ -17,7 +17,7 @@ from collections import namedtuple
 import torch
 from torch import Tensor
 
-from ..checks import checked, under_its_name
+from ..checks import check_value, checked, under_its_name
 from ..formulas.advantage import rloo_advantage
 from ..formulas.kl import KL_KINDS, kl_estimate, kl_loss
 from ..formulas.logprob import (
@@ -26,6 +26,27 @@ from ..formulas.masking import aggregate_loss, apply_mask, masked_mean, masked_s
 from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
 from ..formulas.value import value_loss
+
+# %% ../../nbs/compat/13_ding.ipynb #policy-core
+def _policy_error(
+    logp, logp_old, logp_ref, entropy, adv, weight, counts, clip_ratio, dual_clip, kl_type
+):
+    "Losses and info from log-probabilities, whatever the distribution."
+    ratio = importance_ratio(logp, logp_old, counts)
+    kl = logp.new_zeros(()) if logp_ref is None else kl_loss(logp, logp_ref, kl_type, mask=counts)
+    approx_kl = masked_mean(logp_old - logp, counts).item()
+    if ratio.ndim > adv.ndim:  # the parts of an action share one advantage
+        ratio, entropy = ratio.mean(-1), entropy.mean(-1)
+    mask = None if weight is None else weight != 0
+    objective = clipped_surrogate(ratio, apply_mask(adv, mask), clip_ratio, dual_clip=dual_clip)
+    clipfrac = clip_fraction(ratio, None, clip_ratio, kind="outside", mask=mask).item()
+    loss = ppo_policy_loss(-_mean(objective, weight), _mean(entropy, weight), kl)
+    return loss, ppo_info(approx_kl, clipfrac)
+
+def _mean(x, weight):
+    "sum(w x) / number of elements; what has no weight does not leak."
+    if weight is None: return masked_mean(x)
+    return masked_mean(apply_mask(x, weight != 0) * weight)
 
 # %% ../../nbs/compat/13_ding.ipynb #data
 _DATA = "action value_new value_old adv return_ weight logit_pretrained"
@@ -50,56 +71,16 @@ def _fields(kind, data):
     raise TypeError(f"data must be a {kind.__name__} with the fields {', '.join(kind._fields)}, "
                     f"got {got}")
 
-# %% ../../nbs/compat/13_ding.ipynb #naive
-def _pick(logp, index):
-    try:
-        return logp.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
-    except RuntimeError as e:
-        raise ValueError(f"index must be between 0 and {logp.shape[-1] - 1}: {e}") from e
-
-@checked(logits="float (... S V)", index="int (... S)")
-def naive_method(
-    logits: Tensor, # (B, S, V) or (S, V)
-    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
-) -> Tensor: # (B, S) or (S,) nats
-    "Log-softmax of all tokens, then the chosen ones."
-    return _pick(logits.log_softmax(-1), index)
-
-# %% ../../nbs/compat/13_ding.ipynb #less-efficient
-@checked(logits="float (... S V)", index="int (... S)")
-def less_efficient_method(
-    logits: Tensor, # (B, S, V) or (S, V)
-    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
-) -> Tensor: # (B, S) or (S,) nats
-    "All logits normalised by their logsumexp, as a categorical distribution does; then the chosen."
-    z = logits - logits.detach().amax(-1, keepdim=True)
-    return _pick(z - z.logsumexp(-1, keepdim=True), index)
-
-# %% ../../nbs/compat/13_ding.ipynb #efficient
-@checked(logits="raw (... S V)", index="int (... S)")
-def efficient_method(
-    logits: Tensor, # (B, S, V) or (S, V)
-    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
-) -> Tensor: # (B, S) or (S,) nats
-    "One row after the other, to hold memory down."
-    rows = zip(logits.split(1), index.split(1))
-    return torch.cat([selective_log_softmax(z, i) for z, i in rows])
-
 # %% ../../nbs/compat/13_ding.ipynb #kl-div
 @checked(log_ratio="float (...)", kl_type=KL_KINDS)
 def calculate_kl_div(
     log_ratio: Tensor, # (...) nats, log pi - log pi_ref of actions sampled from pi
     kl_type: str, # one of `KL_KINDS`
 ) -> Tensor: # 0-dim, nats
-    "Mean estimate of KL(pi || pi_ref)."
+    "Mean estimate of KL(pi || pi_ref) over all elements; select what counts before the call."
     return masked_mean(kl_estimate(log_ratio, torch.zeros_like(log_ratio), kl_type))
 
-# %% ../../nbs/compat/13_ding.ipynb #policy-core
-def _mean(x, weight):
-    "sum(w x) / number of elements; what has no weight does not leak."
-    if weight is None: return masked_mean(x)
-    return masked_mean(apply_mask(x, weight != 0) * weight)
-
+# %% ../../nbs/compat/13_ding.ipynb #discrete
 @checked(adv="float (...)", weight="real (...)?")
 def _counts(adv, weight, actions):
     "Which of `actions` have a weight; adv and weight have one number for each, or for each row."
@@ -109,22 +90,6 @@ def _counts(adv, weight, actions):
     if weight is None or weight.shape == actions: return None if weight is None else weight != 0
     return (weight != 0).unsqueeze(-1).expand(actions)
 
-def _policy_error(
-    logp, logp_old, logp_ref, entropy, adv, weight, counts, clip_ratio, dual_clip, kl_type
-):
-    "Losses and info from log-probabilities, whatever the distribution."
-    ratio = importance_ratio(logp, logp_old, counts)
-    kl = logp.new_zeros(()) if logp_ref is None else kl_loss(logp, logp_ref, kl_type, mask=counts)
-    approx_kl = masked_mean(logp_old - logp, counts).item()
-    if ratio.ndim > adv.ndim:  # the parts of an action share one advantage
-        ratio, entropy = ratio.mean(-1), entropy.mean(-1)
-    mask = None if weight is None else weight != 0
-    objective = clipped_surrogate(ratio, apply_mask(adv, mask), clip_ratio, dual_clip=dual_clip)
-    clipfrac = clip_fraction(ratio, None, clip_ratio, kind="outside", mask=mask).item()
-    loss = ppo_policy_loss(-_mean(objective, weight), _mean(entropy, weight), kl)
-    return loss, ppo_info(approx_kl, clipfrac)
-
-# %% ../../nbs/compat/13_ding.ipynb #discrete
 @checked(logit_new="raw (... N)", logit_old="raw (... N)", action="int (...)",
          logit_pretrained="raw (... N)?")
 def _discrete(logit_new, logit_old, action, adv, weight, logit_pretrained, entropy_bonus, *options):
@@ -154,6 +119,7 @@ def _mu_sigma(name, policy):
     "mu and sigma of a dict, or of the pair; (B,) becomes (B, 1)."
     try:
         mu, sigma = (policy["mu"], policy["sigma"]) if isinstance(policy, dict) else policy
+        check_value(name, mu, "raw (...)")
         return (mu.unsqueeze(-1), sigma.unsqueeze(-1)) if mu.ndim == 1 else (mu, sigma)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise TypeError(f"{name} must be a dict with mu and sigma, or the pair of them, got "
@@ -169,7 +135,7 @@ def ppo_policy_error_continuous(
     "PPO's policy loss for Gaussian actions; the dual clip minds the sign of the advantage."
     new, old, action, adv, weight, pretrained = _fields(ppo_policy_data_continuous, data)
     new, old = _mu_sigma("mu_sigma_new", new), _mu_sigma("mu_sigma_old", old)
-    if getattr(action, "ndim", 0) == 1:
+    if isinstance(action, Tensor) and action.ndim == 1:
         action = action.unsqueeze(-1)
     counts = _counts(adv, weight, new[0].shape[:-1])
     logp, logp_old = (gaussian_log_prob(action, *policy, mask=counts) for policy in (new, old))
@@ -237,7 +203,45 @@ def shape_fn_ppo(
     kwargs: dict, # its keyword arguments
 ) -> torch.Size: # (B, N), the shape of logit_new
     "Shape of the problem, which DI-engine hands to its compiled kernels."
-    return (args[0] if args else kwargs["data"])[0].shape
+    call = *args, kwargs.get("data")
+    if isinstance(call[0], tuple) and call[0]: return call[0][0].shape
+    raise TypeError("args must begin with data, or kwargs hold it: a tuple that begins with "
+                    f"logits, got {type(call[0]).__name__}")
+
+# %% ../../nbs/compat/13_ding.ipynb #naive
+def _pick(logp, index):
+    try:
+        return logp.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
+    except RuntimeError as e:
+        raise ValueError(f"index must be between 0 and {logp.shape[-1] - 1}: {e}") from e
+
+@checked(logits="float (... S V)", index="int (... S)")
+def naive_method(
+    logits: Tensor, # (B, S, V) or (S, V)
+    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
+) -> Tensor: # (B, S) or (S,) nats
+    "Log-softmax of all tokens, then the chosen ones."
+    return _pick(logits.log_softmax(-1), index)
+
+# %% ../../nbs/compat/13_ding.ipynb #less-efficient
+@checked(logits="float (... S V)", index="int (... S)")
+def less_efficient_method(
+    logits: Tensor, # (B, S, V) or (S, V)
+    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
+) -> Tensor: # (B, S) or (S,) nats
+    "All logits normalised by their logsumexp, as a categorical distribution does; then the chosen."
+    z = logits - logits.detach().amax(-1, keepdim=True)
+    return _pick(z - z.logsumexp(-1, keepdim=True), index)
+
+# %% ../../nbs/compat/13_ding.ipynb #efficient
+@checked(logits="raw (... S V)", index="int (... S)")
+def efficient_method(
+    logits: Tensor, # (B, S, V) or (S, V)
+    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
+) -> Tensor: # (B, S) or (S,) nats
+    "One row after the other, to hold memory down."
+    rows = zip(logits.split(1), index.split(1))
+    return torch.cat([selective_log_softmax(z, i) for z, i in rows])
 
 # %% ../../nbs/compat/13_ding.ipynb #grpo
 grpo_policy_data = namedtuple(
@@ -271,6 +275,7 @@ def _group_error(
     adv = apply_mask(adv.unsqueeze(1).expand_as(ratio), counts)
     loss = -clipped_surrogate(ratio, adv, clip_ratio)
     if beta:
+        check_value("logit_ref", logit_ref, "raw (B S V)")
         logp_ref = _token_logp(log_prob_fn, logit_ref, action, counts).detach()
         loss = loss + beta * kl_estimate(logp, logp_ref, "k3")
     clipfrac = clip_fraction(ratio, None, clip_ratio, kind="outside", mask=counts)
@@ -293,7 +298,7 @@ def grpo_policy_error(
 rloo_policy_data = namedtuple("rloo_policy_data", "logit_new logit_old action reward weight")
 rloo_info = namedtuple("rloo_info", "approx_kl clipfrac")
 
-@checked(reward="float (K ...)")
+@checked(reward="real (K ...)", action="int (B S)")
 def _rloo_adv(reward, action):
     "Advantages from rewards (K, prompts), or (K,) of one prompt."
     if reward.numel() != len(action) or len(reward) < 2 or reward.ndim > 2:

@@ -159,7 +159,7 @@ def log_prob(
     logits, index, temperature=1.0, mask=None, inplace_backward=False,  # as the formula's
 ):
     "Values and gradients of `selective_log_softmax`, or NotImplemented."
-    if not usable(logits, temperature): return NotImplemented
+    if index.ndim == logits.ndim or not usable(logits, temperature): return NotImplemented
     return _call(logits, index, temperature, mask, False, inplace_backward)[0]
 
 # %% ../../nbs/fast/rows.ipynb #entropy

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..checks import check_value, checked
 from .kl import KL_KINDS, kl_estimate
-from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
+from .masking import (
+    AGGREGATION_MODES, aggregate_count, aggregate_loss, apply_mask, masked_mean)
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
 
-# %% ../../nbs/formulas/11_grpo.ipynb #policy-loss
+# %% ../../nbs/formulas/11_grpo.ipynb #objective
 POLICY_VARIANTS = {  # aggregation,        eps_low, eps_high
     "ppo":        ("token-mean",          0.2,     0.2),
     "grpo":       ("seq-mean-token-mean", 0.2,     0.2),
@@ -51,6 +52,7 @@ def _objective(variant, logp, logp_old, A, mask, low, high, dual_clip, tau):
         objective = clipped_surrogate(r, A, low, high, dual_clip)
     return objective, clip_fraction(r, A, low, high, kind, mask)
 
+# %% ../../nbs/formulas/11_grpo.ipynb #policy-loss
 def _bounds(variant, eps_low, eps_high, dual_clip, tau):
     "The clip range: what was given, else the variant's own."
     _, low, high = POLICY_VARIANTS[variant]
@@ -63,19 +65,18 @@ def _bounds(variant, eps_low, eps_high, dual_clip, tau):
         raise TypeError(f"tau must be a pair of numbers, for A > 0 and for the rest, got {tau!r}")
     for t in tau:
         check_value("tau", t, "(0, inf)")
-    if eps_low is not None: return eps_low, eps_high or eps_low
-    return low, eps_high or high
+    return eps_low or low, eps_high or eps_low or high
 
-def _per_token(advantage, logp):
-    "(B, T) from one advantage for each response, (B,) or (B, 1), or for each token."
-    if advantage.shape[1:] not in ((), (1,), logp.shape[1:]):
-        raise ValueError("advantage must have the shape (B,), (B, 1) or (B, T), got "
-                         f"{tuple(advantage.shape)}")
-    return (advantage.unsqueeze(1) if advantage.ndim == 1 else advantage).detach().expand_as(logp)
+def _per_token(name, x, logp):
+    "(B, T) from one number for each response, (B,) or (B, 1), or for each token; a constant."
+    if x.shape[1:] not in ((), (1,), logp.shape[1:]):
+        raise ValueError(f"{name} must have the shape (B,), (B, 1) or (B, T), got {tuple(x.shape)}")
+    return (x.unsqueeze(1) if x.ndim == 1 else x).detach().expand_as(logp)
 
 @checked(logp="float (B T)", logp_old="float (B T)", advantage="float (B ...)", mask="bool (B T)?",
          variant=POLICY_VARIANTS, logp_ref="float (B T)?", beta="[0, inf)", kl_kind=KL_KINDS,
-         eps_low="(0, inf)?", eps_high="(0, inf)?", aggregation=(*AGGREGATION_MODES, None))
+         eps_low="(0, inf)?", eps_high="(0, inf)?", aggregation=(*AGGREGATION_MODES, None),
+         weight="float (B W)?")
 def policy_loss(
     logp: Tensor, # (B, T) nats, log pi of the tokens, with gradient
     logp_old: Tensor, # (B, T) nats, log pi_old of the tokens; a constant
@@ -91,18 +92,22 @@ def policy_loss(
     tau: tuple[float, float] = (1.0, 1.05), # "sapo": steepness for A > 0, and for the rest
     aggregation: str | None = None, # one of `AGGREGATION_MODES`; None = the variant's
     length: int | None = None, # for "constant": the length to divide by, in tokens; default T
+    weight: Tensor | None = None, # (B, 1) or (B, T), factor of each token's objective; a constant
+    total: int | Tensor | None = None, # `aggregate_count` of a whole batch of which this is a part
 ) -> tuple[Tensor, dict]: # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
     "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO or GMPO."
     aggregation = aggregation or POLICY_VARIANTS[variant][0]
     low, high = _bounds(variant, eps_low, eps_high, dual_clip, tau)
-    A = apply_mask(_per_token(advantage, logp), mask)
+    A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)
     objective, clipped = _objective(variant, logp, logp_old, A, mask, low, high, dual_clip, tau)
-    policy = -aggregate_loss(objective, mask, aggregation, length)
+    if weight is not None:
+        objective = objective * apply_mask(_per_token("weight", weight, logp), mask)
+    policy = -aggregate_loss(objective, mask, aggregation, length, total)
     kl = policy.new_zeros(())
     if logp_ref is not None:
         k = kl_estimate(logp, apply_mask(logp_ref.detach(), mask), kl_kind)
-        kl = aggregate_loss(k, mask, aggregation, length)
+        kl = aggregate_loss(k, mask, aggregation, length, total)
     loss = policy + beta * kl if beta else policy
     ratio = masked_mean(importance_ratio(logp, logp_old, mask), mask)
     approx_kl = masked_mean(kl_estimate(logp, logp_old, "k2"), mask)
@@ -117,10 +122,8 @@ def microbatch_weight(
     aggregation: str = "token-mean", # of the loss, one of `AGGREGATION_MODES`
 ) -> Tensor: # 0-dim, from 0 to 1
     "Weight of a microbatch's loss, so that the weighted losses sum to the loss of the batch."
-    def amount(mask): # (rows, T)
-        rows = {"token-mean": mask.sum(1), "constant": torch.ones_like(mask.sum(1))}
-        return rows.get(aggregation, mask.any(1)).sum()
-    return amount(mask).float() / amount(batch_mask).clamp(min=1)
+    part, whole = (aggregate_count(m, aggregation) for m in (mask, batch_mask))
+    return part.float() / whole.clamp(min=1)
 
 # %% ../../nbs/formulas/11_grpo.ipynb #offpolicy
 @checked(logp="float (B T)", logp_old="float (B T)", advantage="float (B ...)",

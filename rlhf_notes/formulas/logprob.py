@@ -20,18 +20,21 @@ from .masking import apply_mask, masked_sum
 _RULES = dict(
     logits="raw (... V)", temperature="(0, inf)", mask="bool (...)?", inplace_backward="flag")
 
-@checked(index="int (...)", **_RULES)
+@checked(index="int (... K?)", **_RULES)
 @door(rows.log_prob)
 def selective_log_softmax(
     logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
-    index: Tensor, # (...) integers in [0, V): the chosen tokens
+    index: Tensor, # (...) integers in [0, V): the chosen tokens; or (..., K), K tokens a row
     temperature: float = 1.0, # what the logits are divided by, that of the sampler
     mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
     inplace_backward: bool = False, # may the gradient be written over the logits?
-) -> Tensor: # (...) nats, float32 or better; 0 where nothing counts
+) -> Tensor: # shape of `index`, nats, float32 or better; 0 where nothing counts
     "log softmax(logits / temperature) of the chosen tokens."
     rows.check_inplace(logits, inplace_backward)
-    return apply_mask(_LogProb.apply(logits, apply_mask(index.long(), mask), temperature), mask)
+    tokens = index.long() if index.ndim == logits.ndim else index[..., None].long()
+    mask = None if mask is None else mask[..., None].expand_as(tokens)
+    logp = _LogProb.apply(logits, apply_mask(tokens, mask), temperature)
+    return apply_mask(logp, mask).reshape(index.shape)
 
 class _LogProb(torch.autograd.Function):
     "Keeps the logits alone; a row of which nothing is asked gets no gradient, be it NaN."
@@ -41,7 +44,7 @@ class _LogProb(torch.autograd.Function):
     def forward(logits, index, temperature):
         logp, V = _scaled(logits, temperature).log_softmax(-1), logits.shape[-1]
         try:
-            return logp.gather(-1, index[..., None])[..., 0]
+            return logp.gather(-1, index)
         except (IndexError, RuntimeError) as e:
             if "out of bounds" not in str(e): raise
             raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices: {e}")
@@ -54,10 +57,10 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         logits, index = ctx.saved_tensors
-        g = grad[..., None] / ctx.temperature
-        broken = ~logits.amax(-1, keepdim=True).isfinite()
-        p = _scaled(logits.masked_fill(broken & (g == 0), 0), ctx.temperature).softmax(-1)
-        return (-g * p).scatter_add(-1, index[..., None], g).to(logits.dtype), None, None
+        g = grad / ctx.temperature
+        unused = (g == 0).all(-1, keepdim=True) & ~logits.amax(-1, keepdim=True).isfinite()
+        p = _scaled(logits.masked_fill(unused, 0), ctx.temperature).softmax(-1)
+        return (-g.sum(-1, keepdim=True) * p).scatter_add(-1, index, g).to(logits.dtype), None, None
 
 def _scaled(logits, temperature):
     "logits / temperature, up to a shift of each row."

@@ -20,7 +20,8 @@ from .value import value_loss
 @checked(logp="float (...)", logp_old="float (...)", advantage="float (...)",
          value="float (...)?", value_old="float (...)?", returns="float (...)?",
          entropy="float (...)?", mask="bool (...)?", value_coef="[0, inf)",
-         entropy_coef="[0, inf)", logp_ref="float (...)?", beta="[0, inf)", kl_kind=KL_KINDS)
+         entropy_coef="[0, inf)", logp_ref="float (...)?", beta="[0, inf)", kl_kind=KL_KINDS,
+         value_clip="(0, inf)?")
 def ppo_loss(
     logp: Tensor, # (...) nats, log pi of the actions, with gradient
     logp_old: Tensor, # (...) nats, log pi_old of the actions; a constant

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import checked
+from ..checks import check_value, checked
 from .masking import apply_mask, masked_mean
 
 # %% ../../nbs/formulas/03_ratio.ipynb #bounded
@@ -37,8 +37,7 @@ def importance_ratio(
     "exp(log pi - log pi_old), finite with its gradient (Schulman et al. 2017; Zheng et al. 2025)."
     log_ratio = apply_mask(logp - logp_old.detach(), mask)
     if level == "sequence":
-        if logp.ndim != 2:
-            raise ValueError(f"logp must have the shape (B, T), got {tuple(logp.shape)}")
+        check_value("logp", logp, "float (B T)")
         log_ratio = masked_mean(log_ratio, mask, dim=1, keepdim=True)
     return bounded_log_ratio(log_ratio).exp()
 
@@ -57,12 +56,20 @@ def effective_sample_size(
 # %% ../../nbs/formulas/03_ratio.ipynb #tis
 @checked(
     logp_old="float (...)", logp_rollout="float (...)", cap="[1, inf)", mask="bool (...)?",
+    level=RATIO_LEVELS, above=("cap", "zero"),
 )
 def truncated_importance_weight(
     logp_old: Tensor,  # (...), log pi_old of the tokens by the program that trains, in nats
     logp_rollout: Tensor,  # (...), the same by the program that sampled them, in nats
     cap: float = 2.0,  # largest weight C, >= 1
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
-) -> Tensor:  # (...), in (0, cap], without gradient; 1 where nothing counts
+    level: str = "token",  # "sequence": the product over each response, (B, T) -> (B, 1)
+    above: str = "cap",  # what a larger weight becomes: "cap" truncates it, "zero" leaves it out
+) -> Tensor:  # (...), or (B, 1) for sequences; in [0, cap], no gradient; 1 where nothing counts
     "min(pi_old / pi_rollout, C) (Yao et al. 2025; Espeholt et al. 2018, section 4.1)."
-    return importance_ratio(logp_old, logp_rollout, mask).detach().clamp(max=cap)
+    log_ratio = apply_mask(logp_old - logp_rollout, mask).detach()
+    if level == "sequence":
+        check_value("logp_old", logp_old, "float (B T)")
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    w = bounded_log_ratio(log_ratio).exp()
+    return w.clamp(max=cap) if above == "cap" else w.masked_fill(w > cap, 0)

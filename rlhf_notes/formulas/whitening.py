@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import checked
+from ..checks import check_value, checked
 from .masking import apply_mask, centre, masked_mean
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
@@ -62,9 +62,10 @@ class RunningMoments:
             raise ValueError(f"x must have a shape that ends in {tuple(self.mean.shape)}, "
                              f"got {tuple(x.shape)}")
         mask = torch.ones(batch, dtype=torch.bool, device=x.device) if mask is None else mask
-        if mask.dtype != torch.bool or mask.shape != batch:
-            raise ValueError(f"mask must be boolean, of the shape of observations, {tuple(batch)}, "
-                             f"got {mask.dtype}, {tuple(mask.shape)}")
+        check_value("mask", mask, "bool (...)")
+        if mask.shape != batch:
+            raise ValueError(f"mask must have the shape of the observations, {tuple(batch)}, "
+                             f"got {tuple(mask.shape)}")
         rows = x[mask].to("cpu", torch.float64)
         if not rows.isfinite().all():
             raise ValueError("x must be finite where it counts, got NaN or infinity")

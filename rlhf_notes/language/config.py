@@ -18,7 +18,7 @@ from rlhf_notes.training.options import (
 )
 
 # %% ../../nbs/language/21_config.ipynb #config
-Algo = Literal["ppo", "grpo", "rloo"]
+Algo = Literal["ppo", "grpo", "rloo", "dpo"]
 Preset = Literal["tiny", "gpt2-small"]
 Precision = Literal["float32", "bfloat16"]
 Variant = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
@@ -31,7 +31,7 @@ PRECISIONS = get_args(Precision)
 class RLHFConfig:
     "Hyperparameters of pretraining, reward model and RL; the defaults are for the tiny GPT-2."
     algo: Algo = "ppo"
-    "baseline of the advantage: ppo (a value head), grpo or rloo (responses to the same prompt)"
+    "ppo (a value head as the baseline), grpo or rloo (other responses), dpo (no reward model)"
     model: str = ""
     "causal language model for transformers: directory or name on the hub; empty = a new GPT-2"
     preset: Preset = "tiny"
@@ -122,6 +122,8 @@ class RLHFConfig:
     "responses without an end: replace the score, subtract the penalty, filter, soft (DAPO), keep"
     overlong_buffer: Size = 4
     "overlong soft: last tokens of response_length, over which the punishment grows to 1"
+    dpo_beta: Positive = 0.3
+    "dpo: pull to the pretrained model, reward per nat"
     eval_every: Count = 10
     "iterations between evaluations of the true score"
     eval_answers: Size = 256
@@ -148,7 +150,7 @@ class RLHFConfig:
     @property
     def answers_per_query(self) -> int: # >= 1
         "Responses to a prompt in a rollout: a group, or one where a value head is the baseline."
-        return 1 if self.algo == "ppo" else self.group
+        return self.group if self.algo in ("grpo", "rloo") else 1
 
     @property
     def kl_adapts(self) -> bool: # A coefficient of 0 never changes

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
+from .dpo import DPO
 from .hub import load_model, pad_outside, save_model, save_reward_model
 from .model import (Pretraining, RewardModel, check_weights, context_length,
                                        has_adapter, make_gpt2)
@@ -51,7 +52,9 @@ class Training:
     def enter(self, name: str): # One of `STAGES`
         "Begin a stage with what the one before it has learned."
         start, self.name, c = time.perf_counter(), name, self.config
-        if name == "rl":
+        if name == "rl" and c.algo == "dpo":
+            self.stage = DPO.from_parts(c, self.lm, self.task)
+        elif name == "rl":
             self.stage = RLHF.from_parts(c, self.lm, self.reward_model, self.norm, self.task)
         else:
             kind = Pretraining if name == "sft" else RewardTraining
@@ -63,11 +66,12 @@ class Training:
         while self.name != "rl" and self.stage.iteration >= self.stage.iterations:
             if self.name == "sft":
                 self.agree(self.lm)
-                self.enter("reward_model")
+                self.enter("rl" if self.config.algo == "dpo" else "reward_model")
             else:
                 self.reward_model, self.norm = self.stage.model, self.stage.norm
                 self.agree(self.reward_model, self.norm)
                 self.enter("rl")
+            if self.name == "rl":
                 self.show(0, evaluate(self.stage, self.lm))
 
     def agree(self, *learned): # Modules, or what else has a state_dict
@@ -88,7 +92,8 @@ class Training:
     def steps(self) -> int:
         "Steps of all stages."
         c = self.config
-        return c.sft_steps + math.ceil(c.labels * c.rm_epochs / c.rm_batch) + c.iterations
+        reward_model = 0 if c.algo == "dpo" else math.ceil(c.labels * c.rm_epochs / c.rm_batch)
+        return c.sft_steps + reward_model + c.iterations
 
     @property
     def done(self) -> bool:
@@ -102,7 +107,10 @@ class Training:
         self.seconds[name] += time.perf_counter() - start
         i = self.stage.iteration
         if name == "rl" and (self.done or i % self.config.eval_every == 0):
-            row["true_score"] = self.show(i, evaluate(self.stage))
+            seen = evaluate(self.stage)
+            row["true_score"] = self.show(i, seen)
+            if self.config.algo == "dpo":  # has no samples of its own
+                row |= {column: x.item() for column, x in rollout_stats(seen.rollout).items()}
         self.rows[name].append(row)
         self.advance()
         return name, row
@@ -127,7 +135,7 @@ class Training:
     def load_state_dict(self, state: dict): # From `state_dict` of a Training with the same config
         "Continue from a checkpoint."
         self.lm.load_state_dict(state["lm"])
-        if state["name"] == "rl":
+        if "norm" in state:
             self.reward_model = RewardModel(copy.deepcopy(self.lm))
             self.norm = RewardNorm(**state["norm"])
             self.reward_model.load_state_dict(state["reward_model"])
@@ -244,7 +252,8 @@ def save(training: Training, # As it is now
     check_weights(f"stage {training.name}, iteration {stage.iteration}", weights)
     run.save_checkpoint(training.state_dict())
     for name in STAGES[:2]:
-        write_table(run.path / f"{name}.csv", training.rows[name])
+        if training.rows[name]:
+            write_table(run.path / f"{name}.csv", training.rows[name])
     write_table(run.path / "samples.csv", training.samples)
 
 # %% ../../nbs/language/28_pipeline.ipynb #train

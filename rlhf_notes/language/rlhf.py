@@ -65,6 +65,8 @@ class RLHF(Stage):
         self._from_prompts(config, model, tokenizer, prompts, reward)
 
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
+        if config.algo == "dpo" and reward is not None:
+            raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
         lm = add_lora(lm, config.lora, config.seed)
         task = Prompts(tokenizer, prompts, reward, config.response_length, lm=lm)
@@ -109,7 +111,7 @@ class RLHF(Stage):
         c, start = self.config, time.perf_counter()
         prompts, mask, u = self.sample_prompts()
         samples = self.respond(self.policy.lm, prompts, mask, u)
-        rollout = self.score(prompts, mask, samples).map(self.gather)
+        self.rollout = rollout = self.score(prompts, mask, samples).map(self.gather)
         batch = with_advantages(c, rollout, self.kl.coef)
         order, logs = seeded_generator("minibatches", c.seed, self.iteration), []
         for epoch in range(c.epochs):
@@ -181,8 +183,8 @@ class RLHF(Stage):
         outputs = [self.accumulate(part, batch, sync=part is parts[-1]) for part in parts]
         grad_norm = self.optimizer.clip(self.config.max_grad_norm)
         self.update()
-        logp, entropy, values = (self.gather(torch.cat(x)) for x in zip(*outputs))
-        return self.diagnose(batch, logp, entropy, values) | dict(grad_norm=grad_norm)  # P13
+        outputs = (self.gather(torch.cat(x)) for x in zip(*outputs))
+        return self.diagnose(batch, *outputs) | dict(grad_norm=grad_norm)  # P13
 
     def microbatches(self, batch: Rollout) -> list: # Of rollouts
         "This process's parts of a minibatch."

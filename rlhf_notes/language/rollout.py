@@ -5,8 +5,8 @@ advantage of each of their tokens."""
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'Rollout', 'ppo_advantages', 'group_advantages', 'with_advantages',
-           'treat_overlong', 'rollout_stats', 'read_prompts', 'Prompts', 'end_tokens',
-           'reward_functions', 'call_reward']
+           'treat_overlong', 'rollout_stats', 'sample_table', 'read_prompts', 'Prompts',
+           'as_text', 'reward_functions', 'Classifier', 'call_reward']
 
 # %% ../../nbs/language/26_rollout.ipynb #export-imports
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import shorten
 
 import torch
+from torch import nn
 
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.kl import kl_estimate
@@ -24,6 +25,7 @@ from ..formulas.reward import (PENALTY_MODES, apply_penalty, overlong_penalty, t
                                        truncate_at_stop)
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
+from .hub import end_tokens, load_classifier
 
 # %% ../../nbs/language/26_rollout.ipynb #rollout
 @dataclass
@@ -129,6 +131,20 @@ def rollout_stats(rollout: Rollout, # With or without advantages
                 length=mean(rollout.response_mask.sum(1)), valid=rollout.has_end.float().mean())
 
 
+# %% ../../nbs/language/26_rollout.ipynb #samples
+def sample_table(task, # Of the rollout
+                 rollout: Rollout, # The newest
+                 n: int = 8, # Rows, about
+                ) -> list: # Dicts with prompt, response, score, length (tokens) and kl (nats)
+    "Some responses of a rollout as text, to look at."
+    some = rollout[::max(1, len(rollout) // n)]
+    kl = masked_sum(kl_estimate(some.logp, some.logp_ref, "k1"), some.response_mask, dim=1)
+    prompts = task.decode(some.tokens[:, :-some.logp.shape[1]])
+    responses = task.decode(task.truncate(some.responses)[0])
+    numbers = some.scores.tolist(), some.response_mask.sum(1).tolist(), kl.tolist()
+    names = "prompt", "response", "score", "length", "kl"
+    return [dict(zip(names, row)) for row in zip(prompts, responses, *numbers)]
+
 # %% ../../nbs/language/26_rollout.ipynb #read-prompts
 def read_prompts(prompts, # Prompts or dicts with a "prompt"; or the path of a file of them
                 ) -> list: # Dicts, all with the same columns
@@ -181,11 +197,12 @@ class Prompts:
                  reward, # For `reward_functions`; None = for `generate` alone
                  response_length: int, # T, tokens of each response
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
-                 lm=None, # The policy: may know of more end tokens
+                 lm=None, # The policy: may know of more end tokens, and a reward model joins it
                 ):
         self.tokenizer, self.response_length = tokenizer, response_length
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
-        self.rewards = [] if reward is None else reward_functions(reward)
+        device = getattr(lm, "device", "cpu")
+        self.rewards = [] if reward is None else reward_functions(reward, device)
         self.rows = read_prompts(prompts)
         if not self.rows: return
         self.tokens, self.mask = self.encode((row["prompt"] for row in self.rows), query_length)
@@ -203,16 +220,8 @@ class Prompts:
                length: int = 0, # Q; 0, or too few = as many tokens as the longest prompt has
               ) -> tuple: # tokens (n, Q), integer; mask (n, Q), False = padding
         "Prompts as tokens, padded on the left."
-        texts = list(prompts)
-        chat = not isinstance(texts[0], str)
-        if chat:
-            if not self.tokenizer.chat_template:
-                raise ValueError("prompts must be strings for a tokenizer without a chat template, "
-                                 "got chat messages")
-            texts = self.tokenizer.apply_chat_template(texts, tokenize=False,
-                                                       add_generation_prompt=True)
-        # a template writes the special tokens itself
-        ids = self.tokenizer(texts, add_special_tokens=self.special_tokens and not chat)
+        texts, special = as_text(self.tokenizer, list(prompts), add_generation_prompt=True)
+        ids = self.tokenizer(texts, add_special_tokens=self.special_tokens and special)
         ids = ids["input_ids"]
         lengths = torch.tensor([len(row) for row in ids])
         if not lengths.all():
@@ -245,35 +254,71 @@ class Prompts:
         if not self.rewards: raise ValueError("reward must be a function to learn from, got None")
         rows = [self.row_of[tuple(p)] for p in prompts.tolist()]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        found = columns.pop("prompt"), self.decode(responses), columns
-        scores = torch.stack([weight * call_reward(f, *found) for f, weight in self.rewards])
+        given, said = columns.pop("prompt"), self.decode(responses)
+        whole = self.decode(torch.cat([prompts, responses], 1))
+        if not isinstance(given[0], str):
+            whole = [[*chat, dict(role="assistant", content=x)] for chat, x in zip(given, said)]
+        scores = torch.stack([weight * (f(whole) if isinstance(f, Classifier) else
+                                        call_reward(f, given, said, columns))
+                              for f, weight in self.rewards])
         total = scores.nansum(0).masked_fill(scores.isnan().all(0), math.nan)
         return total.to(prompts.device)
 
 
-# %% ../../nbs/language/26_rollout.ipynb #end-tokens
-def end_tokens(tokenizer, # Of transformers
-               lm=None, # A causal language model of transformers
-              ) -> list: # Of integers; empty = nothing ends a response
-    "The tokens that end a response: the tokenizer's and those of the generation config."
-    config = getattr(lm, "generation_config", None)
-    found = []
-    for ids in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
-        found += ids if isinstance(ids, list) else [ids]
-    return sorted(set(found) - {None})
+# %% ../../nbs/language/26_rollout.ipynb #as-text
+def as_text(tokenizer, # Of transformers
+            texts: list, # Strings, or chats: lists of messages
+            **options, # Of its `apply_chat_template`
+           ) -> tuple: # strings; False if their special tokens stand in them already
+    "Chats through the tokenizer's template, strings as they are."
+    if isinstance(texts[0], str): return texts, True
+    if not tokenizer.chat_template:
+        raise ValueError("prompts must be strings for a tokenizer without a chat template, got "
+                         "chat messages")
+    return tokenizer.apply_chat_template(texts, tokenize=False, **options), False
 
 # %% ../../nbs/language/26_rollout.ipynb #rewards
-def reward_functions(reward, # A function; or a list of functions and pairs (function, weight)
+def reward_functions(reward, # A function or a reward model; or a list of those and (it, weight)
+                     device="cpu", # Where a reward model that is loaded is to live
                     ) -> list: # Pairs (function, weight)
     "Reward functions with their weights."
     parts = reward if isinstance(reward, list) else [reward]
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in parts]
     for part in parts:
-        if len(part) != 2 or not callable(part[0]) or not isinstance(part[1], (int, float)):
-            raise ValueError("reward must be a function, or a list of functions and pairs "
-                             f"(function, weight), got {part!r}")
-    return parts
+        known = len(part) == 2 and (callable(part[0]) or isinstance(part[0], (str, Path)))
+        if not known or not isinstance(part[1], (int, float)):
+            raise ValueError("reward must be a function or a reward model, or a list of those and "
+                             f"of pairs (function, weight), got {part!r}")
+    return [(Classifier(f, device=device) if isinstance(f, (str, Path, nn.Module)) else f, weight)
+            for f, weight in parts]
 
+
+# %% ../../nbs/language/26_rollout.ipynb #classifier
+class Classifier:
+    "A reward model of transformers: scores whole texts, in batches and without a gradient."
+    BATCH = 64
+
+    def __init__(self,
+                 model, # A sequence classifier with one label: directory, name, or the model itself
+                 tokenizer=None, # None = the model's own
+                 device="cpu", # Where a model that is loaded is to live
+                ):
+        self.model, self.tokenizer = load_classifier(model, tokenizer, device)
+
+    @torch.no_grad()
+    def __call__(self,
+                 texts: list, # n strings, or n chats that end with the response
+                ) -> torch.Tensor: # (n,) float32
+        "One score for each text."
+        texts, special = as_text(self.tokenizer, texts)
+        scores = []
+        for i in range(0, len(texts), self.BATCH):
+            inputs = self.tokenizer(texts[i:i + self.BATCH], add_special_tokens=special,
+                                    padding=True, padding_side="right", return_tensors="pt")
+            inputs = inputs.to(self.model.device)
+            out = self.model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            scores.append(out.logits[:, 0].float().cpu())
+        return torch.cat(scores)
 
 # %% ../../nbs/language/26_rollout.ipynb #call-reward
 def call_reward(function, # reward(prompts, responses, **columns) -> numbers

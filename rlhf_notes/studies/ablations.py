@@ -11,6 +11,7 @@ __all__ = ['DETAILS', 'INTACT', 'UNTRAINED', 'CONFIGS', 'DIALS', 'ENOUGH', 'VERD
            'in_standard_deviations', 'deviation', 'compare']
 
 # %% ../../nbs/studies/31_ablations.ipynb #export-imports
+import math
 import types
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,24 +63,24 @@ def doubly_clipped(surrogate): # `clipped_surrogate`, whose `dual_clip` is None 
     return lambda ratio, advantage, clip, *rest: surrogate(ratio, advantage, clip, dual_clip=3.0)
 
 def bounded_both_ways(surrogate): # `clipped_surrogate`, without dual clip
-    "Dual clip without a look at the sign: max(clipped objective, 3 A) is the constant 3 A wherever the advantage is positive."
+    "Dual clip whatever the sign: for a positive advantage the objective is the constant 3 A."
     return lambda ratio, advantage, clip, *rest: torch.maximum(
         surrogate(ratio, advantage, clip), 3.0 * advantage
     )
 
 
 def across_ends(gae): # `advantage.gae`, whose recursion stops at `done`
-    "The recursion does not stop where an episode ends: what follows in the next one is credited to this one."
+    "The recursion does not stop at the end of an episode: the next one is credited to this one."
     return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(
         rewards, values, next_values, terminated, torch.zeros_like(done), gamma, lam)
 
 def no_end(gae): # `advantage.gae`, whose bootstrap is 0 at `terminated`
-    "The value function is asked what comes after the end, as if there were something."
+    "The value function bootstraps after the end, as if the episode went on."
     return lambda rewards, values, next_values, terminated, done, gamma, lam: gae(
         rewards, values, next_values, torch.zeros_like(terminated), done, gamma, lam)
 
 def resets_kept(make_batch): # `control.make_batch`, which leaves such steps out
-    "The step in which an environment is only reset, its action ignored, is learned from like any other."
+    "Reset steps, in which the action is ignored, are learned from like any other."
     return lambda agent, rollout, config: make_batch(
         agent, replace(rollout, is_step=torch.ones_like(rollout.is_step)), config
     )
@@ -94,7 +95,7 @@ def shared_trunk(Agent): # `policy.Agent`, with a network for each
     return Shared
 
 def thinned(Agent): # `policy.Agent`, without dropout
-    "Dropout of 0.1 in the update, and in the update only: the ratio compares two different networks."
+    "Dropout of 0.1 in the update only: the ratio compares two different networks."
     class Thinned(Agent):
         def __init__(self, *args):
             super().__init__(*args)
@@ -184,11 +185,11 @@ DETAILS = {
                    tasks=("cartpole",)),
     "relu": Detail("hidden layers with relu", "", dict(activation="relu")),
 }
-INTACT, UNTRAINED = "intact", "untrained"            # the names of the baseline and of the policy it begins with
-CONFIGS = {"cartpole": PPOConfig, "pendulum": partial(PendulumConfig, stagger=False)}    # the recipes; Pendulum's but for one line
+INTACT, UNTRAINED = "intact", "untrained"  # the baseline, and the policy it begins with
+CONFIGS = {"cartpole": PPOConfig, "pendulum": partial(PendulumConfig, stagger=False)}
 
 def experiments(task: str, # "cartpole" or "pendulum"
-               ) -> list: # Names: the baseline, the policy before it is trained, and each detail that is a change there
+               ) -> list: # Names: the baseline, the untrained policy, each detail of the task
     "Trainings of the study, by task."
     return [INTACT, UNTRAINED, *(name for name, d in DETAILS.items() if task in d.tasks)]
 
@@ -224,8 +225,8 @@ def attempt(task: str, # "cartpole" or "pendulum"
             seed: int, # Of everything
             every: int = 4, # Iterations between two evaluations, until the threshold is reached
             **options, # Further options, for both the detail and its baseline
-           ) -> dict: # greedy, sampled: mean return of the final policy over 100 fresh episodes; first_sampled_steps, or None; each of `DIALS`, or None
-    "One training with a detail changed."
+           ) -> dict: # greedy, sampled, first_sampled_steps, and `DIALS`; None where there is none
+    "One training with a detail changed; final mean returns over 100 fresh episodes."
     if name not in experiments(task):
         raise ValueError(f"name must be one of {', '.join(experiments(task))}; got {name!r}")
     detail = DETAILS[name] if name in DETAILS else Detail("", "")
@@ -233,14 +234,13 @@ def attempt(task: str, # "cartpole" or "pendulum"
     if detail.swap: check_swap(task, name)
     with swapped(*detail.swap or (control, "gae", lambda gae: gae)):
         ppo, first, rows = PPO.from_config(config), None, []
-        evaluation_seeds = np.random.SeedSequence((seed,
-                                                   2)).generate_state(config.iterations).tolist()
+        seeds = np.random.SeedSequence((seed, 2)).generate_state(config.iterations).tolist()
+        def is_solved():
+            returns = ppo.evaluate(deterministic=False, seed=seeds[ppo.iteration - 1])
+            return returns.mean() >= threshold(config.env)
         while ppo.iteration < config.iterations and name != UNTRAINED:
             rows.append(ppo.iterate())
-            if (first is None and ppo.iteration % every == 0
-                and ppo.evaluate(deterministic=False,
-                                 seed=evaluation_seeds[ppo.iteration
-                                                       - 1]).mean() >= threshold(config.env)):
+            if first is None and ppo.iteration % every == 0 and is_solved():
                 first = rows[-1]["steps"]
         final = ppo.scores()
     return dict(greedy=final["eval_return_mean"], sampled=final["eval_sampled_return_mean"],
@@ -265,25 +265,18 @@ def verdict(differences: list, # Final scores minus those of the intact training
 
 def in_standard_deviations(difference: float, # Of a dial from where it usually stands
                            intact: list, # The dial in the intact trainings
-                          ) -> float: # +-inf where it never moves otherwise; 0 where there is no difference but that of rounding
-    "A difference in standard deviations of the intact trainings."
+                          ) -> float: # +-inf where the intact trainings do not differ
+    "A difference in standard deviations of the intact trainings; 0 if it is only rounding."
     rounding = 1e-9 * max([1.0, *map(abs, intact)])
-    usual = (
-        torch.tensor(intact, dtype=torch.float64).std().item() if len(intact) > 1 else float("nan")
-    )
     if abs(difference) <= rounding: return 0.0
-    return (
-        difference / usual
-        if usual > rounding
-        else float("inf")
-        if difference > 0
-        else float("-inf")
-    )
+    usual = np.std(intact, ddof=1) if len(intact) > 1 else math.nan
+    if usual > rounding: return float(difference / usual)
+    return math.copysign(math.inf, difference)
 
 
 def deviation(differences: list, # Of a dial from that of the intact training, seed by seed
               intact: list, # The dial in the intact trainings
-             ) -> tuple: # (mean difference in standard deviations of the intact ones; does the dial tell?)
+             ) -> tuple: # (mean difference in standard deviations; True if the dial tells)
     "Distance of a dial from where it usually stands."
     mean, (low, high) = sum(differences) / len(differences), bootstrap_interval(differences)
     z = in_standard_deviations(mean, intact)
@@ -294,10 +287,11 @@ def compare(rows: list, # name, seed, and numbers (None = there is none), each a
             score: str, # The column of the final score
             gain: dict, # Base -> its gain
             dials: tuple = (), # Columns of dials
-           ) -> dict: # Name -> dict: verdict, mean, low, high, differences, seeds, score, and dials: dial -> (deviation, does it tell?)
+           ) -> dict: # Name -> dict: verdict, mean, low, high, differences, seeds, score, dials
     "Each failure against its intact training, over the seeds that both have."
     by, table = {}, {}
-    for r in rows: by.setdefault(r["name"], {})[r["seed"]] = r
+    for r in rows:
+        by.setdefault(r["name"], {})[r["seed"]] = r
     for name, runs in by.items():
         base = base_of(name)
         seeds = sorted(set(runs) & set(by.get(base, ())))
@@ -307,9 +301,9 @@ def compare(rows: list, # name, seed, and numbers (None = there is none), each a
                     for s in seeds if None not in (runs[s][column], by[base][s][column])]
         differences = [x - y for x, y in pairs(score)]
         word, mean, low, high = verdict(differences, gain[base])
-        told = {d: deviation([x - y for x, y in p], [y for _,
-                                                     y in p]) for d in dials if (p := pairs(d))}
+        told = {d: deviation([x - y for x, y in p], [y for _, y in p])
+                for d in dials if (p := pairs(d))}
         table[name] = dict(verdict=word, mean=mean, low=low, high=high, differences=differences,
-                           seeds=seeds,
-                           score=sum(runs[s][score] for s in seeds) / len(seeds), dials=told)
+                           seeds=seeds, score=sum(runs[s][score] for s in seeds) / len(seeds),
+                           dials=told)
     return table

@@ -34,7 +34,8 @@ SINGLE_FILE = {     # as CleanRL publishes them, in ppo.py and in ppo_continuous
                      epochs=10, entropy_coef=0.0),
 }
 
-def _normalised(env, gamma): # A single environment -> one with clipped actions, and with observations and rewards normalised and clipped
+def _normalised(env, gamma):
+    "Clipped actions; observations and rewards normalised and clipped."
     w = gym.wrappers
     env = w.NormalizeObservation(w.ClipAction(env))
     env = w.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
@@ -59,8 +60,8 @@ class SingleFile:
                  value_coef: float = 0.5, # Weight of the value loss
                  max_grad_norm: float = 0.5, # Longer gradients are shortened
                 ):
-        self.T, self.batch, self.iterations, self.iteration = (num_steps, num_envs * num_steps,
-                                                               total // (num_envs * num_steps), 0)
+        self.T, self.batch = num_steps, num_envs * num_steps
+        self.iterations, self.iteration = total // self.batch, 0
         self.learning_rate, self.minibatches, self.epochs = learning_rate, minibatches, epochs
         self.entropy_coef, self.value_coef = entropy_coef, value_coef
         self.gamma, self.lam, self.clip, self.max_grad_norm = gamma, lam, clip, max_grad_norm
@@ -72,28 +73,22 @@ class SingleFile:
             return env if self.discrete else _normalised(env, gamma)
         self.envs = gym.vector.SyncVectorEnv([make] * num_envs,
                                              autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-        size, outputs = (
-            self.envs.single_observation_space.shape[0],
-            int(space.n) if self.discrete else space.shape[0],
-        )
+        size = self.envs.single_observation_space.shape[0]
+        outputs = int(space.n) if self.discrete else space.shape[0]
         self.low, self.high = (None, None) if self.discrete else (space.low, space.high)
-        self.actor, self.critic, self.log_std = (mlp(size, outputs, 0.01), mlp(size, 1, 1.0),
-                                                 nn.Parameter(torch.zeros(1, outputs)))
-        self.parameters = [*self.actor.parameters(),
-                           *self.critic.parameters()] + [self.log_std] * (not self.discrete)
+        self.actor, self.critic = mlp(size, outputs, 0.01), mlp(size, 1, 1.0)
+        self.log_std = nn.Parameter(torch.zeros(1, outputs))
+        self.parameters = [*self.actor.parameters(), *self.critic.parameters()]
+        self.parameters += [self.log_std] * (not self.discrete)
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate, eps=1e-5)
-        self.obs, self.done = torch.tensor(self.envs.reset(seed=seed)[0],
-                                           dtype=torch.float32), torch.zeros(num_envs)
+        self.obs = torch.tensor(self.envs.reset(seed=seed)[0], dtype=torch.float32)
+        self.done = torch.zeros(num_envs)
 
     def _distribution(self, obs):
         out = self.actor(obs)
-        return (
-            torch.distributions.Categorical(logits=out)
-            if self.discrete
-            else torch.distributions.Independent(
-                torch.distributions.Normal(out, self.log_std.expand_as(out).exp()), 1
-            )
-        )
+        if self.discrete: return torch.distributions.Categorical(logits=out)
+        normal = torch.distributions.Normal(out, self.log_std.expand_as(out).exp())
+        return torch.distributions.Independent(normal, 1)
 
     def _collect(self):
         steps, rewards = [], []
@@ -105,14 +100,14 @@ class SingleFile:
                               self.critic(self.obs).squeeze(-1), self.done))
             obs, reward, terminated, truncated, _ = self.envs.step(action.numpy())
             rewards.append(torch.tensor(reward, dtype=torch.float32))
-            self.obs, self.done = (torch.tensor(obs, dtype=torch.float32),
-                                   torch.tensor(terminated | truncated, dtype=torch.float32))
+            self.obs = torch.tensor(obs, dtype=torch.float32)
+            self.done = torch.tensor(terminated | truncated, dtype=torch.float32)
         return [torch.stack(x) for x in zip(*steps)], torch.stack(rewards)
 
     @torch.no_grad()
     def _advantages(self, rewards, values, dones):
-        advantages, advantage, value, alive = (torch.zeros_like(rewards), 0.0,
-                                               self.critic(self.obs).squeeze(-1), 1 - self.done)
+        advantages, advantage = torch.zeros_like(rewards), 0.0
+        value, alive = self.critic(self.obs).squeeze(-1), 1 - self.done
         for t in reversed(range(self.T)):
             delta = rewards[t] + self.gamma * value * alive - values[t]
             advantages[t] = advantage = delta + self.gamma * self.lam * alive * advantage
@@ -135,16 +130,13 @@ class SingleFile:
                 ratio = (pi.log_prob(actions[rows]) - logp_old[rows]).exp()
                 adv = advantages[rows]
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-                policy_loss = -torch.minimum(ratio * adv,
-                                             ratio.clamp(1 - self.clip, 1 + self.clip) * adv).mean()
+                clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+                policy_loss = -torch.minimum(ratio * adv, clipped * adv).mean()
                 near = values[rows] + (value - values[rows]).clamp(-self.clip, self.clip)
                 value_loss = 0.5 * torch.maximum((value - returns[rows]) ** 2,
                                                  (near - returns[rows]) ** 2).mean()
-                loss = (
-                    policy_loss
-                    + self.value_coef * value_loss
-                    - self.entropy_coef * pi.entropy().mean()
-                )
+                entropy = pi.entropy().mean()
+                loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
                 self.optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
@@ -158,15 +150,15 @@ class SingleFile:
         seen = None if self.discrete else self.envs.envs[0].get_wrapper_attr("obs_rms")
         @torch.no_grad()
         def choose(obs):
-            if not self.discrete: obs = np.clip((obs - seen.mean) / np.sqrt(seen.var + 1e-8), -10,
-                                                10)
+            if not self.discrete:
+                obs = np.clip((obs - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10)
             pi = self._distribution(torch.tensor(obs, dtype=torch.float32))
             actions = (pi.mode if rng is None else pi.sample()).numpy()
             return actions if self.discrete else np.clip(actions, self.low, self.high)
         return choose
 
 # %% ../../nbs/studies/32_benchmark.ipynb #peers
-ZOO = {             # rl-zoo's hyperparams/ppo.yml; a function falls from its value to 0 in a straight line
+ZOO = { # rl-zoo's hyperparams/ppo.yml; functions are linear schedules
     "cartpole": dict(total=100_000, n_envs=8, n_steps=32, batch_size=256, gae_lambda=0.8,
                      gamma=0.98,
                      n_epochs=20, ent_coef=0.0,
@@ -207,14 +199,11 @@ class StableBaselines:
                 ):
         from stable_baselines3 import PPO as Theirs
         from stable_baselines3.common.env_util import make_vec_env
-        scaled = (
-            None
-            if reward_scale == 1
-            else lambda env: gym.wrappers.TransformReward(env, lambda reward: reward_scale * reward)
-        )
-        self.model = Theirs("MlpPolicy", make_vec_env(env_id, n_envs, seed=seed,
-                                                      wrapper_class=scaled), seed=seed,
-                            device="cpu", **settings)
+        def scaled(env):
+            return gym.wrappers.TransformReward(env, lambda reward: reward_scale * reward)
+        wrapper = None if reward_scale == 1 else scaled
+        envs = make_vec_env(env_id, n_envs, seed=seed, wrapper_class=wrapper)
+        self.model = Theirs("MlpPolicy", envs, seed=seed, device="cpu", **settings)
         self.total, self.callback = self.model._setup_learn(total)
         self.batch = n_envs * self.model.n_steps
 
@@ -264,7 +253,7 @@ class Contender:
     about: str       # What it is
     make: callable   # make(seed) -> something with `batch`, `iterate()` and `policy(rng)`
     budget: int      # Steps at most
-    whole: bool      # Does it train to the end of its budget even when it has crossed? That tells its speed better
+    whole: bool      # Train to the end of the budget after crossing too: a better speed
 
 def contenders(task: str, # "cartpole" or "pendulum"
               ) -> list: # Of `Contender`; those of stable-baselines3 if it is installed
@@ -332,7 +321,8 @@ def compare(task: str, # "cartpole" or "pendulum"
     "All contenders on all seeds, by turns."
     torch.set_num_threads(1)
     field = contenders(task)
-    for contender in field: contender.make(0).iterate()  # what is done once in a process is done before any clock runs
+    for contender in field:
+        contender.make(0).iterate()  # warm up before any clock runs
     rows = []
     for seed in range(first, first + seeds):
         for i in range(len(field)):
@@ -344,20 +334,15 @@ def compare(task: str, # "cartpole" or "pendulum"
 def ratios(rows: list, # From `compare`, of one task
            contender: str, # A name
            how: str = "sampled", # "sampled" or "greedy" crossing, or "speed": steps in a second
-          ) -> dict | None: # median, low, high, censored (how many); None if ours did not cross on every seed
+          ) -> dict | None: # median, low, high, censored; None unless ours crossed on every seed
     "Ours against another, paired by seed: above 1 means that ours is faster."
     of = {(r["contender"], r["seed"]): r for r in rows}
-    pairs = [
-        (r, of["ours", r["seed"]])
-        for r in rows
-        if r["contender"] == contender and ("ours", r["seed"]) in of
-    ]
+    pairs = [(r, of["ours", r["seed"]]) for r in rows
+             if r["contender"] == contender and ("ours", r["seed"]) in of]
     if not pairs: return None
     if how == "speed":
-        values, censored = (
-            [(a["steps"] / a["seconds"]) / (b["steps"] / b["seconds"]) for b, a in pairs],
-            0,
-        )
+        values = [(a["steps"] / a["seconds"]) / (b["steps"] / b["seconds"]) for b, a in pairs]
+        censored = 0
     elif any(a[f"{how}_seconds"] is None for _, a in pairs): return None
     else:
         values = [(b["seconds"] if b[f"{how}_seconds"] is None
@@ -378,21 +363,17 @@ def table(rows: list, # From `compare`, of one task
     def ratio(name, how):
         if name == "ours": return "1"
         r = ratios(rows, name, how)
-        return (
-            "-"
-            if r is None
-            else f"{'≥ ' * bool(r['censored'])}{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]"
-        )
+        if r is None: return "-"
+        bound = "≥ " if r["censored"] else ""
+        return f"{bound}{r['median']:.1f} [{r['low']:.1f}, {r['high']:.1f}]"
 
     lines = [("contender", "crossed", "steps", "seconds", "times ours", "greedy: crossed",
-              "seconds", "times ours",
-              "steps/s", "our speed to its")]
-    for name in dict.fromkeys(
-        r["contender"] for r in sorted(rows, key=lambda r: (r["seed"], r["contender"] != "ours"))
-    ):
+              "seconds", "times ours", "steps/s", "our speed to its")]
+    ours_first = sorted(rows, key=lambda r: (r["seed"], r["contender"] != "ours"))
+    for name in dict.fromkeys(r["contender"] for r in ours_first):
         own = [r for r in rows if r["contender"] == name]
-        crossed = {how: f"{sum(r[f'{how}_steps'] is not None for r in own)} of {len(own)}" for how
-                   in ("sampled", "greedy")}
+        crossed = {how: f"{sum(r[f'{how}_steps'] is not None for r in own)} of {len(own)}"
+                   for how in ("sampled", "greedy")}
         lines.append((name, crossed["sampled"], middle(own, "sampled_steps", 0),
                       middle(own, "sampled_seconds", 2),
                       ratio(name, "sampled"), crossed["greedy"], middle(own, "greedy_seconds", 2),

@@ -78,26 +78,21 @@ def trl_grpo(start: Start, # Where to begin
     from trl import GRPOConfig, GRPOTrainer
     c, task, ends = config, start.task, []
     tokenizer = copy.deepcopy(task.tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token                                            # one that the model knows
+    tokenizer.pad_token = tokenizer.eos_token  # one that the model knows
     @torch.no_grad()
     def reward(prompts, completion_ids, **_):
         q = task.tokenizer(prompts, padding="max_length", max_length=task.query_length,
                            return_tensors="pt",
                            add_special_tokens=False).to(start.lm.device)
-        answers, counts, found = task.truncate(
-            torch.tensor(
-                [
-                    ids + [tokenizer.eos_token_id] * (c.response_length - len(ids))
-                    for ids in completion_ids
-                ],
-                device=start.lm.device,
-            )
-        )
-        return apply_penalty(start.norm(score(start.reward_model, q["input_ids"],
-                                              q["attention_mask"].bool(), answers,
-                                              counts)), found, c.penalty).tolist()
+        padded = [ids + [tokenizer.eos_token_id] * (c.response_length - len(ids))
+                  for ids in completion_ids]
+        responses, mask, has_end = task.truncate(torch.tensor(padded, device=start.lm.device))
+        scores = score(start.reward_model, q["input_ids"], q["attention_mask"].bool(), responses,
+                       mask)
+        return apply_penalty(start.norm(scores), has_end, c.penalty).tolist()
     with quiet(), tempfile.TemporaryDirectory() as tmp:
-        start.lm.save_pretrained(tmp); tokenizer.save_pretrained(tmp)                    # from where it reads the reference
+        start.lm.save_pretrained(tmp)
+        tokenizer.save_pretrained(tmp)  # from where it reads the reference
         args = GRPOConfig(**shared(c, tmp), gradient_checkpointing=False, disable_dropout=True,
                           per_device_train_batch_size=c.batch // c.minibatches,
                           steps_per_generation=c.minibatches,
@@ -163,7 +158,7 @@ def contenders() -> dict: # Name -> (function, changes of the config, what it is
         with quiet():
             import trl
             try: return hasattr(trl, name)
-            except (ImportError, RuntimeError): return False  # a version that does not fit the others that are installed
+            except (ImportError, RuntimeError): return False  # its versions do not fit together
     grpo, ppo = dict(algo="grpo", kl_in_loss=True), dict(algo="ppo")
     found = {"ours-grpo": (ours, grpo, "our loop with GRPO"),
              "ours-ppo": (ours, ppo, "our loop with PPO")}
@@ -204,10 +199,10 @@ def compare(seeds: int, # How many
 def ratios(rows: list, # From `compare`
            name: str, # A contender, other than ours
           ) -> dict: # median, low, high
-    "Their seconds for an iteration divided by ours, of ours with the same algorithm: median over the seeds, with its 95% interval."
+    "Their seconds for an iteration over ours: median over the seeds, with its 95% interval."
     of = {(r["contender"], r["seed"]): r["seconds_per_iteration"] for r in rows}
-    values = [seconds / of[f"ours-{name.split('-')[1]}", seed] for (who, seed),
-              seconds in of.items() if who == name]
+    ours = f"ours-{name.split('-')[1]}"
+    values = [s / of[ours, seed] for (who, seed), s in of.items() if who == name]
     low, high = bootstrap_interval(values, statistic="median")
     return dict(median=float(np.median(values)), low=low, high=high)
 

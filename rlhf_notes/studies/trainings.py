@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -88,6 +89,7 @@ def old_training(task: str, # A name in TASKS
         raise ValueError(f"resume must be a run of {task}, got {path}, a run of {found}")
     kind = TASKS[task][0]
     config = kind(**{name: run.config[name] for name in kind.__dataclass_fields__})
+    if "reward" in run.config: return _resume_own(config, run)
     train, is_main = _trainer(config, run)
     if is_main: run.lock()
     return partial(_train, train, config, run, is_main)
@@ -194,40 +196,84 @@ def _print_means(rows):
 # %% ../../nbs/studies/37_trainings.ipynb #own
 def own_reward(options: dict, # Of RLHFConfig, with a model
                prompts: Path | None, # A file
-               reward: str | None, # module:function
+               reward: str | None, # module:function, or a reward model of transformers
                out: Path | None = None, # The run directory; None = runs/rlhf-own
                overwrite: bool = False, # May it replace a run?
                track: str = "tensorboard", # The tracker
               ): # A function that trains and returns the exit code
     "Train a model by a user's reward; ValueError if that cannot begin here."
-    from rlhf_notes.language.rlhf import RLHF
     from rlhf_notes.training.runs import Run
     if not (prompts and reward and "model" in options):
         raise ValueError("reward must come with --model and --prompts")
-    rest = {name: x for name, x in options.items() if name not in ("model", "response_length")}
-    trainer = RLHF(options["model"], prompts=prompts, reward=_function(reward),
-                   max_new_tokens=options.get("response_length", 16), **rest)
+    trainer, out = _own_trainer(options, prompts, reward), out or Path("runs/rlhf-own")
     about = {"task": "rlhf", **asdict(trainer.config), "model": options["model"],
              "prompts": str(prompts), "reward": reward, "track": track, "versions": versions()}
-    Run.check(out := out or Path("runs/rlhf-own"), overwrite)
+    Run.check(out, overwrite)
     use_one_thread()
     trainer.rows.append(trainer.iterate())  # a reward that fails, fails before anything is written
-    return partial(_learn, trainer, Run.create(out, about, overwrite))
+    return partial(_learn, trainer, Run.create(out, about, overwrite), [])
 
-def _learn(trainer, run):
-    def log(row): run.log(row, row["iteration"])
-    log(trainer.rows[0])
-    trainer.learn(log).save(run.path / "policy")
-    c, last = trainer.config, trainer.rows[-1]
-    run.finish({"task": "rlhf", "algo": c.algo, "seed": c.seed, "device": str(trainer.device),
-                "steps": c.batch * trainer.iteration, "iterations": trainer.iteration,
-                "score": last["score"], "kl": last["kl_k1"], "unscored": last["unscored"]})
-    first = trainer.rows[0]["score"]
-    print(f"score {first:.3g} at first, {last['score']:.3g} at last", run.path / "policy", sep="\n")
-    return 0 if trainer.iteration == trainer.iterations else 130
+def _own_trainer(options, prompts, reward):
+    from rlhf_notes.language.rlhf import RLHF
+    rest = {name: x for name, x in options.items() if name not in ("model", "response_length")}
+    return RLHF(options["model"], prompts=prompts, reward=_reward(reward),
+                max_new_tokens=options.get("response_length", 16), **rest)
 
-def _function(path):
-    module, _, name = path.partition(":")
+def _resume_own(config, run):
+    trainer = _own_trainer(asdict(config), Path(run.config["prompts"]), run.config["reward"])
+    trainer.load_state_dict(run.checkpoint["trainer"])
+    trainer.rows = run.checkpoint["rows"]
+    run.lock()
+    return partial(_learn, trainer, run, run.checkpoint["samples"])
+
+def _learn(trainer, run, samples):
+    from rlhf_notes.language.pipeline import CHECKPOINT_EVERY
+    from rlhf_notes.language.rollout import sample_table
+    use_one_thread()
+    c, saved = trainer.config, time.perf_counter()
+
+    def log(row):
+        nonlocal saved
+        i = row["iteration"]
+        run.log(row, i)
+        if i in (1, c.iterations) or i % c.eval_every == 0:
+            found = sample_table(trainer.task, trainer.rollout)
+            samples.extend(dict(iteration=i) | x for x in found)
+        if time.perf_counter() - saved < CHECKPOINT_EVERY: return
+        _save(trainer, run, samples)
+        saved = time.perf_counter()
+    for row in trainer.rows[max(0, len(run.lines) - 1):]:
+        log(row)
+    trainer.learn(log)
+    _save(trainer, run, samples)
+    return _finish(trainer, run)
+
+def _save(trainer, run, samples):
+    from rlhf_notes.training.runs import write_table
+    state = trainer.state_dict()
+    run.save_checkpoint({"trainer": state, "rows": trainer.rows, "samples": samples})
+    write_table(run.path / "samples.csv", samples)
+
+def _finish(trainer, run):
+    from rlhf_notes.language.pipeline import plot_run
+    c, first, last = trainer.config, trainer.rows[0], trainer.rows[-1]
+    trainer.save(run.path / "policy")
+    summary = {"task": "rlhf", "algo": c.algo, "seed": c.seed, "device": str(trainer.device),
+               "steps": c.batch * trainer.iteration, "iterations": trainer.iteration,
+               "score": last["score"], "kl": last["kl_k1"], "unscored": last["unscored"],
+               "interrupted": trainer.iteration < trainer.iterations}
+    run.save_figure(lambda figure: plot_run(figure, trainer.rows, summary), figsize=(9, 4.6))
+    run.finish(summary)
+    print(f"score {first['score']:.3g} at first, {last['score']:.3g} at last")
+    print(run.path / "policy", run.path / "samples.csv", sep="\n")
+    if not summary["interrupted"]: return 0
+    print(f"continue with: rlhf-notes rlhf --resume {run.path}")
+    return 130
+
+def _reward(path):
+    "The function, or the directory or name of a reward model, which has no colon."
+    module, colon, name = path.partition(":")
+    if not colon: return path
     try:
         return getattr(import_module(module), name)
     except Exception as e:  # whatever the module does

@@ -28,7 +28,7 @@ class Start:
     "Model, reward and norm that compared trainings share."
     config: RLHFConfig       # Hyperparameters, seed included
     lm: nn.Module            # The pretrained model
-    reward_model: nn.Module  # Trained on choices between its answers
+    reward_model: nn.Module  # Trained on choices between its responses
     norm: object             # The `RewardNorm` of its scores
     task: object             # `Reviews`
 
@@ -48,16 +48,17 @@ def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
     return Start(config, lm, stage.model, stage.norm, task)
 
 # %% ../../nbs/studies/33_variants.ipynb #measure
-def measure(trainer: RLHF, # At its beginning, in training, or at its end; `eval_answers` of its config says on how many answers
+def measure(trainer: RLHF, # At any time; `eval_answers` of its config responses are sampled
             lm: nn.Module | None = None, # The model to look at; None = the policy as it is now
            ) -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
     "Proxy and true reward, KL, ends and win rate of a policy."
     return evaluate(trainer, lm).worth(evaluate(trainer, trainer.reference))
 
 # %% ../../nbs/studies/33_variants.ipynb #best
-def best_of_n_kl(n: int, # Answers to choose from, >= 1
+def best_of_n_kl(n: int, # Responses to choose from, >= 1
                 ) -> float: # Nats
-    "Upper bound of the KL of the best of n responses: log n - (n - 1) / n (Stiennon et al. 2020; Beirami et al. 2024)."
+    """Upper bound of the KL of the best of n responses: log n - (n - 1) / n (Stiennon et al. 2020;
+    Beirami et al. 2024)."""
     check_value("n", n, "[1, inf)")
     return math.log(n) - (n - 1) / n
 
@@ -66,7 +67,7 @@ def best_of_n(proxy: torch.Tensor, # By what the best is chosen, (..., N)
               true: torch.Tensor, # What it is worth, (..., N)
               n: int, # Of how many, 1 to N
              ) -> torch.Tensor: # (...): the mean of `true` over all choices of n
-    "Expected worth of the answer with the largest proxy among n of N."
+    "Expected worth of the response with the largest proxy among n of N."
     check_value("n", n, f"[1, {proxy.shape[-1]}]")
     N = proxy.shape[-1]
     weights = torch.tensor([math.comb(i, n - 1) / math.comb(N, n) for i in range(N)],
@@ -77,25 +78,26 @@ def best_of_n(proxy: torch.Tensor, # By what the best is chosen, (..., N)
 def best_of_n_win(proxy: torch.Tensor, # By what the best is chosen, (..., N)
                   true: torch.Tensor, # By what it is compared, (..., N)
                   n: int, # Of how many, 1 to N - 1
-                 ) -> torch.Tensor: # (...), from 0 to 1: the mean over all choices of n, and over all that were not among them; a tie is half a win
-    "Probability that the response with the largest proxy among n of N is worth more than another of the N, which was not to be chosen from."
+                 ) -> torch.Tensor: # (...), from 0 to 1; a tie is half a win
+    """Probability that the response with the largest proxy among n of N is worth more than one of
+    the others: the mean over all choices of n, and over all that are not among them."""
     check_value("n", n, f"[1, {proxy.shape[-1] - 1}]")
     N, ranks = proxy.shape[-1], range(proxy.shape[-1])
-    pairs = math.comb(N, n) * (N - n)  # of a choice and an answer outside of it
-    above, below = (torch.tensor([[math.comb(max(rank - k, 0),
-                                             n - 1) * (rank >= k) / pairs] for rank in ranks],
-                                 dtype=torch.float64).expand(N, N) for k in (0, 1))
-    # (best, other): as often as that is the best and the other, above or below it, is not in the choice
+    pairs = math.comb(N, n) * (N - n)  # of a choice and a response outside of it
+    # [best, other]: how often `best` is the best of a choice that `other` is not in
+    above, below = (torch.tensor([[math.comb(max(rank - k, 0), n - 1) * (rank >= k) / pairs]
+                                  for rank in ranks], dtype=torch.float64).expand(N, N)
+                    for k in (0, 1))
     weights = (above.triu(1) + below.tril(-1)).to(true.device)
     x = true.gather(-1, torch.argsort(proxy, -1)).double()
     return 0.5 + (weights * (x.unsqueeze(-1) - x.unsqueeze(-2)).sign()).sum((-1, -2)) / 2
 
 # %% ../../nbs/studies/33_variants.ipynb #best-of
-def measure_best_of_n(trainer: RLHF, # Whose reference answers, and whose reward model chooses
-                      ns: tuple, # Of how many the best is taken, each
-                      rounds: int, # Answers to each of `eval_answers` held-out queries, at least the largest n; for `win` there is one more
-                     ) -> dict: # n -> as `measure`; kl is the bound, and win is against an answer that was not among the n
-    "Worth of the best of n responses of the pretrained model."
+def measure_best_of_n(trainer: RLHF, # Its reference responds, and its reward model chooses
+                      ns: tuple, # Sizes of the choice
+                      rounds: int, # Responses to each held-out prompt, at least the largest n
+                     ) -> dict: # n -> as `measure`; kl is the bound
+    "Worth of the best of n responses of the pretrained model; it wins against one not among the n."
     many = [evaluate(trainer, trainer.reference, seed=seed) for seed in range(rounds + 1)]
     all_proxy, all_true, all_valid = (torch.stack(x, 1).cpu()
                                       for x in zip(*((e.rollout.scores, e.true,

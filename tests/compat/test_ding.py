@@ -1,6 +1,7 @@
 import math
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -406,6 +407,10 @@ def test_data_of_the_other_kind_are_refused():
     (lambda: ppo_policy_error_continuous(G._replace(action=torch.zeros(4, dtype=torch.long))), TypeError, "action must have a floating-point dtype"),
     (lambda: ppo_policy_error_continuous(G._replace(adv=G.action)), ValueError, "adv must have the shape of"),
     (lambda: ppo_policy_error_continuous(G._replace(weight=G.action)), ValueError, "weight must have the shape of adv"),
+    (lambda: ppo_policy_error_continuous(G._replace(action=G.action[:, 0].numpy())), TypeError, "action must be a torch.Tensor, got ndarray"),
+    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=np.zeros((2, 4)))), TypeError, "mu_sigma_new must be a"),
+    (lambda: shape_fn_ppo((), {}), TypeError, "args must begin with data, or kwargs hold it: .*, got NoneType"),
+    (lambda: shape_fn_ppo((torch.ones(2),), {}), TypeError, "args must begin with data, .*, got Tensor"),
     (lambda: ppo_value_error(V._replace(return_=torch.ones(3))), ValueError, r"return_ must have the shape of value_new, \(4,\), got \(3,\)"),
     (lambda: ppo_value_error(V._replace(weight=torch.ones(3))), ValueError, r"weight must have the shape of value_new, \(4,\), got \(3,\)"),
     (lambda: ppo_value_error(V._replace(value_old=None)), ValueError, "value_old must be given"),
@@ -596,7 +601,9 @@ def test_bad_fields_are_named(field, value, error, words):
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, torch.ones(3), None)), ValueError, r"reward must have one number for each of the 4 responses, .* got \(3,\)"),
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, torch.ones(1, 4), None)), ValueError, r"with K >= 2, got \(1, 4\)"),
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, torch.ones(2, 2, 1), None)), ValueError, r"reward must have .* got \(2, 2, 1\)"),
-    (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, torch.ones(4).long(), None)), TypeError, "reward must have a floating-point dtype"),
+    (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, [1.0] * 4, None)), TypeError, "reward must be a torch.Tensor, got list"),
+    (lambda: rloo_policy_error(rloo_policy_data(Z, Z, None, ADV, None)), TypeError, "action must be a torch.Tensor, got NoneType"),
+    (lambda: grpo_policy_error(grpo_policy_data(Z, Z, None, ACTION, ADV, None)), TypeError, "logit_ref must be a torch.Tensor, got NoneType"),
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, ADV, None), clip_ratio=1.5), ValueError, "clip_ratio"),
     (lambda: grpo_policy_error(grpo_policy_data(Z, Z, Z, ACTION, ADV, None), log_prob_fn="efficient"), TypeError, "^log_prob_fn must be a function of logits and index, got 'efficient'"),
     (lambda: rloo_policy_error(rloo_policy_data(Z, Z, ACTION, ADV, None), log_prob_fn=None), TypeError, "^log_prob_fn must be a function of logits and index, got None"),

@@ -8,8 +8,8 @@ import torch
 
 from rlhf_notes.formulas.grpo import off_policy_sequence_mask
 from rlhf_notes.formulas.logprob import gaussian_log_prob
-from rlhf_notes.studies import differences
-from rlhf_notes.studies.differences import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, compare, load_peer, random_batch
+from crosscheck import peers
+from crosscheck.peers import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, compare, load_peer, random_batch
 
 SEEDS = range(5)
 CELLS = [(q, p) for q, quantity in QUANTITIES.items() for p in quantity.theirs]
@@ -58,7 +58,7 @@ def test_ours_is_finite_and_the_comparison_notices_a_difference(quantity, monkey
     offs = {"=": q.ours, "value": lambda b: q.ours(b) * 1.001 + 1e-4, "gradient": lambda b: q.ours(b).detach() + 1.1 * (q.ours(b) - q.ours(b).detach())}
     for off, f in offs.items():
         monkeypatch.setitem(QUANTITIES, quantity, q._replace(theirs={"me": lambda lib, b, f=f: f(b)}))
-        monkeypatch.setattr(differences, "load_peer", lambda name: differences.Peer(name, "1", object(), None))
+        monkeypatch.setattr(peers, "load_peer", lambda name: peers.Peer(name, "1", object(), None))
         c = compare(quantity, "me")
         assert c.ours.isfinite().all()
         if off == "gradient" and not q.wrt: continue
@@ -76,7 +76,7 @@ def _sigma(change): return lambda b: gaussian_log_prob(b.action, b.mu, change(b.
 def test_one_number_is_enough(quantity, theirs, label, monkeypatch):
     "A stand-in peer that is off in one value, in the places of its gradient or in the second of two gradients."
     monkeypatch.setitem(QUANTITIES, quantity, QUANTITIES[quantity]._replace(theirs={"me": lambda lib, b: theirs(b)}))
-    monkeypatch.setattr(differences, "load_peer", lambda name: differences.Peer(name, "1", object(), None))
+    monkeypatch.setattr(peers, "load_peer", lambda name: peers.Peer(name, "1", object(), None))
     assert compare(quantity, "me").label == label
 
 
@@ -84,7 +84,7 @@ def test_a_module_is_loaded_alone_and_leaves_no_trace(tmp_path, monkeypatch):
     (tmp_path / "toy" / "sub").mkdir(parents=True); (tmp_path / "toy" / "sub" / "part.py").write_text("from heavy.deep import Thing, other\nvalue = Thing")
     for path in ("toy", "toy/sub"): (tmp_path / path / "__init__.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path); monkeypatch.setitem(sys.modules, "heavy", before := ModuleType("heavy"))
-    assert differences._alone("toy", ["sub.part"], {"heavy.deep": {"Thing": 7}})["part"].value == 7
+    assert peers._alone("toy", ["sub.part"], {"heavy.deep": {"Thing": 7}})["part"].value == 7
     assert sys.modules["heavy"] is before and not [m for m in sys.modules if m.split(".")[0] == "toy" or m == "heavy.deep"]
 
 
@@ -98,7 +98,7 @@ def test_a_missing_peer_is_reported(monkeypatch):
 
 def test_a_peer_that_is_installed_and_broken_is_not_missing(monkeypatch):
     monkeypatch.setitem(PEERS, "broken", "torch")
-    monkeypatch.setattr(differences, "_load_broken", lambda: 1 / 0, raising=False)
+    monkeypatch.setattr(peers, "_load_broken", lambda: 1 / 0, raising=False)
     peer = load_peer("broken")
     assert peer.version and peer.missing.startswith("cannot be loaded: ZeroDivisionError")
 

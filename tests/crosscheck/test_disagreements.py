@@ -7,7 +7,7 @@ import torch
 
 from rlhf_notes.compat import ding as our_ding, torchtune as our_torchtune
 from rlhf_notes.formulas import advantage, grpo, kl, logprob, ppo, ratio, reward, surrogate, value, whitening
-from rlhf_notes.studies.differences import openrlhf_advantages, sb3_update, trl_loss, verl_loss
+from crosscheck.peers import openrlhf_advantages, sb3_update, trl_loss, verl_loss
 from crosscheck.test_agreement import functions_of
 
 NAN, INF = math.nan, math.inf
@@ -209,7 +209,7 @@ def test_group_of_one(verl):
     assert advantage.group_advantage(alone).item() == 0
     found = [f(alone, mask, index)[0].item() for f in (verl.core_algos.compute_grpo_outcome_advantage, verl.core_algos.compute_rloo_outcome_advantage, verl.core_algos.compute_rloo_vectorized_outcome_advantage)]
     close(found, 2 / (1 + 1e-6), 2, 0)
-    with pytest.raises(ValueError, match="at least 2 answers"): advantage.rloo_advantage(alone)
+    with pytest.raises(ValueError, match="at least 2 responses"): advantage.rloo_advantage(alone)
 
 
 def test_empty_answer_trl(trl):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS, microbatch_weight, off_policy_sequence_mask, policy_loss
+from rlhf_notes.formulas.masking import aggregate_count
 from rlhf_notes.formulas.ratio import importance_ratio, truncated_importance_weight
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
@@ -321,6 +322,8 @@ def test_vmap_and_compile(variant):
     (dict(logp=torch.zeros(3), logp_old=torch.zeros(3)), ValueError, r"logp must have the shape \(B, T\), got \(3,\)"),
     (dict(advantage=torch.ones(3)), ValueError, r"advantage must have .*got \(3,\)"),
     (dict(advantage=torch.ones(1, 3)), ValueError, "advantage must have"), (dict(advantage=torch.ones(())), ValueError, "advantage must have"),
+    (dict(weight=torch.ones(2)), ValueError, r"weight must have the shape \(B, W\), got \(2,\)"), (dict(weight=torch.ones(2, 2)), ValueError, r"weight must have the shape .* got \(2, 2\)"),
+    (dict(weight=2.0), TypeError, "weight must be a torch.Tensor, got float"), (dict(total=-1), ValueError, "total must be in"),
     (dict(advantage=torch.ones(2).long()), TypeError, "advantage must have a floating-point dtype"), (dict(advantage=1.0), TypeError, "advantage must be a torch.Tensor, got float"),
 ])
 def test_bad_input_of_policy_loss_is_named(kwargs, error, words):
@@ -386,14 +389,36 @@ def test_off_policy_mask_leaves_answers_out(variant):
 
 
 @pytest.mark.parametrize("variant", POLICY_VARIANTS)
-@given(seed=SEEDS)
-def test_a_truncated_weight_times_the_advantage_weighs_the_objective(variant, seed):
+@given(seed=SEEDS, junk=JUNK)
+def test_weights_multiply_the_objective_and_not_the_kl(variant, seed, junk):
     logp, old, A, m = batch(seed)
-    w = truncated_importance_weight(old, old - normal(seed + 9, old.shape), mask=m)
-    _, (plain,) = value_and_grad(lambda x: policy_loss(x, old, A, m, variant)[0], logp)
-    _, (weighted,) = value_and_grad(lambda x: policy_loss(x, old, A[:, None] * w, m, variant)[0], logp)
-    each = (w * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1) if variant in ("gspo", "gmpo") else w
-    torch.testing.assert_close(weighted, plain * each)
+    ref, each_w = old + 0.2, truncated_importance_weight(old, old - normal(seed + 9, old.shape), mask=m)
+    for w in (each_w, each_w[:, :1]):
+        w = w.clone().requires_grad_(True)
+        f = lambda ref=None, **kw: value_and_grad(lambda x: policy_loss(x, old, A, m, variant, ref, **kw)[0], logp)
+        (plain, (slope,)), (got, (weighted,)) = f(), f(weight=w)
+        wide = w.detach().expand_as(logp)
+        mean = (wide * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
+        torch.testing.assert_close(weighted, slope * (mean if variant in ("gspo", "gmpo") else wide))
+        torch.testing.assert_close(f(ref, weight=w)[0] - got, f(ref)[0] - plain)                              # the KL has no weight
+    stats = lambda **kw: policy_loss(logp, old, A, m, variant, **kw)[1]
+    assert stats(weight=torch.zeros_like(each_w))["clip_fraction"] == stats()["clip_fraction"]
+    put = lambda x: torch.where(m, x, torch.tensor(junk, dtype=F64))
+    assert torch.equal(f(weight=put(each_w))[0], f(weight=each_w)[0]) and f(weight=put(each_w))[1][0].isfinite().all()
+
+
+@given(variant=VARIANTS, seed=SEEDS, parts=st.sampled_from([1, 2, 3, 4]), mode=st.sampled_from([None, *AGGREGATION.values(), "seq-mean-token-sum"]), length=st.sampled_from([None, 7]))
+def test_losses_with_the_total_of_the_batch_add_up_to_its_loss(variant, seed, parts, mode, length):
+    logp, old, A, m = batch(seed, B=4)
+    m[seed % 4] = False
+    mode, ref = mode or AGGREGATION[variant], old + 0.1
+    f = lambda x, i, **kw: policy_loss(x[i], old[i], A[i], m[i], variant, ref[i], aggregation=mode, length=length, **kw)[0]
+    whole, (expected,) = value_and_grad(lambda x: f(x, slice(None)), logp)
+    rows = torch.arange(4).chunk(parts)
+    count = sum(aggregate_count(m[i], mode) for i in rows)                                                    # as processes would sum it
+    for total in (count, int(count)):
+        got, (grad,) = value_and_grad(lambda x: sum(f(x, i, total=total) for i in rows), logp)
+        torch.testing.assert_close(got, whole); torch.testing.assert_close(grad, expected)
 
 
 @pytest.mark.parametrize("args, kwargs, error, words", [

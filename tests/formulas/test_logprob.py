@@ -134,6 +134,33 @@ def test_nothing_leaks_from_under_the_mask(way, shape, vocabulary, seed, junk, t
         assert torch.equal(later, value) and torch.equal(g, grad)
 
 
+@ways
+@given(shape=shapes(0, 2), K=st.integers(0, 3), vocabulary=st.integers(1, 6), seed=SEEDS, dtype=DTYPES, temperature=TEMPERATURES)
+def test_several_tokens_of_a_row_are_as_one_by_one(way, shape, K, vocabulary, seed, dtype, temperature):
+    z, m = normal(seed, (*shape, vocabulary), dtype, 3.0), random_mask(seed + 1, shape)
+    i = words(seed + 2, (*shape, K), vocabulary)
+    dirty, outside = torch.where(m[..., None], z, math.nan), torch.where(m[..., None], i, -100)
+    def one_by_one(z): return torch.stack([selective_log_softmax(z, i[..., k], temperature, m) for k in range(K)], -1) if K else i.float()
+    with way():
+        got, (grad,) = value_and_grad(lambda z: selective_log_softmax(z, outside, temperature, m) * torch.arange(1, K + 1), dirty)
+        assert got.shape == i.shape and (got[~m] == 0).all() and (grad[~m] == 0).all()
+        if K:
+            expected, (expected_grad,) = value_and_grad(lambda z: one_by_one(z) * torch.arange(1, K + 1), z)
+            torch.testing.assert_close(got, expected); torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=GRAD_RTOL.get(dtype, 1e-5) * 4)
+
+
+@ways
+def test_several_tokens_twice_differentiable_and_under_vmap(way):
+    z, i = normal(0, (3, 5)), words(1, (3, 4), 5)
+    with way():
+        f = lambda z: selective_log_softmax(z, i, 0.7)
+        assert torch.autograd.gradcheck(f, z.clone().requires_grad_(True)) and torch.autograd.gradgradcheck(f, z.clone().requires_grad_(True))
+        torch.testing.assert_close(torch.func.vmap(selective_log_softmax)(z, i), selective_log_softmax(z, i))
+        torch.testing.assert_close(torch.compile(selective_log_softmax, backend="eager", fullgraph=True)(z, i), selective_log_softmax(z, i))
+        with pytest.raises(ValueError, match=r"^index must have the shape \(..., K\) with ... = \(3,\), as logits has, got \(2, 4\)"): selective_log_softmax(z, i[:2])
+        with pytest.raises(ValueError, match="^index must be between 0 and 4"): selective_log_softmax(z, i + 5)
+
+
 SECOND = {"log-probability": lambda z, i, m: selective_log_softmax(z, i, 0.7, m), "entropy": lambda z, i, m: entropy_from_logits(z, 0.7, m),
           "joint, log-probability": lambda z, i, m: log_probs_and_entropy(z, i, 0.7, m)[0], "joint, entropy": lambda z, i, m: log_probs_and_entropy(z, i, 0.7, m)[1]}
 

@@ -133,6 +133,7 @@ one = torch.ones(4)
     ([one, one, 1.0], {}, TypeError, "advantage must be a torch.Tensor, got float"), ([one, one, one, one], {}, TypeError, "returns must be a torch.Tensor, got NoneType"),
     ([one, one, one, one, None, one], dict(value_clip=0.2), ValueError, "value_old must be given"), ([one, one, one], dict(mask=one), TypeError, r"mask must be boolean \(True = counts\)"),
     ([one, one, one], dict(entropy=one[:1]), ValueError, "entropy must have the shape of logp"), ([one, one, one], dict(eps_low=0), ValueError, r"eps_low must be in \(0, 1\], got 0"),
+    ([one] * 4, dict(value_clip="0.2"), TypeError, "value_clip must be a number, got str"), ([one] * 4, dict(value_clip=0), ValueError, r"value_clip must be in \(0, inf\)"),
     ([one, one, one], dict(dual_clip=1), ValueError, r"dual_clip must be in \(1, inf\), got 1"), ([one, one, one], dict(kl_kind="k4"), ValueError, "kl_kind must be one of 'k1', 'k2', 'k3'"),
     *[([one, one, one], {name: -1.0}, ValueError, rf"{name} must be in \[0, inf\), got -1.0") for name in ("value_coef", "entropy_coef", "beta")],
 ])

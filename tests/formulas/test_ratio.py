@@ -196,6 +196,35 @@ def test_truncated_weight_is_biased_by_what_is_cut_off_and_bounded_in_its_second
     assert w.amax() <= cap and (truncated_importance_weight(log_old, log_old, cap) == 1).all()
 
 
+@given(abm=pairs(dims=(2, 2)), cap=st.sampled_from([1.0, 1.5, 1e3]))
+def test_weights_of_sequences_and_weights_left_out_equal_the_loop(abm, cap):
+    logp_old, logp_rollout, mask = abm
+    m = torch.ones_like(logp_old, dtype=torch.bool) if mask is None else mask
+    difference = ((logp_old.double() - logp_rollout.double()) * m)
+    for level, log_w in (("token", difference), ("sequence", difference.sum(1, keepdim=True))):
+        w = log_w.clamp(-40, 40).exp()
+        sure = (w / cap - 1).abs() > 1e-4                                          # at the cap itself rounding decides
+        for above, expected in (("cap", w.clamp(max=cap)), ("zero", w.where(w <= cap, 0))):
+            got = truncated_importance_weight(logp_old, logp_rollout, cap, mask, level, above)
+            assert got.shape == w.shape and not got.requires_grad
+            torch.testing.assert_close(got.double()[sure], expected[sure], rtol=1e-4, atol=1e-12)
+
+
+def test_whole_sequences_are_unbiased_without_a_cap_and_lose_what_lies_above_it():
+    "All sequences of two tokens, by their probability under the sampler."
+    old, rollout, f = normal(0, (3, 3)).flatten().log_softmax(0).view(3, 3), normal(1, (3, 3)).flatten().log_softmax(0).view(3, 3), normal(2, (9,))
+    def tokens(joint):
+        first = joint.logsumexp(1)
+        return torch.stack([first[:, None].expand(3, 3), joint - first[:, None]], -1).reshape(9, 2)     # log p(a), log p(b | a)
+    w = lambda cap, above: truncated_importance_weight(tokens(old), tokens(rollout), cap, None, "sequence", above)[:, 0]
+    p, q = rollout.exp().flatten(), old.exp().flatten()
+    assert (p * w(1e6, "zero") * f).sum().item() == pytest.approx((q * f).sum().item())
+    assert (q > 1.2 * p).any()
+    assert (p * w(1.2, "zero") * f).sum().item() == pytest.approx((q * f)[q <= 1.2 * p].sum().item())
+    assert (p * w(1.2, "cap") * f).sum().item() == pytest.approx((torch.minimum(q, 1.2 * p) * f).sum().item())
+    assert truncated_importance_weight(torch.tensor([math.nan]), torch.zeros(1), above="zero").isnan()
+
+
 @given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
 def test_truncated_weight_of_any_log_ratio(data, dtype):
     x = data.draw(values((4,), LOG_RATIOS)).to(dtype)
@@ -253,6 +282,8 @@ def test_works_under_vmap_and_compile():
     (lambda x, m: truncated_importance_weight(x, x.tolist()), TypeError, "logp_rollout must be a torch.Tensor, got list"),
     (lambda x, m: truncated_importance_weight(x, x[:1]), ValueError, r"logp_rollout must have the shape of logp_old, \(2, 3\), got \(1, 3\)"),
     (lambda x, m: truncated_importance_weight(x, x, 0.9), ValueError, r"cap must be in \[1, inf\), got 0.9"),
+    (lambda x, m: truncated_importance_weight(x[0], x[0], level="sequence"), ValueError, r"logp_old must have the shape \(B, T\), got \(3,\)"),
+    (lambda x, m: truncated_importance_weight(x, x, above="mask"), ValueError, "above must be one of 'cap', 'zero', got 'mask'"),
     (lambda x, m: truncated_importance_weight(x, x, m), TypeError, "cap must be a number, got Tensor"),
     (lambda x, m: truncated_importance_weight(x, x, mask=m[0]), ValueError, r"mask must have the shape of logp_old, \(2, 3\), got \(3,\)"),
     (lambda x, m: effective_sample_size(m), TypeError, "ratio must have a floating-point dtype"),

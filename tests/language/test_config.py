@@ -33,7 +33,7 @@ def test_defaults_are_those_of_the_details():
     (dict(batch=0), "batch"), (dict(batch=2.5), "batch"), (dict(batch="many"), "batch"), (dict(minibatches=3), "minibatches"), (dict(microbatches=5), "microbatches"), (dict(microbatches=64), "microbatches"),
     (dict(algo="rloo", group=3), "group"), (dict(algo="grpo", group=1), "group"), (dict(temperature=0.0), "temperature"), (dict(learning_rate=float("nan")), "learning_rate"), (dict(gamma=1.1), "gamma"),
     (dict(stop_after=16), "stop_after"), (dict(response_length=8), "stop_after"), (dict(kl_coef=-0.1), "kl_coef"), (dict(kl_target=-1.0), "kl_target"), (dict(eval_every=0), "eval_every"), (dict(kl_horizon=25), "kl_horizon"), (dict(penalty=float("inf")), "penalty"), (dict(seed=-1), "seed"),
-    (dict(model=3), "model"), (dict(whiten_rewards=1), "whiten_rewards"), (dict(labels=0), "labels"), (dict(norm_samples=1), "norm_samples"), (dict(clip=0.0), "clip")])
+    (dict(model=3), "model"), (dict(whiten_rewards=1), "whiten_rewards"), (dict(labels=0), "labels"), (dict(norm_samples=1), "norm_samples"), (dict(clip=0.0), "clip"), (dict(dpo_beta=0.0), "dpo_beta")])
 def test_what_cannot_be_is_refused_by_name(bad, name):
     with pytest.raises(ValueError, match=rf"^{name}\b"): RLHFConfig(**bad)
 
@@ -53,7 +53,7 @@ def test_a_seed_is_one_that_every_source_of_chance_takes(config):
 
 
 def test_groups_are_for_those_without_a_value_head():
-    assert [RLHFConfig(algo=a, group=8).answers_per_query for a in ("ppo", "grpo", "rloo")] == [1, 8, 8]
+    assert [RLHFConfig(algo=a, group=8).answers_per_query for a in ("ppo", "grpo", "rloo", "dpo")] == [1, 8, 8, 1]
 
 
 def test_the_coefficient_adapts_only_if_it_can():
@@ -64,7 +64,7 @@ def test_names_are_those_of_the_modules_that_use_them():
     assert set(get_args(Variant)) | {"gspo_token"} == set(POLICY_VARIANTS) and set(get_args(Preset)) == set(MODEL_PRESETS)
     assert {None if s == "none" else s for s in get_args(GroupScale)} == set(FORMULA_SCALES)
     from rlhf_notes.language.rollout import ADVANTAGES
-    assert set(get_args(Algo)) == set(ADVANTAGES) and PRECISIONS == ("float32", "bfloat16")
+    assert set(get_args(Algo)) == {*ADVANTAGES, "dpo"} and PRECISIONS == ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize("variant", get_args(Variant))

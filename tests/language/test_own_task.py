@@ -1,4 +1,5 @@
 """Your own task: prompts, rewards and models as people have them."""
+import csv
 import json
 import math
 from dataclasses import replace
@@ -7,15 +8,16 @@ import pytest
 import torch
 import transformers
 
-from language.parts import TINY, handmade, trainer
+from language.parts import TINY, After, handmade, trainer
 from language_models import WORDS, make
-from rlhf_notes import RLHF
+from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
-from rlhf_notes.language.hub import check_model
+from rlhf_notes.language.hub import check_model, end_tokens
 from rlhf_notes.language.model import no_dropout
-from rlhf_notes.language.rollout import (Prompts, end_tokens, read_prompts, reward_functions,
-                                         rollout_stats, treat_overlong, with_advantages)
+from rlhf_notes.language.rollout import (Classifier, Prompts, read_prompts, reward_functions,
+                                         rollout_stats, sample_table, treat_overlong, with_advantages)
 from rlhf_notes.language.sampling import sample
+from rlhf_notes.studies.trainings import old_training, own_reward
 
 SMALL = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)
 CHAT = [dict(role="user", content="w5 w6")]
@@ -136,8 +138,8 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
     (lambda: own(max_new_tokens=30), "max_new_tokens must fit into the model's context of 32 tokens, after a prompt of 3, got 30"),
     (lambda: own(prompts=[], reward=count).learn(), "prompts must not be empty, got none to learn from"),
     (lambda: own().learn(), "reward must be a function to learn from, got None"),
-    (lambda: own(reward=3), "reward must be a function, or a list of functions and pairs .* got"),
-    (lambda: own(reward=[count, (count, "much")]), "reward must be a function, or a list"),
+    (lambda: own(reward=3), "reward must be a function or a reward model, or a list of those and of pairs .* got"),
+    (lambda: own(reward=[count, (count, "much")]), "reward must be a function or a reward model, or a list"),
     (lambda: own(reward=lambda p, r: [1.0]).learn(), "reward must return a number for each of the 16 responses, got 1"),
     (lambda: own(reward=lambda p, r: ["1"] * len(r)).learn(), r"reward must return a list of numbers, .* got \['1'"),
     (lambda: own(reward=lambda p, r: [[1.0]] * len(r)).learn(), r"reward must return a list of numbers, .* got \[\[1.0"),
@@ -218,6 +220,68 @@ def test_rewards_add_up_and_none_is_no_score():
     assert scores[0] == 2 and scores[1].isnan()
 
 
+def classifier(path=None, template=None, labels=1, kind="Llama"):
+    torch.manual_seed(0)
+    lm = make(kind).base_model
+    config = type(lm.config)(**lm.config.to_dict() | dict(num_labels=labels, pad_token_id=None))
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    if path is not None: model.save_pretrained(path); tokenizer(template).save_pretrained(path)
+    return model
+
+
+def by_hand(model, text):
+    ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
+    with torch.no_grad(): return model(torch.tensor([ids])).logits[0, 0].item()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_a_reward_model_scores_prompt_and_response_together(kind, tmp_path, monkeypatch):
+    model = classifier(tmp_path / "rm", kind=kind)
+    monkeypatch.setattr(Classifier, "BATCH", 3)
+    f = Classifier(str(tmp_path / "rm"))
+    texts = ["w3 w4 w9", "w5", "w6 w7", "w3 w4 w5 w6 w8"]
+    torch.testing.assert_close(f(texts), torch.tensor([by_hand(model, f"w1 {t}") for t in texts]), rtol=1e-4, atol=1e-5)
+    for reward in (tmp_path / "rm", [(str(tmp_path / "rm"), 2.0)], f.model):
+        t = own(kind=kind, reward=reward, iterations=1)
+        weight = 2.0 if isinstance(reward, list) else 1.0
+        before = [p.clone() for p in t.task.rewards[0][0].model.parameters()]
+        t.learn()
+        for row in sample_table(t.task, t.rollout, 16):
+            expected = weight * by_hand(model, f"w1 {row['prompt']} {row['response']}".strip())
+            assert row["score"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert all(torch.equal(p, q) for p, q in zip(before, t.task.rewards[0][0].model.parameters()))
+
+
+def test_a_reward_model_reads_chats_through_its_own_template(tmp_path):
+    theirs = "w8 {% for m in messages %}{{ m['content'] }} {% endfor %}"
+    model = classifier(tmp_path / "rm", theirs)
+    t = own(prompts=[CHAT], reward=str(tmp_path / "rm"), tok=tokenizer(TEMPLATE), iterations=1).learn()
+    for row in sample_table(t.task, t.rollout, 16):
+        assert row["score"] == pytest.approx(by_hand(model, f"w8 w5 w6 {row['response']}"), rel=1e-4, abs=1e-5)
+
+
+def test_a_reward_model_that_is_none_is_refused(tmp_path):
+    classifier(tmp_path / "two", labels=2)
+    with pytest.raises(ValueError, match="reward must be a model with one label, got .*two' with 2"): own(reward=tmp_path / "two")
+    with pytest.raises(ValueError, match="reward must be a directory or a name on the hub with a sequence classifier"): own(reward=str(tmp_path / "none"))
+    make("Llama").save_pretrained(tmp_path / "lm"); tokenizer().save_pretrained(tmp_path / "lm")
+    with pytest.raises(ValueError, match="reward must .*without 1 of them, score.weight"): own(reward=str(tmp_path / "lm"))
+    classifier(tmp_path / "rm")
+    with pytest.raises(ValueError, match="prompts must be strings for a tokenizer without a chat template"):
+        own(prompts=[CHAT], reward=str(tmp_path / "rm"), tok=tokenizer(TEMPLATE)).learn()
+
+
+def test_a_table_of_samples():
+    t = own(reward=count, iterations=1).learn()
+    rows = sample_table(t.task, t.rollout, 8)
+    assert len(rows) == 8 and {r["prompt"] for r in rows} <= {"w3 w4", "w5"}
+    for r, i in zip(rows, range(0, 16, 2)):
+        x = t.rollout[i:i + 1]
+        assert r["score"] == r["response"].split().count("w9") == x.scores.item()
+        assert r["length"] == x.response_mask.sum().item() >= len(r["response"].split())
+        assert r["kl"] == pytest.approx(((x.logp - x.logp_ref) * x.response_mask).sum().item(), abs=1e-6)
+
+
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
 @pytest.mark.parametrize("variant", ["ppo", "grpo"])
 def test_what_is_not_scored_counts_nowhere(algo, variant):
@@ -251,3 +315,60 @@ def test_means_and_groups_leave_them_out():
     for algo, formula in (("grpo", group_advantage), ("rloo", rloo_advantage)):
         got = with_advantages(replace(TINY, algo=algo, group=4), x, 0.0).advantages[:, 0]
         torch.testing.assert_close(got[[0, 2, 3]], formula(x.scores[None, [0, 2, 3]])[0])
+
+
+# --- the command line
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    "A training by a function, or by a reward model, in a directory."
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rewards_of_mine.py").write_text("def size(prompts, responses): return [len(r) for r in responses]")
+    (tmp_path / "prompts.txt").write_text("w3 w4\nw5\n")
+    own().save(tmp_path / "lm")
+    options = dict(SMALL, model="lm", response_length=4, iterations=4, algo="grpo", eval_every=3)
+    del options["max_new_tokens"]
+    return lambda out, reward="rewards_of_mine:size": own_reward(options, "prompts.txt", reward, tmp_path / out)
+
+
+def table(path):
+    with open(path, newline="") as f: return [{k: x for k, x in r.items() if k != "tokens_per_second"} for r in csv.DictReader(f)]
+
+
+def test_a_run_by_an_own_reward_is_interrupted_and_continued(begin, tmp_path, monkeypatch, capsys):
+    assert begin("whole")() == 0
+    with monkeypatch.context() as m:
+        m.setattr("rlhf_notes.language.rlhf.stop_on_interrupt", lambda: After(1))
+        assert begin("cut")() == 130
+    assert "continue with: rlhf-notes rlhf --resume" in capsys.readouterr().out
+    assert len(table(tmp_path / "cut" / "metrics.csv")) == 2
+    assert old_training("rlhf", tmp_path / "cut")() == 0
+    whole, cut = (tmp_path / x for x in ("whole", "cut"))
+    for name in ("metrics.csv", "samples.csv"): assert table(whole / name) == table(cut / name)
+    lms = [transformers.AutoModelForCausalLM.from_pretrained(x / "policy") for x in (whole, cut)]
+    assert all(torch.equal(p, q) for p, q in zip(*(lm.parameters() for lm in lms)))
+    for x in (whole, cut):
+        found = json.loads((x / "summary.json").read_text())
+        assert found["iterations"] == 4 and not found["interrupted"] and (x / "curve.svg").stat().st_size > 1000
+    samples = table(whole / "samples.csv")
+    assert list(samples[0]) == ["iteration", "prompt", "response", "score", "length", "kl"]
+    assert [r["iteration"] for r in samples[::8]] == ["1", "3", "4"] and all(float(r["score"]) == len(r["response"]) for r in samples)
+
+
+def test_a_run_by_a_reward_model(begin, tmp_path):
+    classifier(tmp_path / "rm")
+    assert begin("by-model", "rm")() == 0 and json.loads((tmp_path / "by-model" / "config.json").read_text())["reward"] == "rm"
+    with pytest.raises(ValueError, match="reward must be a directory or a name on the hub"): begin("none", "nothing")
+    assert not (tmp_path / "none").exists()
+
+
+def test_chats_on_the_command_line(begin, tmp_path, capsys):
+    own(prompts=[CHAT], tok=tokenizer(TEMPLATE)).save("chat")
+    assert cli.main(["generate", "--model", "chat", "--chat", "--device", "cpu", "w5 w6", "w3"]) == 0
+    said = capsys.readouterr().out
+    again = RLHF("chat", max_new_tokens=16, device="cpu")
+    chats = [CHAT, [dict(role="user", content="w3")]]
+    assert said == "".join(f"{p} {x}\n" for p, x in zip(("w5 w6", "w3"), again.generate(chats)))
+    assert cli.main(["generate", "--model", "lm", "--chat", "--device", "cpu", "w5"]) == 2
+    assert "--prompts must be strings for a tokenizer without a chat template" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_the_policy_is_measured_with_everything_intact(start, monkeypatch):
     "Whatever is planted: by the intact reward model, task, temperature and reference."
     seen = []
     monkeypatch.setattr(failures, "measure", lambda look, lm: (seen.append((look, lm, rlhf.Policy, model.position_ids, sample.draw)), measure(look, lm))[1])
-    for name in ("query unseen", "scores as they come", "no truncation", "temperature forgotten", "reference moves", "top five", "positions count padding"): attempt(name, start)
+    for name in ("prompt unseen", "scores as they come", "no truncation", "temperature forgotten", "reference moves", "top five", "positions count padding"): attempt(name, start)
     for look, lm, *originals in seen:
         assert look.reward_model is start.reward_model and look.norm is start.norm and look.task is start.task and look.reference is start.lm and lm is not start.lm
         assert originals == [rlhf.Policy, model.position_ids, sample.draw] and originals[1].__module__ == "rlhf_notes.language.model"
@@ -104,7 +104,7 @@ def test_the_first_look_that_is_worth_it(start, monkeypatch):
 
 
 def test_swaps_are_undone_when_something_fails():
-    f = FAILURES["padding is a word"]
+    f = FAILURES["padding is a token"]
     before = [getattr(holder, attribute) for holder, attribute, _ in f.swaps]
     with pytest.raises(KeyError):
         with planted(f):
@@ -124,7 +124,6 @@ def test_rewards_by_hand():
     logp, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
     for name, expected in {"KL reversed": [0.05, 1.9, 0.0], "paid at the edge": [-0.05, 0.1, 2.2], "paid everywhere": [1.95, 2.1, 0.0]}.items():
         torch.testing.assert_close(wrong(name)(scores, logp, ref, 0.1, mask)[0], torch.tensor([expected]), msg=name)
-    assert wrong("no penalty")(scores, torch.tensor([False]), -1.0) is scores
     k3 = torch.tensor([-0.5, 1.0]).exp() - 1 - torch.tensor([-0.5, 1.0])
     torch.testing.assert_close(wrong("k3 in the reward")(scores, logp, ref, 0.1, mask)[0][0, :2], -0.1 * k3 + torch.tensor([0.0, 2.0]))
 
@@ -167,7 +166,7 @@ def test_draws_and_tasks(start):
     assert len(u) == 32 and torch.equal(u[:16], u[16:]) and torch.equal(queries[:16], queries[16:]) and not torch.equal(u[:8], u[8:16])
     torch.testing.assert_close(u[:16], trainer.sample_prompts()[2][:16])
     g = lambda: torch.Generator().manual_seed(0)
-    task, cut = start.task, FAILURES["unfinished queries"].start(start).task
+    task, cut = start.task, FAILURES["unfinished prompts"].start(start).task
     whole, short = (t.texts(*t.sample_prompts(6, g()), torch.zeros(6, 0, dtype=torch.long)) for t in (task, cut))
     assert all(a[0] == f"{b[0]} ." for a, b in zip(whole, short))
     answers = torch.full((2, 16), task.stop_token)
@@ -189,7 +188,7 @@ def test_models(start):
     with planted(FAILURES["dropout"]): trainer = start.trainer()
     twice = [trainer.policy(tokens, torch.ones_like(tokens, dtype=torch.bool), 4)[0] for _ in range(2)]
     assert not torch.equal(*twice) and not any(m.p for m in lm.modules() if isinstance(m, nn.Dropout))
-    alone = failures.judged_alone(None)(quiet, tokens[:, :3], mask[:, :3], tokens[:, 3:], mask[:, 3:])
+    alone = failures.scored_alone(None)(quiet, tokens[:, :3], mask[:, :3], tokens[:, 3:], mask[:, 3:])
     torch.testing.assert_close(alone, quiet(tokens[:, 3:], mask[:, 3:]))
 
 
@@ -213,7 +212,7 @@ def test_padding_that_is_read(start):
     padded, mask = torch.cat([torch.full((2, 3), 5), tokens], 1), torch.cat([torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 6, dtype=torch.bool)], 1)
     states = lambda x, m: model.hidden_states(start.lm, x, m)[:, -6:]
     torch.testing.assert_close(states(padded, mask), states(tokens, torch.ones_like(tokens, dtype=torch.bool)), rtol=1e-3, atol=1e-4)
-    with planted(FAILURES["padding is a word"]):
+    with planted(FAILURES["padding is a token"]):
         read = states(padded, mask)
         torch.testing.assert_close(read, model.hidden_states(start.lm, torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1), torch.ones_like(mask))[:, -6:])
     assert not torch.allclose(read, states(padded, mask), atol=1e-3)
@@ -230,7 +229,7 @@ def test_scales(start):
 
 
 def test_an_attempt_at_what_is_not_there(start):
-    with pytest.raises(ValueError, match="name must be one of ppo, cooler, grpo, query unseen, .*; got 'no kl'"): attempt("no kl", start)
+    with pytest.raises(ValueError, match="name must be one of ppo, cooler, grpo, prompt unseen, .*; got 'no kl'"): attempt("no kl", start)
 
 
 def invented():

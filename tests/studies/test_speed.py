@@ -150,6 +150,7 @@ def test_what_is_overwritten_is_made_whole_before_each_run():
 
 def test_ours_in_place_needs_no_gradient_of_its_own():
     case = next(speed.logit_cases((2, 128, 32000), torch.float32, "cpu"))
+    speed.run_once(case, "ours in place", torch.ones(2, 128))   # compiling takes memory of its own
     extra = speed.peak_extra(lambda: speed.run_once(case, "ours in place", torch.ones(2, 128)), "cpu")
     if extra is None: pytest.skip("this system does not say")
     assert extra < 0.25 * case.base < speed.peak_extra(lambda: speed.run_once(case, "ours", torch.ones(2, 128)), "cpu")

@@ -1,0 +1,186 @@
+import csv
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from language.parts import TINY, After, Pretend, tiny_lm, vector, weights, without_times
+from rlhf_notes.formulas.reward import RewardNorm
+from rlhf_notes.language import dpo as D, pipeline as P
+from rlhf_notes.language.model import Policy
+from rlhf_notes.language.reward_model import RewardTraining
+from rlhf_notes.language.rlhf import RLHF
+from rlhf_notes.language.task import Reviews, make_tokenizer
+from rlhf_notes.training.runs import Run
+
+DPO = replace(TINY, algo="dpo", batch=4)
+TASK = Reviews(make_tokenizer(), 16, 8)
+OWN = [dict(prompt="about the hotel .", chosen="it was good .", rejected="it was bad ."), dict(prompt="about the film .", chosen="it was superb .", rejected="the plot was dull .")]
+
+
+def noisy_lm():
+    lm, g = tiny_lm(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in lm.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=g))
+    return lm
+
+
+def trainer(config=DPO): return D.DPO.from_parts(config, noisy_lm(), TASK)
+def own(**options): return D.DPO(tiny_lm(), make_tokenizer(), OWN, **dict(max_new_tokens=6, batch=2, minibatches=1, device="cpu") | options)
+
+
+def test_the_loss_by_hand():
+    logp, ref, beta = torch.tensor([[-1.0, -3.0, -2.0], [-5.0, -4.0, -9.0]]), torch.tensor([[-2.0, -2.0, -2.0], [-4.0, -4.0, -8.0]]), 0.5
+    leads = [(-1 + 2) - (-3 + 2), (-1 + 2) - (-2 + 2), (-5 + 4) - (-4 + 4), (-5 + 4) - (-9 + 8)]
+    assert D.choice_loss(logp, ref, beta).item() == pytest.approx(sum(math.log1p(math.exp(-beta * h)) for h in leads) / 4)
+
+
+def test_the_chosen_response_comes_first():
+    prompts, responses = torch.arange(8).view(2, 4, 1), torch.arange(10, 18).view(2, 4, 1)
+    counts = torch.ones(2, 4, 1, dtype=torch.bool)
+    counts[0, 3] = False
+    found = D.make_choices(prompts, counts, responses, counts, torch.tensor([2, 0]))
+    assert found.tokens.tolist() == [[[2, 12], [0, 10], [1, 11], [3, 0]], [[4, 14], [5, 15], [6, 16], [7, 17]]]
+    assert found.response_mask[0, :, 0].tolist() == [True, True, True, False] and found.mask[0, 3].tolist() == [False, True]
+
+
+def test_the_choices_are_those_of_the_reward_model():
+    t, other = trainer(), RewardTraining(DPO, noisy_lm(), TASK)
+    prompts, mask, responses, response_mask, best = other.labels
+    for i in range(DPO.labels):
+        assert torch.equal(t.choices.tokens[i, 0, -16:][response_mask[i, best[i]]], responses[i, best[i]][response_mask[i, best[i]]])
+    assert len(t.choices) == DPO.labels and t.choices.tokens.shape[1] == 4
+
+
+def test_the_reference_is_asked_once_and_is_the_pretrained_model():
+    t = trainer()
+    by_hand = t.forward(t.choices, Policy(noisy_lm()))
+    torch.testing.assert_close(t.choices.logp_ref, by_hand)
+    before = t.choices.logp_ref.clone()
+    first = t.iterate()
+    assert torch.equal(before, t.choices.logp_ref) and not t.choices.logp_ref.requires_grad
+    assert not torch.allclose(t.forward(t.choices, t.policy), before)
+    assert first["policy_loss"] == pytest.approx(math.log(2), abs=0.1)
+    torch.testing.assert_close(vector(t.reference.parameters()), vector(noisy_lm().parameters()), rtol=0, atol=0)
+
+
+def test_log_probs_are_sums_over_what_counts_at_the_temperature():
+    t = trainer(replace(DPO, temperature=0.7))
+    one = t.choices[:1]
+    logits = t.policy.lm(one.tokens[0].masked_fill(~one.mask[0], 0), attention_mask=one.mask[0].long(), position_ids=(one.mask[0].long().cumsum(1) - 1).clamp(min=0)).logits
+    logp = (logits[:, -17:-1] / 0.7).log_softmax(-1).gather(2, one.tokens[0, :, -16:, None])[..., 0]
+    torch.testing.assert_close(t.forward(one, t.policy)[0], (logp * one.response_mask[0]).sum(1))
+
+
+def test_an_iteration_takes_its_prompts_in_steps():
+    c = replace(DPO, iterations=5)
+    t, seen, step = trainer(c), [], D.DPO.step
+    t.step = lambda batch: (seen.append(batch.tokens), step(t, batch))[1]
+    for _ in range(5): row = t.iterate()
+    assert [len(x) for x in seen] == [2] * 10 and t.steps == 10 and row["iteration"] == 5
+    for first in (0, 4): assert len({x.numpy().tobytes() for x in torch.cat(seen[first:first + 4])}) == len({x.numpy().tobytes() for x in t.choices.tokens})   # a pass
+    assert row["learning_rate"] == pytest.approx(c.learning_rate / 5)
+
+
+def test_microbatches_and_processes_take_the_step_of_one(monkeypatch):
+    one, parts = trainer(replace(DPO, minibatches=1)), trainer(replace(DPO, minibatches=1, microbatches=2))
+    a, b = one.step(one.choices[:4]), parts.step(parts.choices[:4])
+    torch.testing.assert_close(weights(one), weights(parts), rtol=0, atol=1e-6)
+    assert {k: x.item() for k, x in a.items()} == pytest.approx({k: x.item() for k, x in b.items()}, rel=1e-4, abs=1e-6)
+    gradients = []
+    for index in range(2):
+        t = trainer(replace(DPO, minibatches=1))
+        t.accelerator = Pretend(index, 2)
+        t.accelerator.backward = lambda loss: loss.backward()
+        part, = t.microbatches(t.choices[:4])
+        t.accumulate(part, t.choices[:4], sync=True)
+        gradients.append(vector(p.grad for p in t.policy.lm.parameters()))
+    whole = trainer(replace(DPO, minibatches=1))
+    whole.accumulate(whole.choices[:4], whole.choices[:4], sync=True)
+    torch.testing.assert_close(sum(gradients) / 2, vector(p.grad for p in whole.policy.lm.parameters()))
+
+
+def test_what_is_logged_of_a_step():
+    t = trainer(replace(DPO, dpo_beta=0.2))
+    logp = t.choices[:2].logp_ref + torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, -1.0, 0.0, 0.0]])
+    found = t.diagnose(t.choices[:2], logp)
+    assert found["margin"].item() == pytest.approx(0.2 * (1 + 2 - 1 + 1) / 6) and found["accuracy"].item() == pytest.approx(3 / 6)
+    torch.testing.assert_close(found["policy_loss"], D.choice_loss(logp, t.choices[:2].logp_ref, 0.2))
+
+
+def test_the_score_is_the_implicit_reward():
+    t = trainer(replace(DPO, dpo_beta=0.3, learning_rate=0.02))
+    for _ in range(3): t.iterate()
+    rollout = P.evaluate(t).rollout
+    by_hand = 0.3 * ((rollout.logp - rollout.logp_ref) * rollout.response_mask).sum(1)
+    torch.testing.assert_close(rollout.scores, by_hand, atol=1e-5, rtol=1e-4)
+    assert rollout.scores.abs().max() > 0.01
+
+
+def test_a_nan_stops_the_training():
+    t = trainer()
+    t.policy.lm.transformer.wte.weight.data[5] = math.nan
+    with pytest.raises(FloatingPointError, match="stage rl, iteration 1: .*policy_loss is nan"): t.iterate()
+
+
+def test_preferences_of_ones_own():
+    t = own(iterations=40, learning_rate=1e-2)
+    assert t.choices.tokens.shape == (2, 2, 10) and t.choices.response_mask.sum(-1).tolist() == [[5, 5], [5, 6]]      # each with its end
+    assert t.task.decode(t.choices.tokens[1, 1:, -6:]) == ["the plot was dull ."]
+    rows = t.learn().rows
+    assert rows[0]["accuracy"] == 0.0 or rows[0]["margin"] < 0.1
+    assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1 and rows[-1]["policy_loss"] < 0.3
+    assert len(t.generate(["about the hotel ."])) == 1
+
+
+def test_a_trained_policy_loads(tmp_path):
+    t = own(iterations=1).learn()
+    t.save(tmp_path / "p")
+    assert RLHF.load(tmp_path / "p").generate(["about the hotel ."]) == t.generate(["about the hotel ."])
+
+
+@pytest.mark.parametrize("rows, words", [
+    ([dict(prompt="about")], r"prompts must have a chosen response, a string, got None in prompts\[0\]"),
+    ([OWN[0], OWN[0] | dict(rejected=3)], r"prompts must have a rejected response, a string, got 3 in prompts\[1\]"),
+    ([OWN[0], OWN[1] | dict(chosen="it was good and it was good .")], r"max_new_tokens must hold each response with its end, 9 tokens in prompts\[1\], got 6"),
+    ([], "prompts must not be empty"), ([7], r"prompts must be strings.*prompts\[0\]")])
+def test_preferences_that_cannot_be_used(rows, words):
+    with pytest.raises(ValueError, match=words): D.DPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")
+
+
+def test_dpo_does_not_learn_from_a_reward():
+    with pytest.raises(ValueError, match="^algo must be ppo, grpo or rloo to learn from a reward, got dpo"): RLHF(tiny_lm(), make_tokenizer(), ["about"], lambda p, r: [0.0] * len(r), algo="dpo")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("dpo") / "run"
+    return (path, *P.train(DPO, Run.create(path, {"task": "rlhf", "seed": 3})))
+
+
+def test_a_whole_run(whole):
+    path, t, rows, summary = whole
+    table = list(csv.DictReader(open(path / "metrics.csv")))
+    assert [r["kl_k1"] != "" for r in table] == [False, True, False, True] == [r["true_score"] != "" for r in table]
+    assert all(float(r[name]) == float(r[name]) for r in table for name in ("policy_loss", "margin", "accuracy", "grad_norm", "learning_rate"))
+    assert not (path / "reward_model.csv").exists() and len(list(csv.DictReader(open(path / "samples.csv")))) == 3 * P.SHOWN
+    assert summary["algo"] == "dpo" and summary["seconds"]["reward_model"] == 0 and summary["steps"] == 16
+    assert summary["kl"] == rows[-1]["kl_k1"] and summary["true_score"] == rows[-1]["true_score"] and summary["proxy_score"] == rows[-1]["score"]
+    assert summary["win_rate_vs_sft"] is not None and json.loads((path / "summary.json").read_text())["kl"] == summary["kl"]
+    assert (path / "curve.svg").exists() and (path / "policy").exists()
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeypatch, steps):
+    monkeypatch.setattr(Run, "save_figure", lambda *args, **how: None)
+    run, original = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3}), P.stop_on_interrupt
+    monkeypatch.setattr(P, "stop_on_interrupt", lambda: After(steps))
+    P.train(DPO, run)
+    monkeypatch.setattr(P, "stop_on_interrupt", original)
+    run = Run.resume(tmp_path / "run")
+    assert run.checkpoint["name"] == ("sft" if steps == 2 else "rl")
+    t, rows, summary = P.train(DPO, run)
+    assert without_times(rows) == without_times(whole[2]) and torch.equal(weights(t), weights(whole[1]))
+    assert P.Training(DPO).steps == 3 + 4
