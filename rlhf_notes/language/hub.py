@@ -73,11 +73,11 @@ def _from_pretrained(name, what="causal language model", kind="AutoModelForCausa
 
 def _load(what, kind, name, option="model", **options):
     import transformers
-    with _told(what, name):
+    with _told(what, name, option):
         return getattr(transformers, kind).from_pretrained(name, trust_remote_code=False, **options)
 
 @contextmanager
-def _told(what, name):
+def _told(what, name, option="model"):
     try:
         with quiet_transformers():
             yield
