@@ -261,7 +261,7 @@ def save_reward_model(path: Path, # A directory; one that is there is replaced
     except ValueError as e: # transformers has no such class
         warnings.warn(f"no reward model in {path}: {_in_one_line(e)}")
         return
-    theirs.score.weight.data = model.head.weight.detach()
+    theirs.score.weight.data = model.head.weight.detach().cpu()
     bias = norm(model.head.bias).item()
     theirs.config.update(dict(pad_token_id=pad, reward_gain=norm.gain, reward_bias=bias))
     with replacing(path) as new, quiet_transformers():
