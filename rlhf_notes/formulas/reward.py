@@ -91,7 +91,7 @@ def token_rewards(
     return kl_penalty + apply_mask(scores.unsqueeze(1).expand_as(logp), last), kl_penalty
 
 # %% ../../nbs/formulas/09_reward.ipynb #truncate
-@checked(tokens="int (B T)", pad_token="int (-inf, inf)", after="int [0, inf)")
+@checked(tokens="int (B T)", pad_token="int (-inf, inf)", after="int [0, 1e18)")
 def truncate_at_stop(
     tokens: Tensor, # (B, T) integers, responses
     stop_token: int | list | Tensor, # the token that ends a response; or several, (K,)
