@@ -32,9 +32,8 @@ from rlhf_notes.language.model import (
     head_log_probs, no_dropout, response_states,
 )
 from .reward_model import score
-from rlhf_notes.language.rollout import (
-    Prompts, Rollout, rollout_stats, treat_overlong, with_advantages,
-)
+from .prompts import Prompts
+from .rollout import Rollout, rollout_stats, treat_overlong, with_advantages
 from .sampling import Samples, sample
 from ..training.devices import check_processes, make_accelerator, process_device
 from ..training.runs import write_atomically

@@ -18,8 +18,8 @@ from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.language.hub import check_model, end_tokens
 from rlhf_notes.language.model import no_dropout
-from rlhf_notes.language.rollout import (Classifier, Prompts, read_prompts, reward_functions,
-                                         rollout_stats, sample_table, treat_overlong, with_advantages)
+from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
+from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
 from rlhf_notes.studies.trainings import old_training, own_reward
 
@@ -388,10 +388,10 @@ from language.parts import Pretend
 from rlhf_notes.language.rlhf import RLHF
 
 sample = RLHF.sample_prompts
-def share(self):
+def share(self, again=0):
     "The rows of this process of the batch that one process alone would sample."
     self.accelerator, mine = Pretend(0, 1), self.accelerator
-    rows, self.accelerator = sample(self), mine
+    rows, self.accelerator = sample(self, again), mine
     n = len(rows[0]) // mine.num_processes
     return [x[mine.process_index * n:][:n] for x in rows]
 RLHF.sample_prompts = share
