@@ -86,3 +86,16 @@ def test_a_formula_is_one_launch_or_two(with_kernels):
     # backward: the ones, zeros for what nobody asks of, the kernel; steps: returns = advantages + values
     assert (forward.launches, backward.launches, steps.launches) == (1, 4, 2), tokens.launches
     assert tokens.launches < 30
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_vocabulary_that_is_no_multiple_of_64_is_filled_up(with_bias, with_kernels, monkeypatch):
+    "Values, gradients and second gradients from hidden states, in chunks."
+    h, W, b, i = normal(0, (2, 5, 8), torch.float32), normal(1, (70, 8), torch.float32), normal(2, (70,), torch.float32), torch.arange(10).view(2, 5) * 7
+    def run(h, W, b, i):
+        leaves = [x.requires_grad_(True) for x in ((h, W, b) if with_bias else (h, W))]
+        y, H = rn.linear_log_probs(*leaves[:2], i, b if with_bias else None, 0.7, chunk=3, entropy=True)
+        first = torch.autograd.grad((y.sin() + H).sum(), leaves, create_graph=True)
+        return [y, H, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+    found, expected = run(*to_gpu((h, W, b, i))), run(h, W, b, i)
+    torch.testing.assert_close(on_cpu(found), on_cpu(expected), atol=1e-4, rtol=1e-4)
