@@ -74,7 +74,7 @@ def test_lessons_are_numbered_and_paths_have_minutes(built):
     assert re.search(r'href="formulas/surrogate.html">04 The clipped surrogate<', html)
     assert re.search(r"lesson 04 · \d+ minutes · <a", (built / "formulas" / "surrogate.html").read_text(encoding="utf-8"))
     text = re.sub(r"<[^>]+>", "", html)
-    for path in ("In an hour", "RLHF for practitioners", "GRPO and its family"):
+    for path in ("From nothing to CartPole", "RLHF for practitioners", "GRPO and its family"):
         total, line = re.search(rf"{path} \((\d+) minutes\):(.*)", text).groups()
         assert int(total) == sum(map(int, re.findall(r"\((\d+)\)", line))) > 30
 
