@@ -10,7 +10,7 @@ EXPECT ?= $(shell $(PYTHON) -c 'import sys; print("stable-baselines3" + ",trl" *
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED  ?= 0
 
-.PHONY: demo test test-all crosscheck install export outputs check site docs lab clean breaks
+.PHONY: demo test test-all crosscheck newcomer install export outputs check site docs lab clean breaks
 
 demo: export OMP_NUM_THREADS = 2
 demo: $(READY)          ## train with the embedded defaults, print what came of it
@@ -49,6 +49,9 @@ outputs: $(READY)       ## execute the notebooks and store their outputs; NB='nb
 check: $(READY)         ## in half a minute: lint, limits of the style, notebooks and modules in step
 	$(BIN)/ruff check
 	$(BIN)/python -m pytest -n 2 tests/test_in_step.py tests/test_package.py tests/test_style.py -m 'not slow'
+
+newcomer: $(READY)       ## wheel and sdist built, installed in fresh environments, and used
+	$(BIN)/python tools/newcomer.py
 
 breaks: $(READY)        ## break the code on purpose and count the breaks that the tests catch
 	$(BIN)/python tools/breaks.py --out tests/breaks/caught.csv

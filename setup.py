@@ -1,13 +1,31 @@
 "Everything the package says of itself stands in settings.ini; this file only hands it to setuptools."
+import sys
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
+sys.path.insert(0, str(here / "tools"))
+from docstrings import with_parameters  # noqa: E402
+
+
+class BuildWithDocstrings(build_py):
+    "In a wheel, the comments beside arguments stand in the docstrings as well."
+
+    def build_module(self, module, module_file, package):
+        copied, is_copied = super().build_module(module, module_file, package)
+        path = Path(copied)
+        path.write_text(with_parameters(path.read_text(encoding="utf-8")), encoding="utf-8")
+        return copied, is_copied
+
+
 parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("fast", "peft", "track", "data", "dev", "crosscheck")}
+extras["all"] = [r for name in ("fast", "peft", "track", "data") for r in extras[name]]
 
 setup(
     name=cfg["lib_name"],
@@ -18,6 +36,12 @@ setup(
     author=cfg["author"],
     author_email=cfg["author_email"],
     url=cfg["git_url"],
+    project_urls={
+        "Documentation": cfg["doc_host"] + cfg["doc_baseurl"],
+        "Source": cfg["git_url"],
+        "Issues": cfg["git_url"] + "/issues",
+        "Changelog": cfg["git_url"] + f"/blob/{cfg['branch']}/CHANGELOG.md",
+    },
     license="Apache-2.0",
     license_files=["LICENSE"],
     keywords=cfg["keywords"].split(),
@@ -25,14 +49,22 @@ setup(
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Education",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
     package_data={"rlhf_notes": ["py.typed"], "rlhf_notes.studies": ["dials.csv"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("fast", "peft", "dev", "crosscheck")},
+    extras_require=extras,
+    cmdclass={"build_py": BuildWithDocstrings},
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     zip_safe=False,
 )

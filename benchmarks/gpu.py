@@ -1,7 +1,7 @@
 """How fast the formulas are on the GPU at hand: log-probability, entropy and GAE against naive code, DI-engine, TRL and Liger-Kernel where they are installed.
 
     python benchmarks/gpu.py                       # three shapes of logits, float32 and bfloat16, and GAE; no network, minutes
-    python benchmarks/gpu.py --sizes small         # one of them
+    python benchmarks/gpu.py --sizes small         # one of them; or a shape of your own: --sizes 4x128x32000
 
 Writes speed_gpu.csv and speed_gpu.md into nbs/studies/results, with the name of the device. What does not fit into its memory is left out, and said.
 """
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--sizes", nargs="+", default=["small", "medium", "promise", "large"], choices=("small", "medium", "promise", "large"), help="of the logits; promise is 16x1024x50257 (default: all)")
+    parser.add_argument("--sizes", nargs="+", default=["small", "medium", "promise", "large"], help="of the logits: small, medium, promise (16x1024x50257), large, or BxTxV (default: the four)")
     parser.add_argument("--rounds", type=int, default=15, help="how often each method is timed (default: 15)")
     parser.add_argument("--seconds", type=float, default=240, help="no new shape is begun after so many (default: 240)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
@@ -25,7 +25,7 @@ def main(argv=None):
     from rlhf_notes.fast import kernels
     from rlhf_notes.studies import speed
     if args.device.startswith("cuda") and not torch.cuda.is_available(): parser.exit(2, "gpu.py: no CUDA device is there\n")
-    speed.SIZES["promise"] = (16, 1024, 50257)
+    known = speed.SIZES | {"promise": (16, 1024, 50257)}
     start, name = time.time(), speed.device_name(args.device)
     print(f"{name}, torch {torch.__version__}, Triton kernels: {'used' if kernels.usable(torch.ones(1, device=args.device)) else 'not used'}, copy {speed.copy_bandwidth(args.device) / 1e9:.0f} GB/s", flush=True)
     rows, notes = [], []
@@ -43,7 +43,8 @@ def main(argv=None):
     for case in speed.gae_cases(args.device): done(speed.measure(case, args.device, args.rounds, speed.copy_bandwidth(args.device)))
     for size in args.sizes:
         if time.time() - start > args.seconds: notes.append(f"{size} was left out: {args.seconds:.0f} seconds were over."); print(notes[-1]); continue
-        speed.bench((size,), args.device, args.rounds, done=done, left_out=lambda words: (notes.append(words + "."), print(words)), tasks=speed.TASKS[:-1])
+        shape = known.get(size) or tuple(map(int, size.split("x")))
+        speed.bench((shape,), args.device, args.rounds, done=done, left_out=lambda words: (notes.append(words + "."), print(words)), tasks=speed.TASKS[:-1])
         print(f"{size}: done after {time.time() - start:.0f} s", flush=True)
     if rows: done([])
     print((args.out / "speed_gpu.md").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@
     python benchmarks/rlhf_gpu.py --device cpu --presets tiny         # the same measurements on a CPU
 
 Writes gpu.csv and gpu.md into nbs/studies/results, with the name of the device. It needs no network and no weights: models are made here and are not trained
-before, which changes none of these numbers. TRL is left out where it is not installed, and where there is no `--trl`.
+before, which changes none of these numbers. TRL is left out where it is not installed, and with `--no-trl`. Its trainer takes all GPUs it sees: with several, set CUDA_VISIBLE_DEVICES to one.
 """
 import argparse
 import csv
@@ -30,6 +30,7 @@ def timed(method, seconds, part, cuda):
 
 def measure(device, preset, precision, batch, length, iterations, trl):
     "A row for ours with PPO and with GRPO, and for TRL's GRPOTrainer."
+    import gc
     import torch
     from rlhf_notes.studies import benchmark_rlhf as compare
     from rlhf_notes.language.config import RLHFConfig
@@ -38,7 +39,11 @@ def measure(device, preset, precision, batch, length, iterations, trl):
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     start = prepare(RLHFConfig(preset=preset, device=device, precision=precision, batch=batch, response_length=length, sft_steps=0, labels=16, norm_samples=16, eval_answers=16, kl_target=0.0))
     for contender in ("ours-ppo", "ours-grpo", *["trl-grpo"] * (trl and "trl-grpo" in compare.contenders())):
-        if cuda: torch.cuda.reset_peak_memory_stats(device)
+        trainer = None  # the one before lives no longer, nor do its graphs: the peak is of one contender
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
         parts = dict.fromkeys(("sampling", "scoring", "update"), "")
         if contender.startswith("ours"):
             trainer = start.trainer(**compare.contenders()[contender][1], iterations=iterations + 1)

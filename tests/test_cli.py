@@ -46,7 +46,7 @@ def command(*args, **kwargs):
 
 BAD = [
     ("pendulums", 'Unknown command "pendulums". Did you mean "pendulum"?'), ("--seed 3", "Unknown command"),
-    ("cartpole --seed abc", "Invalid value for --seed: "), ("cartpole --seed 1.5", "Invalid value for --seed"), ("cartpole --steps 7.5", "Invalid value for --steps"), ("cartpole --seed", "--seed requires an argument"),
+    ("cartpole --seed abc", "Invalid value for --seed: "), ("cartpole --seed 1.5", "Invalid value for --seed"), ("cartpole --steps 7.5", "Invalid value for --steps: must be a whole number, such as 40000 or 4e4, got 7.5"), ("cartpole --steps 1e400", "Invalid value for --steps"), ("trian", 'Unknown command "trian". Did you mean "train"?'), ("train --env-kwargs g:5", "Invalid value for --env-kwargs: must be JSON, such as"), ("cartpole --seed", "--seed requires an argument"),
     ("cartpole --seed -1", "--seed must be greater than or equal to 0, got -1"), ("cartpole --seed 9223372036854775808", "--seed must be less than or equal to 9223372036854775807, got 9223372036854775808"),
     ("cartpole --steps 100", "--steps must be at least num_envs * num_steps = 1024, got 100"), ("cartpole --minibatches 7", "--minibatches must divide num_envs * num_steps = 1024, got 7"),
     ("cartpole --hidden 1000000", "--hidden must be less than or equal to 16384, got 1000000"), ("cartpole --num-envs 2000000", "--num-envs must be less"), ("cartpole --gamma 1.5", "--gamma must be less than or equal to 1, got 1.5"), ("cartpole --learning-rate nan", "--learning-rate must be a finite number, got nan"),
@@ -139,6 +139,25 @@ def test_every_option_of_a_config_is_offered(config):
     options = app(line, result_action="return_value", exit_on_error=False)
     assert list(options) == list(config.__dataclass_fields__) and config(**options) == config()
     assert app([], result_action="return_value") == {} and app(["--gamma", "0.5"], result_action="return_value") == {"gamma": 0.5}
+
+
+def test_help_begins_with_the_everyday_options(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    def shown(*argv): assert cli.main([*argv, "--help"]) == 0; return capsys.readouterr().out
+    everyday, *others = shown("train").split("╭─ ")[1:]
+    assert re.findall(r"│ (--[a-z-]+)", everyday) == ["--env", "--env-kwargs", "--seed", "--device", "--steps", "--out", "--overwrite", "--resume", "--seeds", "--track"]
+    assert [o.split()[0] for o in others] == ["Environments", "Rollouts", "Updates", "Advantages", "Loss", "Scales", "Networks", "Evaluation"] and "module:Name-v0" in everyday
+    language = shown("rlhf")
+    assert "--model" in language.split("╭─ ")[1] and not re.search(r"\([PRG]\d+\)", language)
+    for command, words in (("bench", "in each of which every method is timed once"), ("generate", "texts to continue"), ("compare", "races, each with a seed of its own"), ("demo", "one run below it for each training")):
+        assert words in shown(command)
+
+
+def test_numbers_as_people_write_them(monkeypatch):
+    got = []
+    monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: got.append(options) or (lambda: 0))
+    assert cli.main(["train", "--steps", "1e5", "--lr", "3e-4", "--seed", "9007199254740993"]) == 0
+    assert got == [{"steps": 100_000, "learning_rate": 3e-4, "seed": 2**53 + 1}] and isinstance(got[0]["steps"], int)
 
 
 @pytest.mark.parametrize("number", ["-1e-1", "-1E-1", "-.1", "-0.1"])
@@ -267,7 +286,7 @@ def test_rlhf_leaves_what_was_promised_and_it_can_be_trained_further(tmp_path, c
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (config["task"], config["algo"], config["labels"]) == ("rlhf", "rloo", 16)
     assert {"task", "algo", "seed", "device", "steps", "wall_seconds", "true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score", "kl", "tokens_per_second"} < set(summary)
-    assert set(summary["seconds"]) == {"sft", "reward_model", "rl"} and f"{summary['true_score']:.2f} after" in out and "\n  before " in out
+    assert set(summary["seconds"]) == {"sft", "reward_model", "rl"} and out.startswith("processes: 1\n") and f"{summary['true_score']:.2f} after" in out and "\n  before " in out
     assert cli.main(["rlhf", *TINY[2:], "--model", str(run / "policy"), "--sft-steps", "0", "--out", "again"]) == 0
     Path(run, "summary.json").unlink()
     assert cli.main(["rlhf", "--resume", str(run)]) == 0 and read(run / "summary.json")["steps"] == summary["steps"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import docstrings
 import notebooks
 import rlhf_notes
 
@@ -155,13 +156,57 @@ def test_wheel_works_away_from_the_project(distributions, tmp_path):
                  cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""}).splitlines()
     assert Path(out[0]).is_relative_to(tmp_path) and out[1] == f"1.0 {notebooks.settings()['version']}"
     assert "rlhf_notes/studies/dials.csv" in shipped, "check.diagnose needs it"
+    said = python("from rlhf_notes import gae; print(gae.__doc__)", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""})
+    assert "(T, N)" in said and "terminated or truncated" in said and "default 0.95" in said
+
+
+def without_docstrings(source):
+    tree = ast.parse(source)
+    for n in ast.walk(tree):
+        if isinstance(n, ast.FunctionDef) and ast.get_docstring(n) is not None: n.body = n.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "rlhf_notes").rglob("*.py")), ids=lambda p: p.stem)
+def test_docstrings_of_the_wheel_change_no_code(path):
+    source = path.read_text(encoding="utf-8")
+    assert without_docstrings(docstrings.with_parameters(source)) == without_docstrings(source)
+
+
+def test_comments_become_numpy_docstrings():
+    source = """def f(x: int, # (T, N)
+      *more, # of "them"
+      eps: float = 1e-8, # > 0, not a\\b
+      plain=None,
+     ) -> int: # in nats
+    "Do it."
+    return x
+"""
+    made = {}
+    exec(docstrings.with_parameters(source), made)
+    assert made["f"].__doc__.rstrip() == """Do it.
+
+    Parameters
+    ----------
+    x : int
+        (T, N)
+    *more
+        of "them"
+    eps : float, default 1e-08
+        > 0, not a\\b
+
+    Returns
+    -------
+    int
+        in nats"""
 
 
 @pytest.mark.slow
 def test_sdist_holds_what_building_needs(distributions):
     _, sdist = distributions
     with tarfile.open(sdist) as t: names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
-    assert {"setup.py", "settings.ini", "pyproject.toml", "README.md", "LICENSE", "rlhf_notes/studies/dials.csv"} <= names
+    assert not any(n.startswith("tests") for n in names), "all tests or none"
+    assert {"tools/docstrings.py", "setup.py", "settings.ini", "pyproject.toml", "README.md", "LICENSE", "rlhf_notes/studies/dials.csv"} <= names
 
 
 def test_every_break_that_was_made_is_listed_and_was_caught():

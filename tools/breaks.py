@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = {"checks": ("test_checks.py",), "trainings": ("test_cli.py",), "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"), "linear": ("formulas/test_logprob.py",), "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"), "rlhf": ("language/test_rlhf.py", "language/test_pipeline.py", "language/test_own_task.py"), "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"), "hub": ("language/test_hub.py", "language/test_own_task.py"), "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}  # where they are called otherwise than the module
+TESTS = {"checks": ("test_checks.py",), "outcomes": ("exercises/test_engine.py",), "relations": ("exercises/test_engine.py",), "trainings": ("test_cli.py", "language/test_own_task.py"), "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"), "linear": ("formulas/test_logprob.py",), "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"), "rlhf": ("language/test_rlhf.py", "language/test_pipeline.py", "language/test_own_task.py"), "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"), "prompts": ("language/test_own_task.py", "language/test_rollout.py"), "hub": ("language/test_hub.py", "language/test_own_task.py"), "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}  # where they are called otherwise than the module
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 

@@ -21,9 +21,9 @@ from rlhf_notes.training.options import (
 class PPOConfig:
     "Hyperparameters of PPO for control; the defaults are for CartPole."
     env: str = "CartPole-v1"
-    "Gymnasium ID of an environment with Box observations and Discrete or Box actions"
+    "Gymnasium ID, or module:Name-v0 of your own; Box observations, Discrete or Box actions"
     env_kwargs: dict | None = None
-    "arguments of the environment, as JSON"
+    "arguments of the environment, as JSON: '{\"g\": 5.0}'"
     seed: Seed = 0
     "of environments, first weights, actions and minibatches"
     device: str = "auto"

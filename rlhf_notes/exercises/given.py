@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from .engine import weights, attempt
+from .outcomes import weights, attempt
 
 # %% ../../nbs/exercises/given.ipynb #inputs
 NAN, INF = math.nan, math.inf
@@ -33,20 +33,61 @@ def normal(*shape,    # Of the result
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 # %% ../../nbs/exercises/given.ipynb #blocks
-def keep(x, m): return torch.where(m, x, 0.0)
-def mean(x, m): return keep(x, m).sum() / m.sum().clamp(min=1)
-def row_means(x, m): return keep(x, m).sum(-1) / m.sum(-1).clamp(min=1)
-def over_rows(x, m): return x.sum() / (m.sum(-1) > 0).sum().clamp(min=1)
-def mean_of_all(x, m): return x.mean()
-def padded_mean(x, m): return keep(x, m).mean()
-def total(x, m): return keep(x, m).sum()
-def variance(x): return x.var(unbiased=False)
-def clip(r, eps): return r.clamp(1 - eps, 1 + eps)
-def unclipped(r, A, eps): return r * A
-def always_clipped(r, A, eps): return clip(r, eps) * A
-def pessimistic(r, A, eps): return torch.minimum(r * A, clip(r, eps) * A)
-def optimistic(r, A, eps): return torch.maximum(r * A, clip(r, eps) * A)
-def k3(d): return (-d).exp() - 1 + d
+def keep(x, m): # (...), (...) bool, True = counts
+    "x where the mask is True, elsewhere 0."
+    return torch.where(m, x, 0.0)
+
+def mean(x, m): # (...), (...) bool, True = counts
+    "Mean of what counts, 0 where nothing does."
+    return keep(x, m).sum() / m.sum().clamp(min=1)
+
+def row_means(x, m): # (...), (...) bool, True = counts
+    "Mean of what counts in each row."
+    return keep(x, m).sum(-1) / m.sum(-1).clamp(min=1)
+
+def over_rows(x, m): # (...), (...) bool, True = counts
+    "Mean of one number for each row, over the rows in which anything counts."
+    return x.sum() / (m.sum(-1) > 0).sum().clamp(min=1)
+
+def mean_of_all(x, m): # (...), (...) bool, True = counts
+    "Mean without the mask."
+    return x.mean()
+
+def padded_mean(x, m): # (...), (...) bool, True = counts
+    "Sum of what counts, divided by the number of everything."
+    return keep(x, m).mean()
+
+def total(x, m): # (...), (...) bool, True = counts
+    "Sum of what counts."
+    return keep(x, m).sum()
+
+def variance(x): # (...)
+    "Biased variance of everything."
+    return x.var(unbiased=False)
+
+def clip(r, eps): # (...) ratio; the clip range
+    "The ratio within the clip range."
+    return r.clamp(1 - eps, 1 + eps)
+
+def unclipped(r, A, eps): # (...) ratio; (...) advantage; the clip range
+    "The objective without a clip."
+    return r * A
+
+def always_clipped(r, A, eps): # (...) ratio; (...) advantage; the clip range
+    "The objective with a flat side on both ends."
+    return clip(r, eps) * A
+
+def pessimistic(r, A, eps): # (...) ratio; (...) advantage; the clip range
+    "The clipped objective."
+    return torch.minimum(r * A, clip(r, eps) * A)
+
+def optimistic(r, A, eps): # (...) ratio; (...) advantage; the clip range
+    "The maximum in the place of the minimum."
+    return torch.maximum(r * A, clip(r, eps) * A)
+
+def k3(d): # (...) nats
+    "The estimator of the KL, of a log-ratio."
+    return (-d).exp() - 1 + d
 
 # %% ../../nbs/exercises/given.ipynb #pictures
 def _draw(ax, x, expected, yours, marker=None):

@@ -85,9 +85,10 @@ def states(trunk: nn.Module, # A model without its head
            mask: torch.Tensor, # True = a real token, (B, T)
            positions: torch.Tensor, # Of each token, (B, T)
            at: torch.Tensor, # True = this state is read, (B, T)
-          ): # (B, T, d), 0 where nobody reads; NotImplemented unless it is a plain GPT-2 on a CPU
+          ): # (B, T, d), 0 or undefined where nobody reads; NotImplemented unless a plain GPT-2
     "Final hidden states: x holds the needed tokens, one row each; attention goes back to (B, T)."
-    if trunk.device.type != "cpu" or not is_plain(trunk): return NotImplemented
+    if not is_plain(trunk): return NotImplemented
+    if trunk.device.type != "cpu": return _unseen(trunk, tokens, mask, positions)
     (B, T), wanted = tokens.shape, at.flatten()
     rows = needed(mask, at).flatten().nonzero().squeeze(1)
     x = (embedding(tokens.flatten()[rows], trunk.wte.weight)
@@ -106,6 +107,14 @@ def states(trunk: nn.Module, # A model without its head
         x = block.rest(x, y[rows], _plus)
     out = layer_norm(x, *_norm(trunk.ln_f))
     return x.new_zeros(B * T, x.shape[1]).index_copy(0, rows, out).view(B, T, -1)
+
+def _unseen(trunk, tokens, mask, positions):
+    "transformers' pass with a mask (B, 1, T, T), which it does not wait for a GPU to look at."
+    if trunk.config._attn_implementation != "sdpa": return NotImplemented
+    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    seen = (mask[:, None, None] & torch.ones_like(itself).tril()) | itself
+    return trunk(input_ids=tokens, attention_mask=seen, use_cache=False,
+                 position_ids=positions).last_hidden_state
 
 # %% ../../nbs/fast/gpt2.ipynb #caches
 class Fused:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HAS_TRITON', 'LOG2_E', 'usable', 'transformed', 'eager', 'forward_rows',
-           'backward_rows', 'scan']
+           'backward_rows', 'scan', 'gae']
 
 # %% ../../nbs/fast/kernels.ipynb #export-imports
 import importlib.util
@@ -105,8 +105,10 @@ def _block(V): return min(4096, max(16, 1 << (V - 1).bit_length()))
 def forward_rows(logits, index, temperature, entropy):  # as `rows.forward`'s
     "log pi, entropy, base and total of each row; NaN where the index is outside [0, V)."
     z, layout = _layout(logits.detach())
-    out = tuple(torch.zeros(index.shape, dtype=torch.float32, device=z.device) for _ in range(4))
+    out = tuple(torch.empty(index.shape, dtype=torch.float32, device=z.device) for _ in range(4))
     rows, V = index.numel(), logits.shape[-1]
+    if not entropy:
+        out[1].zero_()
     with torch.cuda.device_of(z):
         if rows:
             _forward()[(rows,)](z, index.contiguous(), *out, V, *layout, LOG2_E / temperature,
@@ -122,44 +124,52 @@ def _backward():
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["per_part", "stride_part"])
-    def backward(Z, I, BASE, G, A, B, OUT, V, per_part, stride_part, stride_row, scale,
-                 BLOCK: tl.constexpr):
+    def backward(Z, I, G, HG, H, BASE, TOTAL, OUT, V, per_part, stride_part, stride_row,
+                 inv_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = lanes < V
         out = OUT + row * V + lanes
-        g, a, b = tl.load(G + row), tl.load(A + row), tl.load(B + row)
+        g, total, b = tl.load(G + row), tl.load(TOTAL + row), 0.0
+        share = inv_temperature / total
+        a = tl.where(g == 0, 0.0, -g * share)
+        if ENTROPY:
+            h = tl.load(HG + row)
+            nothing, log_total = (h == 0) | (total == 0), tl.log2(total) * 0.6931471805599453
+            a -= tl.where(nothing, 0.0, h * share * (tl.load(H + row) - log_total))
+            b = tl.where(nothing, 0.0, -h * share * 0.6931471805599453)
         if (g == 0) & (a == 0) & (b == 0):  # nothing is asked of this row
             tl.store(out, tl.zeros([BLOCK], OUT.dtype.element_ty), mask=inside)
         else:
             z_row = Z + (row // per_part) * stride_part + (row % per_part) * stride_row
             z = tl.load(z_row + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-            x = (z - tl.load(BASE + row)) * scale
+            x = (z - tl.load(BASE + row)) * (inv_temperature * 1.4426950408889634)
             x = tl.maximum(x, -1e4, propagate_nan=tl.PropagateNan.ALL)
-            grad = tl.exp2(x) * (a + b * x) + tl.where(lanes == tl.load(I + row), g, 0.0)
+            chosen = tl.where(lanes == tl.load(I + row), g * inv_temperature, 0.0)
+            grad = tl.exp2(x) * (a + b * x) + chosen
             tl.store(out, grad.to(OUT.dtype.element_ty), mask=inside)
 
     return backward
 
 def backward_rows(
     logits, index, temperature,  # as `rows.forward`'s
-    base, g, constant, slope,  # (...) float32
-    out,  # (..., V), written; may be the logits
+    g, h, H, base, total, out,  # as `rows.backward`'s
 ):
     "Write 2^x (a + b x) + g 1[chosen]; rows of which nothing is asked are not read."
     z, layout = _layout(logits.detach())
     rows, V, block = index.numel(), logits.shape[-1], _block(logits.shape[-1])
-    given = [x.contiguous() for x in (index, base, g, constant, slope)]
+    given = [x.contiguous() for x in (index, g, g if h is None else h, H, base, total)]
     with torch.cuda.device_of(z):
         if rows:
             _backward()[(rows, -(-V // block))](
-                z, *given, out, V, *layout, LOG2_E / temperature, BLOCK=block, num_warps=8)
+                z, *given, out, V, *layout, 1 / temperature, ENTROPY=h is not None, BLOCK=block,
+                num_warps=8)
 
 # %% ../../nbs/fast/kernels.ipynb #gae
 @cache
-def _scan():
-    "The kernel of the recursion."
-    global tl, _combine  # a kernel sees the names of its module, not those of a function around it
+def _recursion():
+    "A block of steps, put together; some neighbouring columns at a time."
+    global tl, triton, _combine, _block_of_steps  # a kernel sees the names of its module
     import triton
     import triton.language as tl
 
@@ -168,31 +178,87 @@ def _scan():
         return x_here + tl.where(d_here == 0, 0.0, d_here * x_late), d_here * d_late
 
     @triton.jit
-    def scan(X, D, Y, T, stride_t, stride_n, FORWARD: tl.constexpr, BLOCK: tl.constexpr):
-        n = tl.program_id(0).to(tl.int64)
-        lanes = tl.arange(0, BLOCK)
-        carry = tl.zeros([1], X.dtype.element_ty)
+    def _block_of_steps(x, d, carry, BLOCK: tl.constexpr):
+        y, reach = tl.associative_scan((x, d), 0, _combine)
+        y = y + tl.where(reach == 0, 0.0, reach * carry)
+        last = tl.arange(0, BLOCK)[:, None] == BLOCK - 1
+        return y, tl.sum(tl.where(last, y, 0.0), 0, keep_dims=True)
+
+def _tiles(T, N):
+    "Programs, and what each takes at a time: eight columns fill the 32 bytes that memory gives."
+    columns = min(8, 1 << (N - 1).bit_length())
+    block = min(2048 // columns, max(2, 1 << (T - 1).bit_length()))
+    return (-(-N // columns),), dict(BLOCK=block, COLUMNS=columns)
+
+# %% ../../nbs/fast/kernels.ipynb #scan
+@cache
+def _scan():
+    "The kernel of the recursion."
+    _recursion()
+
+    @triton.jit
+    def scan(X, D, Y, T, N, x_t, x_n, d_t, d_n, y_t, y_n, BLOCK: tl.constexpr,
+             COLUMNS: tl.constexpr):
+        n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        carry = tl.zeros([1, COLUMNS], X.dtype.element_ty)
         for first in range(0, T, BLOCK):
-            step = first + lanes  # counted from where the recursion starts
-            inside = step < T
-            t = step if FORWARD else T - 1 - step
-            where = n * stride_n + t.to(tl.int64) * stride_t
-            x = tl.load(X + where, mask=inside, other=0.0)
-            d = tl.load(D + where, mask=inside, other=1.0)
-            y, reach = tl.associative_scan((x, d), 0, _combine)
-            y = y + tl.where(reach == 0, 0.0, reach * carry)
-            tl.store(Y + where, y, mask=inside)
-            carry = tl.sum(tl.where(lanes == BLOCK - 1, y, 0.0), 0, keep_dims=True)
+            t = (T - 1 - first - tl.arange(0, BLOCK)[:, None]).to(tl.int64)
+            inside = (t >= 0) & (n < N)
+            x = tl.load(X + t * x_t + n * x_n, mask=inside, other=0.0)
+            d = tl.load(D + t * d_t + n * d_n, mask=inside, other=1.0)
+            y, carry = _block_of_steps(x, d, carry, BLOCK)
+            tl.store(Y + t * y_t + n * y_n, y, mask=inside)
 
     return scan
 
-def scan(x, decay, forward=False):
-    "y_t = x_t + decay_t y_{t+1} (or y_{t-1}), in one launch."
-    x, decay = x.contiguous(), decay.contiguous()
-    T, N = x.shape[0], x[0].numel() if len(x) else 0
-    y = torch.empty_like(x)
+def scan(
+    x, decay,  # (T, ...) each
+):
+    "y_t = x_t + decay_t y_{t+1}, in one launch."
+    if not x.numel(): return torch.empty_like(x)
+    flat = [t.reshape(len(t), -1) for t in (x, decay)]
+    flat.append(y := torch.empty_like(flat[0]))
+    grid, sizes = _tiles(*y.shape)
     with torch.cuda.device_of(x):
-        if y.numel():
-            block = min(1024, max(2, 1 << (T - 1).bit_length()))
-            _scan()[(N,)](x, decay, y, T, N, 1, FORWARD=forward, BLOCK=block)
-    return y
+        _scan()[grid](*flat, *y.shape, *(s for t in flat for s in t.stride()), **sizes)
+    return y.view(x.shape)
+
+# %% ../../nbs/fast/kernels.ipynb #whole-gae
+@cache
+def _gae():
+    "The kernel of GAE."
+    _recursion()
+
+    @triton.jit
+    def gae(R, V, NEXT, TERMINATED, DONE, A, T, N, gamma, decay, BLOCK: tl.constexpr,
+            COLUMNS: tl.constexpr):
+        n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        carry = tl.zeros([1, COLUMNS], R.dtype.element_ty)
+        for first in range(0, T, BLOCK):
+            t = (T - 1 - first - tl.arange(0, BLOCK)[:, None]).to(tl.int64)
+            at, inside = t * N + n, (t >= 0) & (n < N)
+            r = tl.load(R + at, mask=inside, other=0.0)
+            v = tl.load(V + at, mask=inside, other=0.0)
+            after = tl.load(NEXT + at, mask=inside, other=0.0)
+            terminated = tl.load(TERMINATED + at, mask=inside, other=0) != 0
+            cut = tl.load(DONE + at, mask=inside, other=0) != 0
+            x = r + tl.where(terminated, 0.0, gamma * after) - v
+            d = tl.where(cut, 0.0, decay).to(x.dtype) + tl.zeros_like(x)
+            y, carry = _block_of_steps(x, d, carry, BLOCK)
+            tl.store(A + at, y, mask=inside)
+
+    return gae
+
+def gae(
+    rewards, values, next_values, terminated, done,  # (T, ...) each
+    gamma, lam,  # numbers
+):
+    "Advantages, in one launch."
+    given = [t.contiguous() for t in (rewards, values, next_values, terminated, done)]
+    A = torch.empty_like(given[0])
+    if not A.numel(): return A
+    T, N = len(A), A[0].numel()
+    grid, sizes = _tiles(T, N)
+    with torch.cuda.device_of(A):
+        _gae()[grid](*given, A, T, N, gamma, gamma * lam, **sizes)
+    return A

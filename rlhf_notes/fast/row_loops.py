@@ -57,7 +57,7 @@ def exp2(x):  # float32
 
 # %% ../../nbs/fast/row_loops.ipynb #rows
 BLOCK = 256  # numbers that are added in float32 before they go into a float64
-LN2 = 0.6931471805599453
+LN2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
 def load(z):  # float32, or the bits of a bfloat16 as uint16
     "A logit as a float32."
@@ -158,15 +158,21 @@ def forward(
 @loop
 def backward(
     z, index, out,  # (R, V), (R,) and (R, V), which is written
-    bases, g, constant, slope,  # (R,)
-    scale, inplace,  # log2(e) / temperature; a flag
+    g, h, H, bases, totals,  # (R,)
+    temperature, inplace,  # a number; a flag
 ):
     "2^x (a + b x), and g more for the chosen token; `out` is z if `inplace`."
-    block = np.empty(BLOCK, z.dtype)
+    block, scale = np.empty(BLOCK, z.dtype), f32(LOG2_E / temperature)
     for r in range(len(z)):
-        row, grad, a, b, base = z[r], out[r], constant[r], slope[r], bases[r]
+        row, grad, base, a, b = z[r], out[r], bases[r], f32(0), f32(0)
+        share = 1 / (temperature * totals[r])
+        if g[r] != 0:
+            a = f32(-g[r] * share)
+        if h[r] != 0 and totals[r] != 0:
+            a -= f32(h[r] * (H[r] - np.log(totals[r])) * share)
+            b = f32(-h[r] * LN2 * share)
         x = (load(row[index[r]]) - base) * scale
-        chosen = exp2(x) * (a + b * bounded(x)) + g[r]
+        chosen = exp2(x) * (a + b * bounded(x)) + f32(g[r] / temperature)
         if a == 0 and b == 0 and g[r] == 0:  # nothing is asked of this row
             for j in range(len(row)):
                 store(grad, j, f32(0))
@@ -186,8 +192,6 @@ def backward(
         store(grad, index[r], chosen)
 
 # %% ../../nbs/fast/row_loops.ipynb #threads
-LOG2_E = 1.4426950408889634
-
 def _array(x, dtype, *shape):
     "NumPy's view of `x`. A loop gets nothing whose device, dtype and shape were not checked here."
     if x.device.type != "cpu" or x.dtype != dtype or x.shape != shape:
@@ -232,11 +236,9 @@ def forward_rows(logits, index, temperature, entropy):  # as `rows.forward`'s
 # %% ../../nbs/fast/row_loops.ipynb #backward
 def backward_rows(
     logits, index, temperature,  # as `rows.forward`'s
-    base, g, constant, slope,  # (...) float32
-    out,  # (..., V), written; may be the logits
+    g, h, H, base, total, out,  # as `rows.backward`'s
 ):
     "Write 2^x (a + b x) + g 1[chosen]; rows of which nothing is asked are not read."
-    rows = [x.contiguous() for x in (base, g, constant, slope)]
-    inplace = out.data_ptr() == logits.data_ptr()
-    numbers = np.float32(LOG2_E / temperature), inplace
+    rows = [x.contiguous() for x in (g, torch.zeros_like(g) if h is None else h, H, base, total)]
+    numbers = float(temperature), out.data_ptr() == logits.data_ptr()
     _over_rows(backward, logits, index, rows, numbers, out)

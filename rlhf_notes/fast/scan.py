@@ -79,7 +79,8 @@ def _over_columns(op, info, dims, *args):
 for _op in (_scan, _gae):
     _op.register_fake(_empty)
     _op.register_vmap(partial(_over_columns, _op))
-_scan.register_kernel("cuda")(lambda x, decay: kernels.scan(x, decay))
+_scan.register_kernel("cuda")(lambda *given: kernels.scan(*given))
+_gae.register_kernel("cuda")(lambda *given: kernels.gae(*given))
 
 
 class _Scan(torch.autograd.Function):
@@ -103,8 +104,9 @@ SMALL = 2**10  # numbers; for fewer the plain loop will do
 
 
 def _pays(x, *others):
-    usable = HAS_NUMBA if x.device.type == "cpu" else x.is_cuda and kernels.usable(x)
-    return usable and x.numel() >= SMALL and all(t.dtype in (x.dtype, torch.bool) for t in others)
+    on_cpu = x.device.type == "cpu" and HAS_NUMBA and x.numel() >= SMALL
+    usable = on_cpu or x.is_cuda and kernels.usable(x)
+    return usable and all(t.dtype in (x.dtype, torch.bool) for t in others)
 
 
 def accumulate(x, decay):  # as the plain function gets them
@@ -118,7 +120,7 @@ def gae(
 ):
     "Values of the plain function in one read; NotImplemented where a gradient is asked for."
     tensors = rewards, values, next_values, terminated, done
-    if rewards.is_cuda or not _pays(*tensors) or any(t.requires_grad for t in tensors):
+    if not _pays(*tensors) or any(t.requires_grad for t in tensors):
         return NotImplemented
     advantages = _gae(*tensors, gamma, lam)
     return advantages, advantages + values

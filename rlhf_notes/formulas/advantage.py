@@ -16,6 +16,7 @@ from .masking import apply_mask, centre
 from .whitening import whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
+@checked(x="float (T ...)", decay="float (T ...)")
 @door(scan.accumulate)
 def accumulate(
     x: Tensor,  # (T, ...), time first
@@ -82,7 +83,6 @@ def gae_tokens(
 # %% ../../nbs/formulas/08_advantage.ipynb #group
 GROUP_SCALES = ("std", "batch", None)
 
-
 @checked(rewards="real (P G)", scale=GROUP_SCALES, eps="[0, inf)", mask="bool (P G)?")
 def group_advantage(
     rewards: Tensor,  # (P prompts, G responses), score of each response
@@ -97,7 +97,6 @@ def group_advantage(
     over = 1 if scale == "std" else (0, 1)
     std = _std(centre(rewards, mask, over), mask, over) + eps
     return advantages / torch.where(std == 0, 1, std)
-
 
 def _std(deviation, mask, dim):
     "Unbiased standard deviation of what has mean 0. Where it is 0, so is its gradient."

@@ -39,7 +39,7 @@ def _k3(d):
     for n in range(11, 2, -1):
         series = 1 - small / n * series
     x = bounded_log_ratio(-d)
-    # the maximum is d; where x was limited it keeps e^x ahead
+    # max(d, -x) is d, but stays above -40: d = -1e6 must not outweigh e^40
     return torch.where(near, small.square() / 2 * series, torch.expm1(x) + torch.maximum(d, -x))
 
 # %% ../../nbs/formulas/06_kl.ipynb #exact
@@ -66,7 +66,7 @@ def kl_loss(
     logp_ref: Tensor,  # (...), log pi_ref of the same actions; a constant
     kind: str = "k2",  # one of `KL_KINDS`
     ratio: Tensor | None = None,  # (...), pi / pi_old, where pi_old drew the samples; None = pi did
-    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    mask: Tensor | None = None,  # (...) bool, True = counts; None averages over padding too
     straight_through: bool = False,  # value of `kind`, slope of k2; `ratio` is then a constant
 ) -> Tensor:  # 0-dim, in nats
     "Mean KL estimate; k2, `straight_through`, or k1 and k3 with `ratio` have the KL's gradient."

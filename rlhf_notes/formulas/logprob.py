@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['selective_log_softmax', 'entropy_from_logits', 'log_probs_and_entropy',
-           'linear_log_probs', 'gaussian_log_prob', 'gaussian_entropy', 'tanh_log_det']
+           'gaussian_log_prob', 'gaussian_entropy', 'tanh_log_det', 'linear_log_probs']
 
 # %% ../../nbs/formulas/02_logprob.ipynb #export-imports
 import math
@@ -102,28 +102,6 @@ def log_probs_and_entropy(
     logp = selective_log_softmax(logits, index, temperature, mask)
     return logp, entropy_from_logits(logits, temperature, mask)
 
-# %% ../../nbs/formulas/02_logprob.ipynb #linear
-@checked(hidden="raw (... d)", weight="raw (V d)", index="int (...)", bias="raw (V)?",
-         temperature="(0, inf)", chunk="int [1, inf)?", entropy="flag", mask="bool (...)?")
-@door(linear.log_probs)
-def linear_log_probs(
-    hidden: Tensor, # (..., d), any float dtype: final hidden states
-    weight: Tensor, # (V, d) of the head
-    index: Tensor, # (...) integers in [0, V): the chosen tokens
-    bias: Tensor | None = None, # (V,) of the head
-    temperature: float = 1.0, # what the logits are divided by
-    chunk: int | None = None, # rows whose logits exist at once; None = 8 million logits
-    entropy: bool = False, # return the entropy as well?
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-) -> Tensor | tuple: # (...) log pi in nats, float32 or better; with `entropy`, (log pi, entropy)
-    "`selective_log_softmax` of hidden @ weight.T + bias, its products accumulated in float32."
-    if mask is not None:
-        hidden = hidden.masked_fill(~mask[..., None], 0)
-    bias = None if bias is None else at_least_float32(bias)
-    logits = torch.nn.functional.linear(at_least_float32(hidden), at_least_float32(weight), bias)
-    both = log_probs_and_entropy(logits, index, temperature, mask)
-    return both if entropy else both[0]
-
 # %% ../../nbs/formulas/02_logprob.ipynb #gaussian
 @checked(action="float (... N)", mu="float (... N)", sigma="float (... N)", mask="bool (...)?")
 def gaussian_log_prob(
@@ -156,3 +134,25 @@ def tanh_log_det(
 ) -> Tensor: # (...) nats, float32 or better
     "log |d tanh(x) / dx|, summed over N dimensions: log density of x less that of tanh(x)."
     return 2 * (math.log(2) - x - torch.nn.functional.softplus(-2 * x)).sum(-1)
+
+# %% ../../nbs/formulas/02_logprob.ipynb #linear
+@checked(hidden="raw (... d)", weight="raw (V d)", index="int (...)", bias="raw (V)?",
+         temperature="(0, inf)", chunk="int [1, 1e18)?", entropy="flag", mask="bool (...)?")
+@door(linear.log_probs)
+def linear_log_probs(
+    hidden: Tensor, # (..., d), any float dtype: final hidden states
+    weight: Tensor, # (V, d) of the head
+    index: Tensor, # (...) integers in [0, V): the chosen tokens
+    bias: Tensor | None = None, # (V,) of the head
+    temperature: float = 1.0, # what the logits are divided by
+    chunk: int | None = None, # rows whose logits exist at once; None = 8 million logits
+    entropy: bool = False, # return the entropy as well?
+    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
+) -> Tensor | tuple: # (...) log pi in nats, float32 or better; with `entropy`, (log pi, entropy)
+    "`selective_log_softmax` of hidden @ weight.T + bias, its products accumulated in float32."
+    if mask is not None:
+        hidden = hidden.masked_fill(~mask[..., None], 0)
+    bias = None if bias is None else at_least_float32(bias)
+    logits = torch.nn.functional.linear(at_least_float32(hidden), at_least_float32(weight), bias)
+    both = log_probs_and_entropy(logits, index, temperature, mask)
+    return both if entropy else both[0]

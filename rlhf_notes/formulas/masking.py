@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checks import at_least_float32, check_value, checked
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
-@checked(x="real (...)", mask="bool (...)?")
+@checked(x="real (...)", mask="bool (...)?", fill="(-inf, inf)")
 def apply_mask(
     x: Tensor,  # (...)
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
@@ -61,6 +61,7 @@ def _count(x, mask, dim, keepdim=False):
     return mask.sum(_dims(x, dim), keepdim)
 
 # %% ../../nbs/formulas/01_masking.ipynb #centre
+@checked(x="real (...)", mask="bool (...)?")
 def centre(
     x: Tensor,  # (...)
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
@@ -119,5 +120,5 @@ def aggregate_loss(
 
 def _total(total, mask, mode):
     if total is None: return aggregate_count(mask, mode)
-    check_value("total", total, "real ()" if isinstance(total, Tensor) else "int [0, inf)")
+    check_value("total", total, "real ()" if isinstance(total, Tensor) else "int [0, 1e18)")
     return torch.as_tensor(total, device=mask.device)

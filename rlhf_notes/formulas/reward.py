@@ -41,8 +41,7 @@ class RewardNorm:
         std: float = 1.0, # standard deviation (biased) that they shall have
     ) -> "RewardNorm": # itself
         "Set gain and bias from raw rewards; what they were before does not matter."
-        if not isinstance(rewards, RunningMoments):
-            rewards = _moments(rewards)
+        rewards = rewards if isinstance(rewards, RunningMoments) else _moments(rewards)
         if rewards.mean.ndim:
             raise ValueError("rewards must have moments of shape (), got "
                              f"{tuple(rewards.mean.shape)}")
@@ -66,10 +65,7 @@ class RewardNorm:
         "State for a checkpoint."
         return {"gain": self.gain, "bias": self.bias}
 
-    def load_state_dict(
-        self,
-        state: dict, # from `state_dict`
-    ):
+    def load_state_dict(self, state: dict): # from `state_dict`
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"gain", "bias"}:
             raise ValueError(f"state must be a dict with the keys 'gain' and 'bias', got {state!r}")
@@ -87,8 +83,7 @@ def token_rewards(
     mask: Tensor | None = None, # (B, T) bool, True = counts; None = everything counts
 ) -> tuple[Tensor, Tensor]: # (rewards, kl_penalty), (B, T) each; rewards = kl_penalty + score
     "-beta (log pi - log pi_ref), plus the score on the last token (Ziegler et al. 2019, eq. 2)."
-    if mask is None:
-        mask = torch.ones_like(logp, dtype=torch.bool)
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # no token that counts follows it
     kl_penalty = torch.zeros_like(logp)
     if kl_coef:
@@ -96,7 +91,7 @@ def token_rewards(
     return kl_penalty + apply_mask(scores.unsqueeze(1).expand_as(logp), last), kl_penalty
 
 # %% ../../nbs/formulas/09_reward.ipynb #truncate
-@checked(tokens="int (B T)", pad_token="int (-inf, inf)", after="int [0, inf)")
+@checked(tokens="int (B T)", pad_token="int (-inf, inf)", after="int [0, 1e18)")
 def truncate_at_stop(
     tokens: Tensor, # (B, T) integers, responses
     stop_token: int | list | Tensor, # the token that ends a response; or several, (K,)

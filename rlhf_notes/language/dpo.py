@@ -20,7 +20,7 @@ from .config import RLHFConfig
 from .model import Policy, adapter_off, autocast, check_weights
 from .reward_model import ask_human
 from .rlhf import COLUMNS, RLHF, learning_rate
-from .rollout import Prompts, read_prompts
+from .prompts import Prompts, read_prompts
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite
 

@@ -44,7 +44,7 @@ class Training:
         check_processes(config, self.accelerator.num_processes)
         self.lm, self.task = world or make_world(config, process_device(config.device))
         self.reward_model = self.norm = None
-        self.rows, self.samples = {name: [] for name in STAGES}, []
+        self.rows, self.samples, self.seen = {name: [] for name in STAGES}, [], {}
         self.seconds, self.started = dict.fromkeys(STAGES, 0.0), time.perf_counter()
         self.enter("sft")
         self.advance()
@@ -117,6 +117,7 @@ class Training:
 
     def show(self, iteration: int, evaluation) -> float: # Mean true reward
         "Keep some responses, always to the same prompts."
+        self.seen[iteration] = evaluation
         shown = zip(evaluation.texts, evaluation.true.tolist(), evaluation.rollout.scores.tolist())
         for (prompt, response), true, score in list(shown)[:SHOWN]:
             self.samples.append(dict(iteration=iteration, prompt=prompt, response=response,
@@ -154,7 +155,8 @@ class Training:
         names = ("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft",
                  "proxy_score", "kl", "valid", "tokens_per_second")
         if not self.done: return found | dict.fromkeys(names)
-        before, after = evaluate(stage, self.lm), evaluate(stage)
+        before = self.seen.get(0) or evaluate(stage, self.lm)  # a resumed run has not seen it
+        after = self.seen.get(c.iterations) or evaluate(stage)
         worth = after.worth(before)
         speed = len(rows) / sum(1 / r["tokens_per_second"] for r in rows)
         return found | dict(zip(names, (before.true.mean().item(), worth["true"], worth["win"],

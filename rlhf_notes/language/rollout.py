@@ -5,27 +5,21 @@ advantage of each of their tokens."""
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'Rollout', 'ppo_advantages', 'group_advantages', 'with_advantages',
-           'treat_overlong', 'rollout_stats', 'sample_table', 'read_prompts', 'Prompts',
-           'as_text', 'reward_functions', 'Classifier', 'call_reward']
+           'treat_overlong', 'rollout_stats', 'sample_table']
 
 # %% ../../nbs/language/26_rollout.ipynb #export-imports
-import json
-import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-from textwrap import shorten
 
 import torch
-from torch import nn
 
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean, masked_sum
-from ..formulas.reward import (PENALTY_MODES, apply_penalty, overlong_penalty, token_rewards,
-                                       truncate_at_stop)
+from rlhf_notes.formulas.reward import (
+    PENALTY_MODES, apply_penalty, overlong_penalty, token_rewards,
+)
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
-from .hub import end_tokens, load_classifier
 
 # %% ../../nbs/language/26_rollout.ipynb #rollout
 @dataclass
@@ -144,201 +138,3 @@ def sample_table(task, # Of the rollout
     numbers = some.scores.tolist(), some.response_mask.sum(1).tolist(), kl.tolist()
     names = "prompt", "response", "score", "length", "kl"
     return [dict(zip(names, row)) for row in zip(prompts, responses, *numbers)]
-
-# %% ../../nbs/language/26_rollout.ipynb #read-prompts
-def read_prompts(prompts, # Prompts or dicts with a "prompt"; or the path of a file of them
-                ) -> list: # Dicts, all with the same columns
-    "Prompts with their columns; ValueError names the place of one that cannot be used."
-    is_file = isinstance(prompts, (str, Path))
-    rows = _lines(Path(prompts)) if is_file else enumerate(prompts)
-    found = []
-    for place, row in rows:
-        row = dict(row) if isinstance(row, dict) else dict(prompt=row)
-        place = place if is_file else f"prompts[{place}]"
-        if not _is_prompt(row.get("prompt")):
-            raise ValueError("prompts must be strings, lists of messages with role and content, or "
-                             f"dicts with such a prompt, got {shorten(str(row), 80)} in {place}")
-        if found and row.keys() != found[0].keys():
-            raise ValueError(f"prompts must all have the columns {list(found[0])}, got {list(row)} "
-                             f"in {place}")
-        found.append(row)
-    if is_file and not found: raise ValueError(f"prompts must not be empty, got {prompts}")
-    return found
-
-def _lines(path):
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeError) as e:
-        raise ValueError(f"prompts must be a file of prompts, got {path}: {e}") from e
-    for i, line in enumerate(lines, 1):
-        place = f"line {i} of {path}"
-        if not line.strip(): continue
-        if path.suffix != ".jsonl":
-            yield place, line
-            continue
-        try:
-            yield place, json.loads(line)
-        except json.JSONDecodeError as e:
-            raise ValueError(f"prompts must be JSON, got {place}: {e}") from e
-
-def _is_prompt(x):
-    messages = isinstance(x, list) and x and all(isinstance(m, dict) for m in x)
-    return isinstance(x, str) or messages and all({"role", "content"} <= m.keys() for m in x)
-
-
-# %% ../../nbs/language/26_rollout.ipynb #prompts
-class Prompts:
-    "Prompts and a reward function as a task for `RLHF`."
-    stop_after, query_length, special_tokens = 0, 0, True
-
-    def __init__(self,
-                 tokenizer, # Of transformers, as `pad_outside` leaves it
-                 prompts, # For `read_prompts`
-                 reward, # For `reward_functions`; None = for `generate` alone
-                 response_length: int, # T, tokens of each response
-                 query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
-                 lm=None, # The policy: may know of more end tokens, and a reward model joins it
-                ):
-        self.tokenizer, self.response_length = tokenizer, response_length
-        self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
-        device = getattr(lm, "device", "cpu")
-        self.rewards = [] if reward is None else reward_functions(reward, device)
-        self.rows = read_prompts(prompts)
-        if not self.rows: return
-        self.tokens, self.mask = self.encode((row["prompt"] for row in self.rows), query_length)
-        self.query_length, self.row_of = self.tokens.shape[1], {}
-        if 0 < query_length < self.query_length:
-            raise ValueError(f"query_length must be 0 or at least {self.query_length}, the tokens "
-                             f"of the longest prompt, got {query_length}")
-        for ids, row in zip(self.tokens.tolist(), self.rows):
-            if self.row_of.setdefault(tuple(ids), row) != row:
-                raise ValueError("prompts must not be the same tokens with other columns, got "
-                                 f"{row['prompt']!r} twice")
-
-    def encode(self,
-               prompts, # n strings, or n lists of chat messages
-               length: int = 0, # Q; 0, or too few = as many tokens as the longest prompt has
-              ) -> tuple: # tokens (n, Q), integer; mask (n, Q), False = padding
-        "Prompts as tokens, padded on the left."
-        texts, special = as_text(self.tokenizer, list(prompts), add_generation_prompt=True)
-        ids = self.tokenizer(texts, add_special_tokens=self.special_tokens and special)
-        ids = ids["input_ids"]
-        lengths = torch.tensor([len(row) for row in ids])
-        if not lengths.all():
-            raise ValueError(f"prompts must have tokens, got {texts[int(lengths.argmin())]!r}")
-        length = max(length, int(lengths.max()))
-        rows = [[self.pad_token] * (length - len(row)) + row for row in ids]  # G2
-        return torch.tensor(rows), torch.arange(length) >= length - lengths[:, None]
-
-    def decode(self, rows) -> list: # Strings
-        "Tokens as text, without special tokens."
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-
-    def sample_prompts(self,
-                       n: int, # How many
-                       generator: torch.Generator, # Source of chance
-                      ) -> tuple: # prompts (n, Q), integer; mask (n, Q), False = padding
-        "Prompts to train on, each sampled at random."
-        if not self.rows: raise ValueError("prompts must not be empty, got none to learn from")
-        rows = torch.randint(len(self.tokens), (n,), generator=generator)
-        return self.tokens[rows], self.mask[rows]
-
-    def truncate(self,
-                 responses: torch.Tensor, # As sampled, (B, T)
-                ) -> tuple: # responses, padded after their end; response_mask, (B, T); has_end (B,)
-        "Cut each response after the first stop token at position `stop_after` or later."
-        return truncate_at_stop(responses, self.stop_token, self.pad_token, self.stop_after)  # P5
-
-    def score(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
-        "The sum of the user's rewards; NaN where there is none."
-        if not self.rewards: raise ValueError("reward must be a function to learn from, got None")
-        rows = [self.row_of[tuple(p)] for p in prompts.tolist()]
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        given, said = columns.pop("prompt"), self.decode(responses)
-        whole = self.decode(torch.cat([prompts, responses], 1))
-        if not isinstance(given[0], str):
-            whole = [[*chat, dict(role="assistant", content=x)] for chat, x in zip(given, said)]
-        scores = torch.stack([weight * (f(whole) if isinstance(f, Classifier) else
-                                        call_reward(f, given, said, columns))
-                              for f, weight in self.rewards])
-        total = scores.nansum(0).masked_fill(scores.isnan().all(0), math.nan)
-        return total.to(prompts.device)
-
-
-# %% ../../nbs/language/26_rollout.ipynb #as-text
-def as_text(tokenizer, # Of transformers
-            texts: list, # Strings, or chats: lists of messages
-            **options, # Of its `apply_chat_template`
-           ) -> tuple: # strings; False if their special tokens stand in them already
-    "Chats through the tokenizer's template, strings as they are."
-    if isinstance(texts[0], str): return texts, True
-    if not tokenizer.chat_template:
-        raise ValueError("prompts must be strings for a tokenizer without a chat template, got "
-                         "chat messages")
-    return tokenizer.apply_chat_template(texts, tokenize=False, **options), False
-
-# %% ../../nbs/language/26_rollout.ipynb #rewards
-def reward_functions(reward, # A function or a reward model; or a list of those and (it, weight)
-                     device="cpu", # Where a reward model that is loaded is to live
-                    ) -> list: # Pairs (function, weight)
-    "Reward functions with their weights."
-    parts = reward if isinstance(reward, list) else [reward]
-    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in parts]
-    for part in parts:
-        known = len(part) == 2 and (callable(part[0]) or isinstance(part[0], (str, Path)))
-        if not known or not isinstance(part[1], (int, float)):
-            raise ValueError("reward must be a function or a reward model, or a list of those and "
-                             f"of pairs (function, weight), got {part!r}")
-    return [(Classifier(f, device=device) if isinstance(f, (str, Path, nn.Module)) else f, weight)
-            for f, weight in parts]
-
-
-# %% ../../nbs/language/26_rollout.ipynb #classifier
-class Classifier:
-    "A reward model of transformers: scores whole texts, in batches and without a gradient."
-    BATCH = 64
-
-    def __init__(self,
-                 model, # A sequence classifier with one label: directory, name, or the model itself
-                 tokenizer=None, # None = the model's own
-                 device="cpu", # Where a model that is loaded is to live
-                ):
-        self.model, self.tokenizer = load_classifier(model, tokenizer, device)
-
-    @torch.no_grad()
-    def __call__(self,
-                 texts: list, # n strings, or n chats that end with the response
-                ) -> torch.Tensor: # (n,) float32
-        "One score for each text."
-        texts, special = as_text(self.tokenizer, texts)
-        scores = []
-        for i in range(0, len(texts), self.BATCH):
-            inputs = self.tokenizer(texts[i:i + self.BATCH], add_special_tokens=special,
-                                    padding=True, padding_side="right", return_tensors="pt")
-            inputs = inputs.to(self.model.device)
-            out = self.model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
-            scores.append(out.logits[:, 0].float().cpu())
-        return torch.cat(scores)
-
-# %% ../../nbs/language/26_rollout.ipynb #call-reward
-def call_reward(function, # reward(prompts, responses, **columns) -> numbers
-                prompts: list, # n, as they were given
-                responses: list, # n strings
-                columns: dict, # Name -> n values
-               ) -> torch.Tensor: # (n,) float32; NaN = not scored
-    "The numbers that a reward function returns; ValueError names what else it does."
-    try:
-        values = function(prompts, responses, **columns)
-    except Exception as e:
-        raise ValueError("reward must return a number for each response, got "
-                         f"{type(e).__name__}: {e}") from e
-    try:
-        # + 0.0, since float takes strings
-        numbers = [math.nan if x is None else float(x + 0.0) for x in values]
-    except TypeError as e:
-        raise ValueError("reward must return a list of numbers, with None where there is no score, "
-                         f"got {shorten(str(values), 80)}") from e
-    if len(numbers) == len(responses): return torch.tensor(numbers)
-    raise ValueError(f"reward must return a number for each of the {len(responses)} responses, got "
-                     f"{len(numbers)}")
-

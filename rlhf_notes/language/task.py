@@ -17,7 +17,7 @@ from itertools import product
 import torch
 
 from ..checks import check_value, checked
-from .rollout import Prompts
+from .prompts import Prompts
 
 # %% ../../nbs/language/22_task.ipynb #words
 DOMAINS = {"hotel": ("room", "bed", "pool", "view", "lobby"),

@@ -66,6 +66,8 @@ def _train(train, config, run, is_main):
     use_one_thread()
     random.seed(config.seed)  # for an environment or reward that draws from these
     np.random.seed(config.seed % 2**32)
+    if is_main and isinstance(config, RLHFConfig):
+        print("processes:", os.environ.get("WORLD_SIZE", 1), flush=True)
     summary = train(config, run)[2]
     if is_main:
         report(summary, run.path)

@@ -78,11 +78,13 @@ def _cell(value):
 def make_tracker(name: str, # "tensorboard", "wandb" or "trackio"
                  path: Path, # The run directory, for TensorBoard
                  step: int, # Of the first row; TensorBoard forgets what came later
+                 config: dict, # The hyperparameters, logged once
                 ): # Has `log(values, step)` and `finish()`
     "Return TensorBoard's writer, or one of Accelerate's trackers."
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(str(path), purge_step=step, flush_secs=5)
+        writer.add_text("config", f"    {json.dumps(config, indent=4)}".replace("\n", "\n    "))
 
         def log(values, step):
             for column, x in values.items():
@@ -92,6 +94,7 @@ def make_tracker(name: str, # "tensorboard", "wandb" or "trackio"
     PartialState()  # trackers ask it which process they are in
     tracker = tracking.LOGGER_TYPE_TO_CLASS[name]("rlhf_notes")
     tracker.start()
+    tracker.store_init_configuration(config)
     return tracker
 
 # %% ../../nbs/training/runs.ipynb #run
@@ -176,7 +179,8 @@ class Run:
         if self.tracker is None:
             self.lines = self.lines or [_line(row)]
             write_atomically(path, "".join(self.lines))
-            self.tracker = make_tracker(self.config.get("track", "tensorboard"), self.path, step)
+            track = self.config.get("track", "tensorboard")
+            self.tracker = make_tracker(track, self.path, step, self.config)
         self.lines.append(_line(_cells(row)))
         with _named(path), open(path, "a", newline="", encoding="utf-8") as f:
             f.write(self.lines[-1])

@@ -1,8 +1,10 @@
 """The exercises: right answers pass, however they are written; each wrong one that is known gets its own name; solutions in the lessons are right."""
+import concurrent.futures
 import itertools
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 
@@ -12,7 +14,9 @@ import torch
 
 import notebooks
 from rlhf_notes import check, kl_loss
-from rlhf_notes.exercises.engine import ATOL, EXERCISES, LEAK, RTOL, Exercise, Outcome, attempt, difference, show
+from rlhf_notes.exercises import outcomes
+from rlhf_notes.exercises.engine import EXERCISES, LEAK, Exercise
+from rlhf_notes.exercises.outcomes import ATOL, RTOL, Outcome, attempt, difference, show
 from rlhf_notes.exercises.given import pessimistic
 
 MISTAKES = [(e.name, name) for e in EXERCISES.values() for name in e.mistakes]
@@ -197,10 +201,16 @@ def every_answer(a, b, ref, A, m, eps, beta):
     ("kl_loss", lambda a, b, m: ((a - b) ** 2)[m].mean(), "no_half"), ("kl_loss", lambda a, b, m: 2 * slope_of_kl(a, b, m), "no_half"), ("kl_loss", lambda a, b, m: -slope_of_kl(a, b, m), "sign"),
     ("kl_loss", lambda a, b, m: (a - b)[m].mean().detach(), "no_gradient"),
     ("kl_loss", lambda a, b, m: ((a - b).detach() * (a - a.detach()).exp())[m].mean(), "leak"), ("kl_loss", lambda a, b, m: through((a * m).sum(), slope_of_kl(a, b, m)), "leak"),
-    ("kl_loss", lambda a, b, m: through((a - b)[m].mean(), 3 * slope_of_kl(a, b, m)), None), ("kl_loss", lambda a, b, m: slope_of_kl(a, b, m) + a[m].mean(), None),
+    ("kl_loss", lambda a, b, m: through((a - b)[m].mean(), 3 * slope_of_kl(a, b, m)), "scaled"), ("kl_loss", lambda a, b, m: slope_of_kl(a, b, m) + a[m].mean(), None),
     ("masked_mean", lambda x, m: (x.nan_to_num() * m).sum() / m.sum().clamp(min=1), "hides"),
     ("clipped_surrogate", lambda r, A, eps: torch.minimum(r * A, r.clip(eps, 1 + eps) * A), "from_eps"),
-    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-8), "no_eps"),
+    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-8), None),            # right for equal rewards, which without eps is 0 / 0
+    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True).clamp(min=eps), "clamped"),
+    ("group_advantage", lambda r, eps: (r - r.mean(1, keepdim=True)) / torch.maximum(r.std(1, keepdim=True), torch.tensor(eps).to(r)), "clamped"),
+    ("merge_moments", lambda n, a, v, k, b, w: (n + k, (n * a + k * b) / (n + k), (n * v + k * w + n * a * a + k * b * b) / (n + k) - ((n * a + k * b) / (n + k)) ** 2), "cancels"),
+    ("whiten", lambda x, m, s: torch.where(m, (x - x[m].mean()) / (x[m].var(unbiased=False) + 1e-8).sqrt() + (x[m].mean() if s else 0), 0), "the_wrong_way"),
+    ("ppo_loss", lambda a, b, A, V, R, H, m, eps, v, h: (-pessimistic((a - b).exp(), A, eps) + v * (V - R) ** 2 / 2 - h * H)[m].mean(), "into_old"),
+    ("approx_kl", lambda a, b, m: ((a - b) - (a - b).exp() + 1)[m].mean(), "sign"),
     ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) & (torch.where(m, (b - a).exp(), 0).sum(1) / m.sum(1) > t)), "ratios"),
     ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) & (torch.where(m, (a - b).expm1() - (a - b), 0).sum(1) / m.sum(1) > t)), None),
     ("control_loss", lambda r, A, V, R, H, eps, v, h: -torch.minimum((r * A).mean(), (r.clamp(1 - eps, 1 + eps) * A).mean()) + v * ((V - R) ** 2).mean() / 2 - h * H.mean(), "minimum_of_means"),
@@ -221,7 +231,7 @@ def test_a_wrong_value_is_named_by_its_value_whatever_its_gradient():
 
 def test_where_the_gradient_is_asked_for_nobody_calls_the_value_right():
     verdict = EXERCISES["kl_loss"](lambda a, b, m: slope_of_kl(a, b, m) + 3 * a[m].mean())
-    assert "  result: the gradient with respect to logp should be [0.5, -0.25, 0]" in verdict.text
+    assert "  result: the gradient with respect to logp should be [0.5, -0.25, 0], yours is" in verdict.text
     assert not any("value is right" in sentence for _, sentence in EXERCISES["kl_loss"].mistakes.values())
     assert EXERCISES["kl_loss"](lambda a, b, m: slope_of_kl(a, b, m)[None]).text.count("yours has the shape (1,), expected ()") == 1
 
@@ -274,7 +284,7 @@ def test_two_mistakes_at_once_get_the_numbers(capsys):
     verdict = EXERCISES["masked_mean"](lambda x, m: -2 * x.nan_to_num().mean())
     assert not verdict and verdict.mistake is None
     assert capsys.readouterr().out.splitlines()[0] == "masked_mean: not yet. No mistake that is known here."
-    assert "input:  x = [1, 2, 6]; mask = [True, True, False]\n  result: expected 1.5, yours is -6" in verdict.text
+    assert "input:  x = [1, 2, 6]\n          mask = [True, True, False]\n  result: expected 1.5, yours is -6" in verdict.text
 
 
 def test_edges_do_not_hide_a_wrong_formula():
@@ -284,9 +294,8 @@ def test_edges_do_not_hide_a_wrong_formula():
 
 
 def test_two_edges_at_once_are_named_one_after_the_other():
-    verdict = EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / m.sum())
-    assert verdict.mistake == "zero_by_zero"
-    assert EXERCISES["masked_mean"](lambda x, m: (x * m).sum() / max(m.sum(), 1)).mistake == "leak"
+    for f, mistake in ((lambda x, m: (x * m).sum() / m.sum(), "leak"), (lambda x, m: torch.where(m, x, 0).sum() / m.sum(), "zero_by_zero")):
+        assert EXERCISES["masked_mean"](f).mistake == mistake
 
 
 def test_a_leak_is_known_where_it_is_not_listed():
@@ -322,7 +331,7 @@ def test_what_is_no_result_is_said(f, words):
 
 
 @pytest.mark.parametrize("change", [lambda v: v.double(), lambda v: v.item(), lambda v: v.numpy(), lambda v: (v,), lambda v: [v]])
-def test_a_number_is_as_good_as_a_tensor(change): assert EXERCISES["masked_mean"](masked_mean_with(change))
+def test_a_number_is_as_good_as_a_tensor(change): assert EXERCISES["masked_var"](lambda x, m: change(EXERCISES["masked_var"].reference(x, m)))
 
 
 def test_a_changed_argument_is_said():
@@ -355,6 +364,9 @@ def test_a_missing_gradient_is_said():
     assert verdict.mistake == "no_gradient"
     verdict = EXERCISES["value_loss"](lambda V, O, R, c: EXERCISES["value_loss"].reference(V, O, R, c).detach())
     assert "the gradient with respect to value should be" in verdict.text and "none flows" in verdict.text
+    assert verdict.mistake == "no_gradient" and "The value is right, but no gradient flows into value." in verdict.text
+    verdict = EXERCISES["value_loss"](lambda V, O, R, c: through(EXERCISES["value_loss"].reference(V, O, R, c), -EXERCISES["value_loss"].reference(V, O, R, c)), draw=False)
+    assert verdict.mistake == "sign" and "The value is right, the gradient with respect to value is not. The sign is flipped." in verdict.text
 
 
 def test_a_list_of_numbers_is_no_tensor():
@@ -372,6 +384,46 @@ def test_a_gradient_is_compared_element_by_element():
 def test_a_foreign_exception_is_not_a_known_mistake():
     one = Exercise("one", "", lambda x: x, "f(x) -> x", "", [(torch.ones(2),)], {"raises": (lambda x: x @ x[:1], "a")})
     assert one(lambda x: x @ x[:1]).mistake == "raises" and one(lambda x: x.nothing).mistake is None
+
+
+def test_leaving_python_and_endless_loops_are_said(monkeypatch):
+    assert "yours raises SystemExit: 3" in EXERCISES["masked_mean"](lambda x, m: sys.exit(3)).text
+    monkeypatch.setattr(outcomes, "LIMIT", 0.2)
+    calls, before = [], signal.getsignal(signal.SIGALRM)
+    def hang(x, m):
+        calls.append(x)
+        while True: pass
+    assert "yours raises TimeoutError: no result after 0.2 s; is there an endless loop?" in EXERCISES["masked_mean"](hang).text
+    assert len(calls) == 1 and signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) == before
+    with concurrent.futures.ThreadPoolExecutor(1) as pool: assert pool.submit(EXERCISES["masked_mean"], EXERCISES["masked_mean"].reference).result()
+
+
+def test_a_name_does_not_hold_where_the_answer_is_right():
+    "Right on an edge where the listed mistake is wrong: another mistake."
+    one = Exercise("one", "", lambda x: x + 1, "f(x) -> x", "", [(torch.tensor([1.0, 2.0, 5.0]),)], {"doubles": (lambda x: 2 * x, "You double.")}, edges=[(torch.zeros(2),)])
+    assert one(lambda x: 2 * x).mistake == "doubles"
+    assert one(lambda x: 2 * x if x.any() else x + 1).mistake is None
+
+
+@pytest.mark.parametrize("exercise, change, mistake, words", [
+    ("clipped_surrogate", lambda y, *_: 3 * y, "scaled", "All of it is 3 times what it should be."),
+    ("gae", lambda y, *_: y + 2, "shifted", "All of it is 2 too large."),
+    ("gae", lambda y, *_: y - 0.5, "shifted", "All of it is 0.5 too small."),
+    ("gae", lambda y, *_: y.flip(0), "reversed", "The order is reversed."),
+    ("gae", lambda y, *_: torch.cat([y[:1] * 0, y[:-1]]), "late", "Each value stands one step too late."),
+    ("gae", lambda y, *_: torch.cat([y[1:], y[:1] * 0]), "early", "Each value stands one step too early."),
+    ("gae", lambda y, *_: y / 0 * 0, "nan", "Yours is NaN where a number is expected."),
+    ("token_logprob", lambda y, *_: y.sum(), "summed", "Yours is the sum of what is asked for."),
+    ("token_logprob", lambda y, *_: y.mean(), "averaged", "Yours is the mean of what is asked for."),
+    ("masked_mean", lambda y, x, m: torch.stack([y, y]), "not_averaged", "The mean of yours is right."),
+    ("masked_mean", lambda y, x, m: torch.stack([y, y / 2]), None, "The result is not of the expected kind."),
+    ("clipped_surrogate", lambda y, r, A, eps: torch.where(A < 0, 0.3 * y * r, y), None, "Yours is wrong only where advantage is negative."),
+    ("clipped_surrogate", lambda y, r, A, eps: torch.where(A > 0, 0.3 * y * r, y), None, "Yours is wrong only where advantage is positive."),
+    ("clipped_surrogate", lambda y, r, A, eps: y * r.cos(), None, "No mistake that is known here.\n")])
+def test_what_nobody_listed_is_told_by_its_relation(exercise, change, mistake, words):
+    e = EXERCISES[exercise]
+    verdict = e(lambda *x: change(e.reference(*x), *x), draw=False)
+    assert not verdict and verdict.mistake == mistake and words in verdict.text
 
 
 def test_interrupts_are_not_swallowed():
@@ -410,7 +462,7 @@ def test_expected_is_drawn_against_yours(exercise, monkeypatch):
             assert expected.get_label() == "expected" and yours.get_label() == "yours" and len(expected.get_xdata()) == len(yours.get_xdata())
         plt.close(verdict.figure)
     first = e(next(iter(e.mistakes.values()))[0]).figure
-    assert first is not None
+    assert first is not None and first.number not in plt.get_fignums()       # matplotlib keeps no figure open
     first.canvas.draw()                                # mathematics in titles is read only now
     plt.close(first)
     before = plt.get_fignums()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import notebooks
-from rlhf_notes.fast import kernels, linear, rows, scan
+from rlhf_notes import fast
+from rlhf_notes.fast import kernels, linear, rows
 from rlhf_notes.formulas import advantage
 from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
 from strategies import normal, random_mask, value_and_grad
@@ -58,22 +59,26 @@ def test_kernels_in_the_interpreter():
 
 @triton
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
-def test_kernels_compile_for_gpus():
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_for_gpus(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
-    numbers = dict(V="i32", T="i32", per_part="i32", stride_part="i64", stride_row="i32", scale="fp32", stride_t="i32", stride_n="i32", I="*i64")
-    for kernel, pointers, constants in ((kernels._forward(), dict(Z="*bf16"), dict(ENTROPY=True, BLOCK=4096)), (kernels._backward(), dict(Z="*bf16", OUT="*bf16"), dict(BLOCK=4096)), (kernels._scan(), {}, dict(FORWARD=False, BLOCK=1024))):
+    numbers = {"per_part": "i32", "stride_part": "i64", "stride_row": "i32", "scale": "fp32", "inv_temperature": "fp32", "gamma": "fp32", "decay": "fp32", "I": "*i64", "TERMINATED": "*i1", "DONE": "*i1"}
+    sizes = dict(BLOCK=256, COLUMNS=8)
+    for kernel, pointers, constants in ((kernels._forward(), dict(Z="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)), (kernels._backward(), dict(Z="*bf16", OUT="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)),
+                                        (kernels._scan(), {}, sizes), (kernels._gae(), {}, sizes)):
         names = kernel.arg_names
-        signature = {n: "constexpr" if n in constants else pointers.get(n) or numbers.get(n, "*fp32") for n in names}
-        made = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}), target=GPUTarget("cuda", 80, 32))
-        assert ".entry" in made.asm["ptx"]
+        known = numbers | pointers | {n: "i32" for n in names if n in ("T", "N") or n.endswith(("_t", "_n"))}
+        signature = {n: "constexpr" if n in constants else known.get(n, "*fp32") for n in names}
+        made = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}), target=GPUTarget("cuda", capability, 32))
+        assert f".target sm_{capability}" in made.asm["ptx"] and len(made.asm["cubin"]) > 1000
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it sets that itself")
 def test_the_notebook_says_so_where_its_proofs_cannot_run():
     "Without Triton they print that they were not run; what is stored was run."
     cells = {c["id"]: c for c in json.loads((notebooks.ROOT / "nbs" / "fast" / "kernels.ipynb").read_text(encoding="utf-8"))["cells"]}
-    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "have-triton", "interpret", "imports", "usable", "transformed", "eager", "rows", "rows-backward", "proof-rows", "gae", "proof-gae"))
+    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "have-triton", "interpret", "imports", "usable", "transformed", "eager", "rows", "rows-backward", "proof-rows", "gae", "scan", "whole-gae", "proof-gae"))
     lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == 4 and all(line.endswith(": not run here: Triton is not installed") for line in lines)
     for i in ("proof-rows", "proof-gae"):
@@ -84,7 +89,7 @@ def test_the_notebook_says_so_where_its_proofs_cannot_run():
 @pytest.fixture(autouse=True)
 def however_few(monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(rows, "LARGE", 0); monkeypatch.setattr(linear, "CHUNK", 60); monkeypatch.setattr(scan, "SMALL", 0)
+        monkeypatch.setattr(rows, "LARGE", 0); monkeypatch.setattr(linear, "CHUNK", 60)
 
 
 def reference(z, i, temperature):
@@ -177,17 +182,20 @@ def test_the_scan_equals_the_loop():
             x, decay = normal(0, (T, N), dtype), torch.full((T, N), 0.94, dtype=dtype).masked_fill(random_mask(1, (T, N), 0.1), 0)
             tol = dict(atol=1e-10, rtol=0) if dtype == torch.float64 else dict(atol=1e-4, rtol=1e-5)
             loop = advantage.accumulate(x, decay)
-            torch.testing.assert_close(kernels.scan(x, decay), loop, **tol)
-            torch.testing.assert_close(kernels.scan(x.flip(0), decay.flip(0), forward=True), loop.flip(0), **tol)
+            y = kernels.scan(x, decay)
+            torch.testing.assert_close(y, loop, **tol)
+            assert torch.equal(kernels.scan(x.T.contiguous().T, decay), y) and torch.equal(kernels.scan(x[:, None], decay[:, None])[:, 0], y)
             spoilt = x.clone(); spoilt[T // 2:, 0] = math.nan
             assert torch.equal(kernels.scan(spoilt, decay).isnan(), advantage.accumulate(spoilt, decay).isnan())
     assert kernels.scan(torch.zeros(0, 2), torch.zeros(0, 2)).shape == (0, 2)
 
 
 @inside
-def test_gae_uses_it():
-    r, v, nv, end = *(normal(i, (40, 3), torch.float32) for i in range(3)), random_mask(3, (40, 3), 0.1)
-    loop = advantage.accumulate(r + 0.99 * torch.where(end, 0.0, nv) - v, torch.full_like(r, 0.99 * 0.95).masked_fill(end, 0))
-    torch.testing.assert_close(advantage.gae(r, v, nv, end, end)[0], loop, atol=1e-5, rtol=1e-5)
-    g = value_and_grad(lambda *x: advantage.gae(*x, end, end)[0], r, v, nv)[1]
-    torch.testing.assert_close(g[1], -g[0]); torch.testing.assert_close(g[2], 0.99 * g[0] * ~end)
+def test_gae_equals_the_formula():
+    for T, N in ((1, 1), (7, 3), (130, 70), (2500, 1)):
+        r, v, nv, terminated, truncated = *(normal(i, (T, N), torch.float32) for i in range(3)), random_mask(3, (T, N), 0.05), random_mask(4, (T, N), 0.05)
+        nv = torch.where(terminated, math.nan, nv)
+        done = terminated | truncated
+        with fast.off(): exact = advantage.gae(r.double(), v.double(), nv.double(), terminated, done, 0.9, 0.8)[0]
+        torch.testing.assert_close(kernels.gae(r, v.T.contiguous().T, nv, terminated, done, 0.9, 0.8).double(), exact, atol=2e-5, rtol=1e-5)
+    assert kernels.gae(*[torch.zeros(0, 2)] * 3, *[torch.zeros(0, 2, dtype=torch.bool)] * 2, 0.9, 0.8).shape == (0, 2)

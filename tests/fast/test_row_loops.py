@@ -32,7 +32,7 @@ def test_the_coefficients_are_those_of_two_to_the_power_of_f():
 
 def backward(z, i, g, base, total):
     out = torch.empty_like(z)
-    rows.backward(z, i, 1.0, g, None, None, base, total, out)
+    rows.backward(z, i, 1.0, g, None, base, base, total, out)
     return out
 
 
@@ -91,10 +91,10 @@ def test_no_array_reaches_a_loop_unchecked():
     base, total = rows.forward(z, i, 1.0, False)[2:]
     for bad in (torch.ones(3, dtype=torch.float64), torch.ones(2), torch.ones(3, device="meta")):
         with pytest.raises(ValueError, match="a loop needs torch.float32 of shape"):
-            row_loops.backward_rows(z, i, 1.0, base, g, bad, g, torch.empty_like(z))
+            row_loops.backward_rows(z, i, 1.0, g, bad, base, base, total, torch.empty_like(z))
     for out in (torch.empty(3, 4), torch.empty(3, 5, dtype=torch.float64), torch.empty(3, 5, device="meta")):
         with pytest.raises((ValueError, RuntimeError), match="a loop needs|shape"):
-            row_loops.backward_rows(z, i, 1.0, base, g, g, g, out)
+            row_loops.backward_rows(z, i, 1.0, g, g, base, base, total, out)
     with pytest.raises((ValueError, KeyError)): row_loops.forward_rows(z.double(), i, 1.0, False)
 
 

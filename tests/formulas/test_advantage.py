@@ -395,6 +395,8 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
 
 
 @pytest.mark.parametrize("call, error, words", [
+    (lambda: accumulate([1.0], torch.zeros(1)), TypeError, "x must be a torch.Tensor, got list"),
+    (lambda: accumulate(torch.zeros(2), torch.zeros(3)), ValueError, r"decay must have the shape of x, \(2,\)|decay must have .*T = 2"),
     (lambda: gae(F, F, F, B.float(), B), TypeError, "terminated must be boolean .*, got torch.float32"),
     (lambda: gae(F, F, F, B, B.long()), TypeError, "done must be boolean .*, got torch.int64"),
     (lambda: gae(F, F, F, B, None), TypeError, "done must be a torch.Tensor, got NoneType"),

@@ -72,3 +72,30 @@ def test_every_class_is_that_of_the_cpu(name):
         if name == "PPOLoss": return list(rn.PPOLoss()(*more, padding_masks=k, value_padding_masks=k))
         return [torch.tensor(rn.AdaptiveKLController().update(x.mean().abs(), 10))]
     torch.testing.assert_close(on_cpu(run(*to_gpu((x, k, more)))), run(x, k, more), atol=1e-6, rtol=1e-5)
+
+
+def test_a_formula_is_one_launch_or_two(with_kernels):
+    "The kernel, and a little around it."
+    z, i = to_gpu((normal(0, (3, 4, 30), torch.float32), torch.arange(12).view(3, 4)))
+    r, v, n, end = to_gpu((*(normal(k, (16, 48), torch.float32) for k in range(3)), random_mask(3, (16, 48), 0.1)))
+    kernels.usable(z)
+    with counted() as forward: y = rn.log_probs_and_entropy(z.requires_grad_(True), i)
+    with counted() as backward: torch.autograd.grad(y, z, (torch.ones_like(y[0]),) * 2)
+    with counted() as steps: rn.gae(r, v, n, end, end)
+    with counted() as tokens: rn.gae_tokens(r, v, end)
+    # backward: the ones, zeros for what nobody asks of, the kernel; steps: returns = advantages + values
+    assert (forward.launches, backward.launches, steps.launches) == (1, 4, 2), tokens.launches
+    assert tokens.launches < 30
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_vocabulary_that_is_no_multiple_of_64_is_filled_up(with_bias, with_kernels, monkeypatch):
+    "Values, gradients and second gradients from hidden states, in chunks."
+    h, W, b, i = normal(0, (2, 5, 8), torch.float32), normal(1, (70, 8), torch.float32), normal(2, (70,), torch.float32), torch.arange(10).view(2, 5) * 7
+    def run(h, W, b, i):
+        leaves = [x.requires_grad_(True) for x in ((h, W, b) if with_bias else (h, W))]
+        y, H = rn.linear_log_probs(*leaves[:2], i, b if with_bias else None, 0.7, chunk=3, entropy=True)
+        first = torch.autograd.grad((y.sin() + H).sum(), leaves, create_graph=True)
+        return [y, H, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+    found, expected = run(*to_gpu((h, W, b, i))), run(h, W, b, i)
+    torch.testing.assert_close(on_cpu(found), on_cpu(expected), atol=1e-4, rtol=1e-4)

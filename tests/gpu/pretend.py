@@ -409,13 +409,12 @@ def pretended(monkeypatch):
 @pytest.fixture
 def with_kernels(pretended, monkeypatch):
     "Triton's kernels, however few the numbers."
-    from rlhf_notes.fast import kernels, rows, scan
+    from rlhf_notes.fast import kernels, rows
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("_forward", "_backward", "_scan"):
+    for name in ("_forward", "_backward", "_scan", "_gae"):
         kernel = Launcher(getattr(kernels, name)())
         monkeypatch.setattr(kernels, name, lambda kernel=kernel: kernel)
     monkeypatch.setattr(rows, "LARGE", 0)
-    monkeypatch.setattr(scan, "SMALL", 0)
     kernels._runs.cache_clear()
     yield
     kernels._runs.cache_clear()

@@ -138,6 +138,22 @@ def test_an_adapter_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
     load_model(tmp_path / "base")
 
 
+@pytest.mark.parametrize("change, words", [
+    (lambda d: (d / "adapter_config.json").write_text("{"), "got '.*adapter': "),
+    (lambda d: (d / "adapter_model.safetensors").write_text("x"), "got '.*adapter': "),
+    (lambda d: (d / "adapter_config.json").write_text((d / "adapter_config.json").read_text().replace("base\"", "gone\"")), "got '.*adapter': model must be a directory .*gone"),
+])
+def test_a_damaged_adapter_is_told_in_one_line(change, words, tmp_path, recwarn):
+    lora(base("Llama", tmp_path / "base", tokenizer())).save_pretrained(tmp_path / "adapter")
+    recwarn.clear()
+    load_model(tmp_path / "adapter", tokenizer())
+    assert not recwarn.list
+    change(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="model must be a directory or a name on the hub with a LoRA adapter .*" + words) as e:
+        load_model(tmp_path / "adapter", tokenizer())
+    assert "\n" not in str(e.value)
+
+
 def test_an_adapter_by_an_option(tmp_path):
     "From Python and from the command line; the weights come from the seed, and nothing else moves."
     base("Llama", tmp_path, tokenizer())

@@ -2,7 +2,11 @@
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +18,8 @@ from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.language.hub import check_model, end_tokens
 from rlhf_notes.language.model import no_dropout
-from rlhf_notes.language.rollout import (Classifier, Prompts, read_prompts, reward_functions,
-                                         rollout_stats, sample_table, treat_overlong, with_advantages)
+from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
+from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
 from rlhf_notes.studies.trainings import old_training, own_reward
 
@@ -372,3 +376,51 @@ def test_chats_on_the_command_line(begin, tmp_path, capsys):
     assert said == "".join(f"{p} {x}\n" for p, x in zip(("w5 w6", "w3"), again.generate(chats)))
     assert cli.main(["generate", "--model", "lm", "--chat", "--device", "cpu", "w5"]) == 2
     assert "--prompts must be strings for a tokenizer without a chat template" in capsys.readouterr().err
+
+
+# --- processes
+
+PROCESSES = """
+import sys, torch
+sys.path.insert(0, "TESTS")
+from language.test_own_task import own, ragged
+from language.parts import Pretend
+from rlhf_notes.language.rlhf import RLHF
+
+sample = RLHF.sample_prompts
+def share(self, again=0):
+    "The rows of this process of the batch that one process alone would sample."
+    self.accelerator, mine = Pretend(0, 1), self.accelerator
+    rows, self.accelerator = sample(self, again), mine
+    n = len(rows[0]) // mine.num_processes
+    return [x[mine.process_index * n:][:n] for x in rows]
+RLHF.sample_prompts = share
+found = {}
+for algo, variant in (("ppo", "ppo"), ("grpo", "grpo"), ("rloo", "dapo")):
+    t = own(reward=ragged, algo=algo, variant=variant, batch=32, microbatches=2, group=4, kl_coef=0.1).learn()
+    assert t.accelerator.num_processes == int(sys.argv[1])
+    found[algo] = t.rows, [p.detach() for p in t.policy.parameters()]
+if t.accelerator.is_main_process: torch.save(found, sys.argv[2])
+"""
+
+
+def ragged(prompts, responses): return [None if len(r.split()) == 2 else r.count("1") for r in responses]
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_update_of_one(tmp_path):
+    "With responses of many lengths, some of them not scored, in microbatches."
+    tests, script = Path(__file__).parent.parent, tmp_path / "processes.py"
+    script.write_text(PROCESSES.replace("TESTS", str(tests)))
+    env = {**os.environ, "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    for count, launch in ((1, []), (2, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"])):
+        argv = [sys.executable, *launch, script, str(count), tmp_path / f"{count}.pt"]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (torch.load(tmp_path / f"{count}.pt", weights_only=True) for count in (1, 2))
+    for algo in one:
+        (rows, policy), (same, also) = one[algo], two[algo]
+        assert 0 < rows[0]["unscored"] < 32 and 1 < rows[0]["length"] < 4
+        for x, y in zip(policy, also): torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        for x, y in zip(rows, same):
+            for name in set(x) - {"tokens_per_second"}: assert x[name] == y[name] or x[name] == pytest.approx(y[name], rel=1e-3, abs=1e-5), (algo, name)

@@ -315,3 +315,10 @@ def test_other_tokenizers_will_do(tmp_path):
     tokenizer = pad_outside(make_tokenizer(), len(WORDS))
     R.save_model(tmp_path / "p", tiny_lm(), tokenizer)
     assert P.train(replace(TINY, model=str(tmp_path / "p"), iterations=1))[2]["steps"] == 16
+
+
+def test_each_policy_is_evaluated_once(monkeypatch):
+    calls, evaluate = [], P.evaluate
+    monkeypatch.setattr(P, "evaluate", lambda trainer, *args: calls.append(trainer.iteration) or evaluate(trainer, *args))
+    trainer, rows, summary = P.train(TINY)
+    assert calls == [0, 2, 4] and summary["true_score"] == rows[-1]["true_score"]

@@ -103,6 +103,8 @@ def test_chance_follows_from_seed_iteration_and_process():                      
     other = trainer(replace(TINY, seed=4)); later = trainer(); later.iteration = 1
     rank = trainer(); rank.accelerator = Pretend(1, 2)
     assert not any(torch.equal(first(t)[:8], first(x)[:8]) for x in (other, later, rank))
+    again = t.sample_prompts(1)[2]
+    assert not torch.equal(again, first(t)) and torch.equal(again, t.sample_prompts(1)[2])
     rank.config = replace(TINY, batch=32)
     assert torch.equal(first(rank), first(trainer(replace(TINY, seed=3 + 100_003))))
 

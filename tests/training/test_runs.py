@@ -203,6 +203,7 @@ def scalars(path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(str(path))
     events.Reload()
+    assert '"task"' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -245,13 +246,14 @@ def test_another_tracker(tmp_path, monkeypatch):
     class Tracker:
         def __init__(self, project): seen.append(project)
         def start(self): seen.append("start")
+        def store_init_configuration(self, config): seen.append(config)
         def log(self, values, step): seen.append((values, step))
         def finish(self): seen.append("finish")
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
     run = Run.create(tmp_path, CONFIG | {"track": "wandb"})
     run.log(row(1), 5)
     run.finish({})
-    assert seen == ["rlhf_notes", "start", ({"iteration": 1, "loss": 1.0}, 5), "finish"] and not list(tmp_path.glob("events*"))
+    assert seen == ["rlhf_notes", "start", CONFIG | {"track": "wandb"}, ({"iteration": 1, "loss": 1.0}, 5), "finish"] and not list(tmp_path.glob("events*"))
 
 
 @pytest.mark.parametrize("spoil", [

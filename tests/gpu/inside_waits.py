@@ -1,0 +1,46 @@
+"Where a training waits for the GPU. A new line in these tables makes every iteration slower: is it needed?"
+from collections import Counter
+
+import pytest
+
+from pretend import counted
+from rlhf_notes.control.ppo import PPO
+from rlhf_notes.language import pipeline
+from rlhf_notes.language.config import RLHFConfig
+
+EXPECTED = {
+    "pretraining": {"H2D language/model": 1, "item language/model": 2},  # which texts; norm and loss
+    "reward model": {"H2D language/reward_model": 1, "item language/model": 1, "item language/reward_model": 2},  # which labels; norm; loss, accuracy
+    "rl": {"H2D language/rlhf": 3 + 2,  # prompts, mask, u; a permutation for each epoch
+           "item language/sampling": 1, "item language/rlhf": 1,  # is the mask right? are the scores finite?
+           "H2D formulas/reward": 1,  # the token that ends a response
+           "D2H language/rlhf": 1, "item language/model": 1},  # the log; are the weights finite?
+    "evaluation": {"H2D language/pipeline": 3, "item language/sampling": 1, "item language/rlhf": 1, "H2D formulas/reward": 2, "D2H language/pipeline": 1},
+}
+
+
+def waits(f):
+    with counted() as found: f()
+    table = Counter()
+    for (kind, line), n in found.lines.items(): table[f"{kind} {line.removeprefix('rlhf_notes/').split('.py')[0]}"] += n
+    return table, found.launches
+
+
+def test_rlhf_waits_here_and_nowhere_else():
+    training = pipeline.Training(RLHFConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4, batch=16, eval_answers=16, eval_every=100))
+    found = {}
+    for name, key in (("sft", "pretraining"), ("reward_model", "reward model"), ("rl", "rl")):
+        while training.name != name: training.iterate()
+        training.iterate()  # the first is another
+        found[key], launches = waits(training.iterate)
+    found["evaluation"], _ = waits(lambda: pipeline.evaluate(training.stage))
+    assert found == EXPECTED
+    assert launches < 6000  # of an iteration of RL: 16 forward and 8 backward passes of two blocks
+
+
+@pytest.mark.parametrize("env, most", [("CartPole-v1", 30), ("Pendulum-v1", 30)])
+def test_control_waits_for_its_rollout_and_its_minibatches(env, most):
+    ppo = PPO(env, device="cuda", steps=10**5)
+    ppo.iterate()
+    found, launches = waits(ppo.iterate)
+    assert found.total() <= most, found
