@@ -13,7 +13,7 @@ nitpicky = True                         # a reference that leads nowhere is a wa
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"      # outputs may hold formulas and links too
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 add_module_names = False
 toc_object_entries_show_parents = "hide"
