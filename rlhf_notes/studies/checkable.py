@@ -5,8 +5,8 @@ to pass@k, and a program with a hole."""
 
 # %% auto #0
 __all__ = ['DIGITS', 'TOKENS', 'ALGORITHMS', 'OPTIONS', 'KS', 'N', 'exact_match', 'pass_at_k',
-           'make_questions', 'digit_tokenizer', 'response_loss', 'pretrain',
-           'CheckableRLHF', 'measure', 'in_order']
+           'make_questions', 'digit_tokenizer', 'response_loss', 'pretrain', 'no_spread',
+           'refill', 'CheckableRLHF', 'measure', 'in_order']
 
 # %% ../../nbs/studies/38_checkable.ipynb #export-imports
 import math
@@ -18,6 +18,7 @@ from torch import nn
 from ..checks import check_value
 from ..language.model import make_gpt2, warm_cosine
 from ..language.rlhf import RLHF
+from ..language.rollout import Rollout
 
 # %% ../../nbs/studies/38_checkable.ipynb #exact-match
 def exact_match(prompts: list, # Strings
@@ -108,25 +109,55 @@ ALGORITHMS = {"PPO": dict(algo="ppo"),
               "CISPO": dict(variant="cispo")}
 OPTIONS = dict(group=8, learning_rate=5e-4, kl_coef=0.0, max_new_tokens=5, iterations=80)
 
+# %% ../../nbs/studies/38_checkable.ipynb #no-spread
+def no_spread(rollout: Rollout, # The responses to a prompt are adjacent
+              group: int, # Responses to each prompt
+             ) -> torch.Tensor: # (P,)
+    "True for the groups whose responses all have the same reward: they teach nothing."
+    groups = rollout.scores.view(-1, group)
+    return groups.amax(1) == groups.amin(1)
+
+# %% ../../nbs/studies/38_checkable.ipynb #refill
+def refill(rollout: Rollout, # P groups
+           more: Rollout, # P other groups
+           group: int, # Responses to each prompt
+          ) -> Rollout: # P groups
+    "Replace groups without spread by groups with spread, as many as there are."
+    rows = torch.arange(len(rollout)).view(-1, group)
+    old, new = rows[no_spread(rollout, group)], rows[~no_spread(more, group)]
+    count = min(len(old), len(new))
+    rows[no_spread(rollout, group).nonzero()[:count, 0]] = len(rollout) + new[:count]
+    pairs = zip(vars(rollout).values(), vars(more).values())
+    return Rollout(*(None if x is None else torch.cat([x, y])[rows.flatten()] for x, y in pairs))
+
 # %% ../../nbs/studies/38_checkable.ipynb #trainer
 class CheckableRLHF(RLHF):
-    "`RLHF`, which also logs the share of the groups whose responses all have the same reward."
+    "`RLHF` that knows which groups have no spread, and can sample them again."
     def __init__(self,
                  lm: nn.Module, # From `pretrain`; not changed
                  questions: list, # From `make_questions`
                  name: str = "GRPO", # One of `ALGORITHMS`
                  reward=exact_match, # reward(prompts, responses, solution) -> numbers
-                 **options, # Of `RLHFConfig`
+                 **options, # Of `RLHFConfig`; and resample, rollouts at most to replace groups
                 ):
         check_value("name", name, tuple(ALGORITHMS))
-        super().__init__(lm, digit_tokenizer(), questions, reward,
-                         **OPTIONS | ALGORITHMS[name] | options)
+        options = OPTIONS | ALGORITHMS[name] | options
+        self.resample = options.pop("resample", 0)
+        super().__init__(lm, digit_tokenizer(), questions, reward, **options)
+
+    def collect(self): # As for `RLHF`
+        "Responses; with dynamic sampling, groups without spread are replaced (DAPO, eq. 11)."
+        rollout, group = super().collect(), self.config.answers_per_query
+        self.extra = dict(same=no_spread(rollout, group).float().mean().item(), rounds=1)
+        for again in range(1, self.resample + 1):
+            if not no_spread(rollout, group).any(): break
+            rollout = refill(rollout, super().collect(again), group)
+            self.extra["rounds"] += 1
+        return rollout
 
     def log(self, rollout, logs, start): # As for `RLHF`
-        "The row of an iteration, with the share as `same`."
-        groups = rollout.scores.view(-1, self.config.answers_per_query)
-        same = groups.amax(1) == groups.amin(1)
-        return super().log(rollout, logs, start) | dict(same=same.float().mean().item())
+        "The row of an iteration, with the share without spread as `same`, and `rounds`."
+        return super().log(rollout, logs, start) | self.extra
 
 # %% ../../nbs/studies/38_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from rlhf_notes.language.rollout import Rollout
 from rlhf_notes.studies.checkable import (ALGORITHMS, TOKENS, CheckableRLHF, digit_tokenizer, exact_match, in_order,
-                                          make_questions, measure, pass_at_k, pretrain, response_loss)
+                                          make_questions, measure, no_spread, pass_at_k, pretrain,
+                                          refill, response_loss)
 
 SMALL = dict(batch=16, iterations=2, minibatches=2, seed=1)
 
@@ -73,7 +75,35 @@ def test_a_training_and_what_is_measured(name, lm, questions):
 def test_groups_with_one_reward_are_counted(lm, questions):
     def halves(prompts, responses, solution): return [float(8 <= i < 12) for i in range(len(responses))]
     trainer = CheckableRLHF(lm, questions, "GRPO", halves, **SMALL).learn()
-    assert trainer.rows[0]["same"] == 0.5                          # groups of 8: all 0; four 1, four 0
+    assert trainer.rows[0]["same"] == 0.5 and trainer.rows[0]["rounds"] == 1         # groups of 8: all 0; four 1, four 0
+
+
+def rollout(scores):
+    n = len(scores)
+    return Rollout(*(torch.arange(float(n))[:, None] for _ in range(4)), torch.tensor(scores), *(torch.zeros(n, 1) for _ in range(3)))
+
+
+def test_groups_without_spread_are_replaced_by_groups_with():
+    old = rollout([0., 0., 1., 0., 1., 1., 0., 0.])                                 # only the second group has spread
+    assert no_spread(old, 2).tolist() == [True, False, True, True]
+    new = rollout([5., 5., 2., 3., 7., 7., 8., 9.])
+    full = refill(old, new, 2)
+    assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0] and full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
+    assert refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]           # more than there is room for stay out
+    assert full.rewards is None
+
+
+def test_dynamic_sampling_trains_on_groups_with_spread(lm, questions):
+    calls = []
+    def reward(prompts, responses, solution):
+        calls.append(prompts)
+        some = len(calls) % 3 != 1                                                  # nothing has spread at first
+        return [float(some and i % 2) for i in range(len(responses))]
+    t = CheckableRLHF(lm, questions, "GRPO", reward, resample=3, **SMALL).learn()
+    assert [r["rounds"] for r in t.rows] == [2, 1] and [r["same"] for r in t.rows] == [1, 0]
+    assert t.rows[0]["score"] == 0.5 and calls[0] != calls[1]
+    t = CheckableRLHF(lm, questions, "GRPO", lambda p, r, solution: [0.0] * len(p), resample=3, **SMALL).learn()
+    assert [r["rounds"] for r in t.rows] == [4, 4] and t.rows[0]["same"] == 1
 
 
 def test_every_algorithm_is_an_option_of_rlhf(lm, questions):
