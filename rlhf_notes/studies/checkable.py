@@ -81,7 +81,7 @@ def response_loss(lm: nn.Module, # A causal language model of transformers
 # %% ../../nbs/studies/38_checkable.ipynb #pretrain
 def pretrain(questions: list, # From `make_questions`
              seed: int = 0, # Of weights and texts
-             steps: int = 500, # Gradient steps on 64 texts
+             steps: int = 700, # Gradient steps on 64 texts
              wrong: float = 0.75, # Share of the solutions with a random digit
             ) -> nn.Module: # A tiny GPT-2
     "A model that has read many solutions, most of them wrong."
@@ -106,8 +106,10 @@ ALGORITHMS = {"PPO": dict(algo="ppo"),
               "Dr. GRPO": dict(variant="dr_grpo", group_scale="none"),
               "DAPO": dict(variant="dapo"),
               "GSPO": dict(variant="gspo"),
-              "CISPO": dict(variant="cispo")}
-OPTIONS = dict(group=8, learning_rate=5e-4, kl_coef=0.0, max_new_tokens=5, iterations=80)
+              "CISPO": dict(variant="cispo"),
+              "GRPO, dynamic": dict(variant="grpo", resample=3)}
+OPTIONS = dict(batch=256, group=8, epochs=1, learning_rate=1e-3, kl_coef=0.0, max_new_tokens=5,
+               iterations=110)
 
 # %% ../../nbs/studies/38_checkable.ipynb #no-spread
 def no_spread(rollout: Rollout, # The responses to a prompt are adjacent
@@ -164,13 +166,13 @@ KS, N = (1, 2, 4, 8, 16, 32), 32
 
 def measure(trainer: RLHF, # At any iteration
             questions: list, # Held out
-           ) -> dict: # pass_1 (exact match) to pass_32; length in digits
-    "Pass@k, from 32 responses to each held-out prompt, and their mean length."
+           ) -> tuple: # dict of pass_1 (exact match) to pass_32, and length; right responses (P,)
+    "Pass@k, from 32 responses to each held-out prompt, and their mean length in digits."
     prompts, solutions = ([q[key] for q in questions] for key in ("prompt", "solution"))
     samples = [trainer.generate(prompts, seed=seed) for seed in range(N)]
     c = torch.tensor([exact_match(prompts, texts, solutions) for texts in samples]).sum(0).long()
     length = sum(len(text.split()) for texts in samples for text in texts) / (N * len(prompts))
-    return {f"pass_{k}": pass_at_k(c, N, k).mean().item() for k in KS} | dict(length=length)
+    return {f"pass_{k}": pass_at_k(c, N, k).mean().item() for k in KS} | dict(length=length), c
 
 # %% ../../nbs/studies/38_checkable.ipynb #hole
 def in_order(prompts: list, # Strings

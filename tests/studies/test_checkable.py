@@ -67,7 +67,8 @@ def test_a_training_and_what_is_measured(name, lm, questions):
     trainer = CheckableRLHF(lm, questions, name, **SMALL).learn()
     assert all(torch.equal(p, q) for p, q in zip(before, lm.parameters()))
     assert len(trainer.rows) == 2 and all(0 <= r["same"] <= 1 for r in trainer.rows)
-    found = measure(trainer, questions[:5])
+    found, right = measure(trainer, questions[:5])
+    assert right.double().mean() / 32 == pytest.approx(found["pass_1"])
     shares = [found[f"pass_{k}"] for k in (1, 2, 4, 8, 16, 32)]
     assert shares == sorted(shares) and 0 <= shares[0] <= shares[-1] <= 1 and 0 <= found["length"] <= 5
 
@@ -99,10 +100,10 @@ def test_dynamic_sampling_trains_on_groups_with_spread(lm, questions):
         calls.append(prompts)
         some = len(calls) % 3 != 1                                                  # nothing has spread at first
         return [float(some and i % 2) for i in range(len(responses))]
-    t = CheckableRLHF(lm, questions, "GRPO", reward, resample=3, **SMALL).learn()
+    t = CheckableRLHF(lm, questions, "GRPO, dynamic", reward, **SMALL).learn()
     assert [r["rounds"] for r in t.rows] == [2, 1] and [r["same"] for r in t.rows] == [1, 0]
     assert t.rows[0]["score"] == 0.5 and calls[0] != calls[1]
-    t = CheckableRLHF(lm, questions, "GRPO", lambda p, r, solution: [0.0] * len(p), resample=3, **SMALL).learn()
+    t = CheckableRLHF(lm, questions, "GRPO, dynamic", lambda p, r, solution: [0.0] * len(p), **SMALL).learn()
     assert [r["rounds"] for r in t.rows] == [4, 4] and t.rows[0]["same"] == 1
 
 
