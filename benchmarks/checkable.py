@@ -3,7 +3,7 @@
     python benchmarks/checkable.py
 
 Appends to nbs/studies/results/checkable.csv: for each seed the pretrained model and each algorithm, with pass@k and length on held-out prompts, exact match on the third of the prompts that is hardest and easiest
-for the pretrained model, and from the log KL, the share of the groups without spread (mean over the first and the last ten iterations) the rollouts sampled for an iteration, and the CPU time of the training. Rows that are there are not made again. `nbs/studies/38_checkable.ipynb` says what came of it.
+for the pretrained model, and from the log KL, the share of the groups without spread (mean over the first and the last ten iterations) the rollouts sampled for an iteration, and the CPU time of the training. Rows that are there are not made again. `nbs/studies/40_checkable.ipynb` says what came of it.
 """
 import argparse
 import csv

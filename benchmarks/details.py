@@ -5,7 +5,7 @@
 Writes nbs/studies/results/details.csv, a row for each training: the final policy's mean return over 100 fresh episodes, greedy and sampled, and the
 steps after which the sampled mean first reached the threshold (blank if never), and the mean of each dial over the iterations. A run that was stopped continues with what is missing: trainings that
 stand in the file are not repeated, so after a change of the defaults say --fresh. All seeds of a number come before the next one, so that a file
-stopped half way still compares like with like. `nbs/studies/31_ablations.ipynb` says what the details are and what came of them.
+stopped half way still compares like with like. `nbs/studies/33_ablations.ipynb` says what the details are and what came of them.
 """
 import argparse
 import csv

@@ -5,7 +5,7 @@
 Control: benchmarks/details.py, into nbs/studies/results/details.csv. RLHF: nbs/studies/results/failures.csv, a row for each training (what the policy is
 worth, when it was worth 2, the mean of each dial over the iterations: mean_...), and rlhf_notes/studies/dials.csv, the dials in each iteration: of all failures with
 seed 0, and of the intact trainings with every seed (`check.diagnose` plays with them). Says beforehand how long it will take. A run that was stopped continues with what is missing: trainings that stand in the files are not repeated, so after a change of the
-defaults say --fresh. All failures of a seed come before the next seed. `nbs/studies/35_failures.ipynb` says what the failures are and what came of them.
+defaults say --fresh. All failures of a seed come before the next seed. `nbs/studies/37_failures.ipynb` says what the failures are and what came of them.
 
 Surprising rows again, with other seeds:
 

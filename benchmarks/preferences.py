@@ -3,7 +3,7 @@
     python benchmarks/preferences.py
 
 Appends to nbs/studies/results/preferences.csv: for each seed and method a row for each look during the training (step = iteration) or for each n (step = n), on held-out prompts.
-Pretraining and the reward model are made once for each seed. Rows that are there are not made again. `nbs/studies/40_preferences.ipynb` says what came of it.
+Pretraining and the reward model are made once for each seed. Rows that are there are not made again. `nbs/studies/41_preferences.ipynb` says what came of it.
 """
 import argparse
 import csv

@@ -57,43 +57,12 @@ exercise("answer_penalty", "27_rlhf", reward.apply_penalty,
     minimum=(lambda s, e, p: torch.where(e, s, s.clamp(max=p)),
         "You keep scores below the penalty: it takes the place of every score."))
 
-# %% ../../nbs/studies/38_checkable.ipynb #exercise-checks
-def _all_of(c, n, k):
-    return torch.stack([(c - i).clamp(min=0) / (n - i) for i in range(k)]).prod(0)
-
-exercise("pass_at_k", "38_checkable", lambda c, n, k: 1 - _all_of(n - c, n, k),
-    "f(correct (P,), n, k) -> the probability for each prompt that at least one of k responses is "
-    "right, when `correct` of n are",
-    "Of all subsets of k responses, which share holds wrong ones alone? math.comb counts them.",
-    inputs=[(torch.tensor([0, 1, 4]), 4, 2), (torch.tensor([0, 1, 3, 6, 8]), 8, 3)],
-    replaced=(lambda c, n, k: 1 - (1 - c / n) ** k,
-        "You draw with replacement: no response is drawn twice."),
-    all_right=(_all_of, "That is the probability that all k are right: one is enough."),
-    all_wrong=(lambda c, n, k: _all_of(n - c, n, k),
-        "That is the probability that all k are wrong: take it from 1."),
-    added=(lambda c, n, k: (k * c / n).clamp(max=1),
-        "Two attempts can both be right: their probabilities do not add up."))
-
-exercise("no_spread", "38_checkable", lambda r: (r.amax(1) == r.amin(1)).float().mean(),
-    "f(rewards (P, G)) -> the share of the P groups whose G rewards are all the same, 0-dim",
-    "Compare the largest reward of a group with the smallest.",
-    inputs=[(vec([[0., 0., 0.], [1., 1., 1.], [1., 1., 0.], [1., 1., 1.], [0., 0., 0.]]),),
-            (vec([[0.5, 0.2], [0.3, 0.3], [0.3, 0.3], [0.4, 0.4]]),)],
-    all_failed=(lambda r: (r == 0).all(1).float().mean(),
-        "You count groups of zeros: a group that is right throughout has no spread either."),
-    with_spread=(lambda r: (r.amax(1) != r.amin(1)).float().mean(),
-        "That is the share of the groups with spread."),
-    across=(lambda r: (r.amax(0) == r.amin(0)).float().mean(),
-        "You compare prompts with each other: a group is a row."),
-    neighbours=(lambda r: (r[:, 1:] == r[:, :-1]).float().mean(),
-        "You count pairs of neighbours, not groups."))
-
-# %% ../../nbs/language/39_dpo.ipynb #exercise-checks
+# %% ../../nbs/language/30_dpo.ipynb #exercise-checks
 def _pairwise(logp, logp_ref, beta, others=slice(1, None)):
     reward = beta * (logp - logp_ref)
     return -torch.nn.functional.logsigmoid(reward[:, :1] - reward[:, others]).mean()
 
-exercise("choice_loss", "39_dpo", _pairwise,
+exercise("choice_loss", "30_dpo", _pairwise,
     "f(logp (B, N), logp_ref (B, N), beta) -> DPO's loss of response 0 against each other, 0-dim",
     "Turn log-ratios into rewards first; then column 0 minus each other column.",
     inputs=[(vec([[-1., -3., -2.], [-5., -4., -9.]]),
@@ -109,3 +78,34 @@ exercise("choice_loss", "39_dpo", _pairwise,
         "The sign is wrong: the policy's log-probability minus the reference's."),
     first=(lambda p, q, beta: _pairwise(p, q, beta, slice(1, 2)),
         "You compare with one of the others: all are rejected."))
+
+# %% ../../nbs/studies/40_checkable.ipynb #exercise-checks
+def _all_of(c, n, k):
+    return torch.stack([(c - i).clamp(min=0) / (n - i) for i in range(k)]).prod(0)
+
+exercise("pass_at_k", "40_checkable", lambda c, n, k: 1 - _all_of(n - c, n, k),
+    "f(correct (P,), n, k) -> the probability for each prompt that at least one of k responses is "
+    "right, when `correct` of n are",
+    "Of all subsets of k responses, which share holds wrong ones alone? math.comb counts them.",
+    inputs=[(torch.tensor([0, 1, 4]), 4, 2), (torch.tensor([0, 1, 3, 6, 8]), 8, 3)],
+    replaced=(lambda c, n, k: 1 - (1 - c / n) ** k,
+        "You draw with replacement: no response is drawn twice."),
+    all_right=(_all_of, "That is the probability that all k are right: one is enough."),
+    all_wrong=(lambda c, n, k: _all_of(n - c, n, k),
+        "That is the probability that all k are wrong: take it from 1."),
+    added=(lambda c, n, k: (k * c / n).clamp(max=1),
+        "Two attempts can both be right: their probabilities do not add up."))
+
+exercise("no_spread", "40_checkable", lambda r: (r.amax(1) == r.amin(1)).float().mean(),
+    "f(rewards (P, G)) -> the share of the P groups whose G rewards are all the same, 0-dim",
+    "Compare the largest reward of a group with the smallest.",
+    inputs=[(vec([[0., 0., 0.], [1., 1., 1.], [1., 1., 0.], [1., 1., 1.], [0., 0., 0.]]),),
+            (vec([[0.5, 0.2], [0.3, 0.3], [0.3, 0.3], [0.4, 0.4]]),)],
+    all_failed=(lambda r: (r == 0).all(1).float().mean(),
+        "You count groups of zeros: a group that is right throughout has no spread either."),
+    with_spread=(lambda r: (r.amax(1) != r.amin(1)).float().mean(),
+        "That is the share of the groups with spread."),
+    across=(lambda r: (r.amax(0) == r.amin(0)).float().mean(),
+        "You compare prompts with each other: a group is a row."),
+    neighbours=(lambda r: (r[:, 1:] == r[:, :-1]).float().mean(),
+        "You count pairs of neighbours, not groups."))
