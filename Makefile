@@ -61,6 +61,7 @@ site: $(READY)          ## the site, in _docs
 
 docs: site              ## the site, then each page opened in Chromium: wide and narrow, light and dark
 	$(BIN)/python -m pytest docs/test_browser.py -n 2 -p no:cacheprovider
+	$(BIN)/python docs/sizes.py
 
 lab: $(READY)           ## JupyterLab at the index
 	$(BIN)/jupyter lab nbs/index.ipynb

@@ -8,12 +8,12 @@ from notebooks import settings
 
 cfg = settings()
 project, author, copyright, release = cfg["title"], cfg["author"], cfg["copyright"], cfg["version"]
-extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode", "site_folds"]
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode", "site_folds", "site_search"]
 nitpicky = True                         # a reference that leads nowhere is a warning, and a warning fails the build
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"      # outputs may hold formulas and links too
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 add_module_names = False
 toc_object_entries_show_parents = "hide"
@@ -28,7 +28,8 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_copy_source = False
-html_show_search_summary = False        # summaries are fetched, which a browser refuses to do for file://
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
+html_show_search_summary = False        # it is fetched, which a browser refuses to do for file://; static/search.js has another
 html_theme_options = {"top_of_page_buttons": [], "footer_icons": []}
 copybutton_exclude = ".linenos, .gp, .go"
 

@@ -104,16 +104,33 @@ def test_page(tab, page, width):
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("words, page, title", [("dual clip", "formulas/surrogate.html", "clipped surrogate"), ("whiten", "formulas/whitening.html", "whiten"), ("clipped_surrogate", "formulas/surrogate.html", "clipped_surrogate")])
+@pytest.mark.parametrize("words, page, title", [
+    ("dual clip", "formulas/surrogate.html", "clipped surrogate"),
+    ("whiten", "formulas/whitening.html", "whiten"),
+    ("clipped_surrogate", "formulas/surrogate.html", "clipped_surrogate"),
+])
 def test_search_finds(tab, words, page, title):
-    t = tab(WIDTHS["desktop"]).open(SITE / "index.html")
+    found = search(tab(WIDTHS["desktop"]), words)
+    assert any(href == page and title.lower() in text.lower() for href, text, _ in found[:10]), found[:10]
+
+
+@pytest.mark.parametrize("term, page", [("advantage", "formulas/advantage.html"), ("reward model", "language/reward_model.html")])
+def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
+    (href, _, line), *rest = search(tab(WIDTHS["desktop"]), term)
+    assert href == page and term in line.lower() and sum(bool(line) for *_, line in rest[:10]) >= 5
+
+
+def search(tab, words):
+    "[(page, title, line)] of what the site finds."
+    t = tab.open(SITE / "index.html")
     t.page.fill("input[name=q]", words)
     t.page.press("input[name=q]", "Enter")
     t.page.wait_for_selector("#search-results li a", timeout=20_000)
-    t.page.wait_for_timeout(500)
-    found = t.page.eval_on_selector_all("#search-results li", "items => items.map(i => [i.querySelector('a').getAttribute('href'), i.textContent])")
-    assert any(href.split("#")[0].split("?")[0].endswith(page) and title.lower() in text.lower() for href, text in found[:10]), found[:10]
+    t.page.wait_for_timeout(1500)
     assert not t.faults, t.faults
+    return t.page.eval_on_selector_all("#search-results li", """items => items.map(i => [
+        i.querySelector('a').getAttribute('href').replace(/[?#].*/, ''), i.querySelector('a').textContent,
+        i.querySelector('.context')?.textContent ?? ''])""")
 
 
 def test_the_picture_of_the_loop_leads_to_lessons(tab):

@@ -147,23 +147,20 @@ def _table(thing):
     return "\n\n| parameter | type, default | meaning |\n|---|---|---|\n" + "\n".join(f"| {a} | {b} | {c} |" for a, b, c in rows) + "\n"
 
 
-FOLDED = 3      # things that one cell may export with their tables open; they say what the comments of the cell say
-
-
 def as_directives(things):
     "What one cell exports, as it stands on the page below it."
-    folded = sum(1 + len(t.inside) for t in things) > FOLDED
-    return "\n\n".join(as_directive(t, folded) for t in things)
+    return "\n\n".join(map(as_directive, things))
 
 
-def as_directive(thing, folded=False, fence=5):
-    "The Sphinx directive that puts `thing` on the page, into its table of contents, the search and the reach of references."
+def as_directive(thing, fence=5):
+    """The Sphinx directive that puts `thing` on the page, into its table of contents, the search and the reach of references.
+    Its table is folded: the comments of the cell say the same."""
     shown = [n + (f"={d}" if d is not None else "") for n, _, d, _ in thing.params]
     if len(shown) > 12: shown = ["..."]
     brackets = "" if thing.kind == "property" else f"({', '.join(shown)})"
-    inside = "\n\n".join(as_directive(t, folded, fence - 1) for t in thing.inside)
+    inside = "\n\n".join(as_directive(t, fence - 1) for t in thing.inside)
     table = _table(thing)
-    if folded and table: table = f'\n\n<details class="parameters"><summary>Parameters</summary>{table}\n</details>\n'
+    if table: table = f'\n\n<details class="parameters"><summary>Parameters</summary>{table}\n</details>\n'
     body = f"{prose(thing.doc)}{table}\n{inside}".strip()
     name = thing.name.split(".")[-1] if thing.kind in ("method", "property") else thing.name
     head = f"{'`' * fence}{{py:{thing.kind}}} {name}{brackets}".replace("\n", " ")

@@ -20,6 +20,7 @@ from sphinx.cmd.build import main as sphinx
 
 import site_api
 import site_folds
+import site_links
 from notebooks import ROOT, WIDTH, directives, notebooks, settings
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Studies": "studies", "Workshop": "."}
@@ -124,7 +125,11 @@ class Page:
         text = outside(r"^(?P<formula>[ \t>]*\$\$(?:(?!\$\$).)+\$\$)[ \t]*(?P<label>\([\w-]+\))?[ \t]*$", number, text)
         return re.sub(r"\[[^\[\]]*\]\(#(?:equation-)?(eq-[\w-]+)\)", r"{eq}`\1`", text)
 
-    def prose(self, text, names): return self.numbered(self.references(relink(text, self.path), names))
+    links = None                        # site_links.Links, as soon as all pages are known
+
+    def linked(self, text): return self.links(text, self, outside) if self.links else text
+
+    def prose(self, text, names): return self.numbered(self.references(self.linked(relink(text, self.path)), names))
 
     @property
     def number(self):
@@ -174,6 +179,9 @@ class Page:
             if "hide" in d or "default_exp" in d: continue
             if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.M): intro = False
             shown = self.cell(cell, d, names, intro)
+            if cells and is_imports(cells[-1]) and is_imports(shown):
+                cells[-1].source += f"\n\n{shown.source}"
+                continue
             if not cells and self.page.name != "index": shown.source += self.sources()
             cells.append(shown)
             if things := self.exports.get(cell.id):
@@ -189,8 +197,8 @@ class Page:
         for line in text.splitlines():
             if line.startswith("| "):
                 first, second, *rest = re.split(r"(?<!\\)\|", line)[1:-1]
-                lines.append(f"|{first}|{second}|" + "".join(self.references(r, names) + "|" for r in rest))
-            else: lines.append(line if line.startswith(("`", ":", "<")) else self.references(line, names))
+                lines.append(f"|{first}|{second}|" + "".join(self.references(self.linked(r), names) + "|" for r in rest))
+            else: lines.append(line if line.startswith(("`", ":", "<")) else self.references(self.linked(line), names))
         return "\n".join(lines)
 
 
@@ -198,6 +206,9 @@ def prints_sentences(cell):
     "Does a cell print lines that are longer than a page is wide, and no columns? Those may be wrapped."
     long = [line.strip() for out in cell.outputs for line in out.get("text", "").splitlines() if len(line) > WIDTH]
     return bool(long) and not any("  " in line for line in long)
+
+
+def is_imports(shown): return shown.cell_type == "code" and shown.metadata["mystnb"].get("code_prompt_show") == "Imports"
 
 
 def only_imports(source):
@@ -272,6 +283,7 @@ def build_from(source, out):
     pages = [Page(path) for path in notebooks()]
     pages = [p for p in pages if p.page.name == "index"] + [p for _, found in by_floor(pages) for p in found]
     timed(pages[0], pages)
+    Page.links = site_links.Links(pages)
     names = site_api.Names([t for p in pages for t in p.things])
     for p in pages:
         nb = p.prepared(names)

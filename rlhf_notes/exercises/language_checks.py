@@ -87,3 +87,25 @@ exercise("no_spread", "38_checkable", lambda r: (r.amax(1) == r.amin(1)).float()
         "You compare prompts with each other: a group is a row."),
     neighbours=(lambda r: (r[:, 1:] == r[:, :-1]).float().mean(),
         "You count pairs of neighbours, not groups."))
+
+# %% ../../nbs/language/39_dpo.ipynb #exercise-checks
+def _pairwise(logp, logp_ref, beta, others=slice(1, None)):
+    reward = beta * (logp - logp_ref)
+    return -torch.nn.functional.logsigmoid(reward[:, :1] - reward[:, others]).mean()
+
+exercise("choice_loss", "39_dpo", _pairwise,
+    "f(logp (B, N), logp_ref (B, N), beta) -> DPO's loss of response 0 against each other, 0-dim",
+    "Turn log-ratios into rewards first; then column 0 minus each other column.",
+    inputs=[(vec([[-1., -3., -2.], [-5., -4., -9.]]),
+             vec([[-2., -2., -2.5], [-4., -4., -8.]]), 0.5),
+            (vec([[-9., -7.]]), vec([[-8., -9.]]), 1.5)],
+    no_reference=(lambda p, q, beta: _pairwise(p, 0 * q, beta),
+        "The reference is missing: only what differs from it is reward."),
+    itself=(lambda p, q, beta: _pairwise(p, q, beta, slice(0, None)),
+        "You compare the chosen response with itself as well."),
+    softmax=(lambda p, q, beta: -(beta * (p - q)).log_softmax(1)[:, 0].mean(),
+        "That is the likelihood of a choice among all N, not the loss of pairs."),
+    reversed=(lambda p, q, beta: _pairwise(q, p, beta),
+        "The sign is wrong: the policy's log-probability minus the reference's."),
+    first=(lambda p, q, beta: _pairwise(p, q, beta, slice(1, 2)),
+        "You compare with one of the others: all are rejected."))

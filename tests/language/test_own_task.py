@@ -22,6 +22,7 @@ from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, rewar
 from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
 from rlhf_notes.studies.trainings import old_training, own_reward
+from rlhf_notes.training.runs import Run
 
 SMALL = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)
 CHAT = [dict(role="user", content="w5 w6")]
@@ -355,6 +356,7 @@ def test_a_run_by_an_own_reward_is_interrupted_and_continued(begin, tmp_path, mo
     for x in (whole, cut):
         found = json.loads((x / "summary.json").read_text())
         assert found["iterations"] == 4 and not found["interrupted"] and (x / "curve.svg").stat().st_size > 1000
+        assert [r["iteration"] for r in Run.resume(x).checkpoint["rows"]] == [1, 2, 3, 4]
     samples = table(whole / "samples.csv")
     assert list(samples[0]) == ["iteration", "prompt", "response", "score", "length", "kl"]
     assert [r["iteration"] for r in samples[::8]] == ["1", "3", "4"] and all(float(r["score"]) == len(r["response"]) for r in samples)

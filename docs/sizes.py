@@ -1,0 +1,59 @@
+"""The size of each page of the site as a reader meets it, folds closed, in a window 1400 wide, as a CSV on the screen.
+
+    python docs/sizes.py [SITE]
+
+Fails where a line of code runs out of the page, and where a page is higher than 12,000 pixels and not among those that may be.
+"""
+import csv
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+SITE = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SITE", Path(__file__).resolve().parent.parent / "_docs"))
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+HEIGHT = 12_000
+TALL = {                # pages that may be higher, and why
+    "looked up, not read from top to bottom": "notation metrics cli",
+    "many libraries, failures or settings side by side": "compat/ding studies/ablations studies/benchmark "
+        "studies/checkable studies/differences studies/failures studies/speed",
+    "too long, and to be split": "control/plots control/policy control/ppo control/rollout fast/kernels formulas/advantage "
+        "formulas/grpo formulas/kl formulas/logprob formulas/ratio formulas/reward formulas/surrogate formulas/value "
+        "formulas/whitening language/model language/pipeline language/reward_model language/rlhf language/rollout language/task",
+}
+MEASURE = """async () => {
+  await window.MathJax?.startup?.promise;
+  const cut = [...document.querySelectorAll(".cell_input pre")].filter((e) => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1);
+  const words = [...document.querySelectorAll("article p, article li")].filter((e) => e.checkVisibility({contentVisibilityAuto: true}));
+  return {
+    height: document.documentElement.scrollHeight,
+    words: words.map((e) => e.innerText.split(/\\s+/).length).reduce((a, b) => a + b, 0),
+    cut: cut.map((e) => e.innerText.split("\\n").reduce((a, b) => a.length > b.length ? a : b).trim()),
+  };
+}"""
+
+
+def measure(pages):
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        tab = browser.new_page(viewport={"width": 1400, "height": 900})
+        for page in pages:
+            tab.goto(page.resolve().as_uri())
+            yield page.relative_to(SITE).as_posix(), tab.evaluate(MEASURE)
+        browser.close()
+
+
+def main():
+    out, faults = csv.writer(sys.stdout), []
+    out.writerow(["page", "height", "words", "cut"])
+    tall = {f"{page}.html" for pages in TALL.values() for page in pages.split()}
+    for page, found in measure(sorted(SITE.rglob("*.html"))):
+        out.writerow([page, found["height"], found["words"], len(found["cut"])])
+        if found["cut"]: faults.append(f"{page}: {len(found['cut'])} cells with lines that are cut off, as {found['cut'][0]!r}")
+        if found["height"] > HEIGHT and page not in tall: faults.append(f"{page} is {found['height']} pixels high")
+    sys.exit("\n".join(faults) or 0)
+
+
+if __name__ == "__main__": main()

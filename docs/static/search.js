@@ -1,0 +1,19 @@
+// Each result of a search with the line of its page that it was found in.
+function line(item) {
+  const link = item.querySelector("a");
+  if (!link || item.querySelector(".context")) return;
+  const root = new URL(document.documentElement.dataset.content_root ?? "./", location.href).href;
+  const text = PROSE[link.href.replace(root, "").replace(/\.html.*/, "")] ?? "";
+  const words = new URLSearchParams(location.search).get("q").toLowerCase().split(/\s+/).filter(Boolean);
+  const at = [words.join(" "), ...words].map((w) => text.toLowerCase().indexOf(w)).find((n) => n >= 0);
+  if (at === undefined) return;
+  const start = at < 60 ? 0 : text.indexOf(" ", at - 60) + 1, end = text.indexOf(" ", at + 100);
+  const p = document.createElement("p");
+  p.className = "context";
+  p.textContent = `${start ? "… " : ""}${text.slice(start, end < 0 ? undefined : end)} …`;
+  item.append(p);
+}
+window.addEventListener("DOMContentLoaded", () => {
+  const lines = () => document.querySelectorAll("#search-results li").forEach(line);
+  new MutationObserver(lines).observe(document.getElementById("search-results"), {childList: true, subtree: true});
+});
