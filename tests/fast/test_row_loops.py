@@ -9,7 +9,7 @@ import torch
 
 from formulas.test_logprob import by_rows
 from rlhf_notes.fast import row_loops, rows
-from rlhf_notes.formulas.logprob import log_probs_and_entropy, selective_log_softmax
+from rlhf_notes.formulas.logprob import entropy_from_logits, log_probs_and_entropy, selective_log_softmax
 from strategies import normal, value_and_grad
 
 
@@ -113,3 +113,10 @@ assert not rows.usable(z) and "rlhf_notes.fast.row_loops" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not rows.usable(torch.zeros(2, 2**18)) and rows.usable(torch.zeros(5, 2**18)) and not rows.usable(torch.zeros(5, 2**18).double()) and not rows.usable(torch.zeros(5, 2**18), 1e-35)
+
+
+def test_a_row_without_a_possible_token_has_no_gradient_of_its_entropy():
+    z = torch.randn(3, 5)
+    z[1] = -math.inf
+    with by_rows(): H, (g,) = value_and_grad(entropy_from_logits, z)
+    assert H[1] == 0 and g.isfinite().all() and (g[1] == 0).all() and g[0].any()
