@@ -20,7 +20,7 @@ TALL = {                # pages that may be higher, and why
     "many libraries, failures or settings side by side": "compat/ding studies/ablations studies/benchmark "
         "studies/checkable studies/differences studies/failures studies/speed",
     "too long, and to be split": "control/plots control/policy control/ppo control/rollout fast/kernels formulas/advantage "
-        "formulas/grpo formulas/kl formulas/logprob formulas/ratio formulas/reward formulas/surrogate formulas/value "
+        "formulas/grpo formulas/kl formulas/logprob formulas/ratio formulas/reward formulas/value "
         "formulas/whitening language/model language/pipeline language/reward_model language/rlhf language/rollout language/task",
 }
 MEASURE = """async () => {
