@@ -1,6 +1,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")           # a name that is no directory is no reason to wait for a network
 
 import torch
 from hypothesis import settings

@@ -1,5 +1,6 @@
 """The site builds from the notebooks without a warning, and what it shows is whole. `make docs` opens it in a browser besides (docs/test_browser.py)."""
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from urllib.parse import unquote
 import nbformat
 import pytest
 from docutils import nodes
+from filelock import FileLock
 
 import notebooks
 import site_api
@@ -43,15 +45,19 @@ class Tags(HTMLParser):
         if not self.within: self.text += data
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    out = tmp_path_factory.mktemp("site")
-    done = subprocess.run([sys.executable, str(notebooks.ROOT / "tools" / "site_pages.py"), "--out", str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    "The site, built once for all workers."
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site"
+    with FileLock(f"{out}.lock"):
+        if not (out / "llms.txt").exists():
+            done = subprocess.run([sys.executable, str(notebooks.ROOT / "tools" / "site_pages.py"), "--out", str(out)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-4000:]
     return out
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pages(built): return {path.relative_to(built): Tags(path.read_text(encoding="utf-8")) for path in sorted(built.rglob("*.html"))}
 
 

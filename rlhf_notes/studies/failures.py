@@ -96,7 +96,7 @@ def constant(learning_rate): # `rlhf.learning_rate`, linear to 0
 
 def twice(sample_prompts): # `RLHF.sample_prompts`: prompts (B, Q), mask (B, Q) and u (B, T)
     "Two processes with one seed: the second half of the batch is the first once more."
-    return lambda self: [torch.cat([x[:len(x) // 2]] * 2) for x in sample_prompts(self)]
+    return lambda *args: [torch.cat([x[:len(x) // 2]] * 2) for x in sample_prompts(*args)]
 
 # %% ../../nbs/studies/37_failures.ipynb #wrong-reward
 def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the last real token
