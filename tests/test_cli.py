@@ -53,6 +53,7 @@ BAD = [
     ("cartpole --activation gelu", 'Invalid value "gelu" for --activation. Choose from: "tanh", "relu", "silu"'), ("cartpole --squash=3", "Invalid value for --squash"),
     ("cartpole --sed 3", "Unknown option: --sed. Did you mean --seed?"), ("cartpole word", "Unused Tokens: ['word']"), ("cartpole --env CartPole-v1", "Unknown option: --env"),
     ("cartpole --device gpu", "--device must be auto, cpu, cuda or mps, got 'gpu'"), ("cartpole --device cuda:99", "--device must be one that torch sees, got 'cuda:99'"),
+    *([("cartpole --track wandb", "--track must be a tracker that is installed, got wandb (pip install rlhf_notes[track] brings it)")] if find_spec("wandb") is None else []),
     ("cartpole --track paper", 'Invalid value "paper" for --track. Choose from: "tensorboard", "wandb", "trackio"'),
     ("cartpole --out file", "--out must be a directory, got the file file"), ("cartpole --out file/below", "--out must be a directory that can be written to, got file/below: Not a directory"), ("cartpole --out /proc/mine", "--out must be a directory that can be written to, got /proc/mine: "), (f"cartpole --out {'a' * 300}", "--out must be a directory that can be written to, got aaa"), ("cartpole --out full --overwrite", "which holds letter.txt"),
     ("cartpole --out run", "which holds a run: continue it with --resume run, or replace it with --overwrite"), ("cartpole --out run --overwrite --seed -1", "--seed must be"),
