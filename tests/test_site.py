@@ -145,13 +145,14 @@ def test_no_page_is_heavy(built, pages):
 
 
 def test_every_public_name_has_its_place(built, pages):
+    prepared = [site_pages.Page(path) for path in notebooks.notebooks()]
     for path in (notebooks.ROOT / "rlhf_notes").rglob("*.py"):
         if path.stem.startswith("_"): continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         public = next((ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"), [])
         if not public: continue
         module = ".".join(path.relative_to(notebooks.ROOT).with_suffix("").parts)
-        page = next(p.page for p in map(site_pages.Page, notebooks.notebooks()) if any(t.module == module for t in p.things) or p.exports_to == module)
+        page = next(p.page for p in prepared if any(t.module == module for t in p.things) or p.exports_to == module)
         defined = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))} & set(public)
         missing = [n for n in sorted(defined) if f"{module}.{n}" not in pages[page.with_suffix(".html")].ids]
         assert not missing, f"{page} has no place for {missing}"
