@@ -24,7 +24,6 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from . import __version__
 from .studies.trainings import (TASKS, many_seeds, new_training, old_training, own_reward,
                                           versions)
-from .training.runs import check_tracker
 from .training.signals import Lenient, handle_signals
 
 # %% ../nbs/cli.ipynb #parser
@@ -161,6 +160,7 @@ def training(task: str, # A name in TASKS
             begin = partial(own_reward, options, prompts, reward)
         if seeds is not None:
             begin = partial(many_seeds, task, options, seeds)
+        from rlhf_notes.training.runs import check_tracker
         with usage_errors():
             check_tracker(track)
             train = old_training(task, resume) if resume else begin(out, overwrite, track)
