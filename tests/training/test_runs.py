@@ -276,3 +276,8 @@ def test_a_figure_is_drawn_without_touching_the_settings(tmp_path):
     first = (tmp_path / "curve.svg").read_bytes()
     Run(tmp_path, CONFIG).save_figure(lambda f: f.subplots().plot([1, 2]))
     assert b"<svg" in first and first == (tmp_path / "curve.svg").read_bytes() and dict(matplotlib.rcParams) == before
+
+
+def test_a_path_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="^out must be a directory that can be written to, got .*below: Not a directory"): Run.create(tmp_path / "file" / "below", CONFIG)
