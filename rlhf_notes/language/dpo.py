@@ -17,12 +17,11 @@ from torch import nn
 from ..formulas.masking import masked_sum
 from ..formulas.preference import dpo_loss, implicit_reward
 from .config import RLHFConfig
-from .model import Policy, adapter_off, autocast, check_weights
+from .model import Policy, adapter_off, autocast
 from .reward_model import ask_human
-from .rlhf import COLUMNS, RLHF, learning_rate
+from .rlhf import COLUMNS, RLHF
 from .prompts import Prompts, read_prompts
 from ..training.seeds import seeded_generator
-from ..training.signals import check_finite
 
 # %% ../../nbs/language/30_dpo.ipynb #choice-loss
 def choice_loss(logp: torch.Tensor, # log pi of N responses to each prompt, the chosen first, (B, N)
@@ -145,15 +144,10 @@ class DPO(RLHF):
 
     def log(self, logs: list, start: float) -> dict: # Column -> number
         "The row of an iteration."
-        c = self.config
         row = dict.fromkeys(COLUMNS)
         row |= {name: torch.stack([x[name] for x in logs]).mean().item() for name in logs[0]}
-        row |= dict(iteration=self.iteration + 1, learning_rate=learning_rate(c, self.iteration))
-        check_finite(self.where, row)
-        check_weights(self.where, self.optimizer.weights)
-        self.iteration += 1
-        tokens = c.batch * self.choices.response_mask[0].numel()
-        return row | dict(tokens_per_second=tokens / (time.perf_counter() - start))
+        tokens = self.config.batch * self.choices.response_mask[0].numel()
+        return self.end_iteration(row, tokens, start)
 
     def proxy_reward(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
         "The implicit reward, up to a constant of the prompt (Rafailov et al. 2023, eq. 5)."

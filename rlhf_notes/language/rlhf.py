@@ -242,14 +242,19 @@ class RLHF(Stage):
         row = dict.fromkeys(COLUMNS) | means
         if self.reward_model is None:
             row["unscored"] = (~rollout.is_scored).sum().item()
-        row |= dict(iteration=self.iteration + 1, kl_coef=self.kl.coef,
-                    learning_rate=learning_rate(c, self.iteration))
+        row["kl_coef"] = self.kl.coef
+        row = self.end_iteration(row, c.batch * c.response_length, start)
+        self.kl.update(row["kl_k1"], c.batch)  # P11
+        return row
+
+    def end_iteration(self, row: dict, tokens: int, start: float) -> dict: # Column -> number
+        "End the iteration, unless a number or a weight is NaN or infinite."
+        row |= dict(iteration=self.iteration + 1,
+                    learning_rate=learning_rate(self.config, self.iteration))
         check_finite(self.where, row)
         check_weights(self.where, self.optimizer.weights)
-        self.kl.update(row["kl_k1"], c.batch)  # P11
         self.iteration += 1
-        row["tokens_per_second"] = c.batch * c.response_length / (time.perf_counter() - start)
-        return row
+        return row | dict(tokens_per_second=tokens / (time.perf_counter() - start))
 
     def learn(self,
               log=None, # Called with the row of each iteration
