@@ -12,7 +12,6 @@ export PYTHONHASHSEED  ?= 0
 
 .PHONY: demo test test-all crosscheck newcomer install export outputs check site docs lab clean breaks
 
-demo: export OMP_NUM_THREADS = 2
 demo: $(READY)          ## train with the embedded defaults, print what came of it
 	$(BIN)/rlhf-notes demo
 
