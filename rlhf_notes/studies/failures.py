@@ -55,16 +55,15 @@ def unusual(name: str, # Of a failure
 
 # %% ../../nbs/studies/37_failures.ipynb #draw-dials
 def draw_dials(name: str, # Of a failure
-               most: int = 6, # Number of dials
               ): # Figure
-    "The farthest dials of a failure, over the range of the intact trainings."
+    "The six farthest dials of a failure, over the range of the intact trainings."
     import matplotlib.pyplot as plt
     from rlhf_notes import viz
     failures, runs = recorded()
-    dials, base = list(unusual(name))[:most], failures[name]["base"]
-    figure, axes = plt.subplots(-(-len(dials) // 3), 3, figsize=(7.2, 2.7), sharex=True)
-    for ax, dial in zip(axes.flat, dials):
-        usual = np.array([run[dial] for (n, _), run in runs.items() if n == base], float)
+    intact = [run for (n, _), run in runs.items() if n == failures[name]["base"]]
+    figure, axes = plt.subplots(2, 3, figsize=(7.2, 2.7), sharex=True)
+    for ax, dial in zip(axes.flat, unusual(name)):
+        usual = np.array([run[dial] for run in intact])
         x = range(1, usual.shape[1] + 1)
         ax.fill_between(x, usual.min(0), usual.max(0), color=viz.COLORS["grey"], alpha=0.45, lw=0)
         here = runs[name, 0][dial]

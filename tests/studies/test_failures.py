@@ -287,16 +287,16 @@ def test_the_game(invented, capsys):
 
 
 def test_the_picture_of_the_dials(invented):
-    figure = draw_dials("GRPO: no KL", most=13)
-    shown = [ax for ax in figure.axes if ax.get_visible()]
-    assert [ax.get_title() for ax in shown] == list(unusual("GRPO: no KL"))
+    figure = draw_dials("GRPO: no KL")
+    shown = figure.axes
+    assert [ax.get_title() for ax in shown] == list(unusual("GRPO: no KL"))[:6]
     band = shown[0].collections[0].get_paths()[0].vertices[:, 1]
     assert list(shown[0].lines[0].get_ydata()) == [0, 10, 11] and (band.min(), band.max()) == (-0.5, 3.5)
     for s in range(3): invented["grpo", s]["ratio"] = [1.0] * 3
     invented["GRPO: no KL", 0]["ratio"] = [1 + 1e-4 * t for t in range(3)]
     flat = draw_dials("GRPO: no KL")
     flat.draw_without_rendering()
-    assert len(flat.axes) == 6 and not any(ax.yaxis.get_major_formatter().get_offset() for ax in flat.axes), "numbers that have to be added up"
+    assert not any(ax.yaxis.get_major_formatter().get_offset() for ax in flat.axes), "numbers that have to be added up"
     plt.close(figure); plt.close(flat)
 
 
