@@ -55,14 +55,17 @@ def unusual(name: str, # Of a failure
 
 # %% ../../nbs/studies/37_failures.ipynb #draw-dials
 def draw_dials(name: str, # Of a failure
+               dials: tuple = (), # Three or six of them; () = the six farthest
               ): # Figure
-    "The six farthest dials of a failure, over the range of the intact trainings."
+    "Dials of a failure with seed 0, over the range of the intact trainings."
     import matplotlib.pyplot as plt
     from rlhf_notes import viz
     failures, runs = recorded()
     intact = [run for (n, _), run in runs.items() if n == failures[name]["base"]]
-    figure, axes = plt.subplots(2, 3, figsize=(7.2, 2.7), sharex=True)
-    for ax, dial in zip(axes.flat, unusual(name)):
+    dials = dials or list(unusual(name))[:6]
+    rows = len(dials) // 3
+    figure, axes = plt.subplots(rows, 3, figsize=(7.2, 0.3 + 1.2 * rows), sharex=True)
+    for ax, dial in zip(axes.flat, dials):
         usual = np.array([run[dial] for run in intact])
         x = range(1, usual.shape[1] + 1)
         ax.fill_between(x, usual.min(0), usual.max(0), color=viz.COLORS["grey"], alpha=0.45, lw=0)
@@ -71,6 +74,7 @@ def draw_dials(name: str, # Of a failure
         ax.set_title(dial, fontsize=9)
         ax.ticklabel_format(useOffset=False)
         ax.locator_params(nbins=4)
+        ax.grid(False)
     figure.supxlabel("iteration (line: this training; band: the intact ones)", fontsize=9)
     return figure
 
