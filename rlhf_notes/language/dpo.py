@@ -145,7 +145,7 @@ class DPO(RLHF):
     def log(self, logs: list, start: float) -> dict: # Column -> number
         "The row of an iteration."
         tokens = self.config.batch * self.choices.response_mask[0].numel()
-        return self.end_iteration(logs, {}, tokens, start)
+        return self._end_iteration(logs, {}, tokens, start)
 
     def proxy_reward(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
         "The implicit reward, up to a constant of the prompt (Rafailov et al. 2023, eq. 5)."

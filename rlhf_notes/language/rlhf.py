@@ -230,12 +230,12 @@ class RLHF(Stage):
         c, stats = self.config, rollout_stats(rollout)
         if self.reward_model is None:
             stats["unscored"] = (~rollout.is_scored).sum()
-        row = self.end_iteration(logs, stats, c.batch * c.response_length, start)
+        row = self._end_iteration(logs, stats, c.batch * c.response_length, start)
         row["kl_coef"] = self.kl.coef
         self.kl.update(row["kl_k1"], c.batch)  # P11
         return row
 
-    def end_iteration(self, logs: list, stats: dict, tokens: int, start: float) -> dict:
+    def _end_iteration(self, logs: list, stats: dict, tokens: int, start: float) -> dict:
         "Read the numbers of an iteration; FloatingPointError if one, or a weight, is not finite."
         means = {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
         means = stats | means | dict(weights=sum_of_squares(self.optimizer.weights))
