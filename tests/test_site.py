@@ -295,11 +295,11 @@ def test_search_knows_words_and_names(built):
 
 
 def drawing(*axes, unlabelled=()):
-    "An SVG of 100 by 40 points with axes from x to x; those of `unlabelled` have no text on their vertical axis."
+    "An SVG of 100 by 40 points with axes from x to x; those of `unlabelled` have no numbers at their vertical ticks."
     def group(i, left, right):
         text = "" if i in unlabelled else f'<g id="text_{i}"></g>'
         return (f'<g id="axes_{i}">\n<g id="patch_{i}">\n<path d="M {left} 30 \nL {right} 30 \nL {right} 5 \nz"/></g>'
-                f'<g id="matplotlib.axis_{2 * i}"></g><g id="matplotlib.axis_{2 * i + 1}">{text}</g></g>')
+                f'<g id="ytick_1">{text}</g><g id="ytick_2">{text}</g><g id="text_title"></g></g>')
     return '<svg viewBox="0 0 100 40">' + "".join(group(i, *a) for i, a in enumerate(axes)) + "</svg>"
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 AXES = re.compile(r'<g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="([^"]*)"')
-AXIS = re.compile(r'<g id="matplotlib\.axis_\d+">')
+TICK = re.compile(r'<g id="ytick_\d+">')
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*/_images/([^"/]+\.svg)|_images/([^"/]+\.svg))"\s*/?>')
 SPACE = 4               # points to the right of its axes that belong to a panel
 
@@ -23,9 +23,9 @@ def spans(svg):
 
 
 def share_labels(svg):
-    "True if axes have a vertical axis without a text: its labels are those of its neighbour."
-    vertical = [AXIS.split(axes)[2] for axes in svg.split('<g id="axes_')[1:] if len(AXIS.split(axes)) > 2]
-    return any('id="text_' not in axis for axis in vertical)
+    "True if axes have vertical ticks without a number: those of their neighbour hold for them too."
+    ticks = [TICK.split(axes) for axes in svg.split('<g id="axes_')[1:]]
+    return any(len(t) > 2 and 'id="text_' not in t[1] for t in ticks)
 
 
 def panels(svg):
