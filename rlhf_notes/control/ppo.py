@@ -412,7 +412,7 @@ def _start(config, run):
     ppo = PPO.from_config(config)
     if run is None or run.checkpoint is None: return ppo
     ppo.load_state_dict(run.checkpoint["ppo"])
-    ppo.rows = run.read_metrics()
+    ppo.rows = list(run.rows)
     return ppo
 
 def train(config: PPOConfig, # All options

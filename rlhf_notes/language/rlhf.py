@@ -67,7 +67,8 @@ class RLHF(Stage):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
         lm = add_lora(lm, config.lora, config.seed)
-        task = Prompts(tokenizer, prompts, reward, config.response_length, lm=lm)
+        task = Prompts(tokenizer, prompts, reward, config.response_length, config.query_length,
+                       config.stop_after, lm)
         limit, Q = context_length(lm), task.query_length
         if limit is not None and Q + config.response_length > limit:
             raise ValueError(f"max_new_tokens must fit into the model's context of {limit} tokens, "
@@ -242,6 +243,7 @@ class RLHF(Stage):
         row = dict.fromkeys(COLUMNS) | means
         if self.reward_model is None:
             row["unscored"] = (~rollout.is_scored).sum().item()
+            row |= self.task.reward_means(self.gather)
         row["kl_coef"] = self.kl.coef
         row = self.end_iteration(row, c.batch * c.response_length, start)
         self.kl.update(row["kl_k1"], c.batch)  # P11
