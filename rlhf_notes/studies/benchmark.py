@@ -207,7 +207,7 @@ class Ours:
     def __init__(self,
                  config: PPOConfig, # With its seed
                 ):
-        self.ppo, self.batch = PPO.from_config(config), config.batch
+        self.ppo, self.batch = PPO(**vars(config)), config.batch
         self.iterate = self.ppo.iterate
 
     def policy(self,
@@ -261,7 +261,7 @@ def _look(trainer, env_id, seed, steps):
     rngs = dict(greedy=None, sampled=np.random.default_rng(seeds[2]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds[2])
-        return {how: episode_returns(trainer.policy(rng), begun, env_id=env_id).mean().item()
+        return {how: episode_returns(trainer.policy(rng), begun, env=env_id).mean().item()
                 for (how, rng), begun in zip(rngs.items(), seeds)}
 
 def race(contender: Contender, # Who
