@@ -89,7 +89,7 @@ def test_prepare_is_the_beginning_of_a_training():
     training, start = Training(config), prepare(config)
     while training.name != "rl": training.iterate()
     assert all(torch.equal(x, y) for x, y in zip(training.lm.parameters(), start.lm.parameters()))
-    assert all(torch.equal(x, y) for x, y in zip(training.reward_model.parameters(), start.reward_model.parameters())) and training.norm.state_dict() == start.norm.state_dict()
+    assert all(torch.equal(x, y) for x, y in zip(training.learned["reward_model"].parameters(), start.reward_model.parameters())) and training.learned["norm"].state_dict() == start.norm.state_dict()
 
 
 def test_measure(start):
