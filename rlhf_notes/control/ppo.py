@@ -370,7 +370,7 @@ def _start(config, run):
     ppo = PPO(**vars(config))
     if run is None or run.checkpoint is None: return ppo
     ppo.load_state_dict(run.checkpoint["ppo"])
-    ppo.rows = run.read_metrics()
+    ppo.rows = list(run.rows)
     return ppo
 
 def train(config: PPOConfig, # All options
