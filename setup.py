@@ -24,8 +24,8 @@ class BuildWithDocstrings(build_py):
 parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("fast", "peft", "track", "data", "dev", "crosscheck")}
-extras["all"] = [r for name in ("fast", "peft", "track", "data") for r in extras[name]]
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("fast", "peft", "track", "data", "video", "dev", "crosscheck")}
+extras["all"] = [r for name in ("fast", "peft", "track", "data", "video") for r in extras[name]]
 
 setup(
     name=cfg["lib_name"],
@@ -60,7 +60,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
-    package_data={"rlhf_notes": ["py.typed"], "rlhf_notes.studies": ["dials.csv"]},
+    package_data={"rlhf_notes": ["py.typed"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
