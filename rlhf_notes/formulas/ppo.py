@@ -81,6 +81,7 @@ def ppo_stats(
 # %% ../../nbs/formulas/10_ppo.ipynb #top-entropy
 def _largest(x, mask, share):
     "True for this share of the elements that count, at least one: the largest."
+    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     x = x.masked_fill(~mask, -torch.inf).flatten()
     rank = x.argsort(descending=True, stable=True).argsort().reshape(mask.shape)
     return mask & (rank < (mask.sum().float() * share).round().clamp(min=1))
@@ -92,27 +93,24 @@ def top_entropy_mask(
     share: float = 0.2, # of the tokens that count, at least one token
 ) -> Tensor: # (...) bool, True = learn from this token
     "True for the share of the tokens with the highest entropy (Wang et al. 2025)."
-    mask = torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask
     return _largest(entropy, mask, share)
-
 
 # %% ../../nbs/formulas/10_ppo.ipynb #clip-cov
 @checked(logp="float (...)", advantage="float (...)", draw="float (...)", mask="bool (...)?",
-         share="(0, 1]")
+         share="(0, 1]", low="(-inf, inf)", high="(-inf, inf)")
 def clip_cov_mask(
     logp: Tensor, # (...) nats, log pi of the tokens
     advantage: Tensor, # (...)
     draw: Tensor, # (...) random numbers: in the band, the largest are drawn
     mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
     share: float = 2e-4, # of the tokens that count, at least one token
-    band: tuple[float, float] = (1.0, 5.0), # of the covariance
+    low: float = 1.0, # the band of the covariance is above this
+    high: float = 5.0, # and below this
 ) -> Tensor: # (...) bool, False = no gradient for this token
     "False for a few tokens drawn from a band of the covariance (Clip-Cov, Cui et al. 2025)."
-    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     covariance = centre(logp, mask) * centre(advantage, mask)
-    inside = mask & (covariance > band[0]) & (covariance < band[1])
+    inside = (covariance > low) & (covariance < high)
     return ~(inside & _largest(draw.masked_fill(~inside, -torch.inf), mask, share))
-
 
 # %% ../../nbs/formulas/10_ppo.ipynb #kl-cov
 @checked(logp="float (...)", logp_old="float (...)", advantage="float (...)", mask="bool (...)?",
@@ -125,7 +123,5 @@ def kl_cov_penalty(
     share: float = 2e-4, # of the tokens that count, at least one token
 ) -> Tensor: # (...) nats, to be added to each token's loss
     "|log pi - log pi_old| where the covariance is largest, else 0 (KL-Cov, Cui et al. 2025)."
-    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     covariance = centre(logp.detach(), mask) * centre(advantage.detach(), mask)
     return apply_mask(logp - logp_old.detach(), _largest(covariance, mask, share)).abs()
-

@@ -44,10 +44,7 @@ class RewardNorm:
         return self
 
     @checked(r="float (...)")
-    def __call__(
-        self,
-        r: Tensor, # (...) raw rewards
-    ) -> Tensor: # (...)
+    def __call__(self, r: Tensor) -> Tensor: # (...) raw rewards -> (...)
         "Normalised rewards, gain * r + bias."
         return self.gain * r + self.bias
 
