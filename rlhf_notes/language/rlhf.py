@@ -193,22 +193,6 @@ class RLHFLoop(Stage):
             iteration=self.iteration, learning_rate=rate,
             tokens_per_second=tokens / (time.perf_counter() - start))
 
-    def _begin(self, config, lm, task, reward):
-        self.config, self.task, self.reward = config, task, reward
-        self.device, self.accelerator = next(lm.parameters()).device, make_accelerator()
-        check_processes(config, self.accelerator.num_processes)
-        check_trainable(lm, type(lm).__name__)
-        self.reference = no_dropout(lm)  # P4
-        self.policy = Policy(lm if has_adapter(lm) else copy.deepcopy(lm))  # P2
-        self.policy.value_head.requires_grad_(config.algo == "ppo")
-        self.model = self.accelerator.prepare_model(self.policy)
-        # last: preparing a model may move it
-        self.optimizer = make_adam(self.policy, config.adam_eps)
-        self.kl = FixedKLController(config.kl_coef)
-        if config.kl_adapts:
-            self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        self.iteration, self.iterations, self.steps, self.rows = 0, config.iterations, 0, []
-
 
 # %% ../../nbs/language/27_rlhf.ipynb #losses
 def rl_loss(config: RLHFConfig, # algo, variant, clip, value_clip, value_coef, kl_in_loss
@@ -269,6 +253,22 @@ class RLHF(RLHFLoop):
         trainer.reward_model, trainer.norm = reward_model, norm
         trainer._begin(config, lm, task, trainer.proxy_reward)
         return trainer
+
+    def _begin(self, config, lm, task, reward):
+        self.config, self.task, self.reward = config, task, reward
+        self.device, self.accelerator = next(lm.parameters()).device, make_accelerator()
+        check_processes(config, self.accelerator.num_processes)
+        check_trainable(lm, type(lm).__name__)
+        self.reference = no_dropout(lm)  # P4
+        self.policy = Policy(lm if has_adapter(lm) else copy.deepcopy(lm))  # P2
+        self.policy.value_head.requires_grad_(config.algo == "ppo")
+        self.model = self.accelerator.prepare_model(self.policy)
+        # last: preparing a model may move it
+        self.optimizer = make_adam(self.policy, config.adam_eps)
+        self.kl = FixedKLController(config.kl_coef)
+        if config.kl_adapts:
+            self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
+        self.iteration, self.iterations, self.steps, self.rows = 0, config.iterations, 0, []
 
     def learn(self,
               log=None, # Called with the row of each iteration
