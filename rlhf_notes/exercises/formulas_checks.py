@@ -9,8 +9,8 @@ import torch
 
 from .engine import LEAK, exercise
 from .given import (
-    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, mean_of_all, normal, over_rows,
-    pessimistic, row_means, steps, total, variance, vec)
+    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, normal, over_rows,
+    pessimistic, row_means, steps, variance, vec)
 from ..formulas import (
     advantage, grpo, kl, logprob, masking, ratio, reward, surrogate, value, whitening)
 
@@ -698,8 +698,9 @@ exercise("ppo_loss", "10_ppo", _ppo_reference,
     coefficients_swapped=(
         lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, ec, vc),
         "value_coef and entropy_coef are swapped."),
-    total=(lambda *x: _ppo(*x, mean=total), "You add up; a mean over what counts is asked for."),
-    no_mask=(lambda *x: _ppo(*x, mean=mean_of_all),
+    total=(lambda *x: _ppo(*x, mean=lambda x, m: keep(x, m).sum()),
+        "You add up; a mean over what counts is asked for."),
+    no_mask=(lambda *x: _ppo(*x, mean=lambda x, m: x.mean()),
         "The mask is not used: the means count padding."),
     no_minimum=(lambda *x: _ppo(*x, objective=always_clipped),
         "You clip on both sides, whatever the advantage: the minimum is missing."),

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['NAN', 'INF', 'vec', 'flags', 'normal', 'keep', 'mean', 'row_means', 'over_rows',
-           'mean_of_all', 'padded_mean', 'total', 'variance', 'clip', 'unclipped',
-           'always_clipped', 'pessimistic', 'optimistic', 'k3', 'curves', 'steps']
+           'variance', 'clip', 'always_clipped', 'pessimistic', 'k3', 'curves', 'steps']
 
 # %% ../../nbs/exercises/given.ipynb #export-imports
 import math
@@ -14,78 +13,69 @@ import torch
 
 from .outcomes import weights, attempt
 
-# %% ../../nbs/exercises/given.ipynb #inputs
+# %% ../../nbs/exercises/given.ipynb #vec
 NAN, INF = math.nan, math.inf
 
-def vec(*rows): # One row, or several
+def vec(*rows):  # one row, or several
     "A tensor of these numbers."
     return torch.tensor(rows[0] if len(rows) == 1 else rows)
 
-def flags(*rows): # Strings such as "110"
+# %% ../../nbs/exercises/given.ipynb #flags
+def flags(*rows):  # strings such as "110"
     "A boolean tensor."
     return vec(*[[c == "1" for c in row] for row in rows])
 
-def normal(*shape,    # Of the result
-           seed=0,    # Of its own generator
-           scale=1.0, # Standard deviation
-          ):
+# %% ../../nbs/exercises/given.ipynb #normal
+def normal(
+    *shape,  # of the result
+    seed=0,  # of its own generator
+    scale=1.0,  # standard deviation
+):
     "Normal random numbers, the same on each call."
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
-# %% ../../nbs/exercises/given.ipynb #blocks
-def keep(x, m): # (...), (...) bool, True = counts
+# %% ../../nbs/exercises/given.ipynb #keep
+def keep(x, m):  # (...), (...) bool, True = counts
     "x where the mask is True, elsewhere 0."
     return torch.where(m, x, 0.0)
 
-def mean(x, m): # (...), (...) bool, True = counts
+# %% ../../nbs/exercises/given.ipynb #mean
+def mean(x, m):  # (...), (...) bool, True = counts
     "Mean of what counts, 0 where nothing does."
     return keep(x, m).sum() / m.sum().clamp(min=1)
 
-def row_means(x, m): # (...), (...) bool, True = counts
+# %% ../../nbs/exercises/given.ipynb #row-means
+def row_means(x, m):  # (...), (...) bool, True = counts
     "Mean of what counts in each row."
     return keep(x, m).sum(-1) / m.sum(-1).clamp(min=1)
 
-def over_rows(x, m): # (...), (...) bool, True = counts
-    "Mean of one number for each row, over the rows in which anything counts."
+# %% ../../nbs/exercises/given.ipynb #over-rows
+def over_rows(x, m):  # one number for each row; (...) bool, True = counts
+    "Mean over the rows in which anything counts."
     return x.sum() / (m.sum(-1) > 0).sum().clamp(min=1)
 
-def mean_of_all(x, m): # (...), (...) bool, True = counts
-    "Mean without the mask."
-    return x.mean()
-
-def padded_mean(x, m): # (...), (...) bool, True = counts
-    "Sum of what counts, divided by the number of everything."
-    return keep(x, m).mean()
-
-def total(x, m): # (...), (...) bool, True = counts
-    "Sum of what counts."
-    return keep(x, m).sum()
-
-def variance(x): # (...)
+# %% ../../nbs/exercises/given.ipynb #variance
+def variance(x):  # (...)
     "Biased variance of everything."
     return x.var(unbiased=False)
 
-def clip(r, eps): # (...) ratio; the clip range
+# %% ../../nbs/exercises/given.ipynb #clip
+def clip(r, eps):  # (...) ratio; the clip range
     "The ratio within the clip range."
     return r.clamp(1 - eps, 1 + eps)
 
-def unclipped(r, A, eps): # (...) ratio; (...) advantage; the clip range
-    "The objective without a clip."
-    return r * A
-
-def always_clipped(r, A, eps): # (...) ratio; (...) advantage; the clip range
+# %% ../../nbs/exercises/given.ipynb #always-clipped
+def always_clipped(r, A, eps):  # (...) ratio; (...) advantage; the clip range
     "The objective with a flat side on both ends."
     return clip(r, eps) * A
 
-def pessimistic(r, A, eps): # (...) ratio; (...) advantage; the clip range
+# %% ../../nbs/exercises/given.ipynb #pessimistic
+def pessimistic(r, A, eps):  # (...) ratio; (...) advantage; the clip range
     "The clipped objective."
     return torch.minimum(r * A, clip(r, eps) * A)
 
-def optimistic(r, A, eps): # (...) ratio; (...) advantage; the clip range
-    "The maximum in the place of the minimum."
-    return torch.maximum(r * A, clip(r, eps) * A)
-
-def k3(d): # (...) nats
+# %% ../../nbs/exercises/given.ipynb #k3
+def k3(d):  # (...) nats
     "The estimator of the KL, of a log-ratio."
     return (-d).exp() - 1 + d
 
