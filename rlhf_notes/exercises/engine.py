@@ -98,8 +98,7 @@ class Exercise:
             name = self._match(_values(got), _values(expected), by_value)
             name = None if name and "gradient" in self.mistakes[name][1] else name
         if name: return name, self.mistakes[name][1]
-        if any(_has_nan(self.cases[i].values()) and _has_nan(got[i].values + got[i].grads)
-               for i in wrong): return "leak", LEAK
+        if any(_leaks(got[i], self.cases[i]) for i in wrong): return "leak", LEAK
         return self._relation(got, expected)
 
     def _relation(self, got, expected):
@@ -175,6 +174,9 @@ def _shown(figure):
     return figure
 
 def _values(outcomes): return [replace(o, grads=()) for o in outcomes]
+
+def _leaks(outcome, case):
+    return _has_nan(case.values()) and _has_nan(outcome.values + outcome.grads)
 
 def _has_nan(parts):
     return any(isinstance(x, torch.Tensor) and bool(x.isnan().any()) for x in parts)
