@@ -60,7 +60,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
-    package_data={"rlhf_notes": ["py.typed"], "rlhf_notes.studies": ["dials.csv"]},
+    package_data={"rlhf_notes": ["py.typed"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require=extras,

@@ -1,110 +1,461 @@
-"""Plant one failure at a time, over many seeds: in control (CartPole and Pendulum) and in RLHF.
+"""Plant one failure of RLHF at a time, over many seeds.
 
     python benchmarks/failures.py --jobs 2
 
-Control: benchmarks/details.py, into nbs/studies/results/details.csv. RLHF: nbs/studies/results/failures.csv, a row for each training (what the policy is
-worth, when it was worth 2, the mean of each dial over the iterations: mean_...), and rlhf_notes/studies/dials.csv, the dials in each iteration: of all failures with
-seed 0, and of the intact trainings with every seed (`check.diagnose` plays with them). Says beforehand how long it will take. A run that was stopped continues with what is missing: trainings that stand in the files are not repeated, so after a change of the
-defaults say --fresh. All failures of a seed come before the next seed. `nbs/studies/37_failures.ipynb` says what the failures are and what came of them.
+Writes into nbs/studies/results: failures.csv, a row for each training (the policy's worth on
+held-out prompts, the iteration in which its true score was first 2, the iteration in which a number
+was not finite, the mean of each dial over the iterations); dials.csv, the dials in each iteration,
+of all failures with seed 0 and of the intact trainings with every seed (`check.diagnose` plays with
+them); failures_list.csv, what each failure is. Trainings that stand in the files are not repeated,
+so after a change of the defaults say --fresh. `nbs/studies/37_failures.ipynb` says what came of it.
 
 Surprising rows again, with other seeds:
 
-    python benchmarks/failures.py --part rlhf --first 100 --only "NAME" "NAME"
+    python benchmarks/failures.py --first 100 --only "NAME" "NAME"
 """
 import argparse
-import csv
-import subprocess
-import sys
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-RESULTS, DIALS_CSV = HERE.parent / "nbs" / "studies" / "results" / "failures.csv", HERE.parent / "rlhf_notes" / "studies" / "dials.csv"
+import torch
+from torch import nn
+
+from ablations import swapped, unclipped
+from jobs import RESULTS, read, side_by_side, text, write
+from rlhf_notes.formulas import grpo, ppo
+from rlhf_notes.formulas.kl import kl_estimate
+from rlhf_notes.formulas.preference import bradley_terry_loss
+from rlhf_notes.formulas.reward import RewardNorm
+from rlhf_notes.language import model, reward_model, rlhf, rollout, sampling as sample
+from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.language.pipeline import evaluate
+from rlhf_notes.language.reward_model import RewardTraining
+from rlhf_notes.studies import variants
+from rlhf_notes.studies.variants import measure, prepare
+
 PRETRAINED = "pretrained"
+BASES = {  # the intact trainings: options of `RLHFConfig`
+    "ppo": {},
+    "cooler": dict(temperature=0.7),
+    "grpo": dict(algo="grpo", kl_in_loss=True, kl_coef=0.2, kl_target=0.0),
+}
+DIALS = ("score", "kl_k1", "entropy", "length", "valid", "approx_kl", "clip_fraction", "ratio",
+         "value_loss", "value_clip_fraction", "explained_variance", "grad_norm", "kl_coef")
 OUTCOME = ("proxy", "true", "kl", "valid", "win", "first", "broke")
+COLUMNS = ("failure", "seed", *OUTCOME, *(f"mean_{d}" for d in DIALS))
+WORTH, LOOK = 2.0, 10  # the true score that counts as learned; iterations between two looks
 SECONDS = 16           # of one training, on a quiet core
 FRESH = 100            # seeds from here on are for doing surprising rows again
 
 
-def number(x): return "" if x is None else f"{x:.5g}" if isinstance(x, float) else x
+def scored_alone(score): # `reward_model.score`, of prompt and response
+    "The reward model reads the response without its prompt."
+    return lambda model, prompts, mask, responses, counts: model(responses, counts)
+
+
+def padding_read(hidden_states): # `model.hidden_states`, which goes by the mask
+    "Padding is token 0, and nothing hides it."
+    return lambda lm, tokens, mask, at=None: hidden_states(lm, tokens.masked_fill(~mask, 0),
+                                                           torch.ones_like(mask), at)
+
+
+def padding_sampled(sample): # `sampling.sample`, which goes by the mask
+    "The sampler reads padding as token 0."
+    return lambda lm, prompts, mask, u, temperature: sample(lm, prompts.masked_fill(~mask, 0),
+                                                            torch.ones_like(mask), u,
+                                                            temperature)
+
+
+def places(position_ids): # `model.position_ids`, which counts real tokens alone
+    "Positions count the padding."
+    return lambda mask: torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
+
+
+def places_in_update(Policy): # `model.Policy`, called in the update alone
+    "The same, in the update alone: responses are sampled with the right positions."
+    class Misplaced(Policy):
+        def forward(self, *args):
+            with swapped((model, "position_ids", places)): return super().forward(*args)
+    return Misplaced
+
+
+def likeliest(draw): # `sample.draw`, among all V tokens
+    "Tokens are sampled among the five likeliest; their log-probabilities are those among all."
+    def among_five(logits, temperature, u):
+        fifth = logits.topk(5).values[..., -1:]
+        return draw(logits.masked_fill(logits < fifth, -torch.inf), temperature, u)
+    return among_five
+
+
+def constant(learning_rate): # `rlhf.learning_rate`, linear to 0
+    "The learning rate does not fall."
+    return lambda config, iteration: config.learning_rate
+
+
+def twice(sample_prompts): # `RLHF.sample_prompts`: prompts (B, Q), mask (B, Q) and u (B, T)
+    "Two processes with one seed: the second half of the batch is the first once more."
+    return lambda *args: [torch.cat([x[:len(x) // 2]] * 2) for x in sample_prompts(*args)]
+
+
+def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the last real token
+    "The score is read off the last position, padding or not."
+    class Edge(RewardModel):
+        def forward(self, tokens, mask):
+            states = model._states.__wrapped__(self.trunk, tokens.masked_fill(~mask, 0), mask,
+                                               model.position_ids(mask), mask)
+            return model._float32(self.head, states[:, -1])
+    return Edge
+
+
+def loud(RewardModel): # `model.RewardModel`, whose head begins with 1 / sqrt(d + 1)
+    "The head begins with weights of standard deviation 1."
+    class Loud(RewardModel):
+        def __init__(self, *args):
+            super().__init__(*args)
+            with torch.no_grad(): self.head.weight.mul_((self.head.in_features + 1) ** 0.5)
+    return Loud
+
+
+def one_pair(best_of_n_loss): # `reward.best_of_n_loss`, of rewards (B, N) and best (B,)
+    "Of the four responses the best is compared with one other."
+    def loss(rewards, best):
+        i = torch.arange(len(best), device=best.device)
+        return bradley_terry_loss(rewards[i, best], rewards[i, (best + 1) % rewards.shape[1]])
+    return loss
+
+
+def raw_scores(start): # With a norm that gives them mean 0 and standard deviation 1
+    "Scores as the reward model gives them."
+    return replace(start, norm=RewardNorm())
+
+
+def scaled_before_training(start): # With the norm of the trained one
+    "Gain and bias are those of the reward model before it was trained."
+    return replace(start, norm=RewardTraining(start.config, start.lm, start.task).norm)
+
+
+def temperature_forgotten(selective_log_softmax): # `logprob.selective_log_softmax`
+    "Log-probabilities at temperature 1, not at the sampler's."
+    return lambda logits, index, temperature: selective_log_softmax(logits, index)
+
+
+def opinionated(Policy): # `model.Policy`, whose value head begins with 0
+    "The value head begins with weights of standard deviation 1."
+    class Opinionated(Policy):
+        def __init__(self, lm):
+            super().__init__(lm)
+            nn.init.normal_(self.value_head.weight)
+    return Opinionated
+
+
+def thinned(Policy): # `model.Policy`, of a language model without dropout
+    "Dropout of 0.1 stays on in the update."
+    class Thinned(Policy):
+        def __init__(self, lm):
+            super().__init__(lm)
+            for module in lm.modules():
+                if isinstance(module, nn.Dropout): module.p = 0.1
+    return Thinned
+
+
+class Unfinished:
+    "The task, with prompts that lack their full stop."
+    def __init__(self, task): self.task = task # The right one, as `Reviews`
+    def __getattr__(self, name): return getattr(self.task, name)
+    def sample_prompts(self, *args): # As of the task: n, generator
+        "Prompts and mask, (n, Q), one place to the right: the full stop becomes padding in front."
+        prompts, mask = (x.roll(1, 1) for x in self.task.sample_prompts(*args))
+        mask[:, 0] = False
+        return prompts, mask
+
+
+class Untruncated:
+    "The task, with responses that go on to their last token, all of them with an end."
+    def __init__(self, task): self.task = task # The right one, as `Reviews`
+    def __getattr__(self, name): return getattr(self.task, name)
+    def truncate(self, responses): # (B, T) -> responses; mask (B, T) and has_end (B,), all True
+        "Nothing is cut."
+        mask = torch.ones_like(responses, dtype=torch.bool)
+        return responses, mask, mask[:, 0]
+
+
+def on_task(kind): # A class around a task: `Unfinished`, `Untruncated`
+    "A change of the start: another task for the policy."
+    return lambda start: replace(start, task=kind(start.task))
+
+
+def weighed_alike(microbatch_weight): # `rlhf.microbatch_weight`, by how many tokens each has
+    "The mean of the microbatches' means."
+    return lambda part, whole, mode: len(part) / len(whole)
+
+
+def k3_in_reward(token_rewards): # `reward.token_rewards`, which takes k1
+    "The KL in the reward is estimated by k3."
+    def rewards(scores, logp, logp_ref, coef, mask):
+        k3 = kl_estimate(logp, logp_ref, "k3")
+        return token_rewards(scores, k3, torch.zeros_like(k3), coef, mask)
+    return rewards
+
+
+def reversed_reward(token_rewards): # `reward.token_rewards`, of log pi - log pi_ref
+    "The log-ratio of the KL in the reward has the wrong sign."
+    return lambda scores, logp, logp_ref, *rest: token_rewards(scores, logp_ref, logp, *rest)
+
+
+def paid_at_the_edge(token_rewards): # `reward.token_rewards`, which goes by the mask
+    "The score lands on the last position, padding or not; the KL is summed up to there."
+    return lambda scores, logp, logp_ref, coef, mask: token_rewards(scores, logp, logp_ref, coef)
+
+
+def paid_everywhere(token_rewards): # `reward.token_rewards`, which pays the last one alone
+    "Each token of a response gets the whole score."
+    def rewards(scores, logp, logp_ref, coef, mask):
+        _, penalty = token_rewards(scores, logp, logp_ref, coef, mask)
+        return penalty + scores[:, None] * mask, penalty
+    return rewards
+
+
+def k1_in_loss(policy_loss): # `grpo.policy_loss`, which takes k3
+    "The KL in the loss is estimated by k1."
+    return lambda *args, **kwargs: policy_loss(*args, **kwargs | dict(kl_kind="k1"))
+
+
+def reversed_estimate(kl_estimate): # `kl.kl_estimate`, of log pi - log pi_ref
+    "The log-ratio of the KL in the loss has the wrong sign."
+    return lambda logp, logp_ref, kind: kl_estimate(logp_ref, logp, kind)
+
+
+def moving_reference(RLHF): # `rlhf.RLHF`, whose reference stands still
+    "The KL is measured from the policy itself: the reference moves along."
+    class Moving(RLHF):
+        def _begin(self, *args):
+            super()._begin(*args)
+            self.reference = self.policy.lm
+    return Moving
+
+
+def behind_the_end(response_states): # `model.response_states`, which skips what is masked
+    "States after the end of a response are computed as well."
+    return lambda lm, tokens, mask, length, counts=None: response_states(lm, tokens, mask, length)
+
+
+def over_padding(whiten): # `whitening.whiten`, over what counts alone
+    "Mean and variance are taken over the padding too."
+    return lambda x, mask, **kwargs: whiten(x, **kwargs)
+
+
+def centred(whiten): # `whitening.whiten`, which keeps it with shift_mean=False
+    "The mean of the rewards goes too."
+    return lambda x, mask, shift_mean=True: whiten(x, mask)
+
+
+def padded_mean(rl_loss): # `rlhf.rl_loss`, over the tokens of responses alone
+    "The policy loss is the mean over all positions, those after the end of a response too."
+    def padded(config, batch, logp, values, kl_coef):
+        loss, stats = rl_loss(config, batch, logp, values, kl_coef)
+        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=mask), logp,
+                                values, kl_coef)
+                        for mask in (batch.response_mask, torch.ones_like(batch.response_mask)))
+        return loss + wrong[0] - right[0], stats | wrong[1]
+    return padded
+
+
+@dataclass(frozen=True)
+class Failure:
+    "One thing that is done otherwise than by default."
+    what: str
+    number: str  # of the detail, G1 to P13; "" for one that is none of them
+    options: dict = field(default_factory=dict)
+    swaps: tuple = ()
+    start: object = None      # start(`Start`) -> the one to train from; None = as it is
+    new_reward: bool = False  # train the reward model anew, with these options and swaps
+    base: str = "ppo"         # the intact training that it is compared with
+
+    def changed(self):
+        "The options, the functions that are swapped, or the start."
+        names = [f"`{name}` = {v}" for name, v in self.options.items()]
+        names += [f"`{name}` in {holder.__name__.split('.')[-1]}" for holder, name, _ in self.swaps]
+        return ", ".join(names + ["what it starts from"] * bool(self.start))
+
+
+FAILURES = {
+    "prompt unseen": Failure("the reward model reads the response without its prompt", "G1",
+                             swaps=((reward_model, "score", scored_alone),
+                                    (rlhf, "score", scored_alone)), new_reward=True),
+    "padding is a token": Failure("padding is read like any token", "G2",
+                                  swaps=((model, "hidden_states", padding_read),
+                                         (rlhf, "sample", padding_sampled))),
+    "positions count padding": Failure("positions count the padding, in sampling and learning",
+                                       "G3",
+                                       swaps=((model, "position_ids", places),
+                                              (sample, "position_ids", places))),
+    "positions differ": Failure("positions count the padding in the update alone", "G3",
+                                swaps=((rlhf, "Policy", places_in_update),)),
+    "top five": Failure("tokens are sampled among the five likeliest", "G4",
+                        swaps=((sample, "draw", likeliest),)),
+    "constant rate": Failure("the policy's learning rate does not fall", "G5",
+                             swaps=((rlhf, "learning_rate", constant),)),
+    "one seed for two": Failure("two processes sample the same prompts and responses", "G6",
+                                swaps=((rlhf.RLHF, "sample_prompts", twice),)),
+    "score at the edge": Failure("the score is read at the last position, padding or not", "R1",
+                                 swaps=((reward_model, "RewardModel", read_at_the_edge),),
+                                 new_reward=True),
+    "loud head": Failure("the reward model's head begins with standard deviation 1", "R2",
+                         swaps=((reward_model, "RewardModel", loud),), new_reward=True),
+    "scores as they come": Failure("the reward model's scores are not normalised", "R3",
+                                   start=raw_scores),
+    "scaled too early": Failure("the scores are normalised before the reward model is trained",
+                                "R3", start=scaled_before_training),
+    "two passes": Failure("the reward model sees its labels twice", "R4", dict(rm_epochs=2),
+                          new_reward=True),
+    "four passes": Failure("the reward model sees its labels four times", "R4", dict(rm_epochs=4),
+                           new_reward=True),
+    "pairs": Failure("the best response is compared with one other, not with three", "R4",
+                     swaps=((reward_model, "best_of_n_loss", one_pair),), new_reward=True),
+    "temperature forgotten": Failure("sampled at temperature 0.7, log-probabilities at 1", "P1",
+                                     swaps=((model, "selective_log_softmax", temperature_forgotten),
+                                            ), base="cooler"),
+    "loud values": Failure("the value head begins with standard deviation 1", "P2",
+                           swaps=((rlhf, "Policy", opinionated),)),
+    "unfinished prompts": Failure("prompts end before their full stop", "P3",
+                                  start=on_task(Unfinished)),
+    "dropout": Failure("dropout of 0.1 in the update", "P4", swaps=((rlhf, "Policy", thinned),)),
+    "no truncation": Failure("responses are scored and trained to their last token", "P5",
+                             start=on_task(Untruncated)),
+    "no penalty": Failure("a response without an end is not punished", "P5",
+                          dict(overlong="keep")),
+    "penalty of 10": Failure("a response without an end scores -10", "P5", dict(penalty=-10.0)),
+    "discount 0.9": Failure("a reward counts a tenth less with each token", "P6", dict(gamma=0.9)),
+    "one minibatch": Failure("one gradient step in a pass", "P7", dict(minibatches=1)),
+    "sixteen minibatches": Failure("sixteen gradient steps in a pass", "P7", dict(minibatches=16)),
+    "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold",
+                                  "P7", dict(microbatches=4),
+                                  swaps=((rlhf, "microbatch_weight", weighed_alike),)),
+    "no KL": Failure("KL costs nothing", "P8", dict(kl_coef=0.0)),
+    "KL reversed": Failure("the KL in the reward has the wrong sign", "P8",
+                           swaps=((rollout, "token_rewards", reversed_reward),)),
+    "k3 in the reward": Failure("the KL in the reward is estimated by k3", "P8",
+                                swaps=((rollout, "token_rewards", k3_in_reward),)),
+    "reference moves": Failure("the reference is the policy itself", "P8",
+                               swaps=((variants, "RLHF", moving_reference),)),
+    "paid at the edge": Failure("the score lands on the last position, not on the last token", "P8",
+                                swaps=((rollout, "token_rewards", paid_at_the_edge),)),
+    "paid everywhere": Failure("every token gets the whole score", "P8",
+                               swaps=((rollout, "token_rewards", paid_everywhere),)),
+    "KL in the loss": Failure("the KL is a term of the loss, by k3", "P8", dict(kl_in_loss=True)),
+    "rewards unwhitened": Failure("rewards as they come", "P9", dict(whiten_rewards=False)),
+    "rewards centred": Failure("whitening takes the mean of the rewards too", "P9",
+                               swaps=((rollout, "whiten", centred),)),
+    "advantages unwhitened": Failure("advantages as they come", "P9",
+                                     dict(whiten_advantages=False)),
+    "whitened with padding": Failure("whitening counts the padding", "P9",
+                                     swaps=((rollout, "whiten", over_padding),)),
+    "values unclipped": Failure("the value loss is not clipped", "P10", dict(value_clip=0.0)),
+    "fixed coefficient": Failure("the coefficient of the KL stays at 0.1", "P11",
+                                 dict(kl_target=0.0)),
+    "Adam of PyTorch": Failure("epsilon is added after the bias correction", "P12",
+                               dict(adam="pytorch")),
+    "mean over padding": Failure("the policy's loss counts the padding", "",
+                                 swaps=((model, "response_states", behind_the_end),
+                                        (rlhf, "rl_loss", padded_mean))),
+    "no clip": Failure("ratio times advantage, not clipped", "",
+                       swaps=((ppo, "clipped_surrogate", unclipped),)),
+    "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
+    "eight epochs": Failure("eight passes", "", dict(epochs=8)),
+    "lambda 0": Failure("the value head alone is trusted", "", dict(lam=0.0)),
+    "lambda 1": Failure("the rewards alone are trusted", "", dict(lam=1.0)),
+    "rate x 5": Failure("five times the learning rate", "", dict(learning_rate=5e-3)),
+    "long gradients": Failure("gradients of any length", "", dict(max_grad_norm=1e9)),
+    "GRPO: k1 in the loss": Failure("GRPO's KL is estimated by k1", "",
+                                    swaps=((rlhf, "policy_loss", k1_in_loss),), base="grpo"),
+    "GRPO: k3 reversed": Failure("GRPO's k3 has the wrong sign inside", "",
+                                 swaps=((grpo, "kl_estimate", reversed_estimate),), base="grpo"),
+    "GRPO: no KL": Failure("GRPO's KL has no weight", "", dict(kl_coef=0.0), base="grpo"),
+    "GRPO: unscaled": Failure("advantages are not divided by the group's standard deviation", "",
+                              dict(group_scale="none"), base="grpo"),
+    "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "",
+                                       swaps=((model, "response_states", behind_the_end),
+                                              (rlhf, "rl_loss", padded_mean)),
+                                       base="grpo"),
+}
+
+
+def with_new_reward(start, config):
+    "Ask the human again, and train a reward model on the labels."
+    stage = RewardTraining(config, start.lm, start.task)
+    while stage.iteration < stage.iterations: stage.iterate()
+    return replace(start, reward_model=stage.model, norm=stage.norm)
+
+
+def attempt(name, start):
+    "One training with one thing changed, measured with everything intact; also the logged rows."
+    failure = FAILURES.get(name) or Failure("", "", base=name)
+    options, look = BASES[failure.base] | failure.options, start.trainer(**BASES[failure.base])
+    rows, first, broke = [], None, None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(start.config.seed)
+        with swapped(*failure.swaps):
+            if failure.new_reward:
+                start = with_new_reward(start, replace(start.config, **options))
+            trainer = (failure.start(start) if failure.start else start).trainer(**options)
+        def is_worth(): return evaluate(look, trainer.policy.lm).true.mean() >= WORTH
+        while trainer.iteration < trainer.iterations:
+            try:
+                with swapped(*failure.swaps): rows.append(trainer.iterate())
+            except FloatingPointError:
+                broke = trainer.iteration + 1
+                break
+            if first is None and trainer.iteration % LOOK == 0 and is_worth():
+                first = trainer.iteration
+        return measure(look, trainer.policy.lm) | dict(first=first, broke=broke), rows
 
 
 @lru_cache(maxsize=1)
-def start(seed):
-    from rlhf_notes.language.config import RLHFConfig
-    from rlhf_notes.studies.variants import prepare
-    return prepare(RLHFConfig(seed=seed, device="cpu", eval_answers=512))
+def started(seed): return prepare(RLHFConfig(seed=seed, device="cpu", eval_answers=512))
 
 
-def run(job):
-    "(name, seed) -> its row, and a row of dials for each iteration."
-    import torch
-    from rlhf_notes.studies.variants import measure
-    from rlhf_notes.studies.failures import DIALS, attempt
+def run(name, seed):
+    "The row of a training, and a row of dials for each iteration."
     torch.set_num_threads(1)
-    name, seed = job
-    outcome, rows = (measure(start(seed).trainer(), start(seed).lm), []) if name == PRETRAINED else attempt(name, start(seed))
+    start = started(seed)
+    if name == PRETRAINED: outcome, rows = measure(start.trainer(), start.lm), []
+    else: outcome, rows = attempt(name, start)
     def mean(dial):
         x = [r[dial] for r in rows if r[dial] is not None]
         return sum(x) / len(x) if x else None
-    return [name, seed, *(number(outcome.get(c)) for c in OUTCOME), *(number(mean(d)) for d in DIALS)], [[name, seed, r["iteration"], *(number(r[d]) for d in DIALS)] for r in rows]
-
-
-def read(path, columns):
-    if not path.exists(): return []
-    with open(path, newline="", encoding="utf-8") as f: return [[r[c] for c in columns] for r in csv.DictReader(f) if r[columns[-1]] is not None]         # a line cut short is made again
-
-
-def write(path, columns, rows):
-    tmp = path.with_name(f".{path.name}.tmp")
-    with open(tmp, "w", newline="", encoding="utf-8") as f: csv.writer(f, lineterminator="\n").writerows([columns, *rows])
-    tmp.replace(path)
-
-
-def rlhf(args):
-    from rlhf_notes.studies.failures import BASES, DIALS, FAILURES
-    names = [PRETRAINED, *BASES, *FAILURES]
-    if unknown := [name for name in args.only or () if name not in names]: sys.exit(f"failures.py: unknown failure {unknown[0]!r}; expected some of {', '.join(names)}")
-    columns, dial_columns = ("failure", "seed", *OUTCOME, *(f"mean_{d}" for d in DIALS)), ("failure", "seed", "iteration", *DIALS)
-    path, dial_path = (args.out / "failures.csv", args.out / "dials.csv") if args.out else (RESULTS, DIALS_CSV)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows, dials = ([] if args.fresh else read(p, c) for p, c in ((path, columns), (dial_path, dial_columns)))
-    chosen = [n for n in names if not args.only or n in args.only or n == PRETRAINED or n in BASES]
-    wanted = [(name, seed) for seed in range(args.first, args.first + args.rlhf_seeds) for name in chosen]
-    done = {(r[0], int(r[1])) for r in rows}
-    todo = [job for job in wanted if job not in done]
-    print(f"RLHF: {len(todo)} trainings to do, {len(wanted) - len(todo)} done before: about {len(todo) * SECONDS / args.jobs / 60:.0f} minutes on quiet cores", flush=True)
-    begin = time.perf_counter()
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        try:
-            for n, future in enumerate(as_completed([pool.submit(run, job) for job in todo]), 1):
-                row, curve = future.result()
-                rows = sorted([*rows, row], key=lambda r: (int(r[1]), names.index(r[0]) if r[0] in names else len(names)))
-                write(path, columns, rows)
-                if row[1] == 0 or row[0] in BASES and row[1] < FRESH:
-                    dials = sorted([*dials, *curve], key=lambda r: (names.index(r[0]) if r[0] in names else len(names), int(r[1]), int(r[2])))
-                    write(dial_path, dial_columns, dials)
-                print(f"{n} of {len(todo)}, {(time.perf_counter() - begin) / n * (len(todo) - n) / 60:.0f} min left: {row[0]}, seed {row[1]}: true score {row[3]}, KL {row[4]}, win {row[6]}", flush=True)
-        except BaseException: pool.shutdown(wait=False, cancel_futures=True); raise
+    numbers = [*(outcome.get(c) for c in OUTCOME), *map(mean, DIALS)]
+    curve = [[name, seed, r["iteration"], *(text(r[d]) for d in DIALS)] for r in rows]
+    return [name, seed, *map(text, numbers)], curve
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("control", "rlhf"), help="only this one (default: both)")
-    parser.add_argument("--seeds", type=int, default=20, help="of control, from 0 on (default: 20)")
-    parser.add_argument("--rlhf-seeds", type=int, default=10, help="of RLHF (default: 10)")
-    parser.add_argument("--first", type=int, default=0, help="RLHF: the first seed (default: 0)")
-    parser.add_argument("--only", nargs="+", metavar="FAILURE", help="RLHF: only these, and the intact trainings")
-    parser.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side (default: 1)")
-    parser.add_argument("--fresh", action="store_true", help="begin again, without what is in the files")
-    parser.add_argument("--out", type=Path, help="RLHF: the directory of both files")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10, help="how many (default: 10)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--only", nargs="+", metavar="FAILURE", choices=list(FAILURES),
+                        help="only these, and the intact trainings")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side (default: 1)")
+    parser.add_argument("--fresh", action="store_true", help="forget what is in the files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the directory of the files")
     args = parser.parse_args()
-    if args.part != "rlhf": subprocess.run([sys.executable, str(HERE / "details.py"), "--jobs", str(args.jobs), "--seeds", str(args.seeds), *["--fresh"] * args.fresh], check=True)
-    if args.part != "control": rlhf(args)
+    write(args.out / "failures_list.csv", ("failure", "number", "what", "changed", "base"),
+          [(n, f.number, f.what, f.changed(), f.base) for n, f in FAILURES.items()])
+    paths, columns = (args.out / "failures.csv", args.out / "dials.csv"), (
+        COLUMNS, ("failure", "seed", "iteration", *DIALS))
+    rows, dials = ([] if args.fresh else read(*x) for x in zip(paths, columns))
+    done = {(r[0], int(r[1])) for r in rows}
+    names = [PRETRAINED, *BASES, *FAILURES]
+    chosen = [PRETRAINED, *BASES, *(args.only or FAILURES)]
+    todo = [(name, seed) for seed in range(args.first, args.first + args.seeds)
+            for name in names if name in chosen and (name, seed) not in done]
+    for row, curve in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
+        rows = sorted([*rows, row], key=lambda r: (int(r[1]), names.index(r[0])))
+        if row[1] == 0 or row[0] in BASES and row[1] < FRESH:
+            dials = sorted([*dials, *curve],
+                           key=lambda r: (names.index(r[0]), int(r[1]), int(r[2])))
+        for x in zip(paths, columns, (rows, dials)): write(*x)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__": main()

@@ -19,8 +19,12 @@ from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.language import model, reward_model, rlhf, rollout as rollouts, sampling as sample
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.studies.variants import measure, prepare
-from rlhf_notes.studies import failures
-from rlhf_notes.studies.failures import BASES, DIALS, FAILURES, Failure, attempt, choices, diagnose, draw_dials, intact_runs, planted, puzzles, recorded, unusual
+from rlhf_notes.studies import failures as game
+from rlhf_notes.studies.failures import choices, diagnose, draw_dials, puzzles, recorded, unusual
+
+sys.path.append(str(notebooks.ROOT / "benchmarks"))
+import failures
+from failures import BASES, COLUMNS, DIALS, FAILURES, PRETRAINED, Failure, attempt, read, swapped
 
 SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=32, minibatches=2, iterations=2, eval_answers=8)
 SAME = {"values unclipped"}          # in a moment no value moves as far as 0.2
@@ -107,7 +111,7 @@ def test_swaps_are_undone_when_something_fails():
     f = FAILURES["padding is a token"]
     before = [getattr(holder, attribute) for holder, attribute, _ in f.swaps]
     with pytest.raises(KeyError):
-        with planted(f):
+        with swapped(*f.swaps):
             assert all(getattr(holder, attribute) is not b for (holder, attribute, _), b in zip(f.swaps, before))
             raise KeyError
     assert [getattr(holder, attribute) for holder, attribute, _ in f.swaps] == before
@@ -176,16 +180,16 @@ def test_draws_and_tasks(start):
 
 def test_models(start):
     lm = start.lm
-    with planted(FAILURES["loud head"]): loud = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
+    with swapped(*FAILURES["loud head"].swaps): loud = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
     quiet = model.RewardModel(lm, torch.Generator().manual_seed(0))
     torch.testing.assert_close(loud.head.weight, quiet.head.weight * 65 ** 0.5)
     tokens, mask = torch.randint(20, (3, 9), generator=torch.Generator().manual_seed(0)), torch.ones(3, 9, dtype=torch.bool)
-    with planted(FAILURES["score at the edge"]): edge = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
+    with swapped(*FAILURES["score at the edge"].swaps): edge = reward_model.RewardModel(lm, torch.Generator().manual_seed(0))
     torch.testing.assert_close(edge(tokens, mask), quiet(tokens, mask))
     mask[:, 7:] = False
     assert not torch.allclose(edge(tokens, mask), quiet(tokens, mask))
-    with planted(FAILURES["loud values"]): assert start.trainer().policy.value_head.weight.std().item() == pytest.approx(1, abs=0.3)
-    with planted(FAILURES["dropout"]): trainer = start.trainer()
+    with swapped(*FAILURES["loud values"].swaps): assert start.trainer().policy.value_head.weight.std().item() == pytest.approx(1, abs=0.3)
+    with swapped(*FAILURES["dropout"].swaps): trainer = start.trainer()
     twice = [trainer.policy(tokens, torch.ones_like(tokens, dtype=torch.bool), 4)[0] for _ in range(2)]
     assert not torch.equal(*twice) and not any(m.p for m in lm.modules() if isinstance(m, nn.Dropout))
     alone = failures.scored_alone(None)(quiet, tokens[:, :3], mask[:, :3], tokens[:, 3:], mask[:, 3:])
@@ -202,7 +206,7 @@ def test_what_stands_behind_the_end_is_looked_at(start):
     behind = ~rollout.response_mask
     assert behind.any() and (logp - rollout.logp)[behind].abs().max() > 0.1 and (logp - rollout.logp)[~behind].abs().max() < 1e-4
     torch.testing.assert_close(rollout.logp_ref, rollout.logp, atol=1e-4, rtol=1e-4)
-    with planted(FAILURES["mean over padding"]): rollout, logp = seen()
+    with swapped(*FAILURES["mean over padding"].swaps): rollout, logp = seen()
     torch.testing.assert_close(logp, rollout.logp, atol=1e-4, rtol=1e-4)
 
 
@@ -212,7 +216,7 @@ def test_padding_that_is_read(start):
     padded, mask = torch.cat([torch.full((2, 3), 5), tokens], 1), torch.cat([torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 6, dtype=torch.bool)], 1)
     states = lambda x, m: model.hidden_states(start.lm, x, m)[:, -6:]
     torch.testing.assert_close(states(padded, mask), states(tokens, torch.ones_like(tokens, dtype=torch.bool)), rtol=1e-3, atol=1e-4)
-    with planted(FAILURES["padding is a token"]):
+    with swapped(*FAILURES["padding is a token"].swaps):
         read = states(padded, mask)
         torch.testing.assert_close(read, model.hidden_states(start.lm, torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1), torch.ones_like(mask))[:, -6:])
     assert not torch.allclose(read, states(padded, mask), atol=1e-3)
@@ -222,64 +226,58 @@ def test_scales(start):
     assert FAILURES["scores as they come"].start(start).norm.state_dict() == RewardNorm().state_dict()
     early = FAILURES["scaled too early"].start(start).norm.state_dict()
     assert early == reward_model.RewardTraining(start.config, start.lm, start.task).norm.state_dict() != start.norm.state_dict()
-    with planted(FAILURES["reference moves"]): moving = start.trainer()
+    with swapped(*FAILURES["reference moves"].swaps): moving = start.trainer()
     assert moving.reference is moving.policy.lm
     moving.iterate()
     assert abs(moving.iterate()["kl_k1"]) < 1e-5
 
 
-def test_an_attempt_at_what_is_not_there(start):
-    with pytest.raises(ValueError, match="name must be one of ppo, cooler, grpo, prompt unseen, .*; got 'no kl'"): attempt("no kl", start)
-
-
-def invented():
-    "Three intact seeds, and failures that move the mean of one dial or two, though not at first: score and entropy up or down, kl_k1 a little; GRPO has no values."
-    def run(base=0.0, **moved): return {d: None if base == "grpo" and "value" in d else [t + 1.5 * moved.get(d, 0.0) * (t > 0) for t in range(3)] for d in DIALS} | {d: [None] * 3 for d in DIALS if base == "grpo" and "value" in d}
+@pytest.fixture
+def invented(monkeypatch):
+    "Three intact seeds, and failures that move the mean of one dial or two, though not at first; GRPO has no values."
+    def run(base="ppo", **moved): return {d: [None] * 3 if base == "grpo" and "value" in d else [t + 1.5 * moved.get(d, 0.0) * (t > 0) for t in range(3)] for d in DIALS}
     runs = {(b, s): run(b, **{d: s - 1.0 for d in DIALS}) for b in BASES for s in range(3)}
     moves = {"no KL": dict(score=9), "KL reversed": dict(score=-7), "no clip": dict(entropy=5), "one epoch": dict(entropy=-4, score=3.5), "lambda 0": dict(kl_k1=2.5), "eight epochs": dict(score=8, entropy=1), "GRPO: no KL": dict(kl_k1=6), "GRPO: k3 reversed": dict(kl_k1=-5), "GRPO: k1 in the loss": dict(valid=-7), "GRPO: unscaled": dict(grad_norm=4), "temperature forgotten": dict(length=4)}
-    return runs | {(n, 0): run(FAILURES[n].base, **m) for n, m in moves.items()}
+    listed = {n: dict(base=FAILURES[n].base, what=FAILURES[n].what) for n in moves}
+    runs |= {(n, 0): run(FAILURES[n].base, **m) for n, m in moves.items()}
+    monkeypatch.setattr(game, "recorded", lambda: (listed, runs))
+    return runs
 
 
-def test_unusual_by_hand():
-    runs = invented()
-    assert [run["score"] for run in intact_runs("no KL", runs)] == [[0, -0.5, 0.5], [0, 1, 2], [0, 2.5, 3.5]]
-    assert unusual("no KL", runs)["score"] == 9 and list(unusual("one epoch", runs).items())[:2] == [("entropy", -4), ("score", 3.5)]           # the standard deviation of the means 0, 1, 2 is 1
-    assert set(unusual("no KL", runs)) == set(DIALS) and not any("value" in d for d in unusual("GRPO: no KL", runs))
-    for s in range(3): runs["ppo", s]["valid"] = [1.0] * 3
-    runs["no clip", 0]["valid"], runs["no KL", 0]["valid"] = [0.5] * 3, [1.0] * 3
-    assert next(iter(unusual("no clip", runs).items())) == ("valid", -math.inf) and unusual("no KL", runs)["valid"] == 0
+def test_unusual_by_hand(invented):
+    assert unusual("no KL")["score"] == 9 and list(unusual("one epoch").items())[:2] == [("entropy", -4), ("score", 3.5)]           # the standard deviation of the means 0, 1, 2 is 1
+    assert set(unusual("no KL")) == set(DIALS) and not any("value" in d for d in unusual("GRPO: no KL"))
+    for s in range(3): invented["ppo", s]["valid"] = [1.0] * 3
+    invented["no clip", 0]["valid"], invented["no KL", 0]["valid"] = [0.5] * 3, [1.0] * 3
+    assert next(iter(unusual("no clip").items())) == ("valid", -math.inf) and unusual("no KL")["valid"] == 0
 
 
-def test_cases_and_their_choices():
-    runs = invented()
-    names = puzzles(runs)
-    assert set(names) == {n for n, s in runs if n in FAILURES} - {"lambda 0"} and names == puzzles(runs) != [n for n in FAILURES if n in names]          # lambda 0 moves nothing by 3
-    loudest = lambda n: {"no KL": "score+", "eight epochs": "score+", "KL reversed": "score-", "no clip": "entropy+", "one epoch": "entropy-", "lambda 0": "kl+", "GRPO: no KL": "kl+", "GRPO: k3 reversed": "kl-", "GRPO: k1 in the loss": "valid-", "GRPO: unscaled": "grad+", "temperature forgotten": "length+"}[n]
+def test_cases_and_their_choices(invented):
+    names = puzzles()
+    assert set(names) == {n for n, s in invented if n in FAILURES} - {"lambda 0"} and names == puzzles()          # lambda 0 moves nothing by 3
+    loudest = lambda n: {"no KL": "score+", "eight epochs": "score+", "KL reversed": "score-", "no clip": "entropy+", "one epoch": "entropy-", "GRPO: no KL": "kl+", "GRPO: k3 reversed": "kl-", "GRPO: k1 in the loss": "valid-", "GRPO: unscaled": "grad+", "temperature forgotten": "length+"}[n]
     places = set()
-    for case, truth in enumerate(names, 1):
-        four = choices(case, runs)
-        assert len(set(four)) == 4 and truth in four and four == choices(case, runs)
+    for truth in names:
+        four = choices(truth)
+        assert len(set(four)) == 4 and truth in four and four == choices(truth)
         assert all(loudest(n) != loudest(truth) for n in four if n != truth)
         assert {FAILURES[n].base for n in four if n != truth} == {"grpo" if truth.startswith("GRPO") else "ppo"}
         places.add(four.index(truth))
     assert len(places) > 1
 
 
-def test_the_game(monkeypatch, capsys):
-    runs = invented()
-    monkeypatch.setattr(failures, "recorded", lambda: runs)
-    case = puzzles(runs).index("no KL") + 1
+def test_the_game(invented, capsys):
+    case, four = puzzles().index("no KL") + 1, choices("no KL")
     assert check.diagnose(case, draw=False) is None
     asked = capsys.readouterr().out
-    assert asked.startswith(f"Case {case} of 10: PPO, with one thing wrong. Which?") and all(f"  {letter}  {n}: {FAILURES[n].what}\n" in asked for letter, n in zip("abcd", choices(case, runs)))
-    letter = "abcd"[choices(case, runs).index("no KL")]
-    for answer in ("no KL", letter):
+    assert asked.startswith(f"Case {case} of 10: PPO, with one thing wrong. Which?") and all(f"  {letter}  {n}: {FAILURES[n].what}\n" in asked for letter, n in zip("abcd", four))
+    for answer in ("no KL", "abcd"[four.index("no KL")]):
         verdict = check.diagnose(case, answer)
         assert verdict and "Right: no KL: KL costs nothing. Farthest from usual, in standard deviations of the intact trainings: score +9;" in capsys.readouterr().out
-    other = next(n for n in choices(case, runs) if n == "no clip" or n == "one epoch" or n == "KL reversed")
+    other = next(n for n in four if n in ("no clip", "one epoch", "KL reversed"))
     verdict = diagnose(case, other)
-    dial, z = next(iter(unusual(other, runs).items()))
-    assert not verdict and verdict.mistake == other and f"No. With {other} the loudest dial would be {dial} {z:+.0f}; here {dial} is {unusual('no KL', runs)[dial]:+.0f} from usual. Look at score again." in verdict.text
+    dial, z = next(iter(unusual(other).items()))
+    assert not verdict and verdict.mistake == other and f"No. With {other} the loudest dial would be {dial} {z:+.0f}; here {dial} is {unusual('no KL')[dial]:+.0f} from usual. Look at score again." in verdict.text
     for wrong in (0, 11, "1", 1.0):
         with pytest.raises(ValueError, match="case must be a number from 1 to 10"): diagnose(wrong)
     with pytest.raises(ValueError, match="answer must be a, b, c, d or one of .*; got 'e'"): diagnose(case, "e")
@@ -288,59 +286,44 @@ def test_the_game(monkeypatch, capsys):
     assert len({line for line in capsys.readouterr().out.splitlines() if line.startswith("Case")}) > 1
 
 
-def test_the_game_says_what_cannot_be_compared(monkeypatch):
-    "A dial that the training lacks, and dials of another temperature."
-    runs = invented()
-    for s in range(3): runs["ppo", s]["value_loss"] = [1.0 + s] * 3
-    runs["KL reversed", 0]["value_loss"] = [99.0] * 3
-    monkeypatch.setattr(failures, "recorded", lambda: runs)
-    monkeypatch.setattr(failures, "choices", lambda case, runs: ["GRPO: no KL", "temperature forgotten", "KL reversed", "no clip"])
-    said = lambda truth, answer: diagnose(puzzles(runs).index(truth) + 1, answer).text
-    assert said("GRPO: no KL", "KL reversed").endswith("the loudest dial would be value_loss +97; there is no value_loss here. Look at kl_k1 again.")
-    assert said("temperature forgotten", "no clip").startswith("No. With no clip, at temperature 1, the loudest dial would be entropy +5; here entropy is +0 from usual.")
-    assert said("KL reversed", "no clip").startswith("No. With no clip the loudest")
-
-
-def test_the_picture_of_the_dials():
-    runs = invented()
-    figure = draw_dials("GRPO: no KL", runs)
-    shown = [ax for ax in figure.axes if ax.get_visible()]
-    assert [ax.get_title() for ax in shown] == [d for d in DIALS if "value" not in d]
-    kl = shown[1]
-    band = kl.collections[0].get_paths()[0].vertices[:, 1]
-    assert list(kl.lines[0].get_ydata()) == [0, 10, 11] and (band.min(), band.max()) == (-0.5, 3.5)
-    figure.draw_without_rendering()
-    assert [bool(ax.get_xticklabels()) for ax in shown] == [False] * 8 + [True] * 3, "a column ends without numbers"
-    for s in range(3): runs["grpo", s]["kl_coef"] = [0.2] * 3
-    runs["GRPO: no KL", 0]["kl_coef"], runs["GRPO: no KL", 0]["ratio"] = [0.2] * 3, [1 + 1e-4 * t for t in range(3)]
-    for s in range(3): runs["grpo", s]["ratio"] = [1.0] * 3
-    flat = draw_dials("GRPO: no KL", runs)
+def test_the_picture_of_the_dials(invented):
+    figure = draw_dials("GRPO: no KL")
+    shown = figure.axes
+    assert [ax.get_title() for ax in shown] == list(unusual("GRPO: no KL"))[:6]
+    band = shown[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert list(shown[0].lines[0].get_ydata()) == [0, 10, 11] and (band.min(), band.max()) == (-0.5, 3.5)
+    for s in range(3): invented["grpo", s]["ratio"] = [1.0] * 3
+    invented["GRPO: no KL", 0]["ratio"] = [1 + 1e-4 * t for t in range(3)]
+    flat = draw_dials("GRPO: no KL")
     flat.draw_without_rendering()
-    assert not any(ax.yaxis.get_major_formatter().get_offset() for ax in flat.axes if ax.get_visible()), "numbers that have to be added up"
-    low, high = next(ax for ax in flat.axes if ax.get_title() == "kl_coef").get_ylim()
-    assert low < 0.19 and high > 0.21, "a line that never moves looks as if it did"
+    assert not any(ax.yaxis.get_major_formatter().get_offset() for ax in flat.axes), "numbers that have to be added up"
     plt.close(figure); plt.close(flat)
 
 
 def test_what_is_recorded():
     "Every failure with seed 0, and every intact training; each case of the game has four choices, and one is right."
-    runs = recorded()
+    listed, runs = recorded()
+    assert list(map(list, map(dict.values, listed.values()))) == [[n, f.number, f.what, f.changed(), f.base] for n, f in FAILURES.items()]
     assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES} and {n for n, s in runs if s} == set(BASES)
-    assert all(len(values) == RLHFConfig().iterations for (n, _), run in runs.items() for values in run.values()), "a training is shorter"
-    assert len({s for _, s in runs}) >= 5 and len(puzzles(runs)) == 41
-    assert {n: unusual(n, runs)["kl_coef"] for n in FAILURES if FAILURES[n].base == "grpo"} == {n: -math.inf if n == "GRPO: no KL" else 0 for n in FAILURES if FAILURES[n].base == "grpo"}
-    for case, name in enumerate(puzzles(runs), 1):
-        four = choices(case, runs)
-        assert len(set(four) & set(FAILURES)) == 4 and name in four
-        assert {FAILURES[n].base for n in four if n != name} == {"grpo" if FAILURES[name].base == "grpo" else "ppo"}
+    assert all(list(run) == list(DIALS) and len(values) == RLHFConfig().iterations for run in runs.values() for values in run.values()), "a training is shorter"
+    assert len({s for _, s in runs}) >= 5 and len(puzzles()) == 41
+    for name in puzzles():
+        four = choices(name)
+        assert len(set(four)) == 4 and name in four and {FAILURES[n].base for n in four if n != name} == {"grpo" if FAILURES[name].base == "grpo" else "ppo"}
     assert [sum(bool(diagnose(case, letter)) for letter in "abcd") for case in (1, 2, 3)] == [1, 1, 1]
 
 
+def test_a_package_without_the_records_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(game.rlhf_notes, "__file__", str(tmp_path / "a" / "b.py"))
+    with pytest.raises(FileNotFoundError, match="needs failures_list.csv, .* in a clone of https"): game._rows("failures_list.csv")
+
+
 def test_the_benchmark_resumes(tmp_path):
-    columns = ["failure", "seed", "proxy", "true", "kl", "valid", "win", "first", "broke", *(f"mean_{d}" for d in DIALS)]
-    (tmp_path / "failures.csv").write_text(",".join(columns) + "\n" + "".join(f"{n},0,1,2,3,4,5,,,{','.join('6' * len(DIALS))}\n" for n in ("pretrained", *BASES, "no KL")) + "ppo,5,77\n")
-    command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "failures.py"), "--part", "rlhf", "--rlhf-seeds", "1", "--out", str(tmp_path), "--only", "no KL"]
+    path = tmp_path / "failures.csv"
+    path.write_text(",".join(COLUMNS) + "\n" + "".join(f"{n},0,1,2,3,4,5,,,{','.join('6' * len(DIALS))}\n" for n in (PRETRAINED, *BASES, "no KL")) + "ppo,5,77\n")
+    command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "failures.py"), "--seeds", "1", "--out", str(tmp_path), "--only", "no KL"]
     r = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert r.stdout.startswith(f"RLHF: 0 trainings to do, {len(BASES) + 2} done before")
-    r = subprocess.run([*command[:-1], "nonsense"], capture_output=True, text=True)
-    assert r.returncode == 1 and "unknown failure 'nonsense'" in r.stderr
+    assert r.stdout.startswith("0 trainings to do") and len(read(path, COLUMNS)) == len(BASES) + 2
+    r = subprocess.run([*command, "--only", "nonsense"], capture_output=True, text=True)
+    assert r.returncode == 2 and "invalid choice: 'nonsense'" in r.stderr

@@ -1,0 +1,44 @@
+"""Trainings side by side that go on where they were stopped."""
+import csv
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
+
+
+def text(x): return "" if x is None else f"{x:.6g}" if isinstance(x, float) else x
+
+
+def read(path, columns):
+    "The rows of a file, without a line that was cut short."
+    if not path.exists(): return []
+    with open(path, newline="", encoding="utf-8") as f:
+        return [[r[c] for c in columns] for r in csv.DictReader(f) if r[columns[-1]] is not None]
+
+
+def write(path, columns, rows):
+    "Replace a file in one step."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.tmp")
+    with open(tmp, "w", newline="", encoding="utf-8") as f:
+        csv.writer(f, lineterminator="\n").writerows([columns, *rows])
+    tmp.replace(path)
+
+
+def side_by_side(run, todo, jobs, seconds):
+    "Yield run(*job) for each job as it ends, from processes of one thread; `seconds` of one job."
+    minutes = sum(map(seconds, todo)) / jobs / 60
+    print(f"{len(todo)} trainings to do, about {minutes:.0f} minutes on quiet cores", flush=True)
+    begin = time.perf_counter()
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            futures = [pool.submit(run, *job) for job in todo]
+            for n, future in enumerate(as_completed(futures), 1):
+                left = (time.perf_counter() - begin) / n * (len(todo) - n) / 60
+                print(f"{n} of {len(todo)}, {left:.0f} min left", flush=True)
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
