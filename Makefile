@@ -58,8 +58,8 @@ breaks: $(READY)        ## break the code on purpose and count the breaks that t
 site: $(READY)          ## the site, in _docs
 	$(BIN)/python tools/site_pages.py
 
-docs: site              ## the site, then each page opened in Chromium: wide and narrow, light and dark
-	$(BIN)/python -m pytest docs/test_browser.py -n 2 -p no:cacheprovider
+docs: site              ## the site, each page of it opened in Chromium (wide, narrow, light, dark), and lessons in JupyterLab
+	$(BIN)/python -m pytest docs -n 2 -p no:cacheprovider
 	$(BIN)/python docs/sizes.py
 
 lab: $(READY)           ## JupyterLab at the index

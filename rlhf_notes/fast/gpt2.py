@@ -213,7 +213,7 @@ def _dtype(lm):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 # %% ../../nbs/fast/gpt2.ipynb #decoder-door
-def decoder(lm, mask, positions): # As `Decoder`; NotImplemented unless it is a plain GPT-2
+def decoder(lm, mask, positions): # `Decoder`; NotImplemented unless it is a plain GPT-2
     "A decoder for `sample`."
     if not hasattr(lm, "lm_head") or not is_plain(lm): return NotImplemented
     return Decoder(lm, mask, positions)

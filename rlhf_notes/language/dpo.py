@@ -19,7 +19,7 @@ from ..formulas.preference import dpo_loss, implicit_reward
 from .config import RLHFConfig
 from .model import Policy, adapter_off, autocast
 from .reward_model import ask_human
-from .rlhf import COLUMNS, RLHF
+from .rlhf import RLHF
 from .prompts import Prompts, read_prompts
 from ..training.seeds import seeded_generator
 
@@ -144,10 +144,8 @@ class DPO(RLHF):
 
     def log(self, logs: list, start: float) -> dict: # Column -> number
         "The row of an iteration."
-        row = dict.fromkeys(COLUMNS)
-        row |= {name: torch.stack([x[name] for x in logs]).mean().item() for name in logs[0]}
         tokens = self.config.batch * self.choices.response_mask[0].numel()
-        return self.end_iteration(row, tokens, start)
+        return self._end_iteration(logs, {}, tokens, start)
 
     def proxy_reward(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
         "The implicit reward, up to a constant of the prompt (Rafailov et al. 2023, eq. 5)."

@@ -6,8 +6,8 @@
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'context_length',
            'check_context', 'response_states', 'to_logits', 'head_log_probs', 'make_gpt2',
            'no_dropout', 'Policy', 'has_adapter', 'adapter_off', 'RewardModel',
-           'next_token_loss', 'warm_cosine', 'autocast', 'gradient_step', 'check_weights',
-           'Stage', 'Pretraining']
+           'next_token_loss', 'warm_cosine', 'autocast', 'gradient_step',
+           'sum_of_squares', 'Stage', 'Pretraining']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -22,7 +22,7 @@ from ..fast import door, gpt2
 from ..formulas.logprob import (entropy_from_logits, linear_log_probs,
                                          selective_log_softmax)
 from ..formulas.masking import masked_mean
-from ..training.signals import diverged
+from ..training.signals import check_finite
 
 # %% ../../nbs/language/23_model.ipynb #positions
 @checked(mask="bool (... T)")
@@ -127,14 +127,13 @@ def head_log_probs(lm: nn.Module, # A causal language model of transformers
 
 LEAN = 2**22 # logits; more than these are not kept
 
-# %% ../../nbs/language/23_model.ipynb #presets
+# %% ../../nbs/language/23_model.ipynb #make-gpt2
 PRESETS = {
     "tiny": dict(n_layer=2, n_embd=64, n_head=4, n_positions=64, activation_function="gelu"),
     "gpt2-small": dict(n_layer=12, n_embd=768, n_head=12, n_positions=1024,
                        activation_function="gelu_pytorch_tanh"),
 }
 
-# %% ../../nbs/language/23_model.ipynb #make-gpt2
 @checked(preset=PRESETS, vocab_size="int [1, inf)")
 def make_gpt2(preset: str, # "tiny", or "gpt2-small": the size and form of the smallest GPT-2
               vocab_size: int, # Tokens; GPT-2 has 50257
@@ -258,7 +257,6 @@ def warm_cosine(step: int, # From 0
     return rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 # %% ../../nbs/language/23_model.ipynb #autocast
-@checked(precision=("float32", "bfloat16"))
 def autocast(device, # A device or its name
              precision: str, # "float32" or "bfloat16"
             ): # A context manager
@@ -268,32 +266,32 @@ def autocast(device, # A device or its name
 
 # %% ../../nbs/language/23_model.ipynb #gradient-step
 def gradient_step(where: str, # Stage and step, for the message
-                  loss: torch.Tensor, # 0-dim
                   optimizer: torch.optim.Optimizer, # With one group of weights
                   learning_rate: float, # Of this step
+                  loss: torch.Tensor, # 0-dim
                   max_norm: float = math.inf, # Longer gradients are rescaled to this norm
-                 ) -> float: # Norm of the gradient, before
+                  **logs: torch.Tensor, # 0-dim
+                 ) -> dict: # loss, logs, grad_norm (before), learning_rate: numbers
     "One step of `optimizer`; FloatingPointError if the gradient is NaN or infinite."
     group, = optimizer.param_groups
-    group["lr"] = learning_rate
     optimizer.zero_grad()
     loss.backward()
-    norm = clip_grad_norm_(group["params"], max_norm).item()
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"{where}: the loss is {loss.item()} and the norm of its gradient "
-                                 f"{norm}")
+    norm = clip_grad_norm_(group["params"], max_norm)
+    row = dict(loss=loss.detach(), **logs, grad_norm=norm)
+    row = dict(zip(row, torch.stack([*row.values()]).tolist())) # the only synchronisation
+    check_finite(where, row)
+    group["lr"] = learning_rate
     optimizer.step()
-    return norm
+    return row | dict(learning_rate=learning_rate)
+
 
 # %% ../../nbs/language/23_model.ipynb #check-weights
 @torch.no_grad()
-def check_weights(where: str, # Stage and step, for the message
-                  weights, # Tensors, as `parameters()` gives them
-                 ):
-    "FloatingPointError if a weight is NaN or infinite, or so large that its square is."
-    total = torch.stack([w.float().square().sum() for w in weights]).sum().item()
-    if not math.isfinite(total):
-        raise diverged(where, f"the squares of the weights add up to {total}")
+def sum_of_squares(weights, # Tensors, as `parameters()` gives them
+                  ) -> torch.Tensor: # 0-dim; NaN or infinite if a weight is, or its square
+    "The number that tells of one bad weight among all."
+    return torch.stack([w.float().square().sum() for w in weights]).sum()
+
 
 # %% ../../nbs/language/23_model.ipynb #stage
 class Stage:
@@ -324,26 +322,24 @@ class Pretraining(Stage):
                  lm: nn.Module, # A causal language model of transformers; trained in place
                  task, # Has `train_texts(n, seed) -> (tokens, mask)`
                 ):
-        self.config, self.lm, self.iteration, self.iterations = config, lm, 0, config.sft_steps
-        self.device = next(lm.parameters()).device
-        if self.iterations:
-            texts = min(config.sft_steps * config.sft_batch, self.TEXTS)
-            self.texts = [x.to(self.device) for x in task.train_texts(texts, config.seed)]
-            check_context(lm, self.texts[0].shape[1])
-            generator = torch.Generator().manual_seed(config.seed)
-            size = config.sft_steps, config.sft_batch
-            self.order = torch.randint(len(self.texts[0]), size, generator=generator)
+        c, self.lm, self.device = config, lm, next(lm.parameters()).device
+        self.config, self.iteration, self.iterations = c, 0, c.sft_steps
         fused = self.device.type in ("cpu", "cuda")
         self.optimizer = torch.optim.AdamW(lm.parameters(), fused=fused)
+        if not self.iterations: return
+        n = min(c.sft_steps * c.sft_batch, self.TEXTS)
+        self.texts = [x.to(self.device) for x in task.train_texts(n, c.seed)]
+        generator = torch.Generator().manual_seed(c.seed)
+        order = torch.randint(len(self.texts[0]), (c.sft_steps, c.sft_batch), generator=generator)
+        self.order = order.to(self.device)
 
     def iterate(self) -> dict: # step, loss (nats per token), grad_norm, learning_rate
         "One gradient step on a batch of texts."
         c, step = self.config, self.iteration + 1
         rate = c.sft_learning_rate * warm_cosine(self.iteration, self.iterations)
-        rows = self.order[self.iteration].to(self.device)
         with autocast(self.device, c.precision):
-            loss = next_token_loss(self.lm, *(x[rows] for x in self.texts))
-        norm = gradient_step(f"pretraining, step {step}", loss, self.optimizer, rate, max_norm=1.0)
+            loss = next_token_loss(self.lm, *(x[self.order[self.iteration]] for x in self.texts))
+        row = gradient_step(f"pretraining, step {step}", self.optimizer, rate, loss, max_norm=1.0)
         self.iteration = step
-        return dict(step=step, loss=loss.item(), grad_norm=norm, learning_rate=rate)
+        return dict(step=step) | row
 

@@ -20,15 +20,15 @@ from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
 from .dpo import DPO
 from .hub import load_model, pad_outside, save_model, save_reward_model
-from .model import (Pretraining, RewardModel, check_weights, context_length,
-                                       has_adapter, make_gpt2)
+from .model import (Pretraining, RewardModel, context_length, has_adapter,
+                                       make_gpt2, sum_of_squares)
 from .reward_model import RewardTraining
 from .rlhf import RLHF, check_processes, make_accelerator, process_device
 from .rollout import Rollout, rollout_stats
 from .task import WORDS, Reviews, make_tokenizer
 from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
-from ..training.signals import progress_bar, stop_on_interrupt
+from ..training.signals import check_finite, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/language/28_pipeline.ipynb #training
 STAGES = ("sft", "reward_model", "rl")
@@ -251,7 +251,8 @@ def save(training: Training, # As it is now
     stage = training.stage
     rl, optimizer = training.name == "rl", stage.optimizer
     weights = optimizer.weights if rl else optimizer.param_groups[0]["params"]
-    check_weights(f"stage {training.name}, iteration {stage.iteration}", weights)
+    check_finite(f"stage {training.name}, iteration {stage.iteration}",
+                 dict(weights=sum_of_squares(weights).item()))
     run.save_checkpoint(training.state_dict())
     for name in STAGES[:2]:
         if training.rows[name]:

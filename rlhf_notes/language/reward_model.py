@@ -39,13 +39,12 @@ def write_responses(config, # temperature and precision of `RLHFConfig`
                     prompts: torch.Tensor, # (n, Q), on the CPU
                     mask: torch.Tensor, # (n, Q), False = padding
                     generator: torch.Generator, # On the CPU
-                    at_once: int = 1024, # Responses that are sampled side by side
                    ) -> tuple: # responses (n, T), padding after the end; response_mask (n, T)
     "Responses of a language model, cut at their ends."
     u = torch.rand(len(prompts), task.response_length, generator=generator)
     device, tokens = next(lm.parameters()).device, []
     with autocast(device, config.precision):
-        for part in zip(*(x.split(at_once) for x in (prompts, mask, u))):
+        for part in zip(*(x.split(1024) for x in (prompts, mask, u))):
             samples = sample(lm, *(x.to(device) for x in part), config.temperature)
             tokens.append(samples.tokens.cpu())
     return task.truncate(torch.cat(tokens))[:2]
@@ -92,18 +91,13 @@ class RewardTraining(Stage):
         reference = (*prompts, *write_responses(c, lm, task, *prompts, generator))
         self.labels = [x.to(self.device) for x in (*texts, best)]
         self.reference = [x.to(self.device) for x in reference]
-        self.model = RewardModel(copy.deepcopy(lm), generator)
+        self.model, self.norm = RewardModel(copy.deepcopy(lm), generator), RewardNorm()
         fused = self.device.type in ("cpu", "cuda")
         self.optimizer = torch.optim.Adam(self.model.parameters(), eps=1e-5, fused=fused)
         order = [torch.randperm(c.labels, generator=generator) for _ in range(c.rm_epochs)] # R4
-        self.order, self.iteration = torch.cat(order).split(c.rm_batch), 0
-        self.norm = RewardNorm()
+        self.order = torch.cat(order).to(self.device).split(c.rm_batch)
+        self.iteration, self.iterations = 0, len(self.order)
         self.fit() # R3
-
-    @property
-    def iterations(self) -> int: # One for each batch of labels, over `rm_epochs` passes
-        "Gradient steps in all."
-        return len(self.order)
 
     @torch.no_grad()
     def reference_rewards(self) -> torch.Tensor: # Raw, (norm_samples,)
@@ -123,19 +117,18 @@ class RewardTraining(Stage):
         "One gradient step on a batch of labels; gain and bias are set anew after the last."
         c, step = self.config, self.iteration + 1
         rate = c.rm_learning_rate * warm_linear(self.iteration, self.iterations) # G5
-        rows = self.order[self.iteration].to(self.device)
-        *texts, best = (x[rows] for x in self.labels)
+        *texts, best = (x[self.order[self.iteration]] for x in self.labels)
         with autocast(self.device, c.precision):
             raw = score(self.model, *(x.flatten(0, 1) for x in texts)).view(-1, CHOICES)
-            rewards = self.norm(raw)
+        rewards = self.norm(raw)
         loss = best_of_n_loss(rewards, best) # R4
-        norm = gradient_step(f"reward model, step {step}", loss, self.optimizer, rate)
+        accuracy = (rewards.argmax(1) == best).float().mean() # choices foreseen
+        row = gradient_step(f"reward model, step {step}", self.optimizer, rate, loss,
+                            accuracy=accuracy)
         self.iteration = step
         if step == self.iterations:
             self.fit() # R3
-        accuracy = (rewards.argmax(1) == best).float().mean().item() # choices foreseen
-        return dict(step=step, loss=loss.item(), accuracy=accuracy, grad_norm=norm,
-                    learning_rate=rate)
+        return dict(step=step) | row
 
 
 # %% ../../nbs/language/25_reward_model.ipynb #agreement

@@ -28,8 +28,8 @@ from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
 from .hub import add_lora, check_trainable, load_model, save_model
 from rlhf_notes.language.model import (
-    Policy, Stage, adapter_off, autocast, check_weights, context_length, has_adapter,
-    head_log_probs, no_dropout, response_states,
+    Policy, Stage, adapter_off, autocast, check_context, has_adapter, head_log_probs, no_dropout,
+    response_states, sum_of_squares,
 )
 from .reward_model import score
 from .prompts import Prompts
@@ -68,10 +68,7 @@ class RLHF(Stage):
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
         lm = add_lora(lm, config.lora, config.seed)
         task = Prompts(tokenizer, prompts, reward, config.response_length, lm=lm)
-        limit, Q = context_length(lm), task.query_length
-        if limit is not None and Q + config.response_length > limit:
-            raise ValueError(f"max_new_tokens must fit into the model's context of {limit} tokens, "
-                             f"after a prompt of {Q}, got {config.response_length}")
+        check_context(lm, task.query_length + config.response_length)
         self._begin(config, lm, task, task.score)
 
     @classmethod
@@ -110,7 +107,7 @@ class RLHF(Stage):
         self.rollout = self.collect()
         batch = with_advantages(c, self.rollout, self.kl.coef)
         order, logs = seeded_generator("minibatches", c.seed, self.iteration), []
-        for epoch in range(c.epochs):
+        for _ in range(c.epochs):
             shuffled = torch.randperm(c.batch, generator=order).to(self.device)
             for rows in shuffled.chunk(c.minibatches):  # P7
                 logs.append(self.step(batch[rows]))
@@ -146,8 +143,8 @@ class RLHF(Stage):
         "The normalised score of the reward model."
         with autocast(self.device, self.config.precision):
             raw = score(self.reward_model, prompts, mask, responses, response_mask)
-        check_finite(self.where, dict(score=raw.sum().item()))
-        return self.norm(raw)  # R3
+        # a NaN would say that it has no score
+        return self.norm(raw.masked_fill(raw.isnan(), math.inf))  # R3
 
     @torch.no_grad()
     def score(self,
@@ -168,11 +165,6 @@ class RLHF(Stage):
             logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)
         return Rollout(tokens, mask, response_mask, has_end, scores, samples.logp, logp_ref,
                        self.policy.value(samples.hidden))
-
-    @property
-    def where(self) -> str: # For messages
-        "The place in the training."
-        return f"stage rl, iteration {self.iteration + 1}"
 
     def gather(self, x: torch.Tensor) -> torch.Tensor: # The rows of all processes, in their order
         "Collect the rows that each process has, so that all that follows is about the whole batch."
@@ -235,26 +227,26 @@ class RLHF(Stage):
 
     def log(self, rollout: Rollout, logs: list, start: float) -> dict: # Column -> number
         "Steer the KL coefficient; return the row of this iteration."
-        c = self.config
-        means = {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
-        means = rollout_stats(rollout) | means
-        means = dict(zip(means, torch.stack([*means.values()]).tolist()))  # read at once
-        row = dict.fromkeys(COLUMNS) | means
+        c, stats = self.config, rollout_stats(rollout)
         if self.reward_model is None:
-            row["unscored"] = (~rollout.is_scored).sum().item()
+            stats["unscored"] = (~rollout.is_scored).sum()
+        row = self._end_iteration(logs, stats, c.batch * c.response_length, start)
         row["kl_coef"] = self.kl.coef
-        row = self.end_iteration(row, c.batch * c.response_length, start)
         self.kl.update(row["kl_k1"], c.batch)  # P11
         return row
 
-    def end_iteration(self, row: dict, tokens: int, start: float) -> dict: # Column -> number
-        "End the iteration, unless a number or a weight is NaN or infinite."
-        row |= dict(iteration=self.iteration + 1,
-                    learning_rate=learning_rate(self.config, self.iteration))
-        check_finite(self.where, row)
-        check_weights(self.where, self.optimizer.weights)
+    def _end_iteration(self, logs: list, stats: dict, tokens: int, start: float) -> dict:
+        "Read the numbers of an iteration; FloatingPointError if one, or a weight, is not finite."
+        means = {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
+        means = stats | means | dict(weights=sum_of_squares(self.optimizer.weights))
+        found = dict(zip(means, torch.stack([*means.values()]).tolist()))  # read at once
+        check_finite(f"stage rl, iteration {self.iteration + 1}", found)
+        del found["weights"]
+        rate = learning_rate(self.config, self.iteration)
         self.iteration += 1
-        return row | dict(tokens_per_second=tokens / (time.perf_counter() - start))
+        return dict.fromkeys(COLUMNS) | found | dict(
+            iteration=self.iteration, learning_rate=rate,
+            tokens_per_second=tokens / (time.perf_counter() - start))
 
     def learn(self,
               log=None, # Called with the row of each iteration

@@ -179,6 +179,7 @@ def _control(dial):
             f'<span>{html.escape(dial.label)}</span>'
             f'<input type="range" min="0" max="{len(texts) - 1}" step="1" value="{at}" '
             f'autocomplete="off" aria-valuetext="{html.escape(texts[at])}" '
+            'data-lm-suppress-shortcuts="true" '  # or JupyterLab takes the arrow keys
             f'data-texts="{html.escape(json.dumps(texts, ensure_ascii=False))}" '
             'style="flex:1;min-width:5em;min-height:24px;accent-color:#0072B2">'
             f'<span aria-hidden="true" style="min-width:{width:.1f}em">'

@@ -109,7 +109,7 @@ def test_both_caches_give_the_states_and_logits_of_transformers(B, Q, T, seed, c
     seen = torch.cat([mask, mask.new_ones(B, T)], 1)
     new = [prompts, *torch.randint(37, (T, B, 1), generator=torch.Generator().manual_seed(seed))]
     with torch.no_grad():
-        theirs = sampling.Decoder(lm, seen, position_ids(seen))
+        theirs = sampling.decoder.__wrapped__(lm, seen, position_ids(seen))
         ours = Decoder(lm, seen, position_ids(seen))
         fused = Decoder(lm, seen, position_ids(seen))
         c = lm.config

@@ -9,13 +9,13 @@ from rlhf_notes.language import pipeline
 from rlhf_notes.language.config import RLHFConfig
 
 EXPECTED = {
-    "pretraining": {"H2D language/model": 1, "item language/model": 2},  # which texts; norm and loss
-    "reward model": {"H2D language/reward_model": 1, "item language/model": 1, "item language/reward_model": 2},  # which labels; norm; loss, accuracy
+    "pretraining": {"D2H language/model": 1},  # loss and norm
+    "reward model": {"D2H language/model": 1},  # loss, accuracy and norm
     "rl": {"H2D language/rlhf": 3 + 2,  # prompts, mask, u; a permutation for each epoch
-           "item language/sampling": 1, "item language/rlhf": 1,  # is the mask right? are the scores finite?
+           "item language/sampling": 1,  # is the mask right?
            "H2D formulas/reward": 1,  # the token that ends a response
-           "D2H language/rlhf": 1, "item language/model": 1},  # the log; are the weights finite?
-    "evaluation": {"H2D language/pipeline": 3, "item language/sampling": 1, "item language/rlhf": 1, "H2D formulas/reward": 2, "D2H language/pipeline": 1},
+           "D2H language/rlhf": 1},  # the log
+    "evaluation": {"H2D language/pipeline": 3, "item language/sampling": 1, "H2D formulas/reward": 2, "D2H language/pipeline": 1},
 }
 
 

@@ -9,7 +9,7 @@ from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
 from rlhf_notes.language import config as module
-from rlhf_notes.language.config import PRECISIONS, Algo, GroupScale, Preset, RLHFConfig, Variant
+from rlhf_notes.language.config import RLHFConfig, Variant
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
 
 
@@ -61,10 +61,9 @@ def test_the_coefficient_adapts_only_if_it_can():
 
 
 def test_names_are_those_of_the_modules_that_use_them():
-    assert set(get_args(Variant)) | {"gspo_token"} == set(POLICY_VARIANTS) and set(get_args(Preset)) == set(MODEL_PRESETS)
-    assert {None if s == "none" else s for s in get_args(GroupScale)} == set(FORMULA_SCALES)
-    from rlhf_notes.language.rollout import ADVANTAGES
-    assert set(get_args(Algo)) == {*ADVANTAGES, "dpo"} and PRECISIONS == ("float32", "bfloat16")
+    def choices(name): return set(get_args(RLHFConfig.__dataclass_fields__[name].type))
+    assert choices("variant") | {"gspo_token"} == set(POLICY_VARIANTS) and choices("preset") == set(MODEL_PRESETS)
+    assert {None if s == "none" else s for s in choices("group_scale")} == set(FORMULA_SCALES)
 
 
 @pytest.mark.parametrize("variant", get_args(Variant))

@@ -11,9 +11,9 @@ from language_models import KINDS, count_rows, make, rough, texts, tiny
 from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
 from rlhf_notes.language import model
-from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, autocast, check_context, check_weights,
+from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, autocast, check_context,
                                        context_length, hidden_states, make_gpt2, next_token_loss, no_dropout,
-                                       position_ids, response_states, to_logits, warm_cosine)
+                                       position_ids, response_states, sum_of_squares, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
 
 
@@ -92,10 +92,8 @@ def test_no_dropout_is_left(kind):
 
 
 def test_weights_that_are_no_numbers_or_nearly_none_are_noticed():
-    for bad in (math.nan, math.inf, -math.inf, 1e38):
-        weights = [torch.ones(3), torch.tensor([[1.0, bad]])]
-        with pytest.raises(FloatingPointError, match="^here: the squares of the weights add up to (nan|inf); the last checkpoint, if there is one, is from before$"): check_weights("here", weights)
-    check_weights("here", [torch.full((2, 3), 1e9), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16).float()])
+    for bad in (math.nan, math.inf, -math.inf, 1e38): assert not sum_of_squares([torch.ones(3), torch.tensor([[1.0, bad]])]).isfinite()
+    assert sum_of_squares([torch.full((2, 3), 1e9), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16)]) == 6e18
 
 
 def test_context():
@@ -249,7 +247,6 @@ def test_heads_stay_in_float32_under_autocast():
     assert logp.dtype == entropy.dtype == values.dtype == scores.dtype == torch.float32 and not torch.equal(logp, exact_logp)
     assert (scores != scores.bfloat16().float()).any() and not torch.equal(scores, exact)
     torch.testing.assert_close(scores, exact, atol=0.1, rtol=0.1)
-    with pytest.raises(ValueError, match="precision must be one of 'float32', 'bfloat16', got 'half'"): autocast("cpu", "half")
 
 
 # --- pretraining
@@ -313,9 +310,9 @@ def test_pretraining_at_the_edges():
     assert a != b and a == pytest.approx(b, abs=0.05) and next(p.lm.parameters()).dtype == torch.float32
     with torch.no_grad(): p.lm.transformer.ln_f.bias[0] = math.nan
     before = copy.deepcopy([x.detach() for x in p.lm.parameters()])
-    with pytest.raises(FloatingPointError, match="pretraining, step 2: the loss is nan"): p.iterate()
+    with pytest.raises(FloatingPointError, match="pretraining, step 2: loss is nan"): p.iterate()
     assert all(torch.equal(a[a == a], b[b == b]) for a, b in zip(before, p.lm.parameters())) and p.iteration == 1
-    with pytest.raises(ValueError, match="context of 7 tokens, got 8"): Pretraining(config(), tiny(n_positions=7), Texts())
+    with pytest.raises(ValueError, match="context of 6 tokens, got 7"): Pretraining(config(), tiny(n_positions=6), Texts()).iterate()
 
 
 def test_large_gradients_are_shortened():

@@ -140,7 +140,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
     (lambda: own(prompts=["w3", dict(text="w4")]), r"prompts must be strings, .* in prompts\[1\]"),
     (lambda: own(prompts=[[dict(role="user")]]), r"lists of messages with role and content, .* in prompts\[0\]"),
     (lambda: own(prompts=[dict(prompt="w3", n=1), dict(prompt="w3", n=2)]), "prompts must not be the same tokens with other columns, got 'w3' twice"),
-    (lambda: own(max_new_tokens=30), "max_new_tokens must fit into the model's context of 32 tokens, after a prompt of 3, got 30"),
+    (lambda: own(max_new_tokens=30), "prompt and response must fit into the model's context of 32 tokens, got 33"),
     (lambda: own(prompts=[], reward=count).learn(), "prompts must not be empty, got none to learn from"),
     (lambda: own().learn(), "reward must be a function to learn from, got None"),
     (lambda: own(reward=3), "reward must be a function or a reward model, or a list of those and of pairs .* got"),
