@@ -32,35 +32,16 @@ def selective_log_softmax(
     "log softmax(logits / temperature) of the chosen tokens."
     rows.check_inplace(logits, inplace_backward)
     tokens = index.long() if index.ndim == logits.ndim else index[..., None].long()
-    mask = None if mask is None else mask[..., None].expand_as(tokens)
-    logp = _LogProb.apply(logits, apply_mask(tokens, mask), temperature)
-    return apply_mask(logp, mask).reshape(index.shape)
-
-class _LogProb(torch.autograd.Function):
-    "Keeps the logits alone; a row of which nothing is asked gets no gradient, be it NaN."
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logits, index, temperature):
-        logp, V = _scaled(logits, temperature).log_softmax(-1), logits.shape[-1]
-        try:
-            return logp.gather(-1, index)
-        except (IndexError, RuntimeError) as e:
-            if "out of bounds" not in str(e): raise
-            raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices: {e}")
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        logits, index, ctx.temperature = inputs
-        ctx.save_for_backward(logits, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        logits, index = ctx.saved_tensors
-        g = grad / ctx.temperature
-        unused = (g == 0).all(-1, keepdim=True) & ~logits.amax(-1, keepdim=True).isfinite()
-        p = _scaled(logits.masked_fill(unused, 0), ctx.temperature).softmax(-1)
-        return (-g.sum(-1, keepdim=True) * p).scatter_add(-1, index, g).to(logits.dtype), None, None
+    if mask is not None:
+        logits = logits.masked_fill(~mask[..., None], 0)
+        mask = mask[..., None].expand_as(tokens)
+    logp, V = _scaled(logits, temperature).log_softmax(-1), logits.shape[-1]
+    try:
+        chosen = logp.gather(-1, apply_mask(tokens, mask))
+    except (IndexError, RuntimeError) as e:
+        if "out of bounds" not in str(e): raise
+        raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices: {e}")
+    return apply_mask(chosen, mask).reshape(index.shape)
 
 def _scaled(logits, temperature):
     "logits / temperature, up to a shift of each row."
