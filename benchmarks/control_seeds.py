@@ -42,7 +42,7 @@ def run(job):
     from rlhf_notes.control.ppo import PPO
     config, every = job
     torch.set_num_threads(1)
-    ppo, enough, seconds, curve, first = PPO.from_config(config), threshold(config.env), 0.0, [], {}
+    ppo, enough, seconds, curve, first = PPO(**vars(config)), threshold(config.env), 0.0, [], {}
     evaluation_seeds = np.random.SeedSequence((config.seed, 1)).generate_state(2 * config.iterations).tolist()
     while ppo.iteration < config.iterations:
         start = time.perf_counter()

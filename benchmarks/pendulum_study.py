@@ -45,7 +45,7 @@ def trained(config, shift=0.0, fixed_std=False):
     class Shifted(Scaling):
         def __call__(self, rollout): return super().__call__(replace(rollout, rewards=rollout.rewards + shift))
 
-    ppo, curve = PPO.from_config(config), []
+    ppo, curve = PPO(**vars(config)), []
     if shift: ppo.scaling = Shifted(config, 3)
     if fixed_std: ppo.agent.head.log_std.requires_grad_(False)
     for _ in range(config.iterations):
@@ -97,8 +97,8 @@ def old_program(seed, steps=50_000, bootstrap=False):
             adam.zero_grad(); loss.backward(); adam.step()
         curve.append((2000 * (update + 1), rewards.sum(0).mean().item(), 1.0))
     envs.close()
-    greedy, noise = episode_returns(act, greedy_seed, env_id="Pendulum-v1"), np.random.default_rng((sampled_seed, 1))          # not the environments' own stream
-    sampled = episode_returns(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env_id="Pendulum-v1")
+    greedy, noise = episode_returns(act, greedy_seed, env="Pendulum-v1"), np.random.default_rng((sampled_seed, 1))          # not the environments' own stream
+    sampled = episode_returns(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env="Pendulum-v1")
     return greedy.mean().item(), sampled.mean().item(), curve
 
 

@@ -230,7 +230,7 @@ class Ours:
     def __init__(self,
                  config: PPOConfig, # With its seed
                 ):
-        self.ppo, self.batch = PPO.from_config(config), config.batch
+        self.ppo, self.batch = PPO(**vars(config)), config.batch
         self.iterate = self.ppo.iterate
 
     def policy(self,
@@ -284,10 +284,10 @@ def look(trainer, # With `policy`
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(action_seed)
         return dict(greedy=episode_returns(trainer.policy(), greedy_seed,
-                                           env_id=env_id).mean().item(),
+                                           env=env_id).mean().item(),
                     sampled=episode_returns(trainer.policy(np.random.default_rng(action_seed)),
                                             sampled_seed,
-                                     env_id=env_id).mean().item())
+                                     env=env_id).mean().item())
 
 def race(contender: Contender, # Who
          task: str, # "cartpole" or "pendulum"

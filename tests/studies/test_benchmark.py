@@ -174,7 +174,7 @@ class Scripted:
 @pytest.fixture
 def scripted(monkeypatch):
     seen = []
-    def evaluate(mean, seed, env_id): seen.append(seed); time.sleep(0.02); return torch.full((100,), float(mean))
+    def evaluate(mean, seed, env): seen.append(seed); time.sleep(0.02); return torch.full((100,), float(mean))
     monkeypatch.setattr(compare, "episode_returns", evaluate)
     return seen
 
@@ -216,7 +216,7 @@ def test_all_are_evaluated_on_the_same_episodes(scripted):
 def test_start_states_and_actions_come_from_different_streams(monkeypatch):
     "Those of NumPy, for ours, and those of PyTorch, for the others."
     begun, drawn, ours = [], [], SimpleNamespace(policy=lambda rng=None: drawn.append((rng, torch.initial_seed())))
-    monkeypatch.setattr(compare, "episode_returns", lambda choose, seed, env_id: begun.append(seed) or torch.zeros(1))
+    monkeypatch.setattr(compare, "episode_returns", lambda choose, seed, env: begun.append(seed) or torch.zeros(1))
     look(ours, "CartPole-v1", 3, 1024)
     (_, sampled), ((greedy, _), (rng, torch_seed)) = begun, drawn
     assert greedy is None and torch_seed not in begun and len(set(begun)) == 2
