@@ -109,9 +109,8 @@ def _policy_error(
     return loss, ppo_info(approx_kl, clipfrac)
 
 def _mean(x, weight):
-    "sum(w x) / number of elements; what has no weight does not leak."
-    if weight is None: return masked_mean(x)
-    return masked_mean(apply_mask(x, weight != 0) * weight)
+    "sum(w x) / number of elements; x is 0 where nothing counts."
+    return masked_mean(x if weight is None else x * weight)
 
 # %% ../../nbs/compat/13_ding.ipynb #continuous
 def ppo_policy_error_continuous(

@@ -648,6 +648,12 @@ def test_methods_are_the_log_softmax(f, seed, dtype, shape):
     with pytest.raises(TypeError, match="index must have an integer dtype"): f(z, i.float())
 
 
+@pytest.mark.parametrize("f", METHODS[:3])
+def test_no_logit_is_too_large_for_the_methods(f):
+    z = torch.tensor([[1e4 + 1, 1e4, -1e4]]).repeat(3, 1)
+    torch.testing.assert_close(f(z, torch.tensor([0, 1, 2])), torch.tensor([1.0, 0.0, -2e4]) - math.log(1 + math.e), rtol=1e-6, atol=1e-6)
+
+
 @given(seed=SEEDS, dtype=DTYPES, kind=KINDS)
 def test_calculate_kl_div_is_the_mean(seed, dtype, kind):
     d = normal(seed, (4, 2), dtype)
