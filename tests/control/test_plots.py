@@ -1,5 +1,5 @@
 import csv
-import importlib.util
+import importlib
 import math
 import sys
 from dataclasses import replace
@@ -28,11 +28,8 @@ ANGLE, SPEED, TORQUE = st.floats(-10, 10), st.floats(-8, 8), st.floats(-2, 2)
 
 @pytest.fixture(scope="module")
 def study():
-    spec = importlib.util.spec_from_file_location("pendulum_study", ROOT / "benchmarks" / "pendulum_study.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module("pendulum_study")
 
 
 def axes(): return Figure().subplots()
