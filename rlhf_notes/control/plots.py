@@ -7,7 +7,6 @@ wrongly."""
 __all__ = ['DRAWINGS', 'draw_pendulum', 'draw_cartpole', 'film', 'plot_run']
 
 # %% ../../nbs/control/20_plots.ipynb #export-imports
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -88,7 +87,9 @@ def _writer(path):
     except ImportError as e:
         raise ValueError("path must end in .gif (pip install rlhf_notes[video] brings .mp4), "
                          f"got {path}") from e
-    return partial(imwrite, fps=25, macro_block_size=2)
+    def save_mp4(path, frames):
+        imwrite(path, [frame[..., :3] for frame in frames], fps=25, macro_block_size=2)
+    return save_mp4
 
 def _save_gif(path, frames):
     from PIL import Image
@@ -103,13 +104,13 @@ def _rendered(env, env_kwargs):
     return made
 
 def _drawn(draw, state):
-    "A frame, (216, 216, 3) bytes."
+    "A frame, (216, 216, 4) bytes."
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     canvas = FigureCanvasAgg(Figure(figsize=(3, 3), dpi=72, layout="constrained"))
     draw(canvas.figure.subplots(), state)
     canvas.draw()
-    return np.array(canvas.buffer_rgba())[..., :3]
+    return np.array(canvas.buffer_rgba())
 
 # %% ../../nbs/control/20_plots.ipynb #plot-run
 def plot_run(figure, # A matplotlib figure
