@@ -123,15 +123,16 @@ def plot_run(figure, # A matplotlib figure
             ):
     "Plot return, KL, clip fraction and explained variance against the steps."
     for ax, (column, title) in zip(figure.subplots(2, 2, sharex=True).flat, PANELS.items()):
-        ax.plot([r["steps"] for r in rows], [np.nan if r[column] is None else r[column] for r in rows])
+        ax.plot([r["steps"] for r in rows], [r[column] for r in rows])
         ax.set(title=title, xlabel="environment steps" + "; interrupted" * summary["interrupted"])
     top, *_, last = figure.axes
     last.set_ylim(-1, 1.05)
     if (solve := threshold(summary["env"])) is not None:
         top.axhline(solve, color="grey", linestyle=":", label=f"solved: {solve:g}")
     if summary["eval_return_mean"] is not None:
-        for marker, kind, how in ("o", "greedy", "return"), ("x", "sampled", "sampled_return"):
-            top.plot(summary["steps"], summary[f"eval_{how}_mean"], marker, label=f"evaluated, {kind}")
+        for mark, kind, how in ("o", "greedy", "return"), ("x", "sampled", "sampled_return"):
+            score = summary[f"eval_{how}_mean"]
+            top.plot(summary["steps"], score, mark, label=f"evaluated, {kind}")
     if top.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", ncols=3)
     figure.suptitle(f"{summary['task']}, seed {summary['seed']}", fontsize=10, color="grey")
