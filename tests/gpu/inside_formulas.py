@@ -5,7 +5,7 @@ import torch
 import rlhf_notes as rn
 from formulas import test_compile as calls
 from pretend import counted, inner, on_cpu, to_gpu
-from rlhf_notes.fast import kernels
+from rlhf_notes import fast
 from strategies import normal, random_mask
 
 INPUTS = ("x", "y", "z", "m", "done", "logits", "logits_ref", "index")
@@ -46,7 +46,7 @@ KERNELS = ("selective_log_softmax", "entropy_from_logits", "log_probs_and_entrop
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_with_kernels_too(name, monkeypatch, with_kernels):
-    assert kernels.usable(to_gpu(torch.ones(2)))
+    assert fast.has_kernels(to_gpu(torch.ones(2)))
     for dtype in (torch.float32, torch.bfloat16):
         with monkeypatch.context() as patch: both_ways(name, dtype, patch)
 
@@ -78,7 +78,7 @@ def test_a_formula_is_one_launch_or_two(with_kernels):
     "The kernel, and a little around it."
     z, i = to_gpu((normal(0, (3, 4, 30), torch.float32), torch.arange(12).view(3, 4)))
     r, v, n, end = to_gpu((*(normal(k, (16, 48), torch.float32) for k in range(3)), random_mask(3, (16, 48), 0.1)))
-    kernels.usable(z)
+    fast.has_kernels(z)
     with counted() as forward: y = rn.log_probs_and_entropy(z.requires_grad_(True), i)
     with counted() as backward: torch.autograd.grad(y, z, (torch.ones_like(y[0]),) * 2)
     with counted() as steps: rn.gae(r, v, n, end, end)

@@ -399,22 +399,22 @@ patch()
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch):
     "Operators go through the device; its kernels are off."
-    from rlhf_notes.fast import kernels
+    from rlhf_notes import fast
+    if fast.HAS_TRITON: from rlhf_notes.fast import kernels  # noqa: F401, while Triton interprets
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(kernels, "_interpreted", lambda: False)
-    monkeypatch.setattr(kernels, "eager", lambda x: type(x) in (torch.Tensor, torch.nn.Parameter, CudaTensor) and not torch.compiler.is_compiling() and not kernels.transformed())
+    monkeypatch.setattr(fast, "eager", lambda x: type(x) in (torch.Tensor, torch.nn.Parameter, CudaTensor) and not torch.compiler.is_compiling() and not fast.transformed())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with MODE: yield
 
 
 @pytest.fixture
 def with_kernels(pretended, monkeypatch):
     "Triton's kernels, however few the numbers."
+    from rlhf_notes import fast
     from rlhf_notes.fast import kernels, rows
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("_forward", "_backward", "_scan", "_gae"):
-        kernel = Launcher(getattr(kernels, name)())
-        monkeypatch.setattr(kernels, name, lambda kernel=kernel: kernel)
+    for name in ("_forward", "_backward", "_scan", "_gae"): monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
     monkeypatch.setattr(rows, "LARGE", 0)
-    kernels._runs.cache_clear()
+    fast._runs.cache_clear()
     yield
-    kernels._runs.cache_clear()
+    fast._runs.cache_clear()
