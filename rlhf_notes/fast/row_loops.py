@@ -103,8 +103,8 @@ def forward(
     "log pi and entropy of each row, and the base and the total it was measured with."
     for r in range(len(z)):
         base = chosen = _load(z[r, index[r]])
-        total, product = weigh(z[r], base, scale, entropy)
-        if not total < 2.0**32:
+        total, product = (np.nan, 0.0) if entropy else weigh(z[r], base, scale, False)
+        if not total < 2.0**64:
             base = largest(z[r])
             total, product = weigh(z[r], base, scale, entropy)
         x = (chosen - base) * np.float64(scale)

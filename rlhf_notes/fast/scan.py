@@ -8,6 +8,7 @@ __all__ = ['SMALL', 'accumulate', 'gae']
 # %% ../../nbs/fast/scan.ipynb #export-imports
 import math
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -34,11 +35,7 @@ def _gae_loop(r, v, next_v, terminated, done, gamma, decay, A):
             A[t, n] = delta + (zero if cut else decay * A[min(t + 1, last), n])
 
 # %% ../../nbs/fast/scan.ipynb #ops
-_compiled = cache(compiled)  # each once
-
-def _kernels():
-    from rlhf_notes.fast import kernels
-    return kernels
+_compiled, _KERNELS = cache(compiled), "rlhf_notes.fast.kernels"
 
 def _columns(*tensors):
     "NumPy views (T, N) of CPU tensors of one shape, all of the first one's dtype or boolean."
@@ -55,7 +52,7 @@ def _empty(x, *_):
 
 @torch.library.custom_op("rlhf_notes::scan", mutates_args=())
 def _scan(x: Tensor, decay: Tensor) -> Tensor:
-    if x.is_cuda: return _kernels().scan(x, decay)
+    if x.is_cuda: return import_module(_KERNELS).scan(x, decay)
     y = _empty(x)
     _compiled(_scan_loop)(*_columns(x, decay, y))
     return y
@@ -63,7 +60,7 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
 @torch.library.custom_op("rlhf_notes::gae", mutates_args=())
 def _gae(r: Tensor, v: Tensor, next_v: Tensor, terminated: Tensor, done: Tensor,
          gamma: float, lam: float) -> Tensor:
-    if r.is_cuda: return _kernels().gae(r, v, next_v, terminated, done, gamma, lam)
+    if r.is_cuda: return import_module(_KERNELS).gae(r, v, next_v, terminated, done, gamma, lam)
     *inputs, out = _columns(r, v, next_v, terminated, done, A := _empty(r))
     number = out.dtype.type
     _compiled(_gae_loop)(*inputs, number(gamma), number(gamma * lam), out)
@@ -74,11 +71,12 @@ _gae.register_fake(_empty)
 
 def _derive(ctx, grad):
     "The same scan with time turned around."
-    earlier = torch.cat([torch.ones_like(ctx.decay[:1]), ctx.decay[:-1]])
+    decay, = ctx.saved_tensors
+    earlier = torch.cat([torch.ones_like(decay[:1]), decay[:-1]])
     return _scan(grad.flip(0), earlier.flip(0)).flip(0), None
 
 def _keep(ctx, inputs, output):
-    ctx.decay = inputs[1]
+    ctx.save_for_backward(inputs[1])
 
 _scan.register_autograd(_derive, setup_context=_keep)
 

@@ -4,7 +4,7 @@ import torch
 
 import rlhf_notes as rn
 from formulas import test_compile as calls
-from pretend import counted, inner, on_cpu, to_gpu
+from pretend import STATE, counted, inner, on_cpu, to_gpu
 from rlhf_notes import fast
 from strategies import normal, random_mask
 
@@ -40,15 +40,17 @@ def test_every_function_is_that_of_the_cpu(name, monkeypatch):
         if name not in SYNCHRONISE: assert not found.kinds, found.lines
 
 
-KERNELS = ("selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs", "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
-           "reinforce_pp_advantage", "ppo_policy_error", "exact_kl")
+DOORS = {"selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs", "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
+         "reinforce_pp_advantage", "ppo_policy_error", "exact_kl"}
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_with_kernels_too(name, monkeypatch, with_kernels):
     assert fast.has_kernels(to_gpu(torch.ones(2)))
+    before = STATE.kernels
     for dtype in (torch.float32, torch.bfloat16):
         with monkeypatch.context() as patch: both_ways(name, dtype, patch)
+    assert (STATE.kernels > before) == (name in DOORS)
 
 
 def test_kernels_run_on_the_device_of_their_tensors(with_kernels):

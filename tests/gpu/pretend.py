@@ -89,7 +89,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 RealGenerator, real_tensor, real_as_tensor = torch.Generator, torch.tensor, torch.as_tensor
 real_module_apply, real_set_swap = torch.nn.Module._apply, torch.__future__.set_swap_module_params_on_conversion
 EVENTS, LAUNCHES = Counter(), Counter()
-STATE = SimpleNamespace(graph=None, device=None, outside=0)  # a capture: into which graph, on which device, launches elsewhere
+STATE = SimpleNamespace(graph=None, device=None, outside=0, kernels=0)  # a capture: into which graph, on which device, launches elsewhere; Triton's launches
 
 
 def place():
@@ -343,6 +343,7 @@ class Launcher:
             args = [inner(x) for x in args]
             go(*args)
             LAUNCHES[place()] += 1
+            STATE.kernels += 1
             if STATE.graph is not None and STATE.device == C.pretend_current(): STATE.graph.records.append((go, args, {}, None, True))
         return launch
 
