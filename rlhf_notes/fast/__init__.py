@@ -63,10 +63,14 @@ def eager(x):  # any tensor
 
 def has_kernels(x):  # any tensor
     "True if Triton's kernels run on the GPU of `x` (or, interpreted, on the CPU); not in float64."
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and x.device.type == "cpu"
-    here = interpreted or x.device.type == "cuda" and torch.version.cuda is not None
+    cuda = x.device.type == "cuda" and torch.version.cuda is not None
+    here = cuda or x.device.type == "cpu" and _interpreted()
     if not (here and HAS_TRITON) or x.dtype == torch.float64: return False
     return torch.compiler.is_compiling() or _runs(str(x.device))
+
+
+def _interpreted():
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def test_every_function_is_that_of_the_cpu(name, monkeypatch):
 
 
 DOORS = {"selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs", "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
-         "reinforce_pp_advantage", "ppo_policy_error", "exact_kl"}
+         "reinforce_pp_advantage", "best_of_n_loss", "ppo_policy_error", "ppo_error", "grpo_policy_error", "rloo_policy_error"}
 
 
 @pytest.mark.parametrize("name", calls.CALLS)

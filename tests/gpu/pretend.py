@@ -401,10 +401,9 @@ patch()
 def pretended(monkeypatch):
     "Operators go through the device; its kernels are off."
     from rlhf_notes import fast
-    if fast.HAS_TRITON: from rlhf_notes.fast import kernels  # noqa: F401, while Triton interprets
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(fast, "eager", lambda x: type(x) in (torch.Tensor, torch.nn.Parameter, CudaTensor) and not torch.compiler.is_compiling() and not fast.transformed())
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(fast, "_interpreted", lambda: False)
     with MODE: yield
 
 
