@@ -208,7 +208,7 @@ def experiments(task):
 
 def first_gradient(config):
     "Gradient of the first loss, on a long rollout, with log pi_old shifted at random."
-    ppo = PPO.from_config(config)
+    ppo = PPO(**vars(config))
     rollout, _ = ppo.collector.collect(ppo.policy(ppo.rng), 256, ppo.agent.head.for_env)
     batch = control.make_batch(ppo.agent, ppo.scaling(rollout), config)
     shift = torch.randn(len(batch), generator=ppo.generator)
@@ -233,7 +233,7 @@ def attempt(task, name, seed, every=4, **options):
     config = replace(CONFIGS[task](seed=seed, **options), **detail.options)
     if detail.swap: check_swap(task, name)
     with swapped(*[detail.swap] * bool(detail.swap)):
-        ppo, first, rows = PPO.from_config(config), None, []
+        ppo, first, rows = PPO(**vars(config)), None, []
         seeds = np.random.SeedSequence((seed, 2)).generate_state(config.iterations).tolist()
         def is_solved():
             returns = ppo.evaluate(deterministic=False, seed=seeds[ppo.iteration - 1])

@@ -9,80 +9,77 @@
 
 Any option of `rlhf-notes TASK` may follow. Writes NAME_seeds.csv, a row for each seed:
 
-    eval_*                          the final policy over 100 fresh episodes, greedy and sampled; solved: both means reach the threshold
-    train_seconds, steps_per_second of training alone: the clock stands still while the policy is evaluated
-    first_greedy_*, first_sampled_* when the mean over 100 fresh episodes first reached the threshold, in steps and in seconds of training; blank if never
+    eval_*     the final policy over 100 fresh episodes, greedy and sampled; solved: both means reach the threshold
+    train_seconds, steps_per_second     of training alone: the clock stands still while the policy is evaluated
+    first_greedy_*, first_sampled_*     when the mean over 100 fresh episodes first reached the threshold,
+                                        in steps and in seconds of training; blank if never
 
-and NAME_curves.csv, a row for each iteration, with those evaluations in every second of them (`--every`). With `--final` only the final policy is evaluated, and there are no curves. Each evaluation has a seed of its own, so
-none is on what was trained on, and none decides anything in the training. The first seed of a process also pays for PyTorch's warming up.
-All but the seconds comes out the same again on the same machine; another one may round float32 differently, and single curves differ.
+and NAME_curves.csv, a row for each iteration, with those evaluations in every second of them (`--every`).
+With `--final` only the final policy is evaluated, and there are no curves. Each evaluation has a seed of its
+own, so none is on what was trained on, and none decides anything in the training. The first seed of a process
+also pays for PyTorch's warming up. All but the seconds comes out the same again on the same machine; another
+one may round float32 differently, and single curves differ.
 """
-import csv
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from cyclopts import App
 
+from jobs import side_by_side, text, write
 from rlhf_notes.cli import TASKS, options_of
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "control" / "results"
 FINAL = ("eval_return_mean", "eval_return_std", "eval_sampled_return_mean", "eval_sampled_return_std", "solved")
-SPEED = ("steps", "train_seconds", "steps_per_second", "first_greedy_steps", "first_greedy_seconds", "first_sampled_steps", "first_sampled_seconds")
-CURVE = ("iteration", "steps", "episodes", "return_mean", "entropy", "kl_k3", "clip_fraction", "explained_variance", "learning_rate")
+SPEED = ("steps", "train_seconds", "steps_per_second",
+         "first_greedy_steps", "first_greedy_seconds", "first_sampled_steps", "first_sampled_seconds")
+CURVE = ("iteration", "steps", "episodes", "return_mean", "entropy", "kl_k3", "clip_fraction",
+         "explained_variance", "learning_rate")
 
 
-def run(job):
+def run(config, every):
     "One seed: its row of NAME_seeds.csv and its rows of NAME_curves.csv."
     import numpy as np
     import torch
     from rlhf_notes.control.envs import threshold
     from rlhf_notes.control.ppo import PPO
-    config, every = job
     torch.set_num_threads(1)
-    ppo, enough, seconds, curve, first = PPO.from_config(config), threshold(config.env), 0.0, [], {}
-    evaluation_seeds = np.random.SeedSequence((config.seed, 1)).generate_state(2 * config.iterations).tolist()
+    ppo, enough, seconds, curve, first = PPO(**vars(config)), threshold(config.env), 0.0, [], {}
+    seeds = np.random.SeedSequence((config.seed, 1)).generate_state(2 * config.iterations).tolist()
     while ppo.iteration < config.iterations:
         start = time.perf_counter()
         row = ppo.iterate()
         seconds += time.perf_counter() - start
         evaluated = {"greedy": None, "sampled": None}
-        for mode in evaluated if every and (ppo.iteration % every == 0 or ppo.iteration == config.iterations) else ():
-            evaluated[mode] = ppo.evaluate(deterministic=mode == "greedy", seed=evaluation_seeds.pop()).mean().item()
-            if enough is not None and evaluated[mode] >= enough and mode not in first: first[mode] = row["steps"], seconds
+        if every and (ppo.iteration % every == 0 or ppo.iteration == config.iterations):
+            for mode in evaluated:
+                mean = ppo.evaluate(deterministic=mode == "greedy", seed=seeds.pop()).mean().item()
+                if enough is not None and mean >= enough: first.setdefault(mode, (row["steps"], seconds))
+                evaluated[mode] = mean
         curve.append([config.seed, *(row[c] for c in CURVE), seconds, *evaluated.values()])
     final = ppo.scores()
     reached = [x for mode in ("greedy", "sampled") for x in first.get(mode, (None, None))]
     return [config.seed, *(final[c] for c in FINAL), row["steps"], seconds, row["steps"] / seconds, *reached], curve
 
 
-def tidy(value): return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
-
-
 def train(config, options, first, seeds, jobs, every, final, name, out):
-    try: work = [(config(seed=seed, **options), 0 if final else every) for seed in range(first, first + seeds)]
-    except ValueError as e: sys.exit(f"control_seeds.py: {e}")
-    out.mkdir(parents=True, exist_ok=True)
-    finals, curves = [], []
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for last, curve in pool.map(run, work):
-            finals.append(last); curves += curve
-            s = dict(zip(("seed", *FINAL, *SPEED), last))
-            print(f"seed {s['seed']}: greedy {s['eval_return_mean']:.1f}, sampled {s['eval_sampled_return_mean']:.1f}, {'solved' if s['solved'] else 'NOT solved'}, {s['train_seconds']:.2f} s; "
-                  f"first sampled crossing after {s['first_sampled_steps']} steps", flush=True)
-    files = [("seeds", ("seed", *FINAL, *SPEED), finals)] + [("curves", ("seed", *CURVE, "train_seconds", "greedy", "sampled"), curves)] * (not final)
-    for kind, header, rows in files:
-        with open(out / f"{name}_{kind}.csv", "w", newline="", encoding="utf-8") as f:
-            csv.writer(f, lineterminator="\n").writerows([header, *([tidy(x) for x in row] for row in rows)])
-        print(out / f"{name}_{kind}.csv")
+    try:
+        work = [(config(seed=seed, **options), 0 if final else every) for seed in range(first, first + seeds)]
+    except ValueError as e:
+        sys.exit(f"control_seeds.py: {e}")
+    done = sorted(side_by_side(run, work, jobs, lambda job: 3.0))
+    def table(rows): return [[text(x) for x in row] for row in rows]
+    write(out / f"{name}_seeds.csv", ("seed", *FINAL, *SPEED), table(last for last, _ in done))
+    if not final:
+        write(out / f"{name}_curves.csv", ("seed", *CURVE, "train_seconds", "greedy", "sampled"),
+              table(row for _, curve in done for row in curve))
 
 
 def command(app, task, config):
     @app.command(name=task)
     @options_of(config, without=("env", "seed") if task != "train" else ("seed",))
-    def run_all(*, first: int = 0, seeds: int = 20, jobs: int = 1, every: int = 2, final: bool = False, name: str = task, out: Path = OUT, **options):
+    def run_all(*, first: int = 0, seeds: int = 20, jobs: int = 1, every: int = 2, final: bool = False,
+                name: str = task, out: Path = OUT, **options):
         """Train with many seeds.
 
         Parameters

@@ -1,24 +1,27 @@
-"""What each choice in the recipe for Pendulum is worth: each variant with seeds 0 to 19, evaluated greedily and sampled, on one thread.
+"""What each choice in the recipe for Pendulum is worth: each variant with seeds 0 to 19, evaluated greedily and
+sampled, on one thread.
 
     python benchmarks/pendulum_study.py
     python benchmarks/pendulum_study.py --seeds 2 --variants baseline "truncation as termination"
 
-Writes pendulum_study.csv (variant, seed, greedy, sampled: mean return over 100 fresh episodes), pendulum_study_curves.csv (training return and
-the policy's standard deviation after every second iteration) and pendulum_study_values.csv (V against the discounted return that was really
-earned, by a policy that is not cut off). What stands in pendulum_study.csv already is not run again; --fresh starts over. Everything comes out the same again on the same
-machine; on another one float32 may round otherwise, and the numbers differ while their message does not.
+Writes pendulum_study.csv (variant, seed, greedy, sampled: mean return over 100 fresh episodes),
+pendulum_study_curves.csv (training return and the policy's standard deviation after every second iteration) and
+pendulum_study_values.csv (V against the discounted return that was really earned, by a policy that is not cut
+off). What stands in pendulum_study.csv already is not run again; --fresh starts over. Everything comes out the
+same again on the same machine; another one may round float32 differently.
 """
 import argparse
-import csv
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-SHIFT = 8.0                 # added to each reward: upright earns about 8 a step, hanging about -2
-VARIANTS = {                # name -> options of PendulumConfig, with all environments started together; what no option can do is done in `trained`
+from jobs import read, side_by_side, text, write
+
+SHIFT = 8.0  # added to each reward: upright earns about 8 a step, hanging about -2
+# name -> options of PendulumConfig, with all environments started together; what no option can do is in `trained`
+VARIANTS = {
     "baseline": {},
     "truncation as termination": dict(truncation="terminate"),
     "gamma .99": dict(gamma=0.99),
@@ -34,7 +37,9 @@ VARIANTS = {                # name -> options of PendulumConfig, with all enviro
     "the old program": None,
     "the old program, 200,000 steps": None,
 }
-FILES = dict(study=("variant", "seed", "greedy", "sampled"), curves=("variant", "seed", "steps", "return_mean", "std"),
+OUT = Path(__file__).resolve().parent.parent / "nbs" / "control" / "results"
+FILES = dict(study=("variant", "seed", "greedy", "sampled"),
+             curves=("variant", "seed", "steps", "return_mean", "std"),
              values=("variant", "seed", "where", "steps", "expected", "earned"))
 
 
@@ -43,9 +48,10 @@ def trained(config, shift=0.0, fixed_std=False):
     from rlhf_notes.control.ppo import PPO, Scaling
 
     class Shifted(Scaling):
-        def __call__(self, rollout): return super().__call__(replace(rollout, rewards=rollout.rewards + shift))
+        def __call__(self, rollout):
+            return super().__call__(replace(rollout, rewards=rollout.rewards + shift))
 
-    ppo, curve = PPO.from_config(config), []
+    ppo, curve = PPO(**vars(config)), []
     if shift: ppo.scaling = Shifted(config, 3)
     if fixed_std: ppo.agent.head.log_std.requires_grad_(False)
     for _ in range(config.iterations):
@@ -55,9 +61,10 @@ def trained(config, shift=0.0, fixed_std=False):
 
 
 def old_program(seed, steps=50_000, bootstrap=False):
-    """A program for Pendulum as it stands in many tutorials: a ReLU trunk that policy and value share, mean 2 tanh(.), standard deviation 1, ten
-    full-batch steps of Adam (1e-3) after every ten episodes, gamma 0.99, lambda 0.95, advantages as they are. It keeps one flag `done`, so the
-    end of the 200 steps is an end. Ten episodes of one policy are here one episode of each of ten environments side by side."""
+    """A program for Pendulum as it stands in many tutorials: a ReLU trunk that policy and value share, mean
+    2 tanh(.), standard deviation 1, ten full-batch steps of Adam (1e-3) after every ten episodes, gamma 0.99,
+    lambda 0.95, advantages as they are. It keeps one flag `done`, so the end of the 200 steps is an end. Ten
+    episodes of one policy are here one episode of each of ten environments side by side."""
     import torch
     from torch import nn
     from rlhf_notes.control.ppo import episode_returns, seeds
@@ -69,7 +76,8 @@ def old_program(seed, steps=50_000, bootstrap=False):
     env_seed, agent_seed, greedy_seed, sampled_seed = seeds(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(agent_seed)
-        trunk, mean, value = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, 1), nn.Linear(64, 1)
+        trunk = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        mean, value = nn.Linear(64, 1), nn.Linear(64, 1)
     adam = torch.optim.Adam([p for net in (trunk, mean, value) for p in net.parameters()], lr=1e-3)
     rng, envs, curve = np.random.default_rng(agent_seed), make_envs("Pendulum-v1", 10), []
 
@@ -79,98 +87,97 @@ def old_program(seed, steps=50_000, bootstrap=False):
         return mu if rng is None else mu + rng.standard_normal(mu.shape, dtype=np.float32)
 
     for update in range(steps // 2000):
-        obs, after, actions, rewards = np.empty((200, 10, 3), np.float32), np.empty((200, 10, 3), np.float32), np.empty((200, 10, 1), np.float32), np.empty((200, 10), np.float32)
+        obs, after = np.empty((2, 200, 10, 3), np.float32)
+        actions, rewards = np.empty((200, 10, 1), np.float32), np.empty((200, 10), np.float32)
         now, _ = envs.reset(seed=env_seed if update == 0 else None)
         for t in range(200):
-            obs[t] = float32(now); actions[t] = act(obs[t], rng)
-            now, rewards[t], _, _, _ = envs.step(np.clip(actions[t], -2, 2)); after[t] = float32(now)
+            obs[t] = float32(now)
+            actions[t] = act(obs[t], rng)
+            now, rewards[t], _, _, _ = envs.step(np.clip(actions[t], -2, 2))
+            after[t] = float32(now)
         obs, after, actions, rewards = map(torch.from_numpy, (obs, after, actions, rewards))
-        done = torch.zeros(200, 10, dtype=torch.bool); done[-1] = True
+        done = torch.zeros(200, 10, dtype=torch.bool)
+        done[-1] = True
         one = torch.ones(200, 10, 1)
         with torch.no_grad():
             old = gaussian_log_prob(actions, 2 * torch.tanh(mean(trunk(obs))), one)
-            advantages, returns = gae(rewards, value(trunk(obs))[..., 0], value(trunk(after))[..., 0], done & (not bootstrap), done, 0.99, 0.95)
+            V, V_after = value(trunk(obs))[..., 0], value(trunk(after))[..., 0]
+            advantages, returns = gae(rewards, V, V_after, done & (not bootstrap), done, 0.99, 0.95)
         for _ in range(10):
             h = trunk(obs)
             ratio = (gaussian_log_prob(actions, 2 * torch.tanh(mean(h)), one) - old).exp()
-            loss = -clipped_surrogate(ratio, advantages).mean() + 0.5 * (value(h)[..., 0] - returns).square().mean()
-            adam.zero_grad(); loss.backward(); adam.step()
+            error = value(h)[..., 0] - returns
+            loss = -clipped_surrogate(ratio, advantages).mean() + 0.5 * error.square().mean()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
         curve.append((2000 * (update + 1), rewards.sum(0).mean().item(), 1.0))
     envs.close()
-    greedy, noise = episode_returns(act, greedy_seed, env_id="Pendulum-v1"), np.random.default_rng((sampled_seed, 1))          # not the environments' own stream
-    sampled = episode_returns(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env_id="Pendulum-v1")
+    greedy = episode_returns(act, greedy_seed, env="Pendulum-v1")
+    noise = np.random.default_rng((sampled_seed, 1))  # not the environments' own stream
+    sampled = episode_returns(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env="Pendulum-v1")
     return greedy.mean().item(), sampled.mean().item(), curve
 
 
 def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
-    "V along episodes that nobody cuts off, and what the sampled policy earned from there on, discounted, in the units of the environment: rows (where, steps, expected, earned)."
+    """V along episodes that nobody cuts off, and what the sampled policy earned from there on, discounted, in the
+    units of the environment: rows (where, steps, expected, earned)."""
     import gymnasium as gym
     import torch
     from rlhf_notes.control.ppo import seeds
     from rlhf_notes.control.rollout import Collector
     c, seed = ppo.config, seeds(ppo.config.seed)[3]
     envs = gym.vector.SyncVectorEnv([lambda: gym.make(c.env, max_episode_steps=10 ** 6)] * num_envs)
-    rollout, _ = Collector(envs, seed).collect(ppo.policy(np.random.default_rng((seed, 1))), steps + more, ppo.agent.head.for_env)
+    policy = ppo.policy(np.random.default_rng((seed, 1)))
+    rollout, _ = Collector(envs, seed).collect(policy, steps + more, ppo.agent.head.for_env)
     with torch.no_grad(): expected = (ppo.agent.value(rollout.obs) / c.reward_scale).double()
     earned, after = torch.zeros_like(expected), 0.0
-    for t in reversed(range(steps + more)): after = earned[t] = rollout.rewards[t].double() + shift + c.gamma * after
-    up = (rollout.obs[..., 0] > np.cos(0.2)) & (rollout.obs[..., 2].abs() < 0.5)             # within 0.2 rad of upright and all but at rest
+    for t in reversed(range(steps + more)):
+        after = earned[t] = rollout.rewards[t].double() + shift + c.gamma * after
+    # within 0.2 rad of upright and all but at rest
+    up = (rollout.obs[..., 0] > np.cos(0.2)) & (rollout.obs[..., 2].abs() < 0.5)
     up, expected, earned = up[:steps], expected[:steps], earned[:steps]
     envs.close()
-    return [(name, int(where.sum()), expected[where].mean().item(), earned[where].mean().item()) for name, where in (("upright", up), ("elsewhere", ~up)) if where.any()]
+    return [(name, int(where.sum()), expected[where].mean().item(), earned[where].mean().item())
+            for name, where in (("upright", up), ("elsewhere", ~up)) if where.any()]
 
 
-def run(job):
+def run(variant, seed):
+    "The rows of one training for each of `FILES`, without variant and seed."
     import torch
     from rlhf_notes.control.config import PendulumConfig
     torch.set_num_threads(1)
-    variant, seed = job
     if VARIANTS[variant] is None:
         greedy, sampled, curve = old_program(seed, 200_000 if "200,000" in variant else 50_000)
-        return greedy, sampled, curve, []
+        return variant, seed, dict(study=[(greedy, sampled)], curves=curve[1::2], values=[])
     shift = SHIFT if "reward +" in variant else 0.0
-    ppo, curve = trained(PendulumConfig(seed=seed, stagger=False, **VARIANTS[variant]), shift, variant == "fixed std 1")
+    config = PendulumConfig(seed=seed, stagger=False, **VARIANTS[variant])
+    ppo, curve = trained(config, shift, variant == "fixed std 1")
     s = ppo.scores()
-    return s["eval_return_mean"], s["eval_sampled_return_mean"], curve, value_check(ppo, shift)
-
-
-def tidy(value):
-    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else value
+    scores = s["eval_return_mean"], s["eval_sampled_return_mean"]
+    return variant, seed, dict(study=[scores], curves=curve[1::2], values=value_check(ppo, shift))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="how many, from 0 on")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME", help="some of: " + "; ".join(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME",
+                        help="some of: " + "; ".join(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side")
     parser.add_argument("--fresh", action="store_true", help="forget what is there already")
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "nbs" / "control" / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     paths = {name: args.out / f"pendulum_{'study_' * (name != 'study')}{name}.csv" for name in FILES}
-    tables = {name: [] for name in FILES}
-    for name, path in paths.items():
-        if path.exists() and not args.fresh:
-            with open(path, newline="") as f: tables[name] = [tuple(row.values()) for row in csv.DictReader(f)]
-    there = {row[:2] for row in tables["study"]}
-    for name in tables: tables[name] = [row for row in tables[name] if row[:2] in there]         # of a job that was cut off while it wrote, nothing counts
-    jobs = [(variant, seed) for seed, variant in product(range(args.seeds), args.variants) if (variant, str(seed)) not in there]
-    order = {v: i for i, v in enumerate(VARIANTS)}
-
-    def save(name):
-        rows = sorted(tables[name], key=lambda r: (order.get(r[0], 99), int(r[1])))
-        tmp = paths[name].with_suffix(".tmp")
-        with open(tmp, "w", newline="") as f: csv.writer(f, lineterminator="\n").writerows([FILES[name], *rows])
-        tmp.replace(paths[name])
-
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for (variant, seed), (greedy, sampled, curve, values) in zip(jobs, pool.map(run, jobs)):
-            head = (variant, str(seed))
-            tables["curves"] += [(*head, *map(tidy, row)) for row in curve[1::2]]
-            tables["values"] += [(*head, *map(tidy, row)) for row in values]
-            tables["study"].append((*head, tidy(greedy), tidy(sampled)))
-            for name in ("curves", "values", "study"): save(name)
-            print(f"{variant}, seed {seed}: greedy {greedy:.1f}, sampled {sampled:.1f}", flush=True)
+    tables = {name: [] if args.fresh else read(path, FILES[name]) for name, path in paths.items()}
+    there = {tuple(row[:2]) for row in tables["study"]}
+    for name in tables: tables[name] = [row for row in tables[name] if tuple(row[:2]) in there]  # no job cut off halfway
+    todo = [(variant, seed) for seed, variant in product(range(args.seeds), args.variants)
+            if (variant, str(seed)) not in there]
+    order = list(VARIANTS)
+    for variant, seed, rows in side_by_side(run, todo, args.jobs, lambda job: 8.0):
+        for name in ("curves", "values", "study"):
+            tables[name] += [[variant, str(seed), *map(text, row)] for row in rows[name]]
+            write(paths[name], FILES[name], sorted(tables[name], key=lambda r: (order.index(r[0]), int(r[1]))))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from notebooks import settings
 
 cfg = settings()
 project, author, copyright, release = cfg["title"], cfg["author"], cfg["copyright"], cfg["version"]
-extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode", "site_folds", "site_search"]
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode", "site_figures", "site_folds", "site_search"]
 nitpicky = True                         # a reference that leads nowhere is a warning, and a warning fails the build
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"      # outputs may hold formulas and links too

@@ -176,6 +176,15 @@ def test_next_follows_the_path_that_was_taken(tab):
     assert page.inner_text(".next-page .title") == "The KL divergence"
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_panels_stand_above_each_other_on_a_phone(tab, width):
+    page = tab(WIDTHS[width]).open(SITE / "formulas" / "surrogate.html").page
+    parts = page.locator(".panels").first.locator("img")
+    lefts = parts.evaluate_all("all => all.map(e => e.checkVisibility() && Math.round(e.getBoundingClientRect().left))")
+    assert lefts == [False, False] if width == "desktop" else lefts[0] and lefts == [lefts[0]] * 2
+    assert page.locator("img.side-by-side").first.is_visible() == (width == "desktop")
+
+
 FAULTS = {
     "console": "<script>console.error('planted')</script>",
     "error": "<script>null.planted</script>",

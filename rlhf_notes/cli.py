@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from . import __version__
-from .studies.trainings import (TASKS, many_seeds, new_training, old_training, own_reward,
+from .studies.trainings import (TASKS, many_seeds, new_training, old_training,
                                           versions)
 from .training.signals import Lenient, handle_signals
 
@@ -155,15 +155,15 @@ def training(task: str, # A name in TASKS
             raise UsageError("--resume must stand alone: the options come from config.json")
         if seeds is not None and (prompts or reward):
             raise UsageError("--seeds cannot go with a reward of your own")
-        begin = partial(new_training, task, options)
-        if prompts or reward:
-            begin = partial(own_reward, options, prompts, reward)
+        own = {k: str(x) for k, x in dict(prompts=prompts, reward=reward).items() if x}
+        begin = partial(new_training, **own)
         if seeds is not None:
-            begin = partial(many_seeds, task, options, seeds)
-        from rlhf_notes.training.runs import check_tracker
+            begin = partial(many_seeds, count=seeds)
         with usage_errors():
-            check_tracker(track)
-            train = old_training(task, resume) if resume else begin(out, overwrite, track)
+            if resume:
+                train = old_training(task, resume)
+            else:
+                train = begin(task, options, out, overwrite, track)
         return train()
 
 for task in TASKS:

@@ -358,7 +358,7 @@ def test_compare_writes_a_row_for_each_race(capsys, monkeypatch):
         batch = 512
         def iterate(self): time.sleep(0.001)
         def policy(self, rng=None): return lambda obs: np.zeros(len(obs), int)
-    monkeypatch.setattr(benchmark, "contenders", lambda task: [benchmark.Contender(name, name, lambda seed: Still(), 1024, False) for name in ("ours", "other")])
+    monkeypatch.setattr(benchmark, "contenders", lambda task: [benchmark.Contender(name, lambda seed: Still(), 1024, False) for name in ("ours", "other")])
     assert cli.main(["compare", "--seed", "3", "--seeds", "2"]) == 0
     out, err = capsys.readouterr()
     with open("runs/compare-cartpole/compare.csv", newline="") as f: rows = list(csv.DictReader(f))

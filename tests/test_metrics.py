@@ -30,7 +30,7 @@ def logged(tmp_path_factory):
     "What trainings write, by their files: {(file, column)}."
     tmp, found = tmp_path_factory.mktemp("runs"), set()
     for config in (PPOConfig(steps=64, num_envs=4, num_steps=16, epochs=1, minibatches=1), PendulumConfig(steps=64, num_envs=4, num_steps=16, epochs=1, minibatches=1)):
-        ppo, run = PPO.from_config(config), Run.create(tmp / type(config).__name__, dict(task="control") | asdict(config))
+        ppo, run = PPO(**vars(config)), Run.create(tmp / type(config).__name__, dict(task="control") | asdict(config))
         run.log(ppo.iterate(), 64); run.finish({})
         found |= {("control", c) for c in header(run.path / "metrics.csv")}
     config = RLHFConfig(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4, norm_samples=8, batch=8, minibatches=2, iterations=1, eval_answers=4)

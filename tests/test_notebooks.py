@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a kernel of its own, as in JupyterLab, within a time limit of its own."""
+"""Every notebook runs from top to bottom in a kernel of its own, as in JupyterLab, within a time limit, and changes no file of the repository."""
 import os
 import signal
 import subprocess
@@ -13,8 +13,15 @@ SLOWEST_FIRST = ["19_ppo", "08_advantage", "06_kl"]
 PATHS = sorted(notebooks.notebooks(), key=lambda p: SLOWEST_FIRST.index(p.stem) if p.stem in SLOWEST_FIRST else len(SLOWEST_FIRST))
 
 
+def changes():
+    "What git would commit."
+    told = subprocess.run(["git", "status", "--porcelain", "--untracked-files=all"], cwd=notebooks.ROOT, capture_output=True, text=True)
+    return set(told.stdout.splitlines())
+
+
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 def test_runs(path):
+    before = changes()
     command = [sys.executable, str(notebooks.ROOT / "tools" / "notebooks.py"), "run", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})
@@ -26,3 +33,4 @@ def test_runs(path):
         pytest.fail(f"{path.name} ran longer than {LIMIT_S} s", pytrace=False)
     if process.returncode:
         pytest.fail(f"{path.name} failed:\n{printed[-4000:]}", pytrace=False)
+    assert not changes() - before, f"{path.name} leaves a trace"

@@ -15,6 +15,7 @@ from filelock import FileLock
 
 import notebooks
 import site_api
+import site_figures
 import site_folds
 import site_links
 import site_pages
@@ -121,7 +122,7 @@ def test_pages_load_nothing_from_elsewhere(built, pages):
 def test_every_picture_has_a_text(pages):
     for name, page in pages.items():
         for tag, a in page.tags:
-            if tag == "img": assert len(a.get("alt") or "") >= 10, f"{name}: a picture without alternative text: {a.get('src', '')[:100]}"
+            if tag == "img" and a.get("aria-hidden") != "true": assert len(a.get("alt") or "") >= 10, f"{name}: a picture without alternative text: {a.get('src', '')[:100]}"
 
 
 def test_links_within_the_site_lead_somewhere(built, pages):
@@ -138,7 +139,7 @@ def test_links_within_the_site_lead_somewhere(built, pages):
 
 def test_no_page_is_heavy(built, pages):
     for name, page in pages.items():
-        own = {(built / name.parent / a["src"]).resolve() for tag, a in page.tags if tag == "img" and not a["src"].startswith("data:")}
+        own = {(built / name.parent / a["src"].partition("#")[0]).resolve() for tag, a in page.tags if tag == "img" and not a["src"].startswith("data:")}
         weight = (built / name).stat().st_size + sum(p.stat().st_size for p in own)
         assert (built / name).stat().st_size <= LIMIT, f"{name} has {(built / name).stat().st_size / 1e6:.2f} MB"
         assert weight <= 2 * LIMIT, f"{name} has {weight / 1e6:.2f} MB with its pictures"
@@ -291,3 +292,27 @@ def test_search_knows_words_and_names(built):
     search = (built / "search.html").read_text(encoding="utf-8")
     assert '"advantage": "formulas/advantage"' in search and "Three samples of three actions" in search
     assert "clipped_surrogate" in index and '"formulas/surrogate"' in index and re.search(r"\bdual\b", index)
+
+
+def drawing(*axes, unlabelled=()):
+    "An SVG of 100 by 40 points with axes from x to x; those of `unlabelled` have no numbers at their vertical ticks."
+    def group(i, left, right):
+        text = "" if i in unlabelled else f'<g id="text_{i}"></g>'
+        return (f'<g id="axes_{i}">\n<g id="patch_{i}">\n<path d="M {left} 30 \nL {right} 30 \nL {right} 5 \nz"/></g>'
+                f'<g id="ytick_1">{text}</g><g id="ytick_2">{text}</g><g id="text_title"></g></g>')
+    return '<svg viewBox="0 0 100 40">' + "".join(group(i, *a) for i, a in enumerate(axes)) + "</svg>"
+
+
+def test_figures_are_cut_between_their_axes():
+    two = (10, 40), (60, 95)
+    assert site_figures.panels(drawing(*two)) == [(0, 0, 44, 40), (44, 0, 56, 40)]
+    assert site_figures.panels(drawing(*two, (10, 95))) == [(0, 0, 100, 40)]               # one axes below both
+    assert site_figures.panels(drawing(*two, unlabelled={1})) == [(0, 0, 100, 40)]
+    assert site_figures.panels(drawing(*two, *two)) == site_figures.panels(drawing(*two))   # two rows of two
+
+
+def test_panels_are_parts_of_their_figure(built):
+    html = (built / "formulas" / "surrogate.html").read_text(encoding="utf-8")
+    for whole, parts in re.findall(r'src="([^"]*\.svg)"[^>]*><div class="panels"[^>]*>(.*?)</div>', html):
+        assert {src.partition("#")[0] for src in re.findall(r'src="([^"]*)"', parts)} == {whole}
+    assert html.count('class="panels"') >= 3

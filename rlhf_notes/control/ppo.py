@@ -10,9 +10,7 @@ __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'batch_loss', 'Batch', 'make_
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import math
 import time
-import warnings
 from collections import deque
-from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 
 import gymnasium as gym
@@ -22,7 +20,7 @@ import torch
 from ..checks import checked
 from . import plots
 from .config import PendulumConfig, PPOConfig
-from .envs import autoreset_mode, episode_limit, find_spec, make_envs, threshold
+from .envs import autoreset_mode, find_spec, make_envs, threshold
 from .policy import Agent
 from .rollout import Collector, Rollout, float32, minibatches
 from ..fast.adam import Adam
@@ -68,17 +66,6 @@ class Batch:
     def __len__(self): return len(self.logp)
     def __getitem__(self, rows): return Batch(*(getattr(self, f.name)[rows] for f in fields(self)))
 
-    def shuffled(self,
-                 parts: int, # Number of minibatches; as many as rows if those are fewer
-                 generator: torch.Generator, # Source of the shuffling, on the CPU
-                ) -> list: # Of batches
-        "A pass over the rows: gathered once, then cut into minibatches."
-        parts = min(parts, len(self))
-        rows = torch.cat(minibatches(len(self), parts, generator))
-        mixed = self[rows.to(self.logp.device)]
-        columns = (getattr(mixed, f.name).tensor_split(parts) for f in fields(self))
-        return [Batch(*part) for part in zip(*columns)]
-
 # %% ../../nbs/control/19_ppo.ipynb #make-batch
 @torch.no_grad()
 def make_batch(agent: Agent, # That collected the rollout
@@ -100,6 +87,8 @@ def make_batch(agent: Agent, # That collected the rollout
 # %% ../../nbs/control/19_ppo.ipynb #ppo
 RECENT = 20              # episodes in the running means of return and length
 CHECKPOINT_EVERY = 10.0  # seconds
+SCORES = ("eval_return_mean", "eval_return_std",
+          "eval_sampled_return_mean", "eval_sampled_return_std")
 
 class PPO:
     "Proximal policy optimization (Schulman et al. 2017, algorithm 1)."
@@ -123,17 +112,11 @@ class PPO:
         self.clock = dict(wall_seconds=0.0, steps_to_solve=None, seconds_to_solve=None)
         self._begin_episodes()
 
-    @classmethod
-    def from_config(cls, config: PPOConfig): # All options
-        "A trainer for a config."
-        return cls(**asdict(config))
-
     def _begin_episodes(self):
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
-        c = self.config
-        env_seed, seed = seeds(c.seed, self.iteration)[:2]
-        stagger = episode_limit(self.env) if c.stagger else 0
-        self.collector = Collector(self.envs, env_seed, stagger)
+        env_seed, seed = seeds(self.config.seed, self.iteration)[:2]
+        self.collector = Collector(self.envs, env_seed, self.config.stagger)
+        self.scaling.running.zero_()
         self.rng = np.random.default_rng(seed)  # of the actions
         self.generator = torch.Generator().manual_seed(seed)  # of the minibatches
 
@@ -144,14 +127,16 @@ class PPO:
         learning_rate = c.learning_rate * left ** c.lr_anneal
         clip = c.clip * left ** c.clip_anneal
 
+        if self.collector is None:
+            self._begin_episodes()
         act, for_env = self.policy(self.rng), self.agent.head.for_env
         rollout, episodes = self.collector.collect(act, c.num_steps, for_env)
         batch = make_batch(self.agent, self.scaling(rollout).to(self.device), c)
 
         logs = []
         for epoch in range(c.epochs):
-            for minibatch in batch.shuffled(c.minibatches, self.generator):
-                loss, parts = batch_loss(self.agent, minibatch, c, clip)
+            for rows in minibatches(len(batch), c.minibatches, self.generator, self.device):
+                loss, parts = batch_loss(self.agent, batch[rows], c, clip)
                 self.optimizer.zero_grad()
                 loss.backward()
                 parts["grad_norm"] = self.optimizer.clip(c.max_grad_norm)
@@ -200,12 +185,11 @@ class PPO:
 
     def _note_time(self, row, seconds):
         "Add to the clock; note when the recent episodes first reached the threshold."
-        seconds += self.clock["wall_seconds"]
-        self.clock = self.clock | dict(wall_seconds=seconds)
-        solve, full = threshold(self.env), len(self.recent) == RECENT
-        if self.clock["steps_to_solve"] or solve is None or not full: return
+        clock, solve = self.clock, threshold(self.env)
+        clock["wall_seconds"] += seconds
+        if clock["steps_to_solve"] or solve is None or len(self.recent) < RECENT: return
         if row["return_mean"] >= solve:
-            self.clock |= dict(steps_to_solve=row["steps"], seconds_to_solve=seconds)
+            clock.update(steps_to_solve=row["steps"], seconds_to_solve=clock["wall_seconds"])
 
     def policy(self, rng=None): # A NumPy generator to draw actions; None = the most probable ones
         "The policy as it is now, in NumPy, for observations as the environment gives them."
@@ -225,32 +209,22 @@ class PPO:
         return actions[0] if obs.ndim == len(shape) else actions
 
     def evaluate(self,
-                 episodes: int = 100, # Fresh ones, each played whole
+                 episodes: int = 100, # Each played whole
                  deterministic: bool = True, # The most probable actions; False = drawn
                  seed: int | None = None, # Of the episodes; None = the run's own for evaluation
-                 envs=None, # To play in; None = fresh ones by name, else copies of the training's
+                 envs=None, # To play in; None = fresh ones by name, else the training's
                 ) -> torch.Tensor: # (episodes,)
-        "Return of each of some fresh episodes."
+        "Return of each of some episodes; in the training's environments, training begins new ones."
         own = seeds(self.config.seed)[2 if deterministic else 3]
         seed = own if seed is None else seed
         # `seed` alone would give the environments' own random numbers
         policy = self.policy(None if deterministic else np.random.default_rng((seed, 1)))
         choose = lambda obs: self.agent.head.for_env(policy(obs))
-        envs = envs or self._copied_envs()
-        played = episode_returns(choose, seed, episodes, self.env, envs, self.config.env_kwargs)
-        if envs is self.envs:
-            self._begin_episodes()
-        return played
-
-    def _copied_envs(self):
-        "To evaluate in: copies of the training's, unless a name makes fresh ones."
-        if isinstance(self.env, str): return None
-        try:
-            return deepcopy(self.envs)
-        except Exception as e:
-            warnings.warn("evaluated in the environments of the training, which begin new "
-                          f"episodes, for they cannot be copied: {e}", stacklevel=3)
-            return self.envs
+        if envs is None and isinstance(self.env, str):
+            envs = make_envs(self.env, episodes, env_kwargs=self.config.env_kwargs)
+        elif envs in (None, self.envs):
+            envs, self.collector = self.envs, None
+        return episode_returns(choose, seed, episodes, envs)
 
     def scores(self) -> dict: # For the summary
         "Mean and standard deviation of the return, greedy and sampled; solved if both are."
@@ -264,7 +238,7 @@ class PPO:
         return scores | dict(eval_episodes=len(greedy), solved=solved)
 
     def film(self,
-             path, # The file to write, an animated GIF
+             path, # The file to write, .gif or .mp4
              seed: int = 0, # Of the episode
              deterministic: bool = True, # The most probable actions; False = drawn
             ): # The path
@@ -272,26 +246,28 @@ class PPO:
         return plots.film(self.env, lambda obs: self.predict(obs, deterministic), path, seed,
                           env_kwargs=self.config.env_kwargs)
 
-    LEARNED, COUNTED = ("agent", "optimizer", "scaling"), ("iteration", "episodes", "clock")
+    def _learned(self):
+        return dict(agent=self.agent, optimizer=self.optimizer,
+                    obs=self.scaling.seen, rewards=self.scaling.earned)
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "Everything a training continues from, but the episodes: those begin anew."
-        return dict({name: getattr(self, name).state_dict() for name in self.LEARNED},
-                    **{name: getattr(self, name) for name in self.COUNTED},
-                    recent=[list(episode) for episode in self.recent])
+        learned = {name: x.state_dict() for name, x in self._learned().items()}
+        return learned | dict(iteration=self.iteration, episodes=self.episodes,
+                              recent=[*self.recent], clock=dict(self.clock))
 
     def load_state_dict(self, state: dict): # From `state_dict` of a PPO with the same config
         "Continue from a checkpoint, with new episodes."
-        for name in self.LEARNED:
-            getattr(self, name).load_state_dict(state[name])
-        for name in self.COUNTED:
-            setattr(self, name, state[name])
-        self.recent.extend(tuple(episode) for episode in state["recent"])
+        for name, x in self._learned().items():
+            x.load_state_dict(state[name])
+        self.iteration, self.episodes = state["iteration"], state["episodes"]
+        self.recent.extend(state["recent"])
+        self.clock.update(state["clock"])
         self._begin_episodes()
 
     def save(self, path): # The file to write
         "Save config, networks and optimizer."
-        saved = dict(config=asdict(self.config), state=self.state_dict())
+        saved = dict(config=vars(self.config), state=self.state_dict())
         write_atomically(path, lambda file: torch.save(saved, file))
 
     @classmethod
@@ -319,10 +295,11 @@ def health(agent: Agent, # After the update
            clip: float, # As in the loss
           ) -> dict: # Name -> number
     "Entropy, distance from the old policy, share of clipped steps, and fit of the old values."
-    logp, entropy = agent.logp_entropy(batch.obs, batch.actions)
-    stats = ppo_stats(logp, batch.logp, _loss_advantage(batch, config), eps_low=clip)
-    return dict(entropy=masked_mean(entropy).item(), kl_k3=stats["approx_kl"].item(),
-                clip_fraction=stats["clip_fraction"].item(),
+    out = agent.policy(batch.obs)
+    logp, advantage = agent.head.logp(out, batch.actions), _loss_advantage(batch, config)
+    stats = ppo_stats(logp, batch.logp, advantage, eps_low=clip)
+    return dict(entropy=masked_mean(agent.head.entropy(out)).item(),
+                kl_k3=stats["approx_kl"].item(), clip_fraction=stats["clip_fraction"].item(),
                 explained_variance=explained_variance(batch.values, batch.returns).item())
 
 # %% ../../nbs/control/19_ppo.ipynb #scaling
@@ -361,34 +338,22 @@ class Scaling:
             rewards = (rewards * scale).clamp(-self.LIMIT, self.LIMIT)
         return replace(rollout, obs=obs, next_obs=next_obs, rewards=rewards)
 
-    def state_dict(self) -> dict: # For a checkpoint
-        "Both moments."
-        return dict(seen=self.seen.state_dict(), earned=self.earned.state_dict())
-
-    def load_state_dict(self, state: dict): # From `state_dict`
-        "Continue from a checkpoint, with new episodes."
-        self.seen.load_state_dict(state["seen"])
-        self.earned.load_state_dict(state["earned"])
-        self.running = torch.zeros_like(self.running)
-
 # %% ../../nbs/control/19_ppo.ipynb #evaluate
 @checked(episodes="int [1, inf)")
 def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the environments
                     seed: int, # Of the environments
                     episodes: int = 100, # Each played from start to end
-                    env_id="CartPole-v1", # A name, or as for `make_envs`
-                    envs=None, # To play in; None = fresh ones, an episode in each
-                    env_kwargs: dict | None = None, # Arguments of fresh ones
+                    env="CartPole-v1", # As for `make_envs`, an episode in each; or such a result
                     longest: int = 10_000, # Steps, where the environment has no limit of its own
                    ) -> torch.Tensor: # (episodes,), in the order in which they ended
     "Return of whole episodes."
-    own = envs or make_envs(env_id, episodes, env_kwargs=env_kwargs)
-    N, limit = own.num_envs, find_spec(env_id).max_episode_steps or longest
+    envs = env if isinstance(env, gym.vector.VectorEnv) else make_envs(env, episodes)
+    N, limit = envs.num_envs, envs.spec.max_episode_steps or longest
     left = (episodes + np.arange(N)) // N  # for each its share: the first to end are the short ones
     total, length, resetting, returns = np.zeros(N), np.zeros(N, int), np.zeros(N, bool), []
-    obs, _ = own.reset(seed=seed)
+    obs, _ = envs.reset(seed=seed)
     while left.any():
-        obs, reward, terminated, truncated, _ = own.step(choose(float32(obs)))
+        obs, reward, terminated, truncated, _ = envs.step(choose(float32(obs)))
         total += np.where(resetting, 0, reward)
         length += ~resetting
         done = terminated | truncated
@@ -396,23 +361,16 @@ def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the
         returns.extend(total[over & (left > 0)])
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
-        resetting = done & (autoreset_mode(own) == "NextStep")
-    if envs is None:
-        own.close()
+        resetting = done & (autoreset_mode(envs) == "NextStep")
     return torch.tensor(returns)
-
-
-# %% ../../nbs/control/19_ppo.ipynb #scores
-SCORES = ("eval_return_mean", "eval_return_std",
-          "eval_sampled_return_mean", "eval_sampled_return_std")
 
 # %% ../../nbs/control/19_ppo.ipynb #train
 def _start(config, run):
     "A trainer at its beginning, or where its run stopped."
-    ppo = PPO.from_config(config)
+    ppo = PPO(**vars(config))
     if run is None or run.checkpoint is None: return ppo
     ppo.load_state_dict(run.checkpoint["ppo"])
-    ppo.rows = run.read_metrics()
+    ppo.rows = list(run.rows)
     return ppo
 
 def train(config: PPOConfig, # All options

@@ -51,21 +51,21 @@ def float32(obs, # (N, *observation), any dtype and order in memory
 # %% ../../nbs/control/16_rollout.ipynb #collector
 class Collector:
     "Plays vectorized environments, one rollout after another, and counts the episodes."
-    @checked(stagger="int [0, inf)")
     def __init__(self,
                  envs: gym.vector.VectorEnv, # N environments that reset themselves
                  seed: int, # Of the environments
-                 stagger: int = 0, # Steps over which the first episodes are cut; 0 = no cuts
+                 stagger: bool = False, # Spread the cuts of the first episodes over the time limit
                 ):
-        if stagger and type(envs) not in (SyncVectorEnv, AsyncVectorEnv):
-            raise ValueError("stagger must be left off where environments cannot be reset one by "
-                             f"one (with sync or async they can), got {type(envs).__name__}")
-        N = envs.num_envs
+        N, limit = envs.num_envs, getattr(envs.spec, "max_episode_steps", None)
+        if stagger and (limit is None or type(envs) not in (SyncVectorEnv, AsyncVectorEnv)):
+            raise ValueError("stagger must be left off without a time limit, or where environments "
+                             "cannot be reset one by one (with sync or async they can), "
+                             f"got {type(envs).__name__} with max_episode_steps {limit}")
         self.envs, self.mode = envs, autoreset_mode(envs)
         self.obs = float32(envs.reset(seed=seed)[0])
         self.resetting = np.zeros(N, bool)  # in NextStep mode: the coming step only resets
         self.episode_return, self.episode_length = np.zeros(N), np.zeros(N, int)
-        self.until_cut = stagger * np.arange(1, N + 1) // N
+        self.until_cut = (limit if stagger else 0) * np.arange(1, N + 1) // N
 
     def collect(self,
                 act, # act(obs (N, observation) array) -> actions, (N,) or (N, action) array
@@ -119,10 +119,10 @@ class Collector:
 # %% ../../nbs/control/16_rollout.ipynb #minibatches
 @checked(size="int [1, inf)", parts="int [1, inf)")
 def minibatches(size: int, # Number of rows
-                parts: int, # Number of minibatches, at most `size`
-                generator: torch.Generator | None = None, # Source of the shuffling
-               ) -> tuple: # `parts` tensors of row numbers, as equal in length as can be
+                parts: int, # Number of minibatches; as many as rows if those are fewer
+                generator: torch.Generator | None = None, # Source of the shuffling, on the CPU
+                device="cpu", # Of the result
+               ) -> tuple: # Of tensors of row numbers, as equal in length as can be
     "A fresh permutation of the rows, cut into parts: each row is in exactly one of them."
-    if parts > size: raise ValueError(f"parts must be in [1, {size}], got {parts}")
-    device = generator.device if generator is not None else None
-    return torch.randperm(size, generator=generator, device=device).tensor_split(parts)
+    rows = torch.randperm(size, generator=generator).to(device)
+    return rows.tensor_split(min(parts, size))

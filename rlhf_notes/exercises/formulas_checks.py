@@ -9,8 +9,8 @@ import torch
 
 from .engine import LEAK, exercise
 from .given import (
-    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, mean_of_all, normal, over_rows,
-    pessimistic, row_means, steps, total, variance, vec)
+    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, mean_of_all, normal, optimistic,
+    over_rows, pessimistic, row_means, steps, total, unclipped, variance, vec)
 from ..formulas import (
     advantage, grpo, kl, logprob, masking, ratio, reward, surrogate, value, whitening)
 
@@ -24,8 +24,6 @@ exercise("masked_mean", "01_masking", masking.masked_mean,
     edges=[(vec([2., 4.]), flags("00")), (vec([1., NAN, 4.]), vec([True, False, True])),
            (vec([1., NAN]), vec([True, True]))],
     wrt=("x",),
-    no_gradient=(lambda x, m: mean(x, m).detach(),
-        "The value is right, but there is no gradient: a loss needs one."),
     divides_by_all=(lambda x, m: keep(x, m).mean(),
         "The mean counts padding: you divide by the number of all elements."),
     no_mask=(lambda x, m: x.nan_to_num().mean(),
@@ -56,8 +54,7 @@ exercise("masked_var", "01_masking", masking.masked_var,
     std=(lambda x, m: x[m].std(unbiased=False),
         "That is the standard deviation; the variance is its square."),
     cancels=(lambda x, m: (mean(x ** 2, m) - mean(x, m) ** 2),
-        "Right, but E[x^2] - E[x]^2 loses its digits when the mean is large. Center first."),
-    leak=(lambda x, m: (((x - mean(x, m)) * m) ** 2).sum() / m.sum(), LEAK))
+        "Right, but E[x^2] - E[x]^2 loses its digits when the mean is large. Center first."))
 
 exercise("mean_of_answers", "01_masking",
     lambda x, m: masking.aggregate_loss(x, m, "seq-mean-token-mean"),
@@ -70,8 +67,6 @@ exercise("mean_of_answers", "01_masking",
            (vec([1., NAN], [5., 7.]), flags("10", "11")),
            (vec([1., NAN], [5., 7.]), flags("11", "11"))],
     wrt=("loss",),
-    no_gradient=(lambda x, m: over_rows(row_means(x, m), m).detach(),
-        "The value is right, but there is no gradient: a loss needs one."),
     token_mean=(mean, "That is the mean over all tokens: long responses weigh more."),
     padded_length=(lambda x, m: keep(x, m).mean(1).mean(),
         "You divide each response by the padded length T, not by its own: padding counts."),
@@ -80,8 +75,7 @@ exercise("mean_of_answers", "01_masking",
     empty_is_zero=(lambda x, m: row_means(x, m).mean(),
         "Right, but a response without tokens counts as 0. Leave it out."),
     zero_by_zero=(lambda x, m: (keep(x, m).sum(1) / m.sum(1)).mean(),
-        "Right, but a response without tokens is 0 / 0, and makes everything NaN."),
-    leak=(lambda x, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).sum() / (m.sum(1) > 0).sum(), LEAK))
+        "Right, but a response without tokens is 0 / 0, and makes everything NaN."))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #exercise-checks
 def _pick(x, i): return x.gather(-1, i.unsqueeze(-1)).squeeze(-1)
@@ -94,8 +88,6 @@ exercise("token_logprob", "02_logprob", logprob.selective_log_softmax,
             (normal(2, 3, 5, seed=3, scale=2), vec([0, 1, 4], [2, 2, 3]), 0.7)],
     edges=[(vec([[0., 200.]]), vec([0]), 1.0), (vec([[0., 200.]]), vec([1]), 1.0)],
     wrt=("logits",),
-    no_gradient=(lambda z, i, T: _pick((z / T).log_softmax(-1), i).detach(),
-        "The value is right, but there is no gradient: it is the logits that are trained."),
     probability=(lambda z, i, T: _pick((z / T).softmax(-1), i),
         "That is the probability; its logarithm is asked for."),
     unnormalised=(lambda z, i, T: _pick(z / T, i),
@@ -106,8 +98,6 @@ exercise("token_logprob", "02_logprob", logprob.selective_log_softmax,
         "The temperature divides the logits, before they are normalised."),
     wrong_dim=(lambda z, i, T: _pick((z / T).log_softmax(-2), i),
         "You normalise over the positions, not over the vocabulary: the last dimension."),
-    sign=(lambda z, i, T: -_pick((z / T).log_softmax(-1), i),
-        "The sign is flipped: a log-probability is never above 0."),
     underflow=(lambda z, i, T: _pick((z / T).softmax(-1), i).log(),
         "Right, but exp(-200) is 0 in float32, and its logarithm -inf. Use log_softmax."),
     overflow=(lambda z, i, T: _pick(z / T, i) - (z / T).exp().sum(-1).log(),
@@ -121,22 +111,22 @@ exercise("entropy", "02_logprob", logprob.entropy_from_logits,
     inputs=[(vec([[0., 0.]]),), (vec([0., 1., 3.], [2., 0., -1.]),),
             (normal(2, 3, 5, seed=4, scale=2),)],
     edges=[(vec([[0., 1., -INF]]),)], wrt=("logits",),
-    sign=(lambda z: _plogp(z).sum(-1), "The sign is flipped: entropy is positive."),
     bits=(lambda z: -_plogp(z).sum(-1) / math.log(2),
         "That is in bits: use the natural logarithm."),
     unnormalised=(lambda z: -(z.softmax(-1) * z).sum(-1),
         "You average the logits, not the log-probabilities."),
     mean=(lambda z: -_plogp(z).mean(-1),
         "You average over the vocabulary: the probabilities are the weights already, so add up."),
-    no_gradient=(lambda z: -_plogp(z).sum(-1).detach(),
-        "The value is right, but there is no gradient: a bonus for entropy needs one."),
     nan=(lambda z: -_plogp(z).sum(-1),
         "Right, but a logit of -inf gives 0 times -inf, which is NaN."),
     nan_gradient=(lambda z: -_plogp(z).nan_to_num().sum(-1),
         "The value is right, the gradient is NaN: mask before the logarithm."))
 
 _LOG_2PI = math.log(2 * math.pi)
-def _z(mu, s, a): return (a - mu) / s
+
+def _density(mu, s, a, square=0.5, log_std=1, constant=0.5):
+    z = (a - mu) / s
+    return -square * z ** 2 - log_std * s.log() - constant * _LOG_2PI
 
 exercise("gaussian_logprob", "02_logprob", lambda mu, s, a: logprob.gaussian_log_prob(a, mu, s),
     "f(mean (B, A), std (B, A), action (B, A)) -> log-density of the whole action, (B,)",
@@ -145,25 +135,19 @@ exercise("gaussian_logprob", "02_logprob", lambda mu, s, a: logprob.gaussian_log
             (normal(3, 2, seed=5), normal(3, 2, seed=6).exp(), normal(3, 2, seed=7, scale=2))],
     edges=[(vec([[0., 0.]]), vec([[1., 1.]]), vec([[30., 0.]]))],
     wrt=("mean", "std"),
-    no_gradient=(
-        lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).sum(-1).detach(),
-        "The value is right, but there is no gradient: mean and std are trained."),
-    no_half=(lambda mu, s, a: (-_z(mu, s, a) ** 2 - s.log() - _LOG_2PI / 2).sum(-1),
+    no_half=(lambda *x: _density(*x, square=1).sum(-1),
         "The half of the squared deviation is missing: -z^2 / 2."),
-    no_log_std=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - _LOG_2PI / 2).sum(-1),
+    no_log_std=(lambda *x: _density(*x, log_std=0).sum(-1),
         "log std is missing: a wide density is lower everywhere."),
-    no_constant=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log()).sum(-1),
+    no_constant=(lambda *x: _density(*x, constant=0).sum(-1),
         "The constant log(2 pi) / 2 is missing, once for each dimension."),
-    sign=(lambda mu, s, a: (_z(mu, s, a) ** 2 / 2 + s.log() + _LOG_2PI / 2).sum(-1),
-        "The sign is flipped: that is the loss, minus the log-density."),
-    std_as_variance=(lambda mu, s, a: (-(a - mu) ** 2 / s / 2 - s.log() / 2 - _LOG_2PI / 2).sum(-1),
+    std_as_variance=(lambda mu, s, a: _density(mu, s.sqrt(), a).sum(-1),
         "You take std for the variance: the deviation is divided by std, then squared."),
-    mean=(lambda mu, s, a: (-_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2).mean(-1),
+    mean=(lambda *x: _density(*x).mean(-1),
         "You average over the dimensions of the action: log-densities add up."),
-    each=(lambda mu, s, a: -_z(mu, s, a) ** 2 / 2 - s.log() - _LOG_2PI / 2,
-        "One number for each dimension: add them up, they are independent."),
-    underflow=(lambda mu, s, a: ((-_z(mu, s,
-        a) ** 2 / 2).exp() / (s * math.sqrt(2 * math.pi))).log().sum(-1),
+    each=(_density, "One number for each dimension: add them up, they are independent."),
+    underflow=(lambda mu, s, a: ((-((a - mu) / s) ** 2 / 2).exp()
+        / (s * math.sqrt(2 * math.pi))).log().sum(-1),
         "Right, but a small density is 0 in float32. Write down its logarithm."))
 
 # %% ../../nbs/formulas/03_ratio.ipynb #exercise-checks
@@ -183,9 +167,7 @@ exercise("importance_ratio", "03_ratio", ratio.importance_ratio,
     difference=(lambda a, b: a.exp() - b.detach().exp(),
         "That is the difference of the probabilities; their quotient is asked for."),
     into_old=(lambda a, b: (a - b).exp(),
-        "The value is right, but a gradient flows into logp_old. Detach it."),
-    no_gradient=(lambda a, b: (a - b).exp().detach(),
-        "The value is right, but there is no gradient. Detach logp_old only."))
+        "The value is right, but a gradient flows into logp_old. Detach it."))
 
 exercise("effective_sample_size", "03_ratio", ratio.effective_sample_size,
     "f(ratio) -> (sum r)^2 / sum r^2 over all elements, 0-dim: how many samples of equal weight "
@@ -221,11 +203,8 @@ exercise("sequence_ratio", "03_ratio",
         "You average over the whole batch: each response has a ratio of its own."),
     into_old=(lambda a, b, m: row_means(a - b, m).exp(),
         "The value is right, but a gradient flows into logp_old. Detach it."),
-    no_gradient=(lambda a, b, m: row_means(a - b, m).exp().detach(),
-        "The value is right, but there is no gradient. Detach logp_old only."),
     zero_by_zero=(lambda a, b, m: (keep(a - b.detach(), m).sum(1) / m.sum(1)).exp(),
-        "Right, but a response without tokens is 0 / 0. Its ratio is 1."),
-    leak=(lambda a, b, m: (((a - b.detach()) * m).sum(1) / m.sum(1).clamp(min=1)).exp(), LEAK))
+        "Right, but a response without tokens is 0 / 0. Its ratio is 1."))
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #exercise-checks
 _CLIP_CASES = [(vec([r]), vec([A]), 0.2) for A in (2., -2.) for r in (1.5, 0.5)]
@@ -239,23 +218,19 @@ exercise("clipped_surrogate", "04_surrogate", surrogate.clipped_surrogate,
     picture=curves("ratio", torch.linspace(0, 2.5, 251),
              {"$A = 1$": dict(advantage=torch.tensor(1.0), eps=0.2),
              "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2)}),
-    no_clip=(lambda r, A, eps: r * A, "Nothing is clipped: that is the ratio times the advantage."),
-    no_minimum=(lambda r, A, eps: clip(r, eps) * A,
+    no_clip=(unclipped, "Nothing is clipped: that is the ratio times the advantage."),
+    no_minimum=(always_clipped,
         "You clip on both sides, whatever the advantage: the minimum is missing."),
-    maximum=(lambda r, A, eps: torch.maximum(r * A, clip(r, eps) * A),
+    maximum=(optimistic,
         "You take the maximum: the objective shall be pessimistic, so the minimum."),
-    loss=(lambda r, A, eps: -torch.minimum(r * A, clip(r, eps) * A),
-        "The sign is flipped: that is the loss, the objective is asked for."),
     above_for_any_sign=(lambda r, A, eps: A * r.clamp(max=1 + eps),
         "For a negative advantage the bound is 1 - eps, from below."),
-    only_positive=(lambda r, A, eps: torch.where(A > 0, torch.minimum(r * A, clip(r, eps) * A),
-        r * A), "You clip good actions only: for A < 0 it is flat below 1 - eps."),
+    only_positive=(lambda r, A, eps: torch.where(A > 0, pessimistic(r, A, eps), r * A),
+        "You clip good actions only: for A < 0 it is flat below 1 - eps."),
     clips_product=(lambda r, A, eps: torch.minimum(r * A, clip(r * A, eps)),
         "You clip the product of ratio and advantage; clip the ratio, then multiply."),
     from_eps=(lambda r, A, eps: torch.minimum(r * A, r.clamp(eps, 1 + eps) * A),
-        "Your lower bound is eps: it is 1 - eps."),
-    no_gradient=(lambda r, A, eps: torch.minimum(r * A, clip(r, eps) * A).detach(),
-        "The value is right, but there is no gradient: the ratio is what is trained."))
+        "Your lower bound is eps: it is 1 - eps."))
 
 exercise("dual_clip", "04_surrogate",
     lambda r, A, eps, c: surrogate.clipped_surrogate(r, A, eps, dual_clip=c),
@@ -277,9 +252,7 @@ exercise("dual_clip", "04_surrogate",
         pessimistic(r, A, eps)), "You take the minimum with c A: a bound from below is a maximum."),
     first_clip_lost=(lambda r, A, eps, c: torch.where(A < 0, torch.maximum(r * A, c * A),
         pessimistic(r, A, eps)),
-        "The first clip is lost: below 1 - eps the objective is still flat."),
-    loss=(lambda r, A, eps, c: -torch.where(A < 0, torch.maximum(pessimistic(r, A, eps), c * A),
-        pessimistic(r, A, eps)), "The sign is flipped: that is the loss."))
+        "The first clip is lost: below 1 - eps the objective is still flat."))
 
 def _binds(r, A, eps): return (A > 0) & (r > 1 + eps) | (A < 0) & (r < 1 - eps)
 
@@ -296,15 +269,14 @@ exercise("clip_fraction", "04_surrogate", surrogate.clip_fraction,
         "Right, but a ratio exactly on a bound still has its gradient."),
     zero_is_good=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A < 0) & (r < 1 - eps)
         ).double().mean(), "You take an advantage of 0 for positive: it has no gradient to stop."),
+    zero_advantage=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A <= 0) & (r < 1 - eps)
+        ).double().mean(), "You count an advantage of 0: it has no gradient to stop."),
     outside=(lambda r, A, eps: ((r - 1).abs() > eps).float().mean(),
         "You count every ratio outside of the range: some still have a gradient."),
     opposite=(lambda r, A, eps: _binds(r, -A, eps).float().mean(),
         "You count the samples that moved the wrong way: those keep their gradient."),
     above_only=(lambda r, A, eps: ((A > 0) & (r > 1 + eps)).float().mean(),
         "You count good actions only: bad ones below 1 - eps are clipped too."),
-    zero_advantage=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A <= 0) & (r < 1 -
-        eps)).float().mean(),
-        "You count samples with an advantage of 0: they have no gradient to stop."),
     number=(lambda r, A, eps: _binds(r, A, eps).sum().double(),
         "That is their number; divide by the number of samples."))
 
@@ -389,10 +361,7 @@ exercise("kl_loss", "06_kl", lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m),
     no_half=(lambda a, b, m: mean((a - b.detach()) ** 2, m),
         "The half of k2 is missing: the slope must be the log-ratio."),
     no_gradient=(lambda a, b, m: mean((a - b) ** 2 / 2, m).detach(),
-        "There is no gradient: nothing will be learned."),
-    sign=(lambda a, b, m: -mean((a - b.detach()) ** 2 / 2, m),
-        "The sign is flipped: this loss would push the policy away from the reference."),
-    leak=(lambda a, b, m: ((a - b.detach()) ** 2 / 2 * m).sum() / m.sum(), LEAK))
+        "There is no gradient: nothing will be learned."))
 
 def _adapt(coef, measured, target, n, horizon):
     return kl.AdaptiveKLController(coef, target, horizon).update(measured, n)

@@ -95,9 +95,10 @@ def _derive(ctx, g, h, *_):
 
 def _differentiable(logits, index, temperature, g, h):
     "The gradient by the plain code, for second derivatives."
-    outputs, upstream = [log_prob.plain(logits, index, temperature)], [g]
+    broken = ~logits.amax(-1).isfinite()
+    outputs = [log_prob.plain(logits, index, temperature, ~(broken & (g == 0)))]
+    upstream = [g]
     if h is not None:
-        broken = ~logits.amax(-1).isfinite()
         outputs.append(entropy.plain(logits, temperature, ~(broken & (h == 0))))
         upstream.append(h)
     return torch.autograd.grad(outputs, logits, upstream, create_graph=True)[0]

@@ -102,9 +102,7 @@ class FixedKLController:
 
     def load_state_dict(self, state: dict):  # from `state_dict`
         "Continue from a checkpoint."
-        if not isinstance(state, dict) or set(state) != {"coef"}:
-            raise ValueError(f"state must be a dict with the one key 'coef', got {state!r}")
-        FixedKLController.__init__(self, state["coef"])
+        self.coef = state["coef"]
 
 # %% ../../nbs/formulas/06_kl.ipynb #adaptive
 class AdaptiveKLController(FixedKLController):

@@ -13,14 +13,13 @@ from torch import Tensor
 from ..checks import at_least_float32, check_value, checked
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
-@checked(x="real (...)", mask="bool (...)?", fill="(-inf, inf)")
+@checked(x="real (...)", mask="bool (...)?")
 def apply_mask(
     x: Tensor,  # (...)
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
-    fill: float = 0.0,  # takes the place of what does not count
 ) -> Tensor:  # (...), dtype of x
-    "x with everything under a False mask replaced: its value, its NaN and its gradient are gone."
-    return x if mask is None else x.masked_fill(~mask, fill)
+    "x, but 0 under a False mask: its value, its NaN and its gradient are gone."
+    return x if mask is None else x.masked_fill(~mask, 0)
 
 # %% ../../nbs/formulas/01_masking.ipynb #reductions
 @checked(x="real (...)", mask="bool (...)?", keepdim="flag")

@@ -15,10 +15,10 @@ from ..checks import checked
 from .masking import apply_mask, masked_mean, masked_var
 
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
-@checked(
-    value="float (...)", value_old="float (...)?", returns="float (...)",
-    clip_range="(0, inf)?", mask="bool (...)?",
-)
+_RULES = dict(value="float (...)", value_old="float (...)?", returns="float (...)",
+              clip_range="(0, inf)?", mask="bool (...)?")
+
+@checked(**_RULES)
 def value_loss(
     value: Tensor,  # (...), V, in units of the return
     value_old: Tensor | None,  # (...), V when the data were collected; None without a clip
@@ -43,10 +43,7 @@ def _errors(value, value_old, returns, clip_range, mask):
     return torch.where(binds | clipped.isnan(), clipped, error), binds
 
 # %% ../../nbs/formulas/05_value.ipynb #value-clip-fraction
-@checked(
-    value="float (...)", value_old="float (...)?", returns="float (...)",
-    clip_range="(0, inf)?", mask="bool (...)?",
-)
+@checked(**_RULES)
 def value_clip_fraction(
     value: Tensor,  # (...), V, in units of the return
     value_old: Tensor | None,  # (...), V when the data were collected

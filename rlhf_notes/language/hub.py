@@ -10,7 +10,6 @@ __all__ = ['load_model', 'load_classifier', 'quiet_transformers', 'check_trainab
 # %% ../../nbs/language/29_hub.ipynb #export-imports
 import copy
 import os
-import re
 import secrets
 import shutil
 import warnings
@@ -25,6 +24,7 @@ from ..formulas.logprob import selective_log_softmax
 from ..formulas.reward import RewardNorm
 from .model import has_adapter, hidden_states, no_dropout, to_logits
 from .sampling import sample
+from ..training.runs import disk_errors
 
 # %% ../../nbs/language/29_hub.ipynb #load
 def load_model(model: str | Path | nn.Module, # A directory, a name on the hub, or a model
@@ -225,20 +225,12 @@ def replacing(path: Path, # A directory; one that is there is replaced
     "A new directory takes the place of the old one when it is whole, or nothing changes."
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        yield tmp
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(tmp, path)
-    except Exception as e:
-        number = getattr(e, "errno", None) or _os_error(e)
-        if not number: raise
-        raise OSError(number, os.strerror(number), str(path)) from e
+        with disk_errors(path):
+            yield tmp
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(tmp, path)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-
-def _os_error(e):
-    "The number in the message of safetensors, which is written in Rust; 0 = none."
-    found = re.search(r"os error (\d+)", str(e))
-    return int(found[1]) if found else 0
 
 
 # %% ../../nbs/language/29_hub.ipynb #save-reward

@@ -5,7 +5,7 @@ human likes better."""
 
 # %% auto #0
 __all__ = ['STAGES', 'SHOWN', 'GPT2_VOCAB', 'CHECKPOINT_EVERY', 'PANELS', 'Training', 'make_world',
-           'Evaluation', 'evaluate', 'save', 'train', 'finish', 'plot_run']
+           'OwnTraining', 'Evaluation', 'evaluate', 'save', 'train', 'plot_run']
 
 # %% ../../nbs/language/28_pipeline.ipynb #export-imports
 import copy
@@ -19,35 +19,44 @@ from torch import nn
 from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
 from .dpo import DPO
-from .hub import load_model, pad_outside, save_model, save_reward_model
+from .hub import load_model, pad_outside, save_reward_model
 from .model import (Pretraining, RewardModel, context_length, has_adapter,
                                        make_gpt2, sum_of_squares)
 from .reward_model import RewardTraining
-from .rlhf import RLHF, check_processes, make_accelerator, process_device
-from .rollout import Rollout, rollout_stats
+from .rlhf import RLHF
+from .rollout import Rollout, rollout_stats, sample_table
 from .task import WORDS, Reviews, make_tokenizer
+from ..training.devices import check_processes, make_accelerator, process_device
 from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
 
+
 # %% ../../nbs/language/28_pipeline.ipynb #training
 STAGES = ("sft", "reward_model", "rl")
-SHOWN = 8  # held-out prompts whose responses are kept at each evaluation
+SHOWN = 8  # responses that are kept at each evaluation
 
 class Training:
     "Pretraining, reward model, reinforcement learning; one `iterate` is one step of its stage."
+    OUTCOME = ("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft", "proxy_score",
+               "kl", "valid", "tokens_per_second")
+
     def __init__(self,
                  config: RLHFConfig, # Hyperparameters of all stages
-                 world: tuple | None = None, # From `make_world`; None = made here
                 ):
-        self.config, self.accelerator = config, make_accelerator()
-        check_processes(config, self.accelerator.num_processes)
-        self.lm, self.task = world or make_world(config, process_device(config.device))
-        self.reward_model = self.norm = None
-        self.rows, self.samples, self.seen = {name: [] for name in STAGES}, [], {}
-        self.seconds, self.started = dict.fromkeys(STAGES, 0.0), time.perf_counter()
+        c = config
+        reward_model = 0 if c.algo == "dpo" else math.ceil(c.labels * c.rm_epochs / c.rm_batch)
+        self._begin(c, c.sft_steps + reward_model + c.iterations)
+        self.lm, self.task = make_world(config, process_device(config.device))
+        self.learned["lm"] = self.lm
         self.enter("sft")
-        self.advance()
+
+    def _begin(self, config, steps):
+        self.config, self.steps, self.accelerator = config, steps, make_accelerator()
+        check_processes(config, self.accelerator.num_processes)
+        self.learned, self.samples = {}, []
+        self.rows = {name: [] for name in STAGES}
+        self.seconds, self.started = dict.fromkeys(STAGES, 0.0), time.perf_counter()
 
     def enter(self, name: str): # One of `STAGES`
         "Begin a stage with what the one before it has learned."
@@ -55,7 +64,8 @@ class Training:
         if name == "rl" and c.algo == "dpo":
             self.stage = DPO.from_parts(c, self.lm, self.task)
         elif name == "rl":
-            self.stage = RLHF.from_parts(c, self.lm, self.reward_model, self.norm, self.task)
+            judge = self.learned["reward_model"], self.learned["norm"]
+            self.stage = RLHF.from_parts(c, self.lm, *judge, self.task)
         else:
             kind = Pretraining if name == "sft" else RewardTraining
             self.stage = kind(c, self.lm, self.task)
@@ -64,36 +74,21 @@ class Training:
     def advance(self):
         "Where a stage is complete, enter the next."
         while self.name != "rl" and self.stage.iteration >= self.stage.iterations:
-            if self.name == "sft":
-                self.agree(self.lm)
-                self.enter("rl" if self.config.algo == "dpo" else "reward_model")
-            else:
-                self.reward_model, self.norm = self.stage.model, self.stage.norm
-                self.agree(self.reward_model, self.norm)
-                self.enter("rl")
+            if self.name == "reward_model":
+                self.learned |= dict(reward_model=self.stage.model, norm=self.stage.norm)
+            self.agree()
+            last = self.name == "reward_model" or self.config.algo == "dpo"
+            self.enter("rl" if last else "reward_model")
             if self.name == "rl":
                 self.show(0, evaluate(self.stage, self.lm))
 
-    def agree(self, *learned): # Modules, or what else has a state_dict
+    def agree(self):
         "Every process takes what the main process has learned."
         if self.accelerator.num_processes == 1: return
         from accelerate.utils import broadcast_object_list
-        for x in learned:
+        for x in self.learned.values():
             state = [x.state_dict()]
             x.load_state_dict(broadcast_object_list(state)[0])
-
-    def agree_to_stop(self, stop: bool) -> bool: # True if one of the processes wants to
-        "Ask all processes."
-        if stop:
-            self.accelerator.set_trigger()
-        return self.accelerator.check_trigger()
-
-    @property
-    def steps(self) -> int:
-        "Steps of all stages."
-        c = self.config
-        reward_model = 0 if c.algo == "dpo" else math.ceil(c.labels * c.rm_epochs / c.rm_batch)
-        return c.sft_steps + reward_model + c.iterations
 
     @property
     def done(self) -> bool:
@@ -102,22 +97,26 @@ class Training:
 
     def iterate(self) -> tuple: # (name of the stage, what to log)
         "One step."
+        self.advance()
         name, start = self.name, time.perf_counter()
         row = self.stage.iterate()
         self.seconds[name] += time.perf_counter() - start
-        i = self.stage.iteration
-        if name == "rl" and (self.done or i % self.config.eval_every == 0):
-            seen = evaluate(self.stage)
-            row["true_score"] = self.show(i, seen)
-            if self.config.algo == "dpo":  # has no samples of its own
-                row |= {column: x.item() for column, x in rollout_stats(seen.rollout).items()}
+        if name == "rl":
+            self.look(row)
         self.rows[name].append(row)
         self.advance()
         return name, row
 
+    def look(self, row: dict): # Of an iteration of reinforcement learning
+        "Now and then, ask the human."
+        if not self.done and row["iteration"] % self.config.eval_every: return
+        found = evaluate(self.stage)
+        row["true_score"] = self.show(row["iteration"], found)
+        if self.config.algo == "dpo":  # has no samples of its own
+            row |= {column: x.item() for column, x in rollout_stats(found.rollout).items()}
+
     def show(self, iteration: int, evaluation) -> float: # Mean true reward
         "Keep some responses, always to the same prompts."
-        self.seen[iteration] = evaluation
         shown = zip(evaluation.texts, evaluation.true.tolist(), evaluation.rollout.scores.tolist())
         for (prompt, response), true, score in list(shown)[:SHOWN]:
             self.samples.append(dict(iteration=iteration, prompt=prompt, response=response,
@@ -126,20 +125,18 @@ class Training:
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends, and all that was logged."
-        state = dict(name=self.name, stage=self.stage.state_dict(), lm=self.lm.state_dict(),
-                     rows=self.rows, samples=self.samples, seconds=self.seconds,
+        state = dict(name=self.name, stage=self.stage.state_dict(), rows=self.rows,
+                     samples=self.samples, seconds=self.seconds,
                      wall_seconds=time.perf_counter() - self.started)
-        if self.norm is None: return state
-        learned = dict(reward_model=self.reward_model, norm=self.norm)
-        return state | {name: x.state_dict() for name, x in learned.items()}
+        return state | {name: x.state_dict() for name, x in self.learned.items()}
 
     def load_state_dict(self, state: dict): # From `state_dict` of a Training with the same config
         "Continue from a checkpoint."
-        self.lm.load_state_dict(state["lm"])
         if "norm" in state:
-            self.reward_model = RewardModel(copy.deepcopy(self.lm))
-            self.norm = RewardNorm(**state["norm"])
-            self.reward_model.load_state_dict(state["reward_model"])
+            self.learned |= dict(reward_model=RewardModel(copy.deepcopy(self.lm)),
+                                 norm=RewardNorm())
+        for name in self.learned:
+            self.learned[name].load_state_dict(state[name])
         if state["name"] != self.name:
             self.enter(state["name"])
         self.stage.load_state_dict(state["stage"])
@@ -148,20 +145,22 @@ class Training:
 
     def summary(self) -> dict: # For summary.json
         "The outcome of the training; None for what an interrupted one did not reach."
-        c, rows, stage = self.config, self.rows["rl"], self.stage
+        c, rows = self.config, self.rows["rl"]
         found = dict(task="rlhf", algo=c.algo, seed=c.seed, device=str(self.lm.device),
                      steps=c.batch * len(rows), interrupted=not self.done,
                      wall_seconds=time.perf_counter() - self.started, seconds=dict(self.seconds))
-        names = ("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft",
-                 "proxy_score", "kl", "valid", "tokens_per_second")
-        if not self.done: return found | dict.fromkeys(names)
-        before = self.seen.get(0) or evaluate(stage, self.lm)  # a resumed run has not seen it
-        after = self.seen.get(c.iterations) or evaluate(stage)
-        worth = after.worth(before)
+        return found | (self.outcome() if self.done else dict.fromkeys(self.OUTCOME))
+
+    def outcome(self) -> dict: # By the names in `OUTCOME`
+        "Means over responses to held-out prompts, before and after."
+        before, after = evaluate(self.stage, self.lm), evaluate(self.stage)
+        worth, rows = after.worth(before), self.rows["rl"]
         speed = len(rows) / sum(1 / r["tokens_per_second"] for r in rows)
-        return found | dict(zip(names, (before.true.mean().item(), worth["true"], worth["win"],
-                                        before.rollout.scores.mean().item(), worth["proxy"],
-                                        worth["kl"], worth["valid"], speed)))
+        scores = [x.rollout.scores.mean().item() for x in (before, after)]
+        values = (before.true.mean().item(), worth["true"], worth["win"], *scores, worth["kl"],
+                  worth["valid"], speed)
+        return dict(zip(self.OUTCOME, values))
+
 
 # %% ../../nbs/language/28_pipeline.ipynb #world
 GPT2_VOCAB = 50257
@@ -199,6 +198,32 @@ def _check_lengths(lm, Q, T):
     name, other = ("query_length", "response") if Q > T else ("response_length", "prompt")
     raise ValueError(f"{name} must fit into the model's context of {limit} tokens, beside a "
                      f"{other} of {min(Q, T)}, got {max(Q, T)}")
+
+# %% ../../nbs/language/28_pipeline.ipynb #own-training
+class OwnTraining(Training):
+    "The last stage alone, by a reward of your own, without a human to ask."
+    OUTCOME = "score_first", "score", "kl", "unscored"
+
+    def __init__(self,
+                 trainer: RLHF, # Before its first iteration
+                ):
+        self._begin(trainer.config, trainer.iterations)
+        self.stage, self.name = trainer, "rl"
+        self.lm, self.task = trainer.policy.lm, trainer.task
+
+    def look(self, row: dict): # Of an iteration
+        "Now and then, keep some samples."
+        i = row["iteration"]
+        if i > 1 and not self.done and i % self.config.eval_every: return
+        found = sample_table(self.task, self.stage.rollout, SHOWN)
+        self.samples += [dict(iteration=i) | x for x in found]
+
+    def outcome(self) -> dict: # By the names in `OUTCOME`
+        "Of the first and the last iteration."
+        first, last = self.rows["rl"][0], self.rows["rl"][-1]
+        values = first["score"], last["score"], last["kl_k1"], last["unscored"]
+        return dict(zip(self.OUTCOME, values))
+
 
 # %% ../../nbs/language/28_pipeline.ipynb #evaluation
 @dataclass
@@ -245,12 +270,12 @@ CHECKPOINT_EVERY = 10.0  # seconds between two checkpoints
 
 def save(training: Training, # As it is now
          run: Run | None, # Its directory; None = keep nothing
+         summary: dict | None = None, # From `Training.summary`, at the end
         ):
-    "Write checkpoint and tables."
+    "Write checkpoint and tables; at the end models, curve and summary too."
     if run is None: return
-    stage = training.stage
-    rl, optimizer = training.name == "rl", stage.optimizer
-    weights = optimizer.weights if rl else optimizer.param_groups[0]["params"]
+    stage, rl = training.stage, training.name == "rl"
+    weights = stage.optimizer.weights if rl else stage.optimizer.param_groups[0]["params"]
     check_finite(f"stage {training.name}, iteration {stage.iteration}",
                  dict(weights=sum_of_squares(weights).item()))
     run.save_checkpoint(training.state_dict())
@@ -258,14 +283,22 @@ def save(training: Training, # As it is now
         if training.rows[name]:
             write_table(run.path / f"{name}.csv", training.rows[name])
     write_table(run.path / "samples.csv", training.samples)
+    if summary is None: return
+    if rl:
+        stage.save(run.path / "policy")
+    if "norm" in training.learned:
+        save_reward_model(run.path / "reward_model", training.learned["reward_model"],
+                          training.learned["norm"], training.task.tokenizer)
+    rows = training.rows["rl"]
+    run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
+    run.finish(summary)
+
 
 # %% ../../nbs/language/28_pipeline.ipynb #train
-def train(config: RLHFConfig, # Hyperparameters of all stages
+def train(training: Training, # At its beginning
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
-          world: tuple | None = None, # From `make_world`; None = made here
          ) -> tuple: # (trainer: the RLHF, or the interrupted stage; its rows; the summary)
     "Train to the end or to Ctrl-C; either leaves a whole run directory."
-    training = Training(config, world)
     if run is not None and run.checkpoint is not None:
         training.load_state_dict(run.checkpoint)
     run = run if training.accelerator.is_main_process else None
@@ -273,38 +306,27 @@ def train(config: RLHFConfig, # Hyperparameters of all stages
     with stop_on_interrupt() as stop:
         save(training, run)
         saved = time.perf_counter()
-        while not (training.done or training.agree_to_stop(stop.is_set())):
+        while not (training.done or _stopped(training.accelerator, stop)):
             name, row = training.iterate()
             bar.set_description(name, refresh=False)
             bar.update()
             if run is not None and name == "rl":
-                run.log(row, row["iteration"])
+                i = row["iteration"]
+                run.log(row, i, [x for x in training.samples if x["iteration"] == i])
             if name != training.name or time.perf_counter() - saved >= CHECKPOINT_EVERY:
                 save(training, run)
                 saved = time.perf_counter()
         bar.close()
         summary = training.summary()
-        save(training, run)
-        finish(training, run, summary)
+        save(training, run, summary)
     return training.stage, training.rows["rl"], summary
 
-# %% ../../nbs/language/28_pipeline.ipynb #finish
-def finish(training: Training, # At its end or interrupted
-           run: Run | None, # Its directory; None = keep nothing
-           summary: dict, # From `Training.summary`
-          ):
-    "Write policy and reward model, the curve and the summary."
-    if run is None: return
-    trainer, rows = training.stage, training.rows["rl"]
-    if training.done:
-        c = training.config
-        save_model(run.path / "policy", trainer.policy.lm, training.task.tokenizer,
-                   temperature=c.temperature, max_new_tokens=c.response_length)
-        if training.reward_model is not None:
-            save_reward_model(run.path / "reward_model", training.reward_model, training.norm,
-                              training.task.tokenizer)
-    run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
-    run.finish(summary)
+def _stopped(accelerator, stop):
+    "True if one of the processes is to stop."
+    if stop.is_set():
+        accelerator.set_trigger()
+    return accelerator.check_trigger()
+
 
 # %% ../../nbs/language/28_pipeline.ipynb #plot
 PANELS = {"score": ("score", "true_score"), "KL(policy, reference), nats": ("kl_k1", "kl_k3"),

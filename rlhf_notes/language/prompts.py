@@ -62,7 +62,7 @@ def _is_prompt(x):
 # %% ../../nbs/language/31_prompts.ipynb #prompts
 class Prompts:
     "Prompts and a reward function as a task for `RLHF`."
-    stop_after, query_length, special_tokens = 0, 0, True
+    special_tokens = True
 
     def __init__(self,
                  tokenizer, # Of transformers, as `pad_outside` leaves it
@@ -70,9 +70,11 @@ class Prompts:
                  reward, # For `reward_functions`; None = for `generate` alone
                  response_length: int, # T, tokens of each response
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
+                 stop_after: int = 0, # First position at which a response may end
                  lm=None, # The policy: may know of more end tokens, and a reward model joins it
                 ):
         self.tokenizer, self.response_length = tokenizer, response_length
+        self.query_length, self.stop_after = 0, stop_after
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
         device = getattr(lm, "device", "cpu")
         self.rewards = [] if reward is None else reward_functions(reward, device)
@@ -131,11 +133,18 @@ class Prompts:
         whole = self.decode(torch.cat([prompts, responses], 1))
         if not isinstance(given[0], str):
             whole = [[*chat, dict(role="assistant", content=x)] for chat, x in zip(given, said)]
-        scores = torch.stack([weight * (f(whole) if isinstance(f, Classifier) else
-                                        call_reward(f, given, said, columns))
-                              for f, weight in self.rewards])
-        total = scores.nansum(0).masked_fill(scores.isnan().all(0), math.nan)
-        return total.to(prompts.device)
+        self.parts = torch.stack([f(whole) if isinstance(f, Classifier) else
+                                  call_reward(f, given, said, columns)
+                                  for f, _ in self.rewards], 1).to(prompts.device)
+        scores = self.parts * self.parts.new_tensor([weight for _, weight in self.rewards])
+        return scores.nansum(1).masked_fill(scores.isnan().all(1), math.nan)
+
+    def reward_means(self, gather) -> dict: # Column -> number
+        "The mean of each reward function over the newest responses, where there are several."
+        if len(self.rewards) < 2: return {}
+        means = gather(self.parts).nanmean(0).tolist()
+        names = [getattr(f, "__name__", type(f).__name__) for f, _ in self.rewards]
+        return {f"reward_{i}_{name}": mean for i, (name, mean) in enumerate(zip(names, means), 1)}
 
 
 # %% ../../nbs/language/31_prompts.ipynb #as-text

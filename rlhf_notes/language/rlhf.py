@@ -67,7 +67,8 @@ class RLHF(Stage):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
         lm, tokenizer = load_model(model, tokenizer, process_device(config.device))
         lm = add_lora(lm, config.lora, config.seed)
-        task = Prompts(tokenizer, prompts, reward, config.response_length, lm=lm)
+        task = Prompts(tokenizer, prompts, reward, config.response_length, config.query_length,
+                       config.stop_after, lm)
         check_context(lm, task.query_length + config.response_length)
         self._begin(config, lm, task, task.score)
 
@@ -231,7 +232,7 @@ class RLHF(Stage):
         if self.reward_model is None:
             stats["unscored"] = (~rollout.is_scored).sum()
         row = self._end_iteration(logs, stats, c.batch * c.response_length, start)
-        row["kl_coef"] = self.kl.coef
+        row |= dict(kl_coef=self.kl.coef) | self.task.reward_means(self.gather)
         self.kl.update(row["kl_k1"], c.batch)  # P11
         return row
 

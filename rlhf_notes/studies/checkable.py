@@ -5,8 +5,7 @@ to pass@k, and a program with a hole."""
 
 # %% auto #0
 __all__ = ['DIGITS', 'TOKENS', 'ALGORITHMS', 'OPTIONS', 'KS', 'N', 'exact_match', 'pass_at_k',
-           'make_questions', 'digit_tokenizer', 'response_loss', 'pretrain', 'no_spread',
-           'refill', 'CheckableRLHF', 'measure', 'in_order']
+           'make_questions', 'digit_tokenizer', 'pretrain', 'CheckableRLHF', 'measure']
 
 # %% ../../nbs/studies/40_checkable.ipynb #export-imports
 import math
@@ -52,6 +51,7 @@ def make_questions(n: int = 3500, # Number of distinct prompts
         found[" ".join([task, *digits, "="])] = " ".join(right)
     return [dict(prompt=prompt, solution=right) for prompt, right in found.items()]
 
+
 # %% ../../nbs/studies/40_checkable.ipynb #tokenizer
 TOKENS = ("<eos>", "sort", "reverse", "=", *DIGITS)
 
@@ -63,22 +63,14 @@ def digit_tokenizer(): # PreTrainedTokenizerFast
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<eos>")
 
-# %% ../../nbs/studies/40_checkable.ipynb #response-loss
-def response_loss(lm: nn.Module, # A causal language model of transformers
-                  texts: list, # Of pairs: tokens of the prompt, tokens of the response
-                 ) -> torch.Tensor: # Nats per token, 0-dim
-    "Cross-entropy of the responses alone."
-    length = max(len(prompt) + len(response) for prompt, response in texts)
-    tokens = torch.zeros(len(texts), length, dtype=torch.long)
-    targets = torch.full_like(tokens, -100)  # ignored by the cross-entropy
-    for i, (prompt, response) in enumerate(texts):
-        row = torch.tensor([TOKENS.index(token) for token in (*prompt, *response)])
-        tokens[i, :len(row)] = row
-        targets[i, len(prompt):len(row)] = row[len(prompt):]
-    logits = lm(tokens).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
-
 # %% ../../nbs/studies/40_checkable.ipynb #pretrain
+def _response_loss(lm, tokens):
+    "Cross-entropy of the responses alone: after the equals sign, up to the first <eos>."
+    def before(token): return (tokens == token).cumsum(1) - (tokens == token).long()
+    counts = (before(TOKENS.index("=")) > 0) & (before(0) == 0)
+    targets = tokens.masked_fill(~counts, -100)[:, 1:]  # ignored by the cross-entropy
+    return nn.functional.cross_entropy(lm(tokens).logits[:, :-1].mT, targets)
+
 def pretrain(questions: list, # From `make_questions`
              seed: int = 0, # Of weights and texts
              steps: int = 700, # Gradient steps on 64 texts
@@ -86,53 +78,44 @@ def pretrain(questions: list, # From `make_questions`
             ) -> nn.Module: # A tiny GPT-2
     "A model that has read many solutions, most of them wrong."
     rng, lm = random.Random(seed), make_gpt2("tiny", len(TOKENS), eos_token_id=0, seed=seed)
-    optimizer = torch.optim.AdamW(lm.parameters())
+    optimizer, tokenizer = torch.optim.AdamW(lm.parameters()), digit_tokenizer()
+    tokenizer.pad_token = "<eos>"
     def text(q):
         digits = q["solution"].split()
-        if rng.random() < wrong:
-            digits[rng.randrange(len(digits))] = rng.choice(DIGITS)
-        return q["prompt"].split(), [*digits, "<eos>"]
+        if rng.random() < wrong: digits[rng.randrange(len(digits))] = rng.choice(DIGITS)
+        return " ".join([q["prompt"], *digits, "<eos>"])
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 5e-3 * warm_cosine(step, steps)
+        texts = [text(q) for q in rng.choices(questions, k=64)]
+        tokens = tokenizer(texts, padding=True, return_tensors="pt")["input_ids"]
         optimizer.zero_grad()
-        response_loss(lm, [text(q) for q in rng.choices(questions, k=64)]).backward()
+        _response_loss(lm, tokens).backward()
         optimizer.step()
     return lm
 
-# %% ../../nbs/studies/40_checkable.ipynb #algorithms
-ALGORITHMS = {"PPO": dict(algo="ppo"),
-              "RLOO": dict(algo="rloo"),
-              "GRPO": dict(variant="grpo"),
+
+# %% ../../nbs/studies/40_checkable.ipynb #trainer
+ALGORITHMS = {"PPO": dict(algo="ppo"), "RLOO": dict(algo="rloo"), "GRPO": dict(variant="grpo"),
               "Dr. GRPO": dict(variant="dr_grpo", group_scale="none"),
-              "DAPO": dict(variant="dapo"),
-              "GSPO": dict(variant="gspo"),
-              "CISPO": dict(variant="cispo"),
-              "GRPO, dynamic": dict(variant="grpo", resample=3)}
+              "DAPO": dict(variant="dapo"), "GSPO": dict(variant="gspo"),
+              "CISPO": dict(variant="cispo"), "GRPO, dynamic": dict(variant="grpo", resample=3)}
 OPTIONS = dict(batch=256, group=8, epochs=1, learning_rate=1e-3, kl_coef=0.0, max_new_tokens=5,
                iterations=110)
 
-# %% ../../nbs/studies/40_checkable.ipynb #no-spread
-def no_spread(rollout: Rollout, # The responses to a prompt are adjacent
-              group: int, # Responses to each prompt
-             ) -> torch.Tensor: # (P,)
-    "True for the groups whose responses all have the same reward: they teach nothing."
+def _no_spread(rollout, group):
+    "(P,): True for the groups whose responses all have the same reward."
     groups = rollout.scores.view(-1, group)
     return groups.amax(1) == groups.amin(1)
 
-# %% ../../nbs/studies/40_checkable.ipynb #refill
-def refill(rollout: Rollout, # P groups
-           more: Rollout, # P other groups
-           group: int, # Responses to each prompt
-          ) -> Rollout: # P groups
+def _refill(rollout, more, group):
     "Replace groups without spread by groups with spread, as many as there are."
     rows = torch.arange(len(rollout)).view(-1, group)
-    old, new = rows[no_spread(rollout, group)], rows[~no_spread(more, group)]
+    old, new = rows[_no_spread(rollout, group)], rows[~_no_spread(more, group)]
     count = min(len(old), len(new))
-    rows[no_spread(rollout, group).nonzero()[:count, 0]] = len(rollout) + new[:count]
+    rows[_no_spread(rollout, group).nonzero()[:count, 0]] = len(rollout) + new[:count]
     pairs = zip(vars(rollout).values(), vars(more).values())
     return Rollout(*(None if x is None else torch.cat([x, y])[rows.flatten()] for x, y in pairs))
 
-# %% ../../nbs/studies/40_checkable.ipynb #trainer
 class CheckableRLHF(RLHF):
     "`RLHF` that knows which groups have no spread, and can sample them again."
     def __init__(self,
@@ -150,16 +133,16 @@ class CheckableRLHF(RLHF):
     def collect(self): # As for `RLHF`
         "Responses; with dynamic sampling, groups without spread are replaced (DAPO, eq. 11)."
         rollout, group = super().collect(), self.config.answers_per_query
-        self.extra = dict(same=no_spread(rollout, group).float().mean().item(), rounds=1)
-        for again in range(1, self.resample + 1):
-            if not no_spread(rollout, group).any(): break
-            rollout = refill(rollout, super().collect(again), group)
+        self.extra = dict(same=_no_spread(rollout, group).float().mean().item(), rounds=1)
+        while self.extra["rounds"] <= self.resample and _no_spread(rollout, group).any():
+            rollout = _refill(rollout, super().collect(self.extra["rounds"]), group)
             self.extra["rounds"] += 1
         return rollout
 
     def log(self, rollout, logs, start): # As for `RLHF`
         "The row of an iteration, with the share without spread as `same`, and `rounds`."
         return super().log(rollout, logs, start) | self.extra
+
 
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32
@@ -173,11 +156,3 @@ def measure(trainer: RLHF, # At any iteration
     c = torch.tensor([exact_match(prompts, texts, solutions) for texts in samples]).sum(0).long()
     length = sum(len(text.split()) for texts in samples for text in texts) / (N * len(prompts))
     return {f"pass_{k}": pass_at_k(c, N, k).mean().item() for k in KS} | dict(length=length), c
-
-# %% ../../nbs/studies/40_checkable.ipynb #hole
-def in_order(prompts: list, # Strings
-             responses: list, # Strings
-             **columns, # Unused: this is the hole
-            ) -> list: # 1.0 or 0.0 for each response
-    "1 if a response is sorted: it checks a property of the solution, not the solution."
-    return [float(text.split() == sorted(text.split())) for text in responses]

@@ -25,8 +25,8 @@ def _rows(name):
     folders = Path(rlhf_notes.__file__).parents[1] / "nbs" / "studies" / "results", Path("results")
     path = next((folder / name for folder in folders if (folder / name).exists()), None)
     if path is None:
-        raise FileNotFoundError(f"the game needs {name}, which the package lacks: run it in a clone "
-                                "of https://github.com/rlhf-notes/rlhf_notes")
+        raise FileNotFoundError(f"the game needs {name}, which the package lacks: "
+                                "run it in a clone of https://github.com/rlhf-notes/rlhf_notes")
     with open(path, newline="", encoding="utf-8") as f: return list(csv.DictReader(f))
 
 @cache
@@ -120,7 +120,8 @@ def diagnose(case: int | None = None, # From 1 on; None = any
     truth, four = names[case - 1], choices(names[case - 1])
     lettered = dict(zip("abcd", four))
     if answer is None:
-        print(f"Case {case} of {len(names)}: {KINDS[failures[truth]['base']]}, with one thing wrong. Which?")
+        kind = KINDS[failures[truth]["base"]]
+        print(f"Case {case} of {len(names)}: {kind}, with one thing wrong. Which?")
         for letter, name in lettered.items(): print(f"  {letter}  {name}: {failures[name]['what']}")
         print(f'Answer with check.diagnose({case}, "a").')
         if draw: draw_dials(truth)

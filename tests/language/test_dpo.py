@@ -157,7 +157,7 @@ def test_dpo_does_not_learn_from_a_reward():
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("dpo") / "run"
-    return (path, *P.train(DPO, Run.create(path, {"task": "rlhf", "seed": 3})))
+    return (path, *P.train(P.Training(DPO), Run.create(path, {"task": "rlhf", "seed": 3})))
 
 
 def test_a_whole_run(whole):
@@ -177,10 +177,10 @@ def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeyp
     monkeypatch.setattr(Run, "save_figure", lambda *args, **how: None)
     run, original = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3}), P.stop_on_interrupt
     monkeypatch.setattr(P, "stop_on_interrupt", lambda: After(steps))
-    P.train(DPO, run)
+    P.train(P.Training(DPO), run)
     monkeypatch.setattr(P, "stop_on_interrupt", original)
     run = Run.resume(tmp_path / "run")
     assert run.checkpoint["name"] == ("sft" if steps == 2 else "rl")
-    t, rows, summary = P.train(DPO, run)
+    t, rows, summary = P.train(P.Training(DPO), run)
     assert without_times(rows) == without_times(whole[2]) and torch.equal(weights(t), weights(whole[1]))
     assert P.Training(DPO).steps == 3 + 4

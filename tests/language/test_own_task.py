@@ -21,7 +21,7 @@ from rlhf_notes.language.model import no_dropout
 from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
 from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
-from rlhf_notes.studies.trainings import old_training, own_reward
+from rlhf_notes.studies.trainings import new_training, old_training
 from rlhf_notes.training.runs import Run
 
 SMALL = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)
@@ -181,6 +181,14 @@ def test_several_tokens_end_a_response(tmp_path):
     assert end_tokens(tok, lm) == []
 
 
+def test_options_of_prompts_and_responses_are_followed():
+    t = own(reward=count, stop_after=2, query_length=5)
+    assert t.task.tokens.shape == (2, 5) and t.sample_prompts()[0].shape == (16, 5)
+    _, mask, has_end = t.task.truncate(torch.tensor([[2, 5, 2, 6], [5, 2, 6, 7], [5, 6, 7, 2]]))
+    assert mask.sum(1).tolist() == [3, 4, 4] and has_end.tolist() == [True, False, True]
+    with pytest.raises(ValueError, match="query_length must be 0 or at least 3, the tokens of the longest prompt, got 2"): own(query_length=2)
+
+
 ENDS = torch.tensor([3, 7, 8, 8])
 
 
@@ -223,6 +231,24 @@ def test_rewards_add_up_and_none_is_no_score():
     task.rewards = reward_functions(some)
     scores = task.score(tokens, mask, said, None)
     assert scores[0] == 2 and scores[1].isnan()
+
+
+def test_each_of_several_rewards_has_a_column():
+    def short(prompts, responses): return [None if i % 2 else -len(r) for i, r in enumerate(responses)]
+    t = own(reward=[(count, 2.0), short], iterations=1).learn()
+    texts = [r["response"] for r in sample_table(t.task, t.rollout, 16)]
+    row = t.rows[0]
+    assert row["reward_1_count"] == pytest.approx(sum(x.split().count("w9") for x in texts) / 16)
+    assert row["reward_2_short"] == pytest.approx(-sum(map(len, texts[::2])) / 8)
+    assert not [name for name in own(reward=count, iterations=1).learn().rows[0] if name.startswith("reward")]
+
+
+def test_prompts_may_be_a_dataset():
+    datasets = pytest.importorskip("datasets")
+    rows = [dict(prompt=p, word="w9") for p in ("w3 w4", "w5")]
+    def reward(prompts, responses, word): return [r.split().count(w) for r, w in zip(responses, word)]
+    ours, theirs = (own(prompts=prompts, reward=reward).learn() for prompts in (rows, datasets.Dataset.from_list(rows)))
+    for x, y in zip(ours.policy.parameters(), theirs.policy.parameters()): assert torch.equal(x, y)
 
 
 def classifier(path=None, template=None, labels=1, kind="Llama"):
@@ -334,7 +360,7 @@ def begin(tmp_path, monkeypatch):
     own().save(tmp_path / "lm")
     options = dict(SMALL, model="lm", response_length=4, iterations=4, algo="grpo", eval_every=3)
     del options["max_new_tokens"]
-    return lambda out, reward="rewards_of_mine:size": own_reward(options, "prompts.txt", reward, tmp_path / out)
+    return lambda out, reward="rewards_of_mine:size": new_training("rlhf", options, tmp_path / out, prompts="prompts.txt", reward=reward)
 
 
 def table(path):
@@ -344,7 +370,7 @@ def table(path):
 def test_a_run_by_an_own_reward_is_interrupted_and_continued(begin, tmp_path, monkeypatch, capsys):
     assert begin("whole")() == 0
     with monkeypatch.context() as m:
-        m.setattr("rlhf_notes.language.rlhf.stop_on_interrupt", lambda: After(1))
+        m.setattr("rlhf_notes.language.pipeline.stop_on_interrupt", lambda: After(2))
         assert begin("cut")() == 130
     assert "continue with: rlhf-notes rlhf --resume" in capsys.readouterr().out
     assert len(table(tmp_path / "cut" / "metrics.csv")) == 2
@@ -355,8 +381,8 @@ def test_a_run_by_an_own_reward_is_interrupted_and_continued(begin, tmp_path, mo
     assert all(torch.equal(p, q) for p, q in zip(*(lm.parameters() for lm in lms)))
     for x in (whole, cut):
         found = json.loads((x / "summary.json").read_text())
-        assert found["iterations"] == 4 and not found["interrupted"] and (x / "curve.svg").stat().st_size > 1000
-        assert [r["iteration"] for r in Run.resume(x).checkpoint["rows"]] == [1, 2, 3, 4]
+        assert found["steps"] == 64 and not found["interrupted"] and (x / "curve.svg").stat().st_size > 1000
+        assert [r["iteration"] for r in Run.resume(x).rows] == [1, 2, 3, 4]
     samples = table(whole / "samples.csv")
     assert list(samples[0]) == ["iteration", "prompt", "response", "score", "length", "kl"]
     assert [r["iteration"] for r in samples[::8]] == ["1", "3", "4"] and all(float(r["score"]) == len(r["response"]) for r in samples)
@@ -385,8 +411,10 @@ def test_chats_on_the_command_line(begin, tmp_path, capsys):
 PROCESSES = """
 import sys, torch
 sys.path.insert(0, "TESTS")
-from language.test_own_task import own, ragged
+from language.test_own_task import own, ragged, tokenizer
 from language.parts import Pretend
+from language_models import make
+from rlhf_notes.language.dpo import DPO
 from rlhf_notes.language.rlhf import RLHF
 
 sample = RLHF.sample_prompts
@@ -402,6 +430,10 @@ for algo, variant in (("ppo", "ppo"), ("grpo", "grpo"), ("rloo", "dapo")):
     t = own(reward=ragged, algo=algo, variant=variant, batch=32, microbatches=2, group=4, kl_coef=0.1).learn()
     assert t.accelerator.num_processes == int(sys.argv[1])
     found[algo] = t.rows, [p.detach() for p in t.policy.parameters()]
+torch.manual_seed(0)
+choices = [dict(prompt=f"w{i} w{j}", chosen="w9 " * (1 + i % 3), rejected="w8 " * (1 + j % 2)) for i in range(3, 7) for j in range(3, 7)]
+t = DPO(make("Llama"), tokenizer(), choices, max_new_tokens=4, iterations=2, batch=16, minibatches=2, microbatches=2, learning_rate=1e-2, device="cpu").learn()
+found["dpo"] = t.rows, [p.detach() for p in t.policy.parameters()]
 if t.accelerator.is_main_process: torch.save(found, sys.argv[2])
 """
 
@@ -423,7 +455,7 @@ def test_two_processes_make_the_update_of_one(tmp_path):
     one, two = (torch.load(tmp_path / f"{count}.pt", weights_only=True) for count in (1, 2))
     for algo in one:
         (rows, policy), (same, also) = one[algo], two[algo]
-        assert 0 < rows[0]["unscored"] < 32 and 1 < rows[0]["length"] < 4
+        assert algo == "dpo" or 0 < rows[0]["unscored"] < 32 and 1 < rows[0]["length"] < 4
         for x, y in zip(policy, also): torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
         for x, y in zip(rows, same):
             for name in set(x) - {"tokens_per_second"}: assert x[name] == y[name] or x[name] == pytest.approx(y[name], rel=1e-3, abs=1e-5), (algo, name)

@@ -80,7 +80,7 @@ for i, options in enumerate({cases!r}):
     if p.is_main_process: torch.save(dict(weights=T.weights(t), stepped=stepped, logs=logs, row=row), {path!r} + f"/two{{i}}.pt")
     else: torch.save(dict(weights=T.weights(t), row=row), {path!r} + f"/other{{i}}.pt")
 P.Run.save_figure = lambda *args, **how: None
-_, rows, summary = P.train(replace(T.TINY, model={model!r}, iterations=2), P.Run.create({path!r} + "/run", dict(task="rlhf")) if p.is_main_process else None)
+_, rows, summary = P.train(P.Training(replace(T.TINY, model={model!r}, iterations=2)), P.Run.create({path!r} + "/run", dict(task="rlhf")) if p.is_main_process else None)
 assert summary["true_score"] is not None
 same = p.gather(torch.tensor([rows[-1]["kl_k1"]]))
 assert same[0] == same[1]
@@ -118,7 +118,7 @@ def test_a_number_that_is_none_stops_the_run_and_says_where(tmp_path, model_dir,
         return iterate(self)
     monkeypatch.setattr(R.RLHF, "iterate", poisoned)
     run = Run.create(tmp_path / "run", {"task": "rlhf"})
-    with pytest.raises(FloatingPointError, match=r"stage rl, iteration 3: .*value_loss is nan"): P.train(replace(TINY, model=model_dir), run)
+    with pytest.raises(FloatingPointError, match=r"stage rl, iteration 3: .*value_loss is nan"): P.train(P.Training(replace(TINY, model=model_dir)), run)
     left = Run.resume(tmp_path / "run").checkpoint
     assert left["name"] == "rl" and left["stage"]["iteration"] == 2 and all(x.isfinite().all() for x in left["stage"]["policy"].values())
 
@@ -127,7 +127,7 @@ def test_weights_that_are_no_numbers_stop_the_run_after_the_last_step(tmp_path, 
     with pytest.raises(FloatingPointError, match="^stage rl, iteration 1: weights is"): trainer(replace(TINY, epochs=1, minibatches=1, learning_rate=1e38)).iterate()
     run = Run.create(tmp_path / "run", {"task": "rlhf"})
     with pytest.raises(FloatingPointError, match="^stage rl, iteration 1: weights is (nan|inf); the last checkpoint, if there is one, is from before$"):
-        P.train(replace(TINY, model=model_dir, epochs=1, minibatches=1, iterations=1, learning_rate=1e38), run)
+        P.train(P.Training(replace(TINY, model=model_dir, epochs=1, minibatches=1, iterations=1, learning_rate=1e38)), run)
     left = Run.resume(tmp_path / "run").checkpoint
     assert left["name"] == "rl" and left["stage"]["iteration"] == 0 and all(x.isfinite().all() for x in left["stage"]["policy"].values())
     assert not {"policy", "summary.json"} & {p.name for p in run.path.iterdir()}
@@ -144,14 +144,14 @@ def test_no_checkpoint_holds_weights_that_are_no_numbers(tmp_path, model_dir, mo
         return out
     monkeypatch.setattr(P.Training, "iterate", poisoned)
     run = Run.create(tmp_path / "run", {"task": "rlhf"})
-    with pytest.raises(FloatingPointError, match=f"^stage {stage}, iteration 1: weights is"): P.train(replace(TINY, model=model_dir), run)
+    with pytest.raises(FloatingPointError, match=f"^stage {stage}, iteration 1: weights is"): P.train(P.Training(replace(TINY, model=model_dir)), run)
     left = Run.resume(tmp_path / "run").checkpoint
     assert left["name"] == stage and left["stage"]["iteration"] == 0 and not (run.path / "summary.json").exists()
 
 
 def test_bad_models_are_refused_in_a_line(tmp_path):
-    with pytest.raises(ValueError, match="^model must"): P.train(replace(TINY, model=str(tmp_path)))
-    with pytest.raises(ValueError, match="^device|cuda"): P.train(replace(TINY, device="cuda:9"))
+    with pytest.raises(ValueError, match="^model must"): P.Training(replace(TINY, model=str(tmp_path)))
+    with pytest.raises(ValueError, match="^device|cuda"): P.Training(replace(TINY, device="cuda:9"))
 
 
 def test_a_query_longer_than_the_context_is_refused(tmp_path):
@@ -170,18 +170,11 @@ def test_a_tokenizer_that_does_not_fit_is_the_models(tmp_path):
     with pytest.raises(ValueError, match="^model must have a tokenizer that fits the task, got '.*lm': tokenizer must read every word"): P.make_world(replace(TINY, model=str(tmp_path / "lm")), "cpu")
 
 
-def test_a_world_that_is_there_is_not_made_again(model_dir, monkeypatch, no_figure, tmp_path, whole):
-    world = P.make_world(whole[1], "cpu")
-    monkeypatch.setattr(P, "make_world", None)
-    t, rows, summary = P.train(whole[1], Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3}), world)
-    same_as_whole(whole, tmp_path / "run", t, rows)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, model_dir):
     path = tmp_path_factory.mktemp("whole") / "run"
     config = replace(TINY, model=model_dir)
-    return (path, config, *P.train(config, Run.create(path, {"task": "rlhf", "seed": 3})))
+    return (path, config, *P.train(P.Training(config), Run.create(path, {"task": "rlhf", "seed": 3})))
 
 
 def test_what_a_run_leaves_behind(whole):
@@ -260,12 +253,12 @@ def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeyp
     original = P.stop_on_interrupt
     for n, expected in zip(steps, stage):
         monkeypatch.setattr(P, "stop_on_interrupt", lambda: After(n))
-        t, rows, summary = P.train(whole[1], run)
+        t, rows, summary = P.train(P.Training(whole[1]), run)
         run = Run.resume(tmp_path / "run")
         assert run.checkpoint["name"] == expected
-        if n < 9: assert summary["interrupted"] and summary["true_score"] is None and not (tmp_path / "run" / "policy").exists()
+        if n < 9: assert summary["interrupted"] and summary["true_score"] is None and (tmp_path / "run" / "policy").exists() == (expected == "rl")
     monkeypatch.setattr(P, "stop_on_interrupt", original)
-    t, rows, summary = P.train(whole[1], run)
+    t, rows, summary = P.train(P.Training(whole[1]), run)
     same_as_whole(whole, tmp_path / "run", t, rows)
     assert {k: v for k, v in summary.items() if "seconds" not in k and "per_second" not in k} == {k: v for k, v in whole[4].items() if "seconds" not in k and "per_second" not in k}
 
@@ -282,7 +275,7 @@ from rlhf_notes.language import pipeline as P, rlhf as R
 P.CHECKPOINT_EVERY, P.Run.save_figure = 0.0, lambda *args, **how: None
 iterate = R.RLHF.iterate
 R.RLHF.iterate = lambda self: (time.sleep(0.5), iterate(self))[1]
-P.train(replace(T.TINY, model={whole[1].model!r}), P.Run.create({str(path)!r}, dict(task="rlhf", seed=3)))
+P.train(P.Training(replace(T.TINY, model={whole[1].model!r})), P.Run.create({str(path)!r}, dict(task="rlhf", seed=3)))
 """
     child = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     deadline = time.time() + 120
@@ -292,13 +285,13 @@ P.train(replace(T.TINY, model={whole[1].model!r}), P.Run.create({str(path)!r}, d
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL, child.stderr.read()[-2000:]
     assert not (path / "summary.json").exists()
-    t, rows, summary = P.train(whole[1], Run.resume(path))
+    t, rows, summary = P.train(P.Training(whole[1]), Run.resume(path))
     same_as_whole(whole, path, t, rows)
 
 
 def test_nothing_is_written_without_a_run(tmp_path, monkeypatch, model_dir):
     monkeypatch.chdir(tmp_path)
-    t, rows, summary = P.train(replace(TINY, model=model_dir, iterations=1, sft_steps=0, algo="rloo"))
+    t, rows, summary = P.train(P.Training(replace(TINY, model=model_dir, iterations=1, sft_steps=0, algo="rloo")))
     assert not list(tmp_path.iterdir()) and len(rows) == 1 and summary["algo"] == "rloo" and summary["seconds"]["sft"] >= 0
 
 
@@ -314,11 +307,4 @@ def test_other_tokenizers_will_do(tmp_path):
     "One that response_mask further than the model it comes with was made for."
     tokenizer = pad_outside(make_tokenizer(), len(WORDS))
     R.save_model(tmp_path / "p", tiny_lm(), tokenizer)
-    assert P.train(replace(TINY, model=str(tmp_path / "p"), iterations=1))[2]["steps"] == 16
-
-
-def test_each_policy_is_evaluated_once(monkeypatch):
-    calls, evaluate = [], P.evaluate
-    monkeypatch.setattr(P, "evaluate", lambda trainer, *args: calls.append(trainer.iteration) or evaluate(trainer, *args))
-    trainer, rows, summary = P.train(TINY)
-    assert calls == [0, 2, 4] and summary["true_score"] == rows[-1]["true_score"]
+    assert P.train(P.Training(replace(TINY, model=str(tmp_path / "p"), iterations=1)))[2]["steps"] == 16

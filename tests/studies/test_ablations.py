@@ -28,7 +28,7 @@ def weights(task, name, seed=3):
     d = DETAILS.get(name)
     config = replace(CONFIGS[task](**TINY | dict(seed=seed)), **d.options if d else {})
     with swapped(*[d.swap] * bool(d and d.swap)):
-        p = PPO.from_config(config)
+        p = PPO(**vars(config))
         for _ in range(config.iterations): p.iterate()
     return torch.cat([q.detach().flatten() for q in p.agent.parameters()])
 
@@ -110,8 +110,8 @@ def test_dual_clips():
 
 def test_dropout_is_in_the_update_alone():
     b = some_batch()
-    with swapped(DETAILS["dropout"].swap): thin = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
-    whole = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
+    with swapped(DETAILS["dropout"].swap): thin = PPO(**vars(CONFIGS["cartpole"](**SHAPE))).agent
+    whole = PPO(**vars(CONFIGS["cartpole"](**SHAPE))).agent
     with torch.no_grad(): assert torch.equal(thin(b.obs)[0], whole(b.obs)[0])
     many = torch.stack([thin(b.obs)[0] for _ in range(400)]).detach()
     assert many.std(0).min() > 0 and not torch.equal(many[0], many[1])
@@ -131,14 +131,14 @@ def test_resets_kept_are_in_the_batch():
 
 
 def test_networks():
-    with swapped(DETAILS["last layer 1"].swap): loud = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
-    quiet = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
+    with swapped(DETAILS["last layer 1"].swap): loud = PPO(**vars(CONFIGS["cartpole"](**SHAPE))).agent
+    quiet = PPO(**vars(CONFIGS["cartpole"](**SHAPE))).agent
     torch.testing.assert_close(loud.policy[-1].weight, 100 * quiet.policy[-1].weight); torch.testing.assert_close(loud.critic[-1].weight, quiet.critic[-1].weight)
-    with swapped(DETAILS["shared trunk"].swap): shared = PPO.from_config(CONFIGS["cartpole"](**SHAPE)).agent
+    with swapped(DETAILS["shared trunk"].swap): shared = PPO(**vars(CONFIGS["cartpole"](**SHAPE))).agent
     shared.value(torch.randn(5, 4)).sum().backward()
     assert shared.policy[0].weight.grad.any() and not shared.policy[-1].weight.grad.any() and shared.critic[0].weight is shared.policy[0].weight
     assert isinstance(shared, policy.Agent) and sum(p.numel() for p in shared.parameters()) == sum(p.numel() for p in quiet.parameters()) - 4 * 64 - 64 - 64 * 64 - 64
-    with swapped(DETAILS["fixed std"].swap): p = PPO.from_config(CONFIGS["pendulum"](**SHAPE))
+    with swapped(DETAILS["fixed std"].swap): p = PPO(**vars(CONFIGS["pendulum"](**SHAPE)))
     first = p.agent.policy[0].weight.clone()
     p.iterate(); p.iterate()
     assert (p.agent.head.log_std == CONFIGS["pendulum"]().log_std).all() and not torch.equal(p.agent.policy[0].weight, first)
@@ -153,7 +153,7 @@ def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatc
     two = attempt("cartpole", "no whitening", 3, every=2, **few)
     assert evaluated == seeds_one and len(set(evaluated)) == 4 + 2 and one["first_sampled_steps"] is None
     assert attempt("cartpole", INTACT, 3, every=2, **few) == one != two and all(5 < x["sampled"] < 475 for x in (one, two))
-    ppo = PPO.from_config(CONFIGS["cartpole"](seed=3, **few))
+    ppo = PPO(**vars(CONFIGS["cartpole"](seed=3, **few)))
     rows = [ppo.iterate() for _ in range(ppo.config.iterations)]
     assert {d: one[d] for d in details.DIALS} == {d: float(np.mean([r[d] for r in rows])) for d in details.DIALS}
     monkeypatch.setattr(details, "threshold", lambda env: 15.0)
@@ -162,7 +162,7 @@ def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatc
 
 def test_before_training(monkeypatch):
     few = dict(SHAPE); few.pop("seed")
-    outcome, ppo = attempt("cartpole", UNTRAINED, 3, **few), PPO.from_config(CONFIGS["cartpole"](seed=3, **few))
+    outcome, ppo = attempt("cartpole", UNTRAINED, 3, **few), PPO(**vars(CONFIGS["cartpole"](seed=3, **few)))
     final = ppo.scores()
     assert (outcome["greedy"], outcome["sampled"]) == (final["eval_return_mean"], final["eval_sampled_return_mean"])
     assert all(outcome[k] is None for k in ("first_sampled_steps", *details.DIALS))

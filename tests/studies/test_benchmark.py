@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_notes.studies import benchmark as compare
-from rlhf_notes.studies.benchmark import COLUMNS, SINGLE_FILE, Contender, Ours, SingleFile, StableBaselines, contenders, equal, look, race, ratios, table
+from rlhf_notes.studies.benchmark import COLUMNS, SINGLE_FILE, Contender, Ours, SingleFile, StableBaselines, contenders, equal, race, ratios, table
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.formulas.surrogate import clipped_surrogate
 from rlhf_notes.formulas.value import value_loss
@@ -52,7 +52,7 @@ def test_single_file_learns_and_is_reproducible(task):
 def test_single_file_advantages_are_those_of_a_loop_over_episodes():
     "Independent: the sum of discounted errors up to the end of the episode, written out for each step."
     loop, rng = single("cartpole"), np.random.default_rng(0)
-    T, N = loop.T, 2
+    T, N = loop.args.num_steps, 2
     rewards, values, dones = torch.tensor(rng.normal(size=(T, N)), dtype=torch.float32), torch.tensor(rng.normal(size=(T, N)), dtype=torch.float32), torch.tensor(rng.random((T, N)) < 0.2).float()
     loop.done = torch.tensor([1.0, 0.0])
     last = loop.critic(loop.obs).squeeze(-1).tolist()
@@ -174,14 +174,14 @@ class Scripted:
 @pytest.fixture
 def scripted(monkeypatch):
     seen = []
-    def evaluate(mean, seed, env_id): seen.append(seed); time.sleep(0.02); return torch.full((100,), float(mean))
+    def evaluate(mean, seed, env): seen.append(seed); time.sleep(0.02); return torch.full((100,), float(mean))
     monkeypatch.setattr(compare, "episode_returns", evaluate)
     return seen
 
 
 def test_the_race_notes_the_first_crossings_and_clocks_training_alone(scripted):
     plan = [(0, 0), (0, 0), (0, 0), (480, 100), (480, 100), (480, 100), (100, 475), (500, 500)]
-    row = race(Contender("x", "", lambda seed: Scripted(plan), 3000, False), "cartpole", 5)
+    row = race(Contender("x", lambda seed: Scripted(plan), 3000, False), "cartpole", 5)
     assert list(row) == list(COLUMNS)
     assert (row["task"], row["seed"], row["contender"]) == ("cartpole", 5, "x")
     assert (row["greedy_steps"], row["sampled_steps"], row["steps"]) == (1200, 2100, 2100)            # looks after 1200 and 2100 steps, the first ends at or after 1024 and 2048
@@ -196,19 +196,19 @@ def test_evaluation_does_not_run_on_the_clock(scripted, monkeypatch):
         def __init__(self, plan): super().__init__(plan); now[0] += 100.0
         def iterate(self): self.iteration += 1; now[0] += 1.0
         def policy(self, rng=None): now[0] += 1000.0; return super().policy(rng)
-    row = race(Contender("x", "", lambda seed: Ticking([(0, 0)] * 3 + [(480, 0)] * 3 + [(480, 480)] * 9), 3000, True), "cartpole", 0)
+    row = race(Contender("x", lambda seed: Ticking([(0, 0)] * 3 + [(480, 0)] * 3 + [(480, 480)] * 9), 3000, True), "cartpole", 0)
     assert (row["greedy_seconds"], row["sampled_seconds"], row["seconds"], row["steps"]) == (4.0, 7.0, 10.0, 3000)
 
 
 def test_who_does_not_cross_is_censored_at_the_budget(scripted):
-    row = race(Contender("x", "", lambda seed: Scripted([(480, 0)]), 1000, False), "cartpole", 0)
+    row = race(Contender("x", lambda seed: Scripted([(480, 0)]), 1000, False), "cartpole", 0)
     assert (row["greedy_steps"], row["sampled_steps"], row["sampled_seconds"], row["steps"]) == (None, None, None, 900)        # 900 < 1024: never looked at
-    row = race(Contender("x", "", lambda seed: Scripted([(480, 0)]), 2600, False), "cartpole", 0)
+    row = race(Contender("x", lambda seed: Scripted([(480, 0)]), 2600, False), "cartpole", 0)
     assert (row["greedy_steps"], row["sampled_steps"], row["steps"]) == (1200, None, 2400)
 
 
 def test_all_are_evaluated_on_the_same_episodes(scripted):
-    for name in "ab": race(Contender(name, "", lambda seed: Scripted([(0, 0)]), 3000, True), "cartpole", 7)
+    for name in "ab": race(Contender(name, lambda seed: Scripted([(0, 0)]), 3000, True), "cartpole", 7)
     half = len(scripted) // 2
     assert scripted[:half] == scripted[half:] and len(set(scripted)) == half
 
@@ -216,8 +216,8 @@ def test_all_are_evaluated_on_the_same_episodes(scripted):
 def test_start_states_and_actions_come_from_different_streams(monkeypatch):
     "Those of NumPy, for ours, and those of PyTorch, for the others."
     begun, drawn, ours = [], [], SimpleNamespace(policy=lambda rng=None: drawn.append((rng, torch.initial_seed())))
-    monkeypatch.setattr(compare, "episode_returns", lambda choose, seed, env_id: begun.append(seed) or torch.zeros(1))
-    look(ours, "CartPole-v1", 3, 1024)
+    monkeypatch.setattr(compare, "episode_returns", lambda choose, seed, env: begun.append(seed) or torch.zeros(1))
+    compare._look(ours, "CartPole-v1", 3, 1024)
     (_, sampled), ((greedy, _), (rng, torch_seed)) = begun, drawn
     assert greedy is None and torch_seed not in begun and len(set(begun)) == 2
     assert rng.random() == np.random.default_rng(torch_seed).random() != np.random.default_rng(sampled).random()
@@ -226,7 +226,7 @@ def test_start_states_and_actions_come_from_different_streams(monkeypatch):
 def test_looking_changes_nothing():
     trainers = [single("cartpole") for _ in range(2)]
     trainers[0].iterate(); look_state = torch.get_rng_state()
-    look(trainers[0], "CartPole-v1", 0, 32)
+    compare._look(trainers[0], "CartPole-v1", 0, 32)
     assert torch.equal(torch.get_rng_state(), look_state)
 
 
@@ -234,7 +234,7 @@ def test_each_seed_begins_with_another_contender(monkeypatch):
     made = []
     class Nothing:
         def iterate(self): pass
-    monkeypatch.setattr(compare, "contenders", lambda task: [Contender(n, "", lambda seed: Nothing(), 1, False) for n in "abc"])
+    monkeypatch.setattr(compare, "contenders", lambda task: [Contender(n, lambda seed: Nothing(), 1, False) for n in "abc"])
     monkeypatch.setattr(compare, "race", lambda c, task, seed: made.append((seed, c.name)) or {})
     compare.compare("cartpole", 4)
     assert ["".join(n for s, n in made if s == seed) for seed in range(4)] == ["abc", "bca", "cab", "abc"]
@@ -299,8 +299,8 @@ def test_the_table_begins_with_ours_whatever_the_order():
 
 def test_a_short_race_of_the_real_ones(monkeypatch):
     monkeypatch.setitem(compare.EVERY, "cartpole", 256)
-    c = Contender("ours", "", lambda seed: Ours(PPOConfig(seed=seed, steps=512, num_envs=4, epochs=1)), 512, True)
+    c = Contender("ours", lambda seed: Ours(PPOConfig(seed=seed, steps=512, num_envs=4, epochs=1)), 512, True)
     row = race(c, "cartpole", 0)
     assert row["steps"] == 512 and row["seconds"] > 0 and row["sampled_steps"] is None
-    row = race(Contender("single-file", "", lambda seed: single("cartpole"), 256, False), "cartpole", 0)
+    row = race(Contender("single-file", lambda seed: single("cartpole"), 256, False), "cartpole", 0)
     assert row["steps"] == 256 and math.isfinite(row["seconds"])

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from rlhf_notes.language.rollout import Rollout
-from rlhf_notes.studies.checkable import (ALGORITHMS, TOKENS, CheckableRLHF, digit_tokenizer, exact_match, in_order,
-                                          make_questions, measure, no_spread, pass_at_k, pretrain,
-                                          refill, response_loss)
+from rlhf_notes.studies.checkable import (ALGORITHMS, TOKENS, CheckableRLHF, _no_spread, _refill, _response_loss, digit_tokenizer,
+                                          exact_match, make_questions, measure, pass_at_k, pretrain)
 
 SMALL = dict(batch=16, iterations=2, minibatches=2, seed=1)
 
@@ -38,22 +37,20 @@ def test_questions_are_distinct_and_their_solutions_right(questions):
     for q in questions:
         task, *digits, _ = q["prompt"].split()
         assert q["solution"].split() == (sorted(digits) if task == "sort" else digits[::-1])
-        assert in_order([q["prompt"]], [q["solution"]]) == [1.0] or task == "reverse"
 
 
 def test_rewards():
     assert exact_match(["sort 2 1 ="] * 3, ["1 2", "2 1", ""], ["1 2"] * 3) == [1.0, 0.0, 0.0]
-    assert in_order(["sort 2 1 ="] * 3, ["", "0 0 0", "2 1"], solution=["1 2"] * 3) == [1.0, 1.0, 0.0]     # the hole
 
 
 def test_the_loss_counts_responses_alone(lm):
     texts = [(["sort", "2", "1", "="], ["1", "2", "<eos>"]), (["reverse", "2", "1", "0", "="], ["0", "<eos>"])]
-    total, n = 0.0, 0
+    total, n, rows = 0.0, 0, []
     for prompt, response in texts:
-        ids = torch.tensor([[TOKENS.index(t) for t in prompt + response]])
-        logp = lm(ids).logits.log_softmax(-1)
-        for i in range(len(prompt), ids.shape[1]): total, n = total - logp[0, i - 1, ids[0, i]].item(), n + 1
-    assert response_loss(lm, texts).item() == pytest.approx(total / n, rel=1e-5)
+        rows.append([TOKENS.index(t) for t in prompt + response] + [0] * (7 - len(prompt + response)))
+        logp = lm(torch.tensor(rows[-1:])).logits.log_softmax(-1)
+        for i in range(len(prompt), len(prompt + response)): total, n = total - logp[0, i - 1, rows[-1][i]].item(), n + 1
+    assert _response_loss(lm, torch.tensor(rows)).item() == pytest.approx(total / n, rel=1e-5)
 
 
 def test_tokens_are_those_of_the_tokenizer(questions):
@@ -86,11 +83,11 @@ def rollout(scores):
 
 def test_groups_without_spread_are_replaced_by_groups_with():
     old = rollout([0., 0., 1., 0., 1., 1., 0., 0.])                                 # only the second group has spread
-    assert no_spread(old, 2).tolist() == [True, False, True, True]
+    assert _no_spread(old, 2).tolist() == [True, False, True, True]
     new = rollout([5., 5., 2., 3., 7., 7., 8., 9.])
-    full = refill(old, new, 2)
+    full = _refill(old, new, 2)
     assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0] and full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
-    assert refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]           # more than there is room for stay out
+    assert _refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]           # more than there is room for stay out
     assert full.rewards is None
 
 

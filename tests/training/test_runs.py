@@ -2,7 +2,6 @@ import csv
 import json
 import math
 import os
-import stat
 import subprocess
 import sys
 import time
@@ -62,12 +61,12 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     events, fsync, replace = [], os.fsync, os.replace
 
     def sync(fd):
-        events.append("directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else os.fstat(fd).st_size)
+        events.append(os.fstat(fd).st_size)
         fsync(fd)
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda *paths: (events.append("renamed"), replace(*paths)))
     write_atomically(tmp_path / "f", "text")
-    assert events == [4, "renamed", "directory"]
+    assert events == [4, "renamed"]
 
 
 def test_a_link_in_the_way_is_not_followed(tmp_path, monkeypatch):
@@ -190,7 +189,7 @@ def test_metrics_are_written_as_they_come(tmp_path):
         run.log(row(i), i)
         assert len((tmp_path / "metrics.csv").read_text().splitlines()) == i + 1
     assert (tmp_path / "metrics.csv").read_text() == "iteration,loss,return\n1,1,\n2,0.5,20\n3,0.333333333,30\n"
-    assert run.read_metrics() == [row(i) | {"loss": float(f"{1 / i:.9g}")} for i in (1, 2, 3)]
+    assert run.rows == [row(i) for i in (1, 2, 3)]
 
 
 def test_nan_is_an_empty_cell_and_null(tmp_path):
@@ -221,7 +220,7 @@ def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path, end):
     metrics.write_text("".join(end(metrics.read_text().splitlines(True))))
     time.sleep(1.1)                                    # TensorBoard orders event files by the second in their names
     again = Run.resume(tmp_path / "killed")
-    assert again.config == CONFIG and len(again.read_metrics()) == 2 and torch.equal(again.checkpoint.pop("w"), torch.arange(3))
+    assert again.config == CONFIG and len(again.rows) == 2 and torch.equal(again.checkpoint.pop("w"), torch.arange(3))
     assert again.checkpoint == {"i": 2, "names": ["a"], "none": None}
     for i in range(3, 6):
         again.log(row(i), i)
@@ -236,7 +235,7 @@ def test_a_run_interrupted_before_its_first_row_can_be_resumed(tmp_path):
     Run.create(tmp_path, CONFIG).save_checkpoint({"i": 0})
     run = Run.resume(tmp_path)
     run.log(row(1), 1)
-    assert len(run.read_metrics()) == 1
+    assert len(run.rows) == 1
 
 
 def test_another_tracker(tmp_path, monkeypatch):
@@ -250,10 +249,36 @@ def test_another_tracker(tmp_path, monkeypatch):
         def log(self, values, step): seen.append((values, step))
         def finish(self): seen.append("finish")
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    monkeypatch.setattr(runs, "find_spec", lambda name: name)
     run = Run.create(tmp_path, CONFIG | {"track": "wandb"})
     run.log(row(1), 5)
+    run.log(row(2), 6, [{"prompt": "a", "score": 1 / 3}, {"prompt": "b", "score": None}])
     run.finish({})
-    assert seen == ["rlhf_notes", "start", CONFIG | {"track": "wandb"}, ({"iteration": 1, "loss": 1.0}, 5), "finish"] and not list(tmp_path.glob("events*"))
+    table = "| prompt | score |\n| --- | --- |\n| a | 0.333333333 |\n| b |  |"
+    assert seen == ["rlhf_notes", "start", CONFIG | {"track": "wandb"}, ({"iteration": 1, "loss": 1.0}, 5),
+                    (row(2) | {"samples": table}, 6), "finish"] and not list(tmp_path.glob("events*"))
+
+
+def test_a_tracker_that_is_missing_is_refused(tmp_path, monkeypatch):
+    "Where a run begins and where it goes on."
+    config = CONFIG | {"track": "wandb"}
+    monkeypatch.setattr(runs, "find_spec", lambda name: name)
+    Run.create(tmp_path / "run", config).save_checkpoint({})
+    monkeypatch.setattr(runs, "find_spec", lambda name: None)
+    for begin in (lambda: Run.create(tmp_path / "new", config), lambda: Run.resume(tmp_path / "run")):
+        with pytest.raises(ValueError, match=r"^track must be a tracker that is installed, got wandb \(pip install rlhf_notes\[track\] brings it\)$"): begin()
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_samples_are_a_table_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    run = Run.create(tmp_path, CONFIG)
+    run.log(row(1), 1, [{"prompt": "about", "score": 2}])
+    run.finish({})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    event, = events.Tensors("samples/text_summary")
+    assert event.step == 1 and event.tensor_proto.string_val[0] == b"| prompt | score |\n| --- | --- |\n| about | 2 |"
 
 
 @pytest.mark.parametrize("spoil", [
