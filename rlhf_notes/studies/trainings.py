@@ -117,12 +117,15 @@ def report(s: dict, # The summary of a run
     if s["interrupted"]:
         print(f", interrupted\ncontinue with: rlhf-notes {s['task']} --resume {path}")
         return
-    outcome = _control(s) if s["task"] != "rlhf" else _reviews(s, path) if "true_score" in s else [
-        f"score {s['score_first']:.3g} at first, {s['score']:.3g} at last", path / "samples.csv"]
+    outcome = _control if s["task"] != "rlhf" else _reviews if "true_score" in s else _own_task
     curve = [f"curve: {path / 'curve.svg'}"] * (path / "curve.svg").exists()
-    print("", *outcome, *curve, sep="\n", flush=True)
+    print("", *outcome(s, path), *curve, sep="\n", flush=True)
 
-def _control(s):
+def _own_task(s, path):
+    yield f"score {s['score_first']:.3g} at first, {s['score']:.3g} at last"
+    yield path / "samples.csv"
+
+def _control(s, path):
     verdict = {None: "no solve threshold defined", True: "solved", False: "NOT solved"}[s["solved"]]
     greedy, sampled = s["eval_return_mean"], s["eval_sampled_return_mean"]
     yield (f"return over {s['eval_episodes']} fresh episodes: {greedy:.1f} greedy, "
@@ -149,8 +152,6 @@ def many_seeds(task: str, # A name in TASKS
               ): # A function that trains and returns the exit code
     "Train with many seeds, one after the other; ValueError if that cannot begin here."
     from rlhf_notes.training.runs import Run
-    if not 1 <= count <= 10_000:
-        raise ValueError(f"seeds must be at least 1 and at most 10000, got {count}")
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
     TASKS[task][0](**{**options, "seed": first + count - 1})
     _trainer(task, options)

@@ -15,7 +15,7 @@ CALLS = {
     "ppo_loss": lambda: (lambda a: rn.ppo_loss(a, y, z, value=x, returns=y, entropy=z, mask=m)[0], x),
     "ppo_stats": lambda: (lambda a: rn.ppo_stats(a, y, z, m)["approx_kl"], x),
     "top_entropy_mask": lambda: (lambda a: rn.top_entropy_mask(a, m) * a, x),
-    "clip_cov_mask": lambda: (lambda a, b, c: rn.clip_cov_mask(a, b, c, m, 0.5, (-1.0, 1.0)) * a, x, y, z),
+    "clip_cov_mask": lambda: (lambda a, b, c: rn.clip_cov_mask(a, b, c, m, 0.5, -1.0, 1.0) * a, x, y, z),
     "kl_cov_penalty": lambda: (lambda a, b, c: rn.kl_cov_penalty(a, b, c, m, 0.3), x, y, z),
     "microbatch_weight": lambda: (lambda a: rn.microbatch_weight(m[:2], m, "token-mean") * a.sum(), x),
     "apply_mask": lambda: (lambda a: rn.apply_mask(a, m), x),

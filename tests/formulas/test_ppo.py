@@ -161,7 +161,7 @@ def test_masks_and_penalty_are_the_loops(seed, keep, share, junk, dtype):
     if len(set(flat(H))) == len(set(flat(draw))) == 24:                                # no ties in half precision
         assert set(top_entropy_mask(put(H), m, share).flatten().nonzero().flatten().tolist()) == largest(flat(H), where, share, n)
         inside = [w and -0.3 < c < 0.8 for w, c in zip(where, cov)]
-        dropped = ~clip_cov_mask(put(logp), put(A), put(draw), m, share, (-0.3, 0.8))
+        dropped = ~clip_cov_mask(put(logp), put(A), put(draw), m, share, -0.3, 0.8)
         assert set(dropped.flatten().nonzero().flatten().tolist()) == largest(flat(draw), inside, share, n)
     penalty, (grad, of_old, of_A) = value_and_grad(lambda x, o, A: kl_cov_penalty(x, o, A, m, share), put(logp), put(logp - 0.5), put(A))
     top = torch.tensor([i in largest(cov, where, share, n) for i in range(24)]).reshape(3, 8)
@@ -174,7 +174,7 @@ def test_probable_good_tokens_and_rare_bad_ones_have_the_largest_covariance():
     logp, A = torch.tensor([0.9, 0.5, 0.05, 0.05]).log(), torch.tensor([2.0, 0.0, 2.0, -2.0])
     assert kl_cov_penalty(logp, logp + 0.5, A, share=0.5).tolist() == [0.5, 0, 0, 0.5]   # covariance 2.4, -.5, -1.9, 3.2
     assert kl_cov_penalty(logp, logp + 0.5, A).tolist() == [0, 0, 0, 0.5]
-    assert clip_cov_mask(logp, A, torch.rand(4), band=(9.0, 10.0)).all()
+    assert clip_cov_mask(logp, A, torch.rand(4), low=9.0, high=10.0).all()
     assert top_entropy_mask(torch.arange(10.0)).tolist() == [False] * 8 + [True] * 2    # the default share
     assert top_entropy_mask(torch.tensor([1.0, math.nan, 3.0])).tolist() == [False, True, False]
 
@@ -189,14 +189,14 @@ def test_entropy_moves_against_the_covariance():
 
 def test_masks_and_penalty_under_vmap():
     x, A, u = normal(0, (4, 3, 5)), normal(1, (4, 3, 5)), normal(2, (4, 3, 5))
-    for f, args in ((lambda x: top_entropy_mask(x, share=0.4), (x,)), (lambda x, A, u: clip_cov_mask(x, A, u, band=(-1.0, 1.0)), (x, A, u)), (lambda x, A: kl_cov_penalty(x, x - 1, A, share=0.4), (x, A))):
+    for f, args in ((lambda x: top_entropy_mask(x, share=0.4), (x,)), (lambda x, A, u: clip_cov_mask(x, A, u, low=-1.0, high=1.0), (x, A, u)), (lambda x, A: kl_cov_penalty(x, x - 1, A, share=0.4), (x, A))):
         assert torch.equal(torch.func.vmap(f)(*args), torch.stack([f(*row) for row in zip(*args)]))
 
 
 @pytest.mark.parametrize("call, error, words", [
     (lambda: top_entropy_mask(one, share=0.0), ValueError, r"share must be in \(0, 1\], got 0.0"), (lambda: top_entropy_mask(one, one), TypeError, "mask must be boolean"),
     (lambda: clip_cov_mask(one, one, one[:2]), ValueError, "draw must have the shape of logp"), (lambda: kl_cov_penalty(one, one[:2], one), ValueError, "logp_old must have the shape of logp"),
-    (lambda: clip_cov_mask(one, one, one, share=1.5), ValueError, "share must be in"), (lambda: kl_cov_penalty(one, one, one.long()), TypeError, "advantage must have a floating-point dtype"),
+    (lambda: clip_cov_mask(one, one, one, share=1.5), ValueError, "share must be in"), (lambda: clip_cov_mask(one, one, one, low="1"), TypeError, "low must be a number"), (lambda: kl_cov_penalty(one, one, one.long()), TypeError, "advantage must have a floating-point dtype"),
 ])
 def test_bad_input_of_the_masks_is_named(call, error, words):
     with pytest.raises(error, match=words): call()
