@@ -93,8 +93,7 @@ def truncate_at_stop(
     mask = stop.cumsum(1) - stop.long() == 0  # no stop token stands before
     return torch.where(mask, tokens, pad_token), mask, stop.any(1)
 
-def _stops(stop_token, device):
-    "The stop tokens as a tensor (K,)."
+def _stops(stop_token, device): # -> (K,)
     if isinstance(stop_token, Tensor):
         check_value("stop_token", stop_token, "int (K)")
         return stop_token.to(device)
