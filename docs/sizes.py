@@ -21,7 +21,7 @@ TALL = {                # pages that may be higher, and why
         "studies/checkable studies/differences studies/failures studies/speed",
     "too long, and to be split": "control/plots control/policy control/ppo control/rollout fast/kernels formulas/advantage "
         "formulas/grpo formulas/kl formulas/logprob formulas/ratio formulas/reward formulas/value "
-        "formulas/whitening language/model language/pipeline language/reward_model language/rlhf language/rollout language/task",
+        "formulas/whitening language/pipeline",
 }
 MEASURE = """async () => {
   await window.MathJax?.startup?.promise;

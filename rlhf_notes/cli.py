@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'Out', 'Overwrite', 'Resume', 'Prompts',
-           'Reward', 'Seeds', 'Track', 'Chat', 'Model', 'BenchTask', 'main', 'UsageError',
-           'usage_errors', 'options_of', 'training', 'command', 'demo', 'generate',
-           'aligned', 'compare', 'bench']
+           'Reward', 'FEW', 'Few', 'Seeds', 'Track', 'Chat', 'Model', 'BenchTask', 'main',
+           'UsageError', 'usage_errors', 'options_of', 'training', 'command', 'demo',
+           'generate', 'aligned', 'compare', 'bench']
 
 # %% ../nbs/cli.ipynb #export-imports
 import inspect
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, validators
 
 from . import __version__
 from .studies.trainings import (TASKS, many_seeds, new_training, old_training,
@@ -136,7 +136,10 @@ Overwrite = Annotated[bool, Parameter(help="replace the run that is there", nega
 Resume = _path("interrupted run to continue, with its options; control begins new episodes")
 Prompts = _path("file with a prompt on each line, or .jsonl with prompt and columns for the reward")
 Reward = Annotated[str | None, Parameter(help="MODULE:FUNCTION, or a reward model of transformers")]
-Seeds = Annotated[int | None, Parameter(help="seeds to train, from --seed on; writes seeds.csv")]
+FEW = validators.Number(gte=1, lte=10_000)
+Few = Annotated[int, Parameter(validator=FEW)]
+Seeds = Annotated[int | None, Parameter(validator=FEW, help="seeds to train, from --seed on; "
+                                                            "writes seeds.csv")]
 Track = Annotated[Literal["tensorboard", "wandb", "trackio"], Parameter(help="where to log")]
 
 # %% ../nbs/cli.ipynb #tasks
@@ -234,11 +237,6 @@ def _study(run, rows_of, table):
     rows_of(done=done)
     print(aligned(table(rows)), path, sep="\n")
 
-def _counts(**counts):
-    for name, value in counts.items():
-        if not 1 <= value <= 10_000:
-            raise ValueError(f"{name} must be at least 1 and at most 10000, got {value}")
-
 def aligned(rows: list, # Of strings
            ) -> str: # Lines
     "Align a table for the eye."
@@ -250,8 +248,8 @@ def aligned(rows: list, # Of strings
 def compare(*,
             task: Literal["cartpole", "pendulum", "rlhf"] = "cartpole", # The training that is raced
             seed: int = 0, # The first
-            seeds: int = 5, # Races, each with a seed of its own
-            iterations: int = 20, # Of each training, for rlhf
+            seeds: Few = 5, # Races, each with a seed of its own
+            iterations: Few = 20, # Of each training, for rlhf
             device: str = "cpu", # auto, cpu, cuda or mps
             out: Out = None, # Directory to write; by default in runs
             overwrite: Overwrite = False, # Replace the run that is there
@@ -264,7 +262,6 @@ def compare(*,
     from rlhf_notes.training.devices import pick_device
     from rlhf_notes.training.runs import Run
     with usage_errors():
-        _counts(seeds=seeds, iterations=iterations)
         for s in (seed, seed + seeds - 1):
             TASKS[task][0](seed=s)
         about = dict(task="compare", of=task, seed=seed, seeds=seeds, versions=versions(),
@@ -284,7 +281,7 @@ BenchTask = Literal["log-probability", "entropy", "both", "from-hidden-states", 
 @command
 def bench(*,
           size: Literal["small", "medium", "large"] = "small", # Of the logits, see above
-          rounds: int = 7, # In each of which every method is timed once
+          rounds: Few = 7, # In each of which every method is timed once
           task: BenchTask | None = None, # One alone; by default all
           device: str = "auto", # auto, cpu, cuda or mps
           out: Path = Path("runs/bench"), # Directory to write
@@ -299,7 +296,6 @@ def bench(*,
     from rlhf_notes.training.devices import pick_device
     from rlhf_notes.training.runs import Run
     with usage_errors():
-        _counts(rounds=rounds)
         device = pick_device(device, auto="cuda")
         about = dict(task="bench", size=size, rounds=rounds, device=device, versions=versions())
         run = Run.create(out, about, overwrite)

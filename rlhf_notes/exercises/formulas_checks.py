@@ -54,8 +54,7 @@ exercise("masked_var", "01_masking", masking.masked_var,
     std=(lambda x, m: x[m].std(unbiased=False),
         "That is the standard deviation; the variance is its square."),
     cancels=(lambda x, m: (mean(x ** 2, m) - mean(x, m) ** 2),
-        "Right, but E[x^2] - E[x]^2 loses its digits when the mean is large. Center first."),
-    leak=(lambda x, m: (((x - mean(x, m)) * m) ** 2).sum() / m.sum(), LEAK))
+        "Right, but E[x^2] - E[x]^2 loses its digits when the mean is large. Center first."))
 
 exercise("mean_of_answers", "01_masking",
     lambda x, m: masking.aggregate_loss(x, m, "seq-mean-token-mean"),
@@ -76,8 +75,7 @@ exercise("mean_of_answers", "01_masking",
     empty_is_zero=(lambda x, m: row_means(x, m).mean(),
         "Right, but a response without tokens counts as 0. Leave it out."),
     zero_by_zero=(lambda x, m: (keep(x, m).sum(1) / m.sum(1)).mean(),
-        "Right, but a response without tokens is 0 / 0, and makes everything NaN."),
-    leak=(lambda x, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).sum() / (m.sum(1) > 0).sum(), LEAK))
+        "Right, but a response without tokens is 0 / 0, and makes everything NaN."))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #exercise-checks
 def _pick(x, i): return x.gather(-1, i.unsqueeze(-1)).squeeze(-1)
@@ -206,8 +204,7 @@ exercise("sequence_ratio", "03_ratio",
     into_old=(lambda a, b, m: row_means(a - b, m).exp(),
         "The value is right, but a gradient flows into logp_old. Detach it."),
     zero_by_zero=(lambda a, b, m: (keep(a - b.detach(), m).sum(1) / m.sum(1)).exp(),
-        "Right, but a response without tokens is 0 / 0. Its ratio is 1."),
-    leak=(lambda a, b, m: (((a - b.detach()) * m).sum(1) / m.sum(1).clamp(min=1)).exp(), LEAK))
+        "Right, but a response without tokens is 0 / 0. Its ratio is 1."))
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #exercise-checks
 _CLIP_CASES = [(vec([r]), vec([A]), 0.2) for A in (2., -2.) for r in (1.5, 0.5)]
@@ -272,15 +269,14 @@ exercise("clip_fraction", "04_surrogate", surrogate.clip_fraction,
         "Right, but a ratio exactly on a bound still has its gradient."),
     zero_is_good=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A < 0) & (r < 1 - eps)
         ).double().mean(), "You take an advantage of 0 for positive: it has no gradient to stop."),
+    zero_advantage=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A <= 0) & (r < 1 - eps)
+        ).double().mean(), "You count an advantage of 0: it has no gradient to stop."),
     outside=(lambda r, A, eps: ((r - 1).abs() > eps).float().mean(),
         "You count every ratio outside of the range: some still have a gradient."),
     opposite=(lambda r, A, eps: _binds(r, -A, eps).float().mean(),
         "You count the samples that moved the wrong way: those keep their gradient."),
     above_only=(lambda r, A, eps: ((A > 0) & (r > 1 + eps)).float().mean(),
         "You count good actions only: bad ones below 1 - eps are clipped too."),
-    zero_advantage=(lambda r, A, eps: ((A >= 0) & (r > 1 + eps) | (A <= 0) & (r < 1 -
-        eps)).float().mean(),
-        "You count samples with an advantage of 0: they have no gradient to stop."),
     number=(lambda r, A, eps: _binds(r, A, eps).sum().double(),
         "That is their number; divide by the number of samples."))
 
@@ -365,8 +361,7 @@ exercise("kl_loss", "06_kl", lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m),
     no_half=(lambda a, b, m: mean((a - b.detach()) ** 2, m),
         "The half of k2 is missing: the slope must be the log-ratio."),
     no_gradient=(lambda a, b, m: mean((a - b) ** 2 / 2, m).detach(),
-        "There is no gradient: nothing will be learned."),
-    leak=(lambda a, b, m: ((a - b.detach()) ** 2 / 2 * m).sum() / m.sum(), LEAK))
+        "There is no gradient: nothing will be learned."))
 
 def _adapt(coef, measured, target, n, horizon):
     return kl.AdaptiveKLController(coef, target, horizon).update(measured, n)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import at_least_float32, checked
 from ..fast import door, scan
-from .masking import apply_mask, centre
+from .masking import apply_mask, centre, masked_sum, masked_var
 from .whitening import whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
@@ -40,10 +40,8 @@ def discounted_returns(
     return accumulate(rewards, gamma * (~done).to(rewards))
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae
-@checked(
-    rewards="float (T ...)", values="float (T ...)", next_values="float (T ...)",
-    terminated="bool (T ...)", done="bool (T ...)", gamma="[0, 1]", lam="[0, 1]",
-)
+@checked(rewards="float (T ...)", values="float (T ...)", next_values="float (T ...)",
+         terminated="bool (T ...)", done="bool (T ...)", gamma="[0, 1]", lam="[0, 1]")
 @door(scan.gae)
 def gae(
     rewards: Tensor,  # (T, N) or (T,), time first
@@ -60,9 +58,8 @@ def gae(
     return advantages, advantages + values
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae-tokens
-@checked(
-    rewards="float (B T)", values="float (B T)", mask="bool (B T)?", gamma="[0, 1]", lam="[0, 1]",
-)
+@checked(rewards="float (B T)", values="float (B T)", mask="bool (B T)?", gamma="[0, 1]",
+         lam="[0, 1]")
 def gae_tokens(
     rewards: Tensor,  # (B, T)
     values: Tensor,  # (B, T), V before each token
@@ -95,17 +92,11 @@ def group_advantage(
     advantages = centre(rewards, mask, dim=1)
     if scale is None or not rewards.numel(): return advantages
     over = 1 if scale == "std" else (0, 1)
-    std = _std(centre(rewards, mask, over), mask, over) + eps
-    return advantages / torch.where(std == 0, 1, std)
-
-def _std(deviation, mask, dim):
-    "Unbiased standard deviation of what has mean 0. Where it is 0, so is its gradient."
-    mask = torch.ones_like(deviation, dtype=torch.bool) if mask is None else mask
-    size = deviation.detach().abs().amax(dim, keepdim=True)
+    deviation = centre(rewards, mask, over)
+    size = deviation.detach().abs().amax(over, keepdim=True)  # so that no square overflows
     size = torch.where(size == 0, 1, size)
-    n = mask.sum(dim, keepdim=True)
-    var = (deviation / size).square().sum(dim, keepdim=True) / (n - 1).clamp(min=1)
-    return size * torch.where(var == 0, 0, torch.where(var == 0, 1, var).sqrt())
+    var = masked_var(deviation / size, mask, over, unbiased=True).reshape(size.shape)
+    return advantages / (size * var.clamp(min=1e-30).sqrt() + eps)
 
 # %% ../../nbs/formulas/08_advantage.ipynb #rloo
 @checked(rewards="real (P G)", mask="bool (P G)?")
@@ -117,15 +108,12 @@ def rloo_advantage(
     if rewards.shape[1] < 2:
         raise ValueError("rewards must have at least 2 responses to each prompt, as leave-one-out "
                          f"is undefined for a group of one, got shape {tuple(rewards.shape)}")
-    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     rewards = at_least_float32(rewards)
-    n = mask.sum(1, keepdim=True)
+    n = masked_sum(torch.ones_like(rewards), mask, dim=1, keepdim=True)
     return centre(rewards, mask, dim=1) * n / (n - 1).clamp(min=1)
 
 # %% ../../nbs/formulas/08_advantage.ipynb #reinforce-pp
-@checked(
-    token_rewards="float (B T)", mask="bool (B T)?", gamma="[0, 1]", baseline="float (B)?",
-)
+@checked(token_rewards="float (B T)", mask="bool (B T)?", gamma="[0, 1]", baseline="float (B)?")
 def reinforce_pp_advantage(
     token_rewards: Tensor,  # (B, T), KL penalty included
     mask: Tensor | None = None,  # (B, T) bool, True = counts; None = everything counts

@@ -18,7 +18,7 @@ from .masking import (
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
 
-# %% ../../nbs/formulas/11_grpo.ipynb #objective
+# %% ../../nbs/formulas/11_grpo.ipynb #policy-loss
 POLICY_VARIANTS = {  # aggregation,        eps_low, eps_high
     "ppo":        ("token-mean",          0.2,     0.2),
     "grpo":       ("seq-mean-token-mean", 0.2,     0.2),
@@ -30,48 +30,6 @@ POLICY_VARIANTS = {  # aggregation,        eps_low, eps_high
     "sapo":       ("seq-mean-token-mean", None,    None),
     "gmpo":       ("seq-mean-token-mean", 0.4,     0.4),
 }
-
-def _objective(variant, logp, logp_old, A, mask, low, high, dual_clip, tau):
-    "Objective of each token, to be maximised, and the share of the tokens that a bound holds."
-    r, kind = importance_ratio(logp, logp_old, mask), "binding"
-    if variant in ("gspo", "gspo_token"):
-        s = importance_ratio(logp, logp_old, mask, level="sequence").expand_as(A)
-        r = s if variant == "gspo" else s.detach() * (r / r.detach())
-    if variant == "cispo":
-        objective = r.detach().clamp(1 - low, 1 + high) * A * apply_mask(logp, A != 0)
-        kind = "outside"
-    elif variant == "sapo":
-        gate = [4 / t * torch.sigmoid(t * (r - 1)) for t in tau]
-        return torch.where(A > 0, *gate) * A, A.new_zeros(())
-    elif variant == "gmpo":
-        x = bounded_log_ratio(logp - logp_old)
-        held = torch.where(A > 0, x.clamp(max=high), x.clamp(min=-low))
-        objective = masked_mean(held, mask, dim=1).exp().unsqueeze(1) * A
-        low, high = -math.expm1(-low), math.expm1(high)
-    else:
-        objective = clipped_surrogate(r, A, low, high, dual_clip)
-    return objective, clip_fraction(r, A, low, high, kind, mask)
-
-# %% ../../nbs/formulas/11_grpo.ipynb #policy-loss
-def _bounds(variant, eps_low, eps_high, dual_clip, tau):
-    "The clip range: what was given, else the variant's own."
-    _, low, high = POLICY_VARIANTS[variant]
-    unused = dict(dual_clip=dual_clip) if variant in ("cispo", "sapo", "gmpo") else {}
-    if variant == "sapo":
-        unused |= dict(eps_low=eps_low, eps_high=eps_high)
-    for name, x in unused.items():
-        if x is not None: raise ValueError(f"{name} must be None for variant={variant!r}, got {x}")
-    if not isinstance(tau, (tuple, list)) or len(tau) != 2:
-        raise TypeError(f"tau must be a pair of numbers, for A > 0 and for the rest, got {tau!r}")
-    for t in tau:
-        check_value("tau", t, "(0, inf)")
-    return eps_low or low, eps_high or eps_low or high
-
-def _per_token(name, x, logp):
-    "(B, T) from one number for each response, (B,) or (B, 1), or for each token; a constant."
-    if x.shape[1:] not in ((), (1,), logp.shape[1:]):
-        raise ValueError(f"{name} must have the shape (B,), (B, 1) or (B, T), got {tuple(x.shape)}")
-    return (x.unsqueeze(1) if x.ndim == 1 else x).detach().expand_as(logp)
 
 @checked(logp="float (B T)", logp_old="float (B T)", advantage="float (B ...)", mask="bool (B T)?",
          variant=POLICY_VARIANTS, logp_ref="float (B T)?", beta="[0, inf)", kl_kind=KL_KINDS,
@@ -113,6 +71,45 @@ def policy_loss(
     approx_kl = masked_mean(kl_estimate(logp, logp_old, "k2"), mask)
     stats = dict(policy_loss=policy, kl=kl, ratio=ratio, clip_fraction=clipped, approx_kl=approx_kl)
     return loss, {name: x.detach() for name, x in stats.items()}
+
+def _objective(variant, logp, logp_old, A, mask, low, high, dual_clip, tau):
+    "Objective of each token, to be maximised, and the share of the tokens that a bound holds."
+    r = importance_ratio(logp, logp_old, mask)
+    if variant in ("gspo", "gspo_token"):
+        s = importance_ratio(logp, logp_old, mask, level="sequence").expand_as(A)
+        r = s if variant == "gspo" else s.detach() * (r / r.detach())
+    if variant == "cispo":
+        objective = r.detach().clamp(1 - low, 1 + high) * A * apply_mask(logp, A != 0)
+        return objective, clip_fraction(r, A, low, high, "outside", mask)
+    if variant == "sapo":
+        gate = [4 / t * torch.sigmoid(t * (r - 1)) for t in tau]
+        return torch.where(A > 0, *gate) * A, A.new_zeros(())
+    if variant == "gmpo":
+        x = bounded_log_ratio(logp - logp_old)
+        held = torch.where(A > 0, x.clamp(max=high), x.clamp(min=-low))
+        objective = masked_mean(held, mask, dim=1).exp().unsqueeze(1) * A
+        low, high = -math.expm1(-low), math.expm1(high)
+    else:
+        objective = clipped_surrogate(r, A, low, high, dual_clip)
+    return objective, clip_fraction(r, A, low, high, mask=mask)
+
+def _bounds(variant, eps_low, eps_high, dual_clip, tau):
+    "The clip range: what was given, else the variant's own."
+    _, low, high = POLICY_VARIANTS[variant]
+    unused = dict(dual_clip=dual_clip) if variant in ("cispo", "sapo", "gmpo") else {}
+    unused |= dict(eps_low=eps_low, eps_high=eps_high) if variant == "sapo" else {}
+    for name, x in unused.items():
+        if x is not None: raise ValueError(f"{name} must be None for variant={variant!r}, got {x}")
+    if not isinstance(tau, (tuple, list)) or len(tau) != 2:
+        raise TypeError(f"tau must be a pair of numbers, for A > 0 and for the rest, got {tau!r}")
+    for t in tau:
+        check_value("tau", t, "(0, inf)")
+    return eps_low or low, eps_high or eps_low or high
+
+def _per_token(name, x, logp): # (B,), (B, 1) or (B, T) -> (B, T), a constant
+    if x.shape[1:] not in ((), (1,), logp.shape[1:]):
+        raise ValueError(f"{name} must have the shape (B,), (B, 1) or (B, T), got {tuple(x.shape)}")
+    return (x.unsqueeze(1) if x.ndim == 1 else x).detach().expand_as(logp)
 
 # %% ../../nbs/formulas/11_grpo.ipynb #microbatch-weight
 @checked(mask="bool (b T)", batch_mask="bool (B T)", aggregation=AGGREGATION_MODES)

@@ -61,7 +61,6 @@ def dpo_loss(
     def loss(h): # nats, the lead of the chosen response
         if kind == "ipo": return (h - 1 / (2 * beta)).square()
         return -logsigmoid(beta * h)
-
     pairs = loss(h)
     if label_smoothing:
         pairs = (1 - label_smoothing) * pairs + label_smoothing * loss(-h)

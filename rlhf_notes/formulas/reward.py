@@ -13,15 +13,8 @@ from torch import Tensor
 from ..checks import at_least_float32, check_value, checked
 from .kl import kl_estimate
 from .masking import apply_mask
-from .whitening import RunningMoments
 
 # %% ../../nbs/formulas/09_reward.ipynb #norm
-@checked(rewards="float (...)")
-def _moments(rewards):
-    if not rewards.isfinite().all():
-        raise ValueError("rewards must be finite, got NaN or infinity")
-    return RunningMoments().update(rewards)
-
 class RewardNorm:
     "gain * r + bias: gives rewards a chosen mean and std (Ziegler et al. 2019, section 2)."
 
@@ -33,31 +26,25 @@ class RewardNorm:
     ):
         self.gain, self.bias = float(gain), float(bias)
 
-    @checked(mean="(-inf, inf)", std="(0, inf)")
+    @checked(rewards="float (...)", mean="(-inf, inf)", std="(0, inf)")
     def fit(
         self,
-        rewards: Tensor | RunningMoments, # RAW rewards of the reference policy, or their moments
+        rewards: Tensor, # (...) RAW rewards of the reference policy
         mean: float = 0.0, # mean that they shall have
         std: float = 1.0, # standard deviation (biased) that they shall have
     ) -> "RewardNorm": # itself
         "Set gain and bias from raw rewards; what they were before does not matter."
-        rewards = rewards if isinstance(rewards, RunningMoments) else _moments(rewards)
-        if rewards.mean.ndim:
-            raise ValueError("rewards must have moments of shape (), got "
-                             f"{tuple(rewards.mean.shape)}")
-        mean_D, std_D = rewards.mean.item(), rewards.var.sqrt().item()
-        if std_D <= 1e-12 * abs(mean_D):
-            raise ValueError(f"rewards must not all be equal, got {rewards.count} of them with "
-                             f"mean {mean_D} and standard deviation {std_D}")
+        r = rewards.detach().to("cpu", torch.float64)
+        mean_D, std_D = r.mean().item(), (r - r.mean()).square().mean().sqrt().item()
+        if not std_D > 1e-12 * abs(mean_D):
+            raise ValueError(f"rewards must be finite and not all equal, got {r.numel()} of them "
+                             f"with mean {mean_D} and standard deviation {std_D}")
         self.gain = float(std / std_D)
         self.bias = float(mean - self.gain * mean_D)
         return self
 
     @checked(r="float (...)")
-    def __call__(
-        self,
-        r: Tensor, # (...) raw rewards
-    ) -> Tensor: # (...)
+    def __call__(self, r: Tensor) -> Tensor: # (...) raw rewards -> (...)
         "Normalised rewards, gain * r + bias."
         return self.gain * r + self.bias
 
@@ -106,8 +93,7 @@ def truncate_at_stop(
     mask = stop.cumsum(1) - stop.long() == 0  # no stop token stands before
     return torch.where(mask, tokens, pad_token), mask, stop.any(1)
 
-def _stops(stop_token, device):
-    "The stop tokens as a tensor (K,)."
+def _stops(stop_token, device): # -> (K,)
     if isinstance(stop_token, Tensor):
         check_value("stop_token", stop_token, "int (K)")
         return stop_token.to(device)

@@ -14,9 +14,7 @@ from ..checks import check_value, checked
 from .masking import apply_mask, centre, masked_mean
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
-@checked(
-    x="float (...)", mask="bool (...)?", shift_mean="flag", unbiased="flag", eps="[0, inf)",
-)
+@checked(x="float (...)", mask="bool (...)?", shift_mean="flag", unbiased="flag", eps="[0, inf)")
 def whiten(
     x: Tensor,  # (...)
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
@@ -35,10 +33,8 @@ def whiten(
 
 # %% ../../nbs/formulas/07_whitening.ipynb #moments
 class RunningMoments:
-    """Count, mean and variance of all that was seen, in float64.
+    "Count, mean and variance of all that was seen, in float64 (Chan, Golub and LeVeque 1983)."
 
-    Merging two equals having seen both (Chan, Golub and LeVeque 1983).
-    """
     def __init__(self, shape: tuple = ()):  # of one observation: (), or (features,)
         self.count = 0
         self.mean = torch.zeros(shape, dtype=torch.float64, device="cpu")
@@ -109,8 +105,7 @@ class RunningMoments:
     def load_state_dict(self, state: dict):  # from `state_dict` of moments of the same shape
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"count", "mean", "m2"}:
-            raise ValueError("state must be a dict with the keys 'count', 'mean', 'm2', "
-                             f"got {state!r}")
+            raise ValueError(f"state must have the keys 'count', 'mean', 'm2', got {state!r}")
         mean, m2 = (torch.as_tensor(state[k]).to("cpu", torch.float64) for k in ("mean", "m2"))
         same_shape = mean.shape == m2.shape == self.mean.shape
         if not (same_shape and state["count"] >= 0 and mean.isfinite().all() and (m2 >= 0).all()):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'context_length',
-           'check_context', 'response_states', 'to_logits', 'head_log_probs', 'make_gpt2',
-           'no_dropout', 'Policy', 'has_adapter', 'adapter_off', 'RewardModel',
+           'check_context', 'to_logits', 'head_log_probs', 'make_gpt2', 'no_dropout',
+           'response_states', 'Policy', 'has_adapter', 'adapter_off', 'RewardModel',
            'next_token_loss', 'warm_cosine', 'autocast', 'gradient_step',
            'sum_of_squares', 'Stage', 'Pretraining']
 
@@ -70,21 +70,6 @@ def check_context(lm: nn.Module, # A model of transformers
     if limit is not None and tokens > limit:
         raise ValueError("prompt and response must fit into the model's context of "
                          f"{limit} tokens, got {tokens}")
-
-# %% ../../nbs/language/23_model.ipynb #response-states
-def response_states(lm: nn.Module, # A causal language model of transformers
-                    tokens: torch.Tensor, # Prompt and response, (B, Q + T)
-                    mask: torch.Tensor, # True = a real token, (B, Q + T)
-                    length: int, # T
-                    response_mask: torch.Tensor | None = None, # True = counts, (B, T); None = all
-                   ) -> torch.Tensor: # (B, T, d); undefined where `response_mask` is False
-    "Hidden state *before* each token of the response (detail G1: it has read the prompt too)."
-    if not 0 < length < tokens.shape[1]:
-        raise ValueError(f"length must be in [1, {tokens.shape[1] - 1}], since tokens hold a "
-                         f"prompt before the response, got {length}")
-    at = torch.zeros_like(mask[:, 1:])
-    at[:, -length:] = True if response_mask is None else response_mask
-    return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -length:] # G1
 
 # %% ../../nbs/language/23_model.ipynb #to-logits
 def to_logits(lm: nn.Module, # A causal language model of transformers
@@ -160,6 +145,21 @@ def no_dropout(lm: nn.Module, # A model of transformers; changed in place
             if dropout and isinstance(value, float):
                 setattr(holder, name, 0.0)
     return lm
+
+# %% ../../nbs/language/23_model.ipynb #response-states
+def response_states(lm: nn.Module, # A causal language model of transformers
+                    tokens: torch.Tensor, # Prompt and response, (B, Q + T)
+                    mask: torch.Tensor, # True = a real token, (B, Q + T)
+                    length: int, # T
+                    response_mask: torch.Tensor | None = None, # True = counts, (B, T); None = all
+                   ) -> torch.Tensor: # (B, T, d); undefined where `response_mask` is False
+    "Hidden state *before* each token of the response (detail G1: it has read the prompt too)."
+    if not 0 < length < tokens.shape[1]:
+        raise ValueError(f"length must be in [1, {tokens.shape[1] - 1}], since tokens hold a "
+                         f"prompt before the response, got {length}")
+    at = torch.zeros_like(mask[:, 1:])
+    at[:, -length:] = True if response_mask is None else response_mask
+    return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -length:] # G1
 
 # %% ../../nbs/language/23_model.ipynb #policy
 class Policy(nn.Module):

@@ -117,12 +117,15 @@ def report(s: dict, # The summary of a run
     if s["interrupted"]:
         print(f", interrupted\ncontinue with: rlhf-notes {s['task']} --resume {path}")
         return
-    outcome = _control(s) if s["task"] != "rlhf" else _reviews(s, path) if "true_score" in s else [
-        f"score {s['score_first']:.3g} at first, {s['score']:.3g} at last", path / "samples.csv"]
+    outcome = _control if s["task"] != "rlhf" else _reviews if "true_score" in s else _own_task
     curve = [f"curve: {path / 'curve.svg'}"] * (path / "curve.svg").exists()
-    print("", *outcome, *curve, sep="\n", flush=True)
+    print("", *outcome(s, path), *curve, sep="\n", flush=True)
 
-def _control(s):
+def _own_task(s, path):
+    yield f"score {s['score_first']:.3g} at first, {s['score']:.3g} at last"
+    yield path / "samples.csv"
+
+def _control(s, path):
     verdict = {None: "no solve threshold defined", True: "solved", False: "NOT solved"}[s["solved"]]
     greedy, sampled = s["eval_return_mean"], s["eval_sampled_return_mean"]
     yield (f"return over {s['eval_episodes']} fresh episodes: {greedy:.1f} greedy, "
@@ -149,35 +152,15 @@ def many_seeds(task: str, # A name in TASKS
               ): # A function that trains and returns the exit code
     "Train with many seeds, one after the other; ValueError if that cannot begin here."
     from rlhf_notes.training.runs import Run
-    if not 1 <= count <= 10_000:
-        raise ValueError(f"seeds must be at least 1 and at most 10000, got {count}")
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
     TASKS[task][0](**{**options, "seed": first + count - 1})
     _trainer(task, options)
-    Run.check(out, overwrite)
-    for seed in range(first, first + count):
-        _check_seed(out, seed)
+    for path in out, *(out / f"seed{seed}" for seed in range(first, first + count)):
+        Run.check(path, overwrite)
     about = {"task": task, **options, "seed": first, "seeds": count, "track": track,
              "versions": versions()}
     run = Run.create(out, about, overwrite)
     return partial(_train_seeds, task, options, range(first, first + count), run, track)
-
-def _check_seed(out, seed):
-    "ValueError if something is there that a training with many seeds has not written."
-    from rlhf_notes.training.runs import Run
-    path = out / f"seed{seed}"
-    Run.check(path, overwrite=True)
-    found, all_seeds = _config(path), _config(out)
-    known = "seeds" in all_seeds and all(
-        found.get(name) == x for name, x in {**all_seeds, "seed": seed}.items() if name != "seeds")
-    if path.is_symlink() or found and not known:
-        raise ValueError(f"out must hold no other run as seed{seed}, got {path}")
-
-def _config(path):
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
 
 def _train_seeds(task, options, seeds, run, track):
     from rlhf_notes.training.runs import write_table

@@ -183,7 +183,7 @@ def random_batch(
     b.mask = torch.arange(T) < b.lengths[:, None]
     b.advantage, b.value_old, b.returns = normal(B, T), normal(B, T), normal(B, T)
     b.value, b.scores, b.reward = b.value_old + normal(B, T, scale=0.5), normal(B), normal(B, T)
-    b.answer_advantage = normal(B)
+    b.response_advantage = normal(B)
     b.mu, b.sigma, b.action, b.mu_old = normal(B, 3), 0.5 + normal(B, 3).abs(), normal(B, 3), normal(B, 3)
     b.terminated, b.truncated = (torch.rand((T, B), generator=g) < 0.2 for _ in range(2))
     b.done = b.terminated | b.truncated
@@ -210,7 +210,7 @@ def trl_loss(
     lib: SimpleNamespace,  # `functions` of `load_peer("trl")`
     logp: torch.Tensor,  # log pi of the tokens, with gradient, (B, T)
     logp_old: torch.Tensor,  # log pi_old of the same tokens, (B, T)
-    advantage: torch.Tensor,  # One for each answer, (B,), or for each token, (B, T)
+    advantage: torch.Tensor,  # One for each response, (B,), or for each token, (B, T)
     mask: torch.Tensor,  # (B, T) boolean, True = counts
     logp_ref: torch.Tensor | None = None,  # log pi_ref of the same tokens, (B, T); not looked at where beta is 0
     beta: float = 0.0,  # Weight of the KL in the loss, by k3
@@ -366,10 +366,10 @@ def verl_loss(
 def openrlhf_advantages(
     lib: SimpleNamespace,  # `functions` of `load_peer("openrlhf")`
     estimator: str,  # As OpenRLHF calls it: "group_norm", "rloo"
-    scores: torch.Tensor,  # Score of each answer, (B,), those to one prompt side by side
+    scores: torch.Tensor,  # Score of each response, (B,), those to one prompt side by side
     group: int,  # Answers to each prompt
-) -> torch.Tensor:  # The advantage of each answer, (B,)
-    "`compute_advantages_and_returns` of OpenRLHF on answers of one token."
+) -> torch.Tensor:  # The advantage of each response, (B,)
+    "`compute_advantages_and_returns` of OpenRLHF on responses of one token."
     N = SimpleNamespace
     args = N(
         rollout=N(n_samples_per_prompt=group),
@@ -438,8 +438,8 @@ def _sb3(lib, b, loss, leaf, **kwargs):
     return _WithGradient.apply(torch.tensor(float(logged[loss])), getattr(b, leaf), slopes[leaf].view_as(b.logp))
 
 
-def _answer(b):
-    return b.answer_advantage[:, None].expand_as(b.logp)
+def _response(b):
+    return b.response_advantage[:, None].expand_as(b.logp)
 
 
 def _all(b):
@@ -525,7 +525,7 @@ def _sb3_normalized(lib, b):
     )
 
 
-def _verl_answers(function, b):
+def _verl_responses(function, b):
     return function(
         b.scores[:, None],
         torch.ones(len(b.scores), 1),
@@ -565,7 +565,7 @@ def _kl_rows(kind):
         theirs["torchtune"] = lambda l, b: l.rewards.get_rewards_ppo(b.scores, b.logp, b.logp_ref, 0.1)[1].mean()
     if kind == "k3":
         theirs["trl"] = lambda l, b: trl_loss(
-            l, b.logp, b.logp_old, 0 * b.answer_advantage, _all(b), b.logp_ref, 1.0, "bnpo"
+            l, b.logp, b.logp_old, 0 * b.response_advantage, _all(b), b.logp_ref, 1.0, "bnpo"
         )[0]
     return Quantity("KL", lambda b: kl_estimate(b.logp, b.logp_ref, kind).mean(), theirs)
 
@@ -573,16 +573,16 @@ def _kl_rows(kind):
 def _variant(name, trl=None, verl=None, openrlhf=None, **ours):
     theirs = {}
     if trl:
-        theirs["trl"] = lambda l, b: trl_loss(l, b.logp, b.logp_old, b.answer_advantage, b.mask, **trl)[0]
+        theirs["trl"] = lambda l, b: trl_loss(l, b.logp, b.logp_old, b.response_advantage, b.mask, **trl)[0]
     if verl:
         theirs["verl"] = lambda l, b: verl_loss(
-            l, logp=b.logp, logp_old=b.logp_old, advantage=_answer(b), mask=b.mask, **verl
+            l, logp=b.logp, logp_old=b.logp_old, advantage=_response(b), mask=b.mask, **verl
         )[0]
     if openrlhf:
-        theirs["openrlhf"] = lambda l, b: _openrlhf_policy(l, b, b.mask, b.answer_advantage, **openrlhf)[0]
+        theirs["openrlhf"] = lambda l, b: _openrlhf_policy(l, b, b.mask, b.response_advantage, **openrlhf)[0]
     return Quantity(
-        "losses of answers",
-        lambda b: policy_loss(b.logp, b.logp_old, b.answer_advantage, b.mask, name, **ours)[0],
+        "losses of responses",
+        lambda b: policy_loss(b.logp, b.logp_old, b.response_advantage, b.mask, name, **ours)[0],
         theirs,
     )
 
@@ -676,7 +676,7 @@ QUANTITIES = {
         ("mu", "sigma"),
     ),
     "entropy": _entropy_row(),
-    "entropy, impossible words": _entropy_row(_impossible),
+    "entropy, impossible tokens": _entropy_row(_impossible),
     "entropy, Gaussian": Quantity(
         "log-probabilities",
         lambda b: gaussian_entropy(b.sigma),
@@ -829,7 +829,7 @@ QUANTITIES = {
         lambda b: group_advantage(b.scores.view(-1, 4)).flatten(),
         dict(
             trl=_trl_group,
-            verl=lambda l, b: _verl_answers(l.core_algos.compute_grpo_outcome_advantage, b),
+            verl=lambda l, b: _verl_responses(l.core_algos.compute_grpo_outcome_advantage, b),
             openrlhf=lambda l, b: openrlhf_advantages(l, "group_norm", b.scores, 4),
         ),
         (),
@@ -839,7 +839,7 @@ QUANTITIES = {
         lambda b: rloo_advantage(b.scores.view(-1, 4)).flatten(),
         dict(
             trl=_trl_rloo,
-            verl=lambda l, b: _verl_answers(l.core_algos.compute_rloo_outcome_advantage, b),
+            verl=lambda l, b: _verl_responses(l.core_algos.compute_rloo_outcome_advantage, b),
             openrlhf=lambda l, b: openrlhf_advantages(l, "rloo", b.scores, 4),
         ),
         (),
@@ -850,21 +850,21 @@ QUANTITIES = {
         dict(kind="vanilla", aggregation="seq-mean-token-mean"),
         dict(token_level_loss=False),
     ),
-    "GRPO, an empty answer": _variant(
+    "GRPO, an empty response": _variant(
         "grpo",
         dict(loss_type="grpo"),
         dict(kind="vanilla", aggregation="seq-mean-token-mean"),
         dict(token_level_loss=False),
     )._replace(change=_empty),
     "GRPO, KL in the loss": Quantity(
-        "losses of answers",
-        lambda b: policy_loss(b.logp, b.logp_old, b.answer_advantage, b.mask, "grpo", logp_ref=b.logp_ref, beta=0.04)[
+        "losses of responses",
+        lambda b: policy_loss(b.logp, b.logp_old, b.response_advantage, b.mask, "grpo", logp_ref=b.logp_ref, beta=0.04)[
             0
         ],
         dict(
-            trl=lambda l, b: trl_loss(l, b.logp, b.logp_old, b.answer_advantage, b.mask, b.logp_ref, 0.04)[0],
+            trl=lambda l, b: trl_loss(l, b.logp, b.logp_old, b.response_advantage, b.mask, b.logp_ref, 0.04)[0],
             verl=lambda l, b: (
-                verl_loss(l, "vanilla", b.logp, b.logp_old, _answer(b), b.mask, aggregation="seq-mean-token-mean")[0]
+                verl_loss(l, "vanilla", b.logp, b.logp_old, _response(b), b.mask, aggregation="seq-mean-token-mean")[0]
                 + 0.04
                 * l.core_algos.agg_loss(
                     l.core_algos.kl_penalty(b.logp, b.logp_ref, "k3"), b.mask.float(), "seq-mean-token-mean"
@@ -994,9 +994,9 @@ def compare(
 _ZERO_TIMES = "the mask multiplies, and 0 · NaN is NaN"
 _OVERFLOW = "exp(100) is infinite in float32, and the backward pass multiplies it by 0"
 DIFFERENT = {  # (quantity, peer): what the picture says instead of a number, or None; why
-    ("entropy, impossible words", "trl"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
-    ("entropy, impossible words", "verl"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
-    ("entropy, impossible words", "openrlhf"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
+    ("entropy, impossible tokens", "trl"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
+    ("entropy, impossible tokens", "verl"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
+    ("entropy, impossible tokens", "openrlhf"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
     ("policy loss, padded batch", "ding"): ("÷ BS", "weight 0 leaves a token out of the sum, not out of the divisor"),
     ("policy loss, NaN in the padding", "trl"): (None, _ZERO_TIMES),
     ("policy loss, NaN in the padding", "torchtune"): (None, _ZERO_TIMES),
@@ -1028,10 +1028,10 @@ DIFFERENT = {  # (quantity, peer): what the picture says instead of a number, or
     ("whitening", "verl"): ("n − 1", "Bessel's correction in the standard deviation"),
     ("GAE of tokens, padded batch", "torchtune"): (
         "+ padding",
-        "rewards and values in the padding flow back into the answer",
+        "rewards and values in the padding flow back into the response",
     ),
     ("group advantage", "verl"): ("ε = 1e-6", "1e-6 is added to the standard deviation, here 1e-4"),
     ("group advantage", "openrlhf"): ("ε = 1e-9", "1e-9 is added to the standard deviation"),
-    ("GRPO, an empty answer", "trl"): ("7 / 8", "the empty answer counts as an answer with loss 0"),
+    ("GRPO, an empty response", "trl"): ("7 / 8", "the empty response counts as an response with loss 0"),
     ("CISPO, upper bound 1.28", "trl"): ("r ≤ 0.28", "epsilon_high is the bound itself, not what is added to 1"),
 }

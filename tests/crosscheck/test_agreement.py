@@ -14,7 +14,7 @@ from crosscheck.peers import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, 
 SEEDS = range(5)
 CELLS = [(q, p) for q, quantity in QUANTITIES.items() for p in quantity.theirs]
 LABELS = { # where a difference is the same number for every batch
-    ("value loss", "sb3"): "× 2.00", ("GRPO, an empty answer", "trl"): "× 0.88", ("whitening", "sb3"): "× 0.99", ("whitening", "verl"): "× 0.99",
+    ("value loss", "sb3"): "× 2.00", ("GRPO, an empty response", "trl"): "× 0.88", ("whitening", "sb3"): "× 0.99", ("whitening", "verl"): "× 0.99",
     **{(q, p): "NaN" for q, p in DIFFERENT if "impossible" in q or "NaN" in q or "nothing" in q}, **{(q, p): "gradient NaN" for q, p in DIFFERENT if "log-ratio of 100" in q},
 }
 

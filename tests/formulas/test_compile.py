@@ -14,6 +14,9 @@ index = torch.arange(20).reshape(4, 5) % 7
 CALLS = {
     "ppo_loss": lambda: (lambda a: rn.ppo_loss(a, y, z, value=x, returns=y, entropy=z, mask=m)[0], x),
     "ppo_stats": lambda: (lambda a: rn.ppo_stats(a, y, z, m)["approx_kl"], x),
+    "top_entropy_mask": lambda: (lambda a: rn.top_entropy_mask(a, m) * a, x),
+    "clip_cov_mask": lambda: (lambda a, b, c: rn.clip_cov_mask(a, b, c, m, 0.5, -1.0, 1.0) * a, x, y, z),
+    "kl_cov_penalty": lambda: (lambda a, b, c: rn.kl_cov_penalty(a, b, c, m, 0.3), x, y, z),
     "microbatch_weight": lambda: (lambda a: rn.microbatch_weight(m[:2], m, "token-mean") * a.sum(), x),
     "apply_mask": lambda: (lambda a: rn.apply_mask(a, m), x),
     "masked_sum": lambda: (lambda a: rn.masked_sum(a, m, 1), x),
@@ -50,7 +53,7 @@ CALLS = {
     "exact_kl": lambda: (rn.exact_kl, logits, logits_ref),
     "kl_loss": lambda: (lambda a, b: rn.kl_loss(a, b, "k3", mask=m, straight_through=True), x, y),
     "whiten": lambda: (lambda a: rn.whiten(a, m, unbiased=True), x),
-    "accumulate": lambda: (lambda a: rn.accumulate(a, 0.9 * done.double()), x),
+    "accumulate": lambda: (lambda a: rn.accumulate(a, 0.9 * done.to(a.dtype)), x),
     "discounted_returns": lambda: (lambda a: rn.discounted_returns(a, done, 0.9), x),
     "gae": lambda: (lambda a, b, c: rn.gae(a, b, c, done, done)[0], x, y, z),
     "gae_tokens": lambda: (lambda a, b: rn.gae_tokens(a, b, m)[0], x, y),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rlhf_notes.formulas.ppo import ppo_loss, ppo_stats
+from rlhf_notes.formulas.ppo import clip_cov_mask, kl_cov_penalty, ppo_loss, ppo_stats, top_entropy_mask
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 SHAPES = st.sampled_from([(4,), (1,), (2, 3), (2, 2, 3)])
@@ -139,3 +139,64 @@ one = torch.ones(4)
 ])
 def test_bad_input_is_named(args, kwargs, error, words):
     with pytest.raises(error, match=words): ppo_loss(*args, **kwargs)
+
+
+# which tokens spend the entropy
+
+def largest(x, where, share, n):
+    "Indices of the largest share of n elements, at least one, of those that a list of booleans allows."
+    return set(sorted((i for i, w in enumerate(where) if w), key=lambda i: -x[i])[:max(round(share * n), 1)])
+
+
+@given(seed=SEEDS, keep=st.sampled_from([0.0, 0.5, 1.0]), share=st.sampled_from([0.001, 0.25, 1.0]), junk=JUNK, dtype=DTYPES)
+def test_masks_and_penalty_are_the_loops(seed, keep, share, junk, dtype):
+    m = random_mask(seed, (3, 8), keep)
+    H, logp, A, draw = (normal(seed + k, (3, 8), dtype) for k in range(1, 5))
+    put = lambda t: torch.where(m, t, torch.tensor(junk).to(dtype))
+    where, n = m.flatten().tolist(), int(m.sum())
+    flat = lambda t: t.double().flatten().tolist()
+    mean = lambda x: math.fsum(v for v, w in zip(x, where) if w) / max(n, 1)
+    l, a = flat(logp), flat(A)
+    cov = [(u - mean(l)) * (v - mean(a)) for u, v in zip(l, a)]
+    if len(set(flat(H))) == len(set(flat(draw))) == 24:                                # no ties in half precision
+        assert set(top_entropy_mask(put(H), m, share).flatten().nonzero().flatten().tolist()) == largest(flat(H), where, share, n)
+        inside = [w and -0.3 < c < 0.8 for w, c in zip(where, cov)]
+        dropped = ~clip_cov_mask(put(logp), put(A), put(draw), m, share, -0.3, 0.8)
+        assert set(dropped.flatten().nonzero().flatten().tolist()) == largest(flat(draw), inside, share, n)
+    penalty, (grad, of_old, of_A) = value_and_grad(lambda x, o, A: kl_cov_penalty(x, o, A, m, share), put(logp), put(logp - 0.5), put(A))
+    top = torch.tensor([i in largest(cov, where, share, n) for i in range(24)]).reshape(3, 8)
+    if dtype in (torch.float32, torch.float64):
+        torch.testing.assert_close(penalty, top * (logp - (logp - 0.5)).abs()); torch.testing.assert_close(grad, top.to(dtype))
+    assert penalty.isfinite().all() and grad.isfinite().all() and (grad[~m] == 0).all() and of_old is None and of_A is None
+
+
+def test_probable_good_tokens_and_rare_bad_ones_have_the_largest_covariance():
+    logp, A = torch.tensor([0.9, 0.5, 0.05, 0.05]).log(), torch.tensor([2.0, 0.0, 2.0, -2.0])
+    assert kl_cov_penalty(logp, logp + 0.5, A, share=0.5).tolist() == [0.5, 0, 0, 0.5]   # covariance 2.4, -.5, -1.9, 3.2
+    assert kl_cov_penalty(logp, logp + 0.5, A).tolist() == [0, 0, 0, 0.5]
+    assert clip_cov_mask(logp, A, torch.rand(4), low=9.0, high=10.0).all()
+    assert top_entropy_mask(torch.arange(10.0)).tolist() == [False] * 8 + [True] * 2    # the default share
+    assert top_entropy_mask(torch.tensor([1.0, math.nan, 3.0])).tolist() == [False, True, False]
+
+
+def test_entropy_moves_against_the_covariance():
+    z, A = normal(0, (6,)), normal(1, (6,))
+    entropy = lambda z: -(z.softmax(0) * z.log_softmax(0)).sum()
+    p, log_p = z.softmax(0), z.log_softmax(0)
+    slope = (entropy(z + 1e-5 * A) - entropy(z - 1e-5 * A)) / 2e-5
+    torch.testing.assert_close(slope, (p * log_p).sum() * (p * A).sum() - (p * log_p * A).sum(), rtol=1e-6, atol=1e-9)
+
+
+def test_masks_and_penalty_under_vmap():
+    x, A, u = normal(0, (4, 3, 5)), normal(1, (4, 3, 5)), normal(2, (4, 3, 5))
+    for f, args in ((lambda x: top_entropy_mask(x, share=0.4), (x,)), (lambda x, A, u: clip_cov_mask(x, A, u, low=-1.0, high=1.0), (x, A, u)), (lambda x, A: kl_cov_penalty(x, x - 1, A, share=0.4), (x, A))):
+        assert torch.equal(torch.func.vmap(f)(*args), torch.stack([f(*row) for row in zip(*args)]))
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda: top_entropy_mask(one, share=0.0), ValueError, r"share must be in \(0, 1\], got 0.0"), (lambda: top_entropy_mask(one, one), TypeError, "mask must be boolean"),
+    (lambda: clip_cov_mask(one, one, one[:2]), ValueError, "draw must have the shape of logp"), (lambda: kl_cov_penalty(one, one[:2], one), ValueError, "logp_old must have the shape of logp"),
+    (lambda: clip_cov_mask(one, one, one, share=1.5), ValueError, "share must be in"), (lambda: clip_cov_mask(one, one, one, low="1"), TypeError, "low must be a number"), (lambda: kl_cov_penalty(one, one, one.long()), TypeError, "advantage must have a floating-point dtype"),
+])
+def test_bad_input_of_the_masks_is_named(call, error, words):
+    with pytest.raises(error, match=words): call()

@@ -220,7 +220,7 @@ X = torch.ones(2, 3)
     (lambda: RunningMoments((3,)).merge(RunningMoments()), ValueError, r"other must have moments of shape \(3,\), got \(\)"),
     (lambda: RunningMoments().whiten(X), ValueError, "moments of no observations"),
     (lambda: RunningMoments().update(X).whiten(X, eps=0), ValueError, "eps must be in"),
-    (lambda: RunningMoments().load_state_dict({"count": 1}), ValueError, "state must be a dict with the keys"),
+    (lambda: RunningMoments().load_state_dict({"count": 1}), ValueError, "state must have the keys"),
     (lambda: RunningMoments().update(torch.tensor([1e200, -1e200], dtype=torch.float64)), ValueError, "x must be so small that its squares have a sum in float64"),
     *[(lambda state=state: RunningMoments().load_state_dict({"count": 3, "mean": torch.tensor(1.0), "m2": torch.tensor(1.0)} | state), ValueError, "state must hold count >= 0, finite mean and m2 >= 0")
       for state in ({"count": -3}, {"m2": torch.tensor(-1.0)}, {"mean": torch.tensor(math.nan)}, {"m2": torch.ones(2)})],
