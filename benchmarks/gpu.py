@@ -22,12 +22,12 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
     args = parser.parse_args(argv)
     import torch
-    from rlhf_notes.fast import kernels
+    from rlhf_notes import fast
     from rlhf_notes.studies import speed
     if args.device.startswith("cuda") and not torch.cuda.is_available(): parser.exit(2, "gpu.py: no CUDA device is there\n")
     known = speed.SIZES | {"promise": (16, 1024, 50257)}
     start, name = time.time(), speed.device_name(args.device)
-    print(f"{name}, torch {torch.__version__}, Triton kernels: {'used' if kernels.usable(torch.ones(1, device=args.device)) else 'not used'}, copy {speed.copy_bandwidth(args.device) / 1e9:.0f} GB/s", flush=True)
+    print(f"{name}, torch {torch.__version__}, Triton kernels: {'used' if fast.has_kernels(torch.ones(1, device=args.device)) else 'not used'}, copy {speed.copy_bandwidth(args.device) / 1e9:.0f} GB/s", flush=True)
     rows, notes = [], []
     args.out.mkdir(parents=True, exist_ok=True)
 

@@ -23,7 +23,7 @@ from .config import PendulumConfig, PPOConfig
 from .envs import autoreset_mode, find_spec, make_envs, threshold
 from .policy import Agent
 from .rollout import Collector, Rollout, float32, minibatches
-from ..fast.adam import make_adam
+from ..fast.adam import Adam
 from ..formulas.advantage import gae
 from ..formulas.masking import masked_mean
 from ..formulas.ppo import ppo_loss, ppo_stats
@@ -105,7 +105,7 @@ class PPO:
         weights = torch.Generator().manual_seed(seeds(c.seed)[1])
         agent = Agent(obs_size, self.envs.single_action_space, c, weights)
         self.agent = agent.to(self.device)
-        self.optimizer = make_adam(self.agent, c.adam_eps)
+        self.optimizer = Adam(self.agent, c.adam_eps)
         self.scaling = Scaling(c, obs_size)
         self.iteration, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
         self.rows = []  # of metrics, one for each iteration

@@ -7,12 +7,14 @@ __all__ = ['SMALL', 'accumulate', 'gae']
 
 # %% ../../nbs/fast/scan.ipynb #export-imports
 import math
-from functools import cache, partial
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from . import HAS_NUMBA, compiled, kernels
+from .. import fast
+from . import HAS_NUMBA, compiled
 
 # %% ../../nbs/fast/scan.ipynb #loops
 def _scan_loop(x, decay, y):
@@ -22,7 +24,6 @@ def _scan_loop(x, decay, y):
         for n in range(x.shape[1]):
             cut = t == last or decay[t, n] == 0
             y[t, n] = x[t, n] + (zero if cut else decay[t, n] * y[min(t + 1, last), n])
-
 
 def _gae_loop(r, v, next_v, terminated, done, gamma, decay, A):
     "A_t = r_t + gamma V_{t+1} - V_t + decay A_{t+1}, backwards in time, into A."
@@ -34,8 +35,7 @@ def _gae_loop(r, v, next_v, terminated, done, gamma, decay, A):
             A[t, n] = delta + (zero if cut else decay * A[min(t + 1, last), n])
 
 # %% ../../nbs/fast/scan.ipynb #ops
-_compiled = cache(compiled)  # each once
-
+_compiled, _KERNELS = cache(compiled), "rlhf_notes.fast.kernels"
 
 def _columns(*tensors):
     "NumPy views (T, N) of CPU tensors of one shape, all of the first one's dtype or boolean."
@@ -47,72 +47,51 @@ def _columns(*tensors):
     N = math.prod(x.shape[1:])
     return [t.detach().contiguous().view(len(x), N).numpy() for t in tensors]
 
-
 def _empty(x, *_):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-
-@torch.library.custom_op("rlhf_notes::scan", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("rlhf_notes::scan", mutates_args=())
 def _scan(x: Tensor, decay: Tensor) -> Tensor:
+    if x.is_cuda: return import_module(_KERNELS).scan(x, decay)
     y = _empty(x)
     _compiled(_scan_loop)(*_columns(x, decay, y))
     return y
 
-
-@torch.library.custom_op("rlhf_notes::gae", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("rlhf_notes::gae", mutates_args=())
 def _gae(r: Tensor, v: Tensor, next_v: Tensor, terminated: Tensor, done: Tensor,
          gamma: float, lam: float) -> Tensor:
+    if r.is_cuda: return import_module(_KERNELS).gae(r, v, next_v, terminated, done, gamma, lam)
     *inputs, out = _columns(r, v, next_v, terminated, done, A := _empty(r))
     number = out.dtype.type
     _compiled(_gae_loop)(*inputs, number(gamma), number(gamma * lam), out)
     return A
 
+_scan.register_fake(_empty)
+_gae.register_fake(_empty)
 
-def _over_columns(op, info, dims, *args):
-    "vmap: its dimension becomes one more column."
-    ndim = next(a.ndim - 1 for a, d in zip(args, dims) if d is not None)
-    many = lambda a: a.unsqueeze(-1).expand(*a.shape, info.batch_size)
-    return op(*(a.movedim(d, -1) if d is not None else many(a) if isinstance(a, Tensor) else a
-                for a, d in zip(args, dims))), ndim
+def _derive(ctx, grad):
+    "The same scan with time turned around."
+    decay, = ctx.saved_tensors
+    earlier = torch.cat([torch.ones_like(decay[:1]), decay[:-1]])
+    return _scan(grad.flip(0), earlier.flip(0)).flip(0), None
 
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
 
-for _op in (_scan, _gae):
-    _op.register_fake(_empty)
-    _op.register_vmap(partial(_over_columns, _op))
-_scan.register_kernel("cuda")(lambda *given: kernels.scan(*given))
-_gae.register_kernel("cuda")(lambda *given: kernels.gae(*given))
-
-
-class _Scan(torch.autograd.Function):
-    "The scan with its gradient: the same scan with time turned around."
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, decay): return _scan(x, decay)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output): ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx, grad):
-        decay, = ctx.saved_tensors
-        earlier = torch.cat([torch.ones_like(decay[:1]), decay[:-1]])
-        return _Scan.apply(grad.flip(0), earlier.flip(0)).flip(0), None
+_scan.register_autograd(_derive, setup_context=_keep)
 
 # %% ../../nbs/fast/scan.ipynb #doors
 SMALL = 2**10  # numbers; for fewer the plain loop will do
 
-
 def _pays(x, *others):
     on_cpu = x.device.type == "cpu" and HAS_NUMBA and x.numel() >= SMALL
-    usable = on_cpu or x.is_cuda and kernels.usable(x)
+    usable = not fast.transformed() and (on_cpu or x.is_cuda and fast.has_kernels(x))
     return usable and all(t.dtype in (x.dtype, torch.bool) for t in others)
-
 
 def accumulate(x, decay):  # as the plain function gets them
     "Values and gradients of the plain function; NotImplemented where the loop does not pay."
     if decay.requires_grad or not _pays(x, decay): return NotImplemented
-    return _Scan.apply(x, decay)
+    return _scan(x, decay)
 
 # %% ../../nbs/fast/scan.ipynb #gae
 def gae(

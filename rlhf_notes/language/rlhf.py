@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..fast.adam import make_adam
+from ..fast.adam import BETAS, Adam
 from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from ..formulas.masking import masked_mean
@@ -154,7 +154,7 @@ class RLHFLoop(Stage):
         "One step of Adam, at the learning rate of this iteration."
         c, self.steps = self.config, self.steps + 1
         if c.adam == "tensorflow":
-            beta2 = self.optimizer.BETAS[1]
+            beta2 = BETAS[1]
             self.optimizer.eps = tensorflow_eps(c.adam_eps, beta2, self.steps)  # P12
         self.optimizer.step(learning_rate(c, self.iteration))  # G5
 
@@ -265,7 +265,7 @@ class RLHF(RLHFLoop):
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model = self.accelerator.prepare_model(self.policy)
         # last: preparing a model may move it
-        self.optimizer = make_adam(self.policy, config.adam_eps)
+        self.optimizer = Adam(self.policy, config.adam_eps)
         self.kl = FixedKLController(config.kl_coef)
         if config.kl_adapts:
             self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)

@@ -5,16 +5,16 @@ measured, and the benchmark behind `rlhf-notes bench`."""
 
 # %% auto #0
 __all__ = ['GAE_SHAPES', 'COLUMNS', 'LONG', 'SIZES', 'TASKS', 'copy_bandwidth', 'seconds',
-           'synchronize', 'device_name', 'code_that_runs', 'memory_left', 'peak_extra',
-           'Case', 'naive_log_prob', 'naive_entropy', 'loop_gae', 'loop_gae_tokens',
-           'logit_cases', 'part_cases', 'gae_cases', 'run_once', 'measure', 'bench',
-           'table']
+           'device_name', 'code_that_runs', 'peak_extra', 'Case', 'logit_cases',
+           'part_case', 'gae_cases', 'measure', 'bench', 'table']
 
 # %% ../../nbs/studies/38_speed.ipynb #export-imports
 import ctypes
+import re
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from .. import fast
 from ..checks import check_value
 from ..compat.ding import efficient_method, less_efficient_method, naive_method
 from ..fast import rows
-from ..formulas.advantage import gae, gae_tokens
+from ..formulas.advantage import gae
 from ..formulas.logprob import (
     entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax)
 
@@ -44,15 +44,13 @@ def seconds(
     device: str, # where it computes
 ) -> float: # wall-clock seconds
     "Time of `f`, until the device is done."
-    synchronize(device)
+    _wait(device)
     start = time.perf_counter()
     f()
-    synchronize(device)
+    _wait(device)
     return time.perf_counter() - start
 
-# %% ../../nbs/studies/38_speed.ipynb #synchronize
-def synchronize(device): # a device or its name
-    "Wait for a GPU."
+def _wait(device):
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -62,12 +60,20 @@ def device_name(
 ) -> str: # as its maker calls it
     "Name of what computes."
     if torch.device(device).type == "cuda": return torch.cuda.get_device_name(device)
+    name = re.search(r"model name\s*: (.*)", _system("cpuinfo"))
+    return f"{name[1] if name else 'CPU'} ({torch.get_num_threads()} threads)".replace(",", " ")
+
+def _system(name):
+    "The text of a file of Linux; empty elsewhere."
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path(f"/proc/{name}").read_text()
     except OSError:
-        lines = []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'CPU'} ({torch.get_num_threads()} threads)".replace(",", " ")
+        return ""
+
+def _bytes(name, what):
+    "A number of /proc/`name`, or None."
+    found = re.search(rf"^{what}:\s*(\d+) kB", _system(name), re.M)
+    return int(found[1]) * 1024 if found else None
 
 # %% ../../nbs/studies/38_speed.ipynb #code-that-runs
 def code_that_runs(
@@ -79,20 +85,6 @@ def code_that_runs(
     if not rows.usable(many): return "the plain formulas"
     return "Triton kernels" if device != "cpu" else "Numba loops"
 
-# %% ../../nbs/studies/38_speed.ipynb #memory-left
-def memory_left(
-    device: str, # where
-) -> float: # bytes
-    "Memory that can still be had."
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
-    except (OSError, StopIteration):
-        return float("inf")
-
 # %% ../../nbs/studies/38_speed.ipynb #peak-extra
 def peak_extra(
     f, # without arguments
@@ -103,30 +95,22 @@ def peak_extra(
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         f()
-        synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed counts when it is taken again
-        before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
-        _resident("VmHWM")  # is there such a mark?
-    except (OSError, AttributeError, StopIteration):
-        return None
+    if _bytes("self/status", "VmHWM") is None: return None
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed counts when it is taken again
+    before = _bytes("self/status", "VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
     f()
-    return max(0, _resident("VmHWM") - before)
-
-def _resident(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+    return max(0, _bytes("self/status", "VmHWM") - before)
 
 # %% ../../nbs/studies/38_speed.ipynb #contenders
 @dataclass(frozen=True)
 class Case:
     "One thing to be computed, and those who can."
-    task: str # "log-probability", "entropy", "both", "from hidden states", "GAE", "GAE of tokens"
-    shape: tuple # (B, T, V), (T, N) or (B, T)
+    task: str # one of `TASKS`
+    shape: tuple # (B, T, V) or (T, N)
     dtype: torch.dtype # of the inputs
-    methods: dict # name -> function of `inputs`; "ours" among them
+    methods: dict # name -> function of `inputs`, or None where it is not installed
     inputs: tuple # tensors
     leaves: tuple = () # those of them that gradients go to; none: forward alone
     moves: tuple = (0, 0) # bytes that must move: forward, forward + backward
@@ -134,9 +118,7 @@ class Case:
     result: tuple = (0, 0) # bytes of what is asked for, which is not extra
     restore: dict = field(default_factory=dict) # method -> what makes its logits whole again
 
-# %% ../../nbs/studies/38_speed.ipynb #installed
-def _installed(methods): return {name: f for name, f in methods.items() if f}
-
+# %% ../../nbs/studies/38_speed.ipynb #logit-case
 def _trl():
     try:
         from trl.trainer import utils
@@ -155,54 +137,12 @@ def _liger(device):
         return -liger_cross_entropy(flat, i.view(-1), reduction="none").view(i.shape)
     return log_prob
 
-# %% ../../nbs/studies/38_speed.ipynb #naive-log-prob
-def naive_log_prob(z, i): # logits (..., V), tokens (...)
-    "One line."
-    return z.log_softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1)
+def _naive_log_prob(z, i): return z.log_softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1)
 
-# %% ../../nbs/studies/38_speed.ipynb #naive-entropy
-def naive_entropy(z): # logits (..., V)
-    "Two lines."
+def _naive_entropy(z):
     logp = z.log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)
 
-# %% ../../nbs/studies/38_speed.ipynb #loop-gae
-def loop_gae(
-    rewards: torch.Tensor, # (T, N)
-    values: torch.Tensor, # (T, N)
-    done: torch.Tensor, # 1 where a step begins an episode, (T, N)
-    next_value: torch.Tensor, # after the last step, (N,)
-    next_done: torch.Tensor, # 1 where the last step ended an episode, (N,)
-    gamma: float = 0.99, # discount
-    lam: float = 0.95, # lambda
-): # advantages and returns, (T, N) each
-    "GAE as single files write it, a step at a time; done[t]: step t begins an episode."
-    advantages, last = torch.zeros_like(rewards), 0
-    for t in reversed(range(len(rewards))):
-        at_end = t == len(rewards) - 1
-        going = 1.0 - (next_done if at_end else done[t + 1])
-        after = next_value if at_end else values[t + 1]
-        delta = rewards[t] + gamma * after * going - values[t]
-        advantages[t] = last = delta + gamma * lam * going * last
-    return advantages, advantages + values
-
-# %% ../../nbs/studies/38_speed.ipynb #loop-gae-tokens
-def loop_gae_tokens(
-    rewards: torch.Tensor, # (B, T)
-    values: torch.Tensor, # (B, T)
-    gamma: float = 1.0, # discount
-    lam: float = 0.95, # lambda
-): # advantages and returns, (B, T) each
-    "The same over the tokens of responses."
-    last, out = 0, []
-    for t in reversed(range(rewards.shape[1])):
-        after = values[:, t + 1] if t < rewards.shape[1] - 1 else 0.0
-        last = rewards[:, t] + gamma * after - values[:, t] + gamma * lam * last
-        out.append(last)
-    advantages = torch.stack(out[::-1], 1)
-    return advantages, advantages + values
-
-# %% ../../nbs/studies/38_speed.ipynb #logit-case
 class _Computed(torch.autograd.Function):
     "Logits that were computed from z: what lies in `computed`, at no cost."
     @staticmethod
@@ -223,8 +163,8 @@ def _logit_case(task, z, i, others, ours, liger=None):
     computed, size = z.detach().clone(), z.nbytes
     def in_place(z, i): return ours(_Computed.apply(z, computed), i, inplace_backward=True)
     def by_liger(z, i): return liger(_Computed.apply(z, computed), i)
-    overwrite = _installed({"Liger": liger and by_liger, "ours in place": in_place})
-    methods = _installed(others | {"ours, plain": _plain(ours), "ours": ours} | overwrite)
+    overwrite = {"Liger": liger and by_liger, "ours in place": in_place}
+    methods = others | {"ours, plain": _plain(ours), "ours": ours} | overwrite
     restore = dict.fromkeys(overwrite, lambda: computed.copy_(z.detach()))
     return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size,
                 (0, size), restore)
@@ -245,17 +185,17 @@ def logit_cases(
     i = torch.randint(shape[-1], shape[:2], generator=generator, device=device)
     yield _logit_case(
         "log-probability", z, i,
-        {"naive": naive_log_prob, "DI-engine naive": naive_method,
+        {"naive": _naive_log_prob, "DI-engine naive": naive_method,
          "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
          "TRL": trl and trl.selective_log_softmax}, selective_log_softmax, _liger(device))
     yield _logit_case(
         "entropy", z, i,
-        {"naive": lambda z, i: naive_entropy(z),
+        {"naive": lambda z, i: _naive_entropy(z),
          "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
         lambda z, i, **options: entropy_from_logits(z, **options))
     yield _logit_case(
         "both", z, i,
-        {"naive": lambda z, i: (naive_log_prob(z, i), naive_entropy(z)),
+        {"naive": lambda z, i: (_naive_log_prob(z, i), _naive_entropy(z)),
          "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i),
                                        trl.entropy_from_logits(z)))},
         log_probs_and_entropy)
@@ -268,18 +208,18 @@ def _hidden_case(shape, dtype, device, width, generator, i, size, trl):
             for s in (shape[:2], shape[2:]))
     h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
     linear = torch.nn.functional.linear
-    methods = _installed({
-        "naive": lambda h, W, i: naive_log_prob(linear(h, W), i),
+    methods = {
+        "naive": lambda h, W, i: _naive_log_prob(linear(h, W), i),
         "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(linear(h, W), i)),
-        "ours, plain": _plain(linear_log_probs), "ours": linear_log_probs})
+        "ours, plain": _plain(linear_log_probs), "ours": linear_log_probs}
     return Case("from hidden states", shape, dtype, methods, (h, W, i), (h, W), base=size,
                 result=(0, h.nbytes + W.nbytes))
 
 # %% ../../nbs/studies/38_speed.ipynb #part-cases
-def part_cases(
+def part_case(
     shape: tuple, # of the logits
     device: str, # where
-): # yields Case
+) -> Case: # forward alone
     "Parts of the bill: single operations on as many numbers as there are logits."
     z = torch.rand(shape, device=device)
     y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
@@ -287,64 +227,48 @@ def part_cases(
     def powers(z):
         from rlhf_notes.fast import row_loops
         for _ in range(many):
-            row_loops.weigh(small.numpy(), small.numpy()[0], small.numpy()[1])
-    yield Case("parts", shape, z.dtype, _installed(
-        {"copy": lambda z: y.copy_(z),
-         "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
-         "exp2 in the cache, compiled": powers if device == "cpu" and rows.HAS_NUMBA else None,
-         "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
-         "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
-         "ours": lambda z: y.fill_(1.0)}), (z,), base=z.nbytes)
+            row_loops.weigh(small.numpy(), small.numpy()[0], small.numpy()[1], False)
+    methods = {
+        "copy": lambda z: y.copy_(z),
+        "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
+        "exp2 in the cache, compiled": powers if device == "cpu" and fast.HAS_NUMBA else None,
+        "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
+        "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
+        "ours": lambda z: y.fill_(1.0)}
+    return Case("parts", shape, z.dtype, methods, (z,), base=z.nbytes)
 
 # %% ../../nbs/studies/38_speed.ipynb #gae-cases
 GAE_SHAPES = (2048, 64), (128, 4096)
 
+def _loop_gae(r, v, after, done, gamma=0.99, lam=0.95):
+    "GAE as single files write it, a step at a time."
+    A, last, done = torch.zeros_like(r), 0, done.float()
+    for t in reversed(range(len(r))):
+        going = 1.0 - done[t]
+        delta = r[t] + gamma * after[t] * going - v[t]
+        A[t] = last = delta + gamma * lam * going * last
+    return A, A + v
+
 def gae_cases(
     device: str, # where
 ): # yields Case
-    "GAE over steps and over tokens."
-    def of_steps(r, v, after, done, begins): return gae(r, v, after, done, done)
-    def loop(r, v, after, done, begins): return loop_gae(r, v, begins, after[-1], done[-1].float())
+    "GAE over steps, of `GAE_SHAPES`."
+    def ours(r, v, after, done): return gae(r, v, after, done, done)
     for T, N in GAE_SHAPES:
         g = torch.Generator(device).manual_seed(0)
         r, v, first = (torch.randn(T, N, generator=g, device=device) for _ in range(3))
         done = torch.rand(T, N, generator=g, device=device) < 0.02
-        begins = torch.cat([torch.zeros_like(done[:1]), done[:-1]]).float()
         after = torch.cat([v[1:], first[:1]])
-        methods = {"loop": loop, "ours, plain": _plain(of_steps), "ours": of_steps}
-        yield Case("GAE", (T, N), r.dtype, methods, (r, v, after, done, begins),
+        methods = {"loop": _loop_gae, "ours, plain": _plain(ours), "ours": ours}
+        yield Case("GAE", (T, N), r.dtype, methods, (r, v, after, done),
                    moves=(22 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
-    g = torch.Generator(device).manual_seed(0)
-    B, T = reversed(GAE_SHAPES[0])
-    r, v = (torch.randn(B, T, generator=g, device=device) for _ in range(2))
-    methods = {"loop": loop_gae_tokens, "ours, plain": _plain(gae_tokens), "ours": gae_tokens}
-    yield Case("GAE of tokens", (B, T), r.dtype, methods, (r, v),
-               moves=(16 * r.numel(), 0), base=r.nbytes, result=(2 * r.nbytes, 0))
 
 # %% ../../nbs/studies/38_speed.ipynb #measure
 COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rounds",
-           "milliseconds", "times_ours", "times_ours_low", "times_ours_high", "times_ours_first",
-           "times_in_place", "extra_megabytes", "extra_share", "bandwidth_share")
+           "milliseconds", "times_ours", "times_ours_low", "times_ours_high", "extra_megabytes",
+           "extra_share", "bandwidth_share")
 LONG = 5e-3  # seconds: what takes less is repeated for so long
-SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024, 128256)}
-TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
 
-# %% ../../nbs/studies/38_speed.ipynb #run-once
-def run_once(
-    case: Case, # what is computed
-    method: str, # by whom
-    weights: torch.Tensor | None, # for each token, if the backward pass is wanted
-):
-    "Forward, or forward and backward; what comes out is dropped."
-    f = case.methods[method]
-    if weights is None:
-        with torch.no_grad():
-            return f(*case.inputs)
-    out = f(*case.inputs)
-    loss = sum((y * weights).sum() for y in (out if isinstance(out, tuple) else (out,)))
-    torch.autograd.grad(loss, case.leaves)
-
-# %% ../../nbs/studies/38_speed.ipynb #measure-case
 def measure(
     case: Case, # what is computed
     device: str, # where
@@ -354,103 +278,111 @@ def measure(
     "Time and memory of each method, forward and (where there are leaves) forward + backward."
     found = []
     for backward in (False, True)[:1 + bool(case.leaves)]:
-        weights = None
-        if backward:
-            generator = torch.Generator(device).manual_seed(1)
-            weights = torch.randn(case.shape[:2], generator=generator, device=device)
-        names = [m for m in case.methods if backward or m not in case.restore]
-        turns = {m: [] for m in names}
+        generator = torch.Generator(device).manual_seed(1)
+        weights = torch.randn(case.shape[:2], generator=generator, device=device)
+        runs = {m: partial(_run_once, case, f, weights if backward else None)
+                for m, f in case.methods.items() if f and (backward or m not in case.restore)}
+        turns = {m: [] for m in runs}
         for _ in range(rounds):
-            for m in names:
-                turns[m].append(_turn(case, m, weights, device))
-        for m in names:
+            for m, run in runs.items():
+                turns[m].append(_turn(run, case.restore.get(m), device))
+        for m, run in runs.items():
             case.restore.get(m, lambda: None)()
-            extra = peak_extra(lambda: run_once(case, m, weights), device)
+            extra = peak_extra(run, device)
             if extra is not None and m not in case.restore:
                 extra = max(0, extra - case.result[backward])
             head = (device_name(device), torch.version.__version__, case.task,
                     "x".join(map(str, case.shape)), str(case.dtype).removeprefix("torch."),
-                    "forward + backward" if backward else "forward", m)
-            numbers = _numbers(turns, m, extra, case.base, case.moves[backward], bandwidth)
-            found.append(dict(zip(COLUMNS, (*head, rounds, *numbers))))
+                    "forward + backward" if backward else "forward", m, rounds)
+            numbers = _numbers(turns[m], turns["ours"], extra, case, backward, bandwidth)
+            found.append(dict(zip(COLUMNS, (*head, *numbers))))
     return found
 
-def _turn(case, m, weights, device):
-    "Seconds of the first run after another method's, and of one of those that follow it."
-    whole = case.restore.get(m, lambda: None)
-    def run():
-        run_once(case, m, weights)
+def _run_once(case, f, weights):
+    "Forward, or forward and backward if there are weights; what comes out is dropped."
+    if weights is None:
+        with torch.no_grad():
+            return f(*case.inputs)
+    out = f(*case.inputs)
+    loss = sum((y * weights).sum() for y in (out if isinstance(out, tuple) else (out,)))
+    torch.autograd.grad(loss, case.leaves)
+
+def _turn(run, restore, device):
+    "Seconds of a run that follows another of the same method."
+    whole = restore or (lambda: None)
     whole()
     first = seconds(run, device)
     whole()
-    runs = 1 if m in case.restore else max(1, int(LONG / first))
-    return first, seconds(lambda: [run() for _ in range(runs)], device) / runs
+    runs = 1 if restore else max(1, int(LONG / first))
+    return seconds(lambda: [run() for _ in range(runs)], device) / runs
 
-def _numbers(turns, m, extra, base, must, bandwidth):
+def _numbers(times, ours, extra, case, backward, bandwidth):
     "Milliseconds, ratios to ours, memory and share of the bandwidth."
-    def ratios(other, which=1):
-        return sorted(a[which] / b[which] for a, b in zip(turns[m], turns[other]))
-    t, to_ours = statistics.median(again for _, again in turns[m]), ratios("ours")
-    in_place = statistics.median(ratios("ours in place")) if "ours in place" in turns else None
-    def rounded(x, digits): return None if x is None else round(x, digits)
-    return (round(1e3 * t, 4), round(statistics.median(to_ours), 3), round(to_ours[0], 3),
-            round(to_ours[-1], 3), round(statistics.median(ratios("ours", 0)), 3),
-            rounded(in_place, 3), None if extra is None else round(extra / 1e6, 2),
-            None if extra is None else round(extra / base, 4),
+    t, ratios = statistics.median(times), sorted(a / b for a, b in zip(times, ours))
+    must = case.moves[backward]
+    return (round(1e3 * t, 4), round(statistics.median(ratios), 3), round(ratios[0], 3),
+            round(ratios[-1], 3), None if extra is None else round(extra / 1e6, 2),
+            None if extra is None else round(extra / case.base, 4),
             round(must / t / bandwidth, 4) if must else None)
 
 # %% ../../nbs/studies/38_speed.ipynb #bench-cases
+SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024, 128256)}
+TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
+
 def bench(
     sizes: tuple = ("small",), # of `SIZES`, or shapes
     device: str = "cpu", # where
     rounds: int = 7, # per measurement
     dtypes: tuple = (torch.float32, torch.bfloat16), # of the logits
-    done = None, # called with the rows of each case
-    left_out = None, # called with what does not fit into memory, as text
+    done = lambda rows: None, # called with the rows of each case
+    left_out = lambda text: None, # called with what does not fit into memory
     tasks: tuple = TASKS, # which of `TASKS`
 ) -> list: # rows
     "All cases on one device."
-    for name, given, known in (("sizes", sizes, SIZES), ("tasks", tasks, TASKS)):
-        if isinstance(given, str):
-            raise TypeError(f"{name} must be a tuple of names, got the string {given!r}: "
-                            f"write ({given!r},)")
-        for x in given:
-            if isinstance(x, str):
-                check_value(name, x, tuple(known))
-    found, bandwidth = [], copy_bandwidth(device)
-    for case in _cases(sizes, device, dtypes, left_out, tasks):
+    for task in tasks:
+        check_value("tasks", task, TASKS)
+    shapes, bandwidth, found = [_shape(size) for size in sizes], copy_bandwidth(device), []
+    for case in _cases(shapes, device, dtypes, left_out, tasks):
         found.extend(new := measure(case, device, rounds, bandwidth))
-        if done:
-            done(new)
+        done(new)
     return found
 
-def _cases(sizes, device, dtypes, left_out, tasks):
-    for shape in (SIZES.get(size, size) for size in sizes):
+def _shape(size):
+    if not isinstance(size, str): return size
+    check_value("sizes", size, tuple(SIZES))
+    return SIZES[size]
+
+def _cases(shapes, device, dtypes, left_out, tasks):
+    for shape in shapes:
         for dtype in dtypes:
-            # the naive methods hold several float32 copies
-            need, left = 8 * torch.Size(shape).numel() * max(dtype.itemsize, 3), memory_left(device)
+            left = _memory_left(device)  # the naive methods hold several float32 copies
+            need = 8 * torch.Size(shape).numel() * max(dtype.itemsize, 3)
             if need > 0.8 * left:
-                if left_out:
-                    case = f"{'x'.join(map(str, shape))} in {str(dtype).removeprefix('torch.')}"
-                    left_out(f"{case} is left out: the naive methods need about "
-                             f"{need / 1e9:.0f} GB, and {left / 1e9:.0f} are free")
+                left_out(f"{'x'.join(map(str, shape))} in {str(dtype).removeprefix('torch.')} is "
+                         f"left out: the naive methods need about {need / 1e9:.0f} GB, and "
+                         f"{left / 1e9:.0f} are free")
                 continue
             yield from (case for case in logit_cases(shape, dtype, device) if case.task in tasks)
             if dtype == torch.float32 and "log-probability" in tasks:
-                yield from part_cases(shape, device)
+                yield part_case(shape, device)
     if "GAE" in tasks:
         yield from gae_cases(device)
+
+def _memory_left(device):
+    if torch.device(device).type != "cuda": return _bytes("meminfo", "MemAvailable") or float("inf")
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 # %% ../../nbs/studies/38_speed.ipynb #table-rows
 def table(
     rows: list, # from `bench`
 ) -> list: # rows of strings, a header first
     "Rows for the eye."
-    def share(x): return "" if x in (None, "") else f"{float(x):.1%}"
-    def megabytes(x): return "" if x in (None, "") else f"{float(x):.1f}"
+    def shown(x, form): return "" if x in (None, "") else format(float(x), form)
     header = ("task", "shape", "dtype", "passes", "method", "ms", "x ours", "extra MB",
               "of the logits", "of the bandwidth")
+    columns = dict(milliseconds=".2f", times_ours=".2f", extra_megabytes=".1f",
+                   extra_share=".1%", bandwidth_share=".1%")
     return [header] + [
-        (*(r[name] for name in header[:5]), f"{float(r['milliseconds']):.2f}",
-         f"{float(r['times_ours']):.2f}", megabytes(r["extra_megabytes"]),
-         share(r["extra_share"]), share(r["bandwidth_share"])) for r in rows]
+        (*(r[name] for name in header[:5]), *(shown(r[c], form) for c, form in columns.items()))
+        for r in rows]

@@ -1,6 +1,4 @@
 """The Triton kernels. Where there is no GPU they are interpreted on the CPU, in a process of their own, since Triton decides that when it is imported; and compiled for GPUs that are not there."""
-import importlib.util
-import json
 import math
 import os
 import subprocess
@@ -9,20 +7,20 @@ import sys
 import pytest
 import torch
 
-import notebooks
 from rlhf_notes import fast
-from rlhf_notes.fast import kernels, linear, rows
+from rlhf_notes.fast import linear, rows
 from rlhf_notes.formulas import advantage
 from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
 from strategies import normal, random_mask, value_and_grad
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+triton = pytest.mark.skipif(not fast.HAS_TRITON, reason="triton is not installed")
+if fast.HAS_TRITON: from rlhf_notes.fast import kernels
 inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a process of its own")
 
 
 def test_nothing_of_triton_is_imported_or_used_on_the_cpu():
-    code = "import sys, torch, rlhf_notes.fast.kernels as k; before = 'triton' in sys.modules; assert not k.usable(torch.ones(3)); print(before)"
+    code = "import sys, torch; from rlhf_notes import fast, formulas; assert not fast.has_kernels(torch.ones(3)); print('triton' in sys.modules)"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout.strip() == "False"
 
@@ -30,24 +28,25 @@ def test_nothing_of_triton_is_imported_or_used_on_the_cpu():
 def test_only_plain_tensors_are_computed_with():
     seen = []
     def f(x):
-        seen.append(kernels.eager(x))
+        seen.append(fast.eager(x))
         return x * 2
     x = torch.ones(3)
     f(x); f(torch.nn.Parameter(x)); torch.func.vmap(f)(x); torch.func.grad(lambda x: f(x).sum())(x)
-    assert seen == [True, True, False, False] and not kernels.usable(x.double())
+    assert seen == [True, True, False, False] and not fast.has_kernels(x.double())
 
 
+@triton
 def test_triton_that_cannot_work_is_left_aside_with_one_warning(monkeypatch, recwarn):
     def broken(*_): raise RuntimeError("no C compiler")
-    monkeypatch.setattr(kernels, "_interpreted", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "scan", broken)
-    kernels._runs.cache_clear()
+    fast._runs.cache_clear()
     try:
         z, i = torch.randn(3, 5), torch.arange(3)
         monkeypatch.setattr(rows, "LARGE", 0)
         for _ in range(2): torch.testing.assert_close(selective_log_softmax(z, i), z.log_softmax(-1)[range(3), i])
         assert [str(w.message) for w in recwarn if "Triton kernels cannot run" in str(w.message)] == ["the Triton kernels cannot run on cpu, PyTorch's code does: RuntimeError('no C compiler')"]
-    finally: kernels._runs.cache_clear()
+    finally: fast._runs.cache_clear()
 
 
 @triton
@@ -63,27 +62,15 @@ def test_kernels_in_the_interpreter():
 def test_kernels_compile_for_gpus(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
-    numbers = {"per_part": "i32", "stride_part": "i64", "stride_row": "i32", "scale": "fp32", "inv_temperature": "fp32", "gamma": "fp32", "decay": "fp32", "I": "*i64", "TERMINATED": "*i1", "DONE": "*i1"}
+    numbers = {"per_part": "i32", "stride_part": "i64", "stride_row": "i32", "inv_temperature": "fp32", "gamma": "fp32", "decay": "fp32", "I": "*i64", "TERMINATED": "*i1", "DONE": "*i1"}
     sizes = dict(BLOCK=256, COLUMNS=8)
-    for kernel, pointers, constants in ((kernels._forward(), dict(Z="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)), (kernels._backward(), dict(Z="*bf16", OUT="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)),
-                                        (kernels._scan(), {}, sizes), (kernels._gae(), {}, sizes)):
+    for kernel, pointers, constants in ((kernels._forward, dict(Z="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)), (kernels._backward, dict(Z="*bf16", OUT="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)),
+                                        (kernels._scan, {}, sizes), (kernels._gae, {}, sizes)):
         names = kernel.arg_names
         known = numbers | pointers | {n: "i32" for n in names if n in ("T", "N") or n.endswith(("_t", "_n"))}
         signature = {n: "constexpr" if n in constants else known.get(n, "*fp32") for n in names}
         made = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}), target=GPUTarget("cuda", capability, 32))
         assert f".target sm_{capability}" in made.asm["ptx"] and len(made.asm["cubin"]) > 1000
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it sets that itself")
-def test_the_notebook_says_so_where_its_proofs_cannot_run():
-    "Without Triton they print that they were not run; what is stored was run."
-    cells = {c["id"]: c for c in json.loads((notebooks.ROOT / "nbs" / "fast" / "kernels.ipynb").read_text(encoding="utf-8"))["cells"]}
-    script = "import sys; sys.modules['triton'] = None\n" + "\n".join("".join(cells[i]["source"]) for i in ("export-imports", "have-triton", "interpret", "imports", "usable", "transformed", "eager", "rows", "rows-backward", "proof-rows", "gae", "scan", "whole-gae", "proof-gae"))
-    lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(lines) == 4 and all(line.endswith(": not run here: Triton is not installed") for line in lines)
-    for i in ("proof-rows", "proof-gae"):
-        stored = "".join("".join(o["text"]) for o in cells[i]["outputs"])
-        assert "agree" in stored and "not run here" not in stored, f"store {i} where Triton is installed"
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +90,7 @@ def test_rows_in_every_layout_and_dtype():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for z, temperature in ((whole[0, 0, :37], 1.0), (whole[:, 0, :64], 0.7), (whole[:, :-1], 2.0), (whole[:, 1:, :16].transpose(0, 1), 1.0), (whole[..., :1], 1.0), (whole + 1e3, 1.0), (whole[:, :, None, :5], 1.0), (whole[:0], 1.0)):
             z = z.to(dtype).detach()
-            assert kernels.usable(z)
+            assert fast.has_kernels(z)
             i = (torch.arange(math.prod(z.shape[:-1])) * 7 % z.shape[-1]).view(z.shape[:-1])
             weight = normal(1, (2, *i.shape))
             exact = z.double().requires_grad_(True)

@@ -53,7 +53,7 @@ CALLS = {
     "exact_kl": lambda: (rn.exact_kl, logits, logits_ref),
     "kl_loss": lambda: (lambda a, b: rn.kl_loss(a, b, "k3", mask=m, straight_through=True), x, y),
     "whiten": lambda: (lambda a: rn.whiten(a, m, unbiased=True), x),
-    "accumulate": lambda: (lambda a: rn.accumulate(a, 0.9 * done.double()), x),
+    "accumulate": lambda: (lambda a: rn.accumulate(a, 0.9 * done.to(a.dtype)), x),
     "discounted_returns": lambda: (lambda a: rn.discounted_returns(a, done, 0.9), x),
     "gae": lambda: (lambda a, b, c: rn.gae(a, b, c, done, done)[0], x, y, z),
     "gae_tokens": lambda: (lambda a, b: rn.gae_tokens(a, b, m)[0], x, y),

@@ -4,8 +4,8 @@ import torch
 
 import rlhf_notes as rn
 from formulas import test_compile as calls
-from pretend import counted, inner, on_cpu, to_gpu
-from rlhf_notes.fast import kernels
+from pretend import STATE, counted, inner, on_cpu, to_gpu
+from rlhf_notes import fast
 from strategies import normal, random_mask
 
 INPUTS = ("x", "y", "z", "m", "done", "logits", "logits_ref", "index")
@@ -40,15 +40,17 @@ def test_every_function_is_that_of_the_cpu(name, monkeypatch):
         if name not in SYNCHRONISE: assert not found.kinds, found.lines
 
 
-KERNELS = ("selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs", "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
-           "reinforce_pp_advantage", "ppo_policy_error", "exact_kl")
+DOORS = {"selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs", "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
+         "reinforce_pp_advantage", "best_of_n_loss", "ppo_policy_error", "ppo_error", "grpo_policy_error", "rloo_policy_error"}
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_with_kernels_too(name, monkeypatch, with_kernels):
-    assert kernels.usable(to_gpu(torch.ones(2)))
+    assert fast.has_kernels(to_gpu(torch.ones(2)))
+    before = STATE.kernels
     for dtype in (torch.float32, torch.bfloat16):
         with monkeypatch.context() as patch: both_ways(name, dtype, patch)
+    assert (STATE.kernels > before) == (name in DOORS)
 
 
 def test_kernels_run_on_the_device_of_their_tensors(with_kernels):
@@ -78,7 +80,7 @@ def test_a_formula_is_one_launch_or_two(with_kernels):
     "The kernel, and a little around it."
     z, i = to_gpu((normal(0, (3, 4, 30), torch.float32), torch.arange(12).view(3, 4)))
     r, v, n, end = to_gpu((*(normal(k, (16, 48), torch.float32) for k in range(3)), random_mask(3, (16, 48), 0.1)))
-    kernels.usable(z)
+    fast.has_kernels(z)
     with counted() as forward: y = rn.log_probs_and_entropy(z.requires_grad_(True), i)
     with counted() as backward: torch.autograd.grad(y, z, (torch.ones_like(y[0]),) * 2)
     with counted() as steps: rn.gae(r, v, n, end, end)

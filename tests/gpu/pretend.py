@@ -89,7 +89,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 RealGenerator, real_tensor, real_as_tensor = torch.Generator, torch.tensor, torch.as_tensor
 real_module_apply, real_set_swap = torch.nn.Module._apply, torch.__future__.set_swap_module_params_on_conversion
 EVENTS, LAUNCHES = Counter(), Counter()
-STATE = SimpleNamespace(graph=None, device=None, outside=0)  # a capture: into which graph, on which device, launches elsewhere
+STATE = SimpleNamespace(graph=None, device=None, outside=0, kernels=0)  # a capture: into which graph, on which device, launches elsewhere; Triton's launches
 
 
 def place():
@@ -146,6 +146,7 @@ class CudaTensor(torch.Tensor):
 
     def data_ptr(self): return self._inner.data_ptr()
     def untyped_storage(self): return self._inner.untyped_storage()
+    def new_tensor(self, data, dtype=None): return tensor(data, dtype=dtype or self.dtype, device=self.device)
     def numpy(self, *_, **__): raise TypeError(f"can't convert {self.device} device type tensor to numpy")
     __array__ = numpy
     def tolist(self):
@@ -343,6 +344,7 @@ class Launcher:
             args = [inner(x) for x in args]
             go(*args)
             LAUNCHES[place()] += 1
+            STATE.kernels += 1
             if STATE.graph is not None and STATE.device == C.pretend_current(): STATE.graph.records.append((go, args, {}, None, True))
         return launch
 
@@ -399,22 +401,21 @@ patch()
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch):
     "Operators go through the device; its kernels are off."
-    from rlhf_notes.fast import kernels
+    from rlhf_notes import fast
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(kernels, "_interpreted", lambda: False)
-    monkeypatch.setattr(kernels, "eager", lambda x: type(x) in (torch.Tensor, torch.nn.Parameter, CudaTensor) and not torch.compiler.is_compiling() and not kernels.transformed())
+    monkeypatch.setattr(fast, "eager", lambda x: type(x) in (torch.Tensor, torch.nn.Parameter, CudaTensor) and not torch.compiler.is_compiling() and not fast.transformed())
+    monkeypatch.setattr(fast, "_interpreted", lambda: False)
     with MODE: yield
 
 
 @pytest.fixture
 def with_kernels(pretended, monkeypatch):
     "Triton's kernels, however few the numbers."
+    from rlhf_notes import fast
     from rlhf_notes.fast import kernels, rows
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("_forward", "_backward", "_scan", "_gae"):
-        kernel = Launcher(getattr(kernels, name)())
-        monkeypatch.setattr(kernels, name, lambda kernel=kernel: kernel)
+    for name in ("_forward", "_backward", "_scan", "_gae"): monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
     monkeypatch.setattr(rows, "LARGE", 0)
-    kernels._runs.cache_clear()
+    fast._runs.cache_clear()
     yield
-    kernels._runs.cache_clear()
+    fast._runs.cache_clear()

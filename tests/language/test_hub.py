@@ -14,6 +14,7 @@ import transformers
 from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
 from rlhf_notes import RLHF, fast
 from rlhf_notes.formulas.reward import RewardNorm
+from rlhf_notes.language import hub
 from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model, save_reward_model
 from rlhf_notes.language.model import RewardModel, hidden_states, no_dropout
 
@@ -33,7 +34,7 @@ def test_any_model_that_was_saved_can_be_loaded(kind, tmp_path):
     got, tok = load_model(saved(make(kind), tmp_path, tokenizer()))
     tokens, mask = texts(5, 3, 7)
     with torch.no_grad():
-        torch.testing.assert_close(hidden_states(got, tokens, mask)[mask], hidden_states(lm, tokens, mask)[mask])
+        torch.testing.assert_close(hidden_states(got, tokens, mask)[mask], hidden_states(lm, tokens, mask)[mask], rtol=1e-4, atol=1e-4)
     assert tok.pad_token_id >= 37 and tok.padding_side == "left" and next(got.parameters()).dtype == torch.float32
     if kind != "Qwen2":                             # for which AutoTokenizer makes a tokenizer of Qwen2's own kind
         assert tok(["w1 w2", "w3"], padding=True)["input_ids"] == [[1, 2], [tok.pad_token_id, 3]]
@@ -144,7 +145,7 @@ print(json.dumps(found))
 
 def test_a_reward_model_gives_the_same_scores_elsewhere(tmp_path):
     "Where a text ends with the token that others pad with, and where the model knows more tokens than the tokenizer, too."
-    norm, expected, left = RewardNorm(2.0, 1.0), {}, torch.get_rng_state()
+    norm, expected = RewardNorm(2.0, 1.0), {}
     for kind in KINDS:
         lm, tok = load_model(make(kind), tokenizer(WORDS[:30]))
         before = copy.deepcopy((lm.config.to_dict(), tok.padding_side))
@@ -153,11 +154,12 @@ def test_a_reward_model_gives_the_same_scores_elsewhere(tmp_path):
         if kind in ("Cohere", "Granite", "FalconH1"):
             with pytest.warns(UserWarning, match="no reward model in .*Unrecognized"): save_reward_model(tmp_path / kind, model, norm, tok)
             continue
+        left = torch.get_rng_state()
         save_reward_model(tmp_path / kind, model, norm, tok)
+        assert torch.equal(torch.get_rng_state(), left)
         assert (lm.config.to_dict(), tok.padding_side) == before
         texts = tok(["w1 w2 w3 w0", "w5", "w4 w0 w0"], padding=True, return_tensors="pt")
         with torch.no_grad(): expected[str(tmp_path / kind)] = model(texts["input_ids"], texts["attention_mask"].bool())
-    assert torch.equal(torch.get_rng_state(), left)
     done = subprocess.run([sys.executable, "-c", SCORES, *expected], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for path, (scores, labels, gain, bias, mask) in json.loads(done.stdout).items():
@@ -273,3 +275,8 @@ def test_a_real_limit_is_told_by_name(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert str(e.value) == f"[Errno 27] File too large: '{tmp_path}/lm'" and not list(tmp_path.iterdir())
+
+
+def test_a_difference_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setattr(hub, "_largest_errors", lambda lm: {"with padding on the left": math.nan})
+    refused(tiny(), "with padding on the left, got 'x', whose differ by nan%")

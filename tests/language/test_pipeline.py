@@ -187,6 +187,10 @@ def test_what_a_run_leaves_behind(whole):
     assert [int(s["iteration"]) for s in samples] == [i for i in (0, 2, 4) for _ in range(8)]
     assert all([s["prompt"] for s in samples[:8]] == [s["prompt"] for s in samples[k:k + 8]] for k in (8, 16))
     assert (path / "curve.svg").read_text().lstrip().startswith("<?xml")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(path))
+    events.Reload()
+    assert [e.step for e in events.Tensors("samples/text_summary")] == [2, 4]
     assert not [p.name for p in path.iterdir() if p.name.endswith(".tmp")]
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhf_notes import fast
-from rlhf_notes.fast import rows
 from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.studies import speed
 
@@ -16,7 +15,7 @@ def cases(): yield from speed.logit_cases((2, 3, 40), torch.float32, "cpu", widt
 
 def test_every_contender_computes_the_same():
     for case in list(cases()):
-        results = {m: f(*case.inputs) for m, f in case.methods.items()}
+        results = {m: f(*case.inputs) for m, f in case.methods.items() if f}
         assert "ours" in results and len(results) > 1
         for y in results.values():
             for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (y, results["ours"]))): torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
@@ -66,9 +65,8 @@ def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
                       result=(30_000_000, 70_000_000), restore={"ours in place": lambda: None})
     rows = speed.measure(case, "cpu", 3, 5.0)
     assert [r["method"] for r in rows] == ["two", "ours", "two", "ours", "ours in place"] and needed == {False, True}
-    for r, moved, extra, in_place in zip((rows[0], rows[2]), (60, 120), (70, 30), (None, 0.75)):
-        assert (r["milliseconds"], r["times_ours"], r["times_ours_low"], r["times_ours_high"], r["times_in_place"]) == (6000, 3, 2, 6, in_place)
-        assert r["times_ours_first"] == 6
+    for r, moved, extra in zip((rows[0], rows[2]), (60, 120), (70, 30)):
+        assert (r["milliseconds"], r["times_ours"], r["times_ours_low"], r["times_ours_high"]) == (6000, 3, 2, 6)
         assert r["bandwidth_share"] == moved / 6 / 5 and (r["extra_megabytes"], r["extra_share"]) == (extra, extra / 50)
     assert [r["milliseconds"] for r in rows if r["method"] == "ours"] == [2000, 2000]
     assert (rows[-1]["milliseconds"], rows[-1]["extra_megabytes"]) == (8000, 100)                # nothing beside the logits holds its gradient
@@ -90,7 +88,7 @@ def test_the_bandwidth_of_a_copy_counts_both_ways_at_its_best(monkeypatch):
 
 def test_the_machine(monkeypatch):
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    left = speed.memory_left("cpu")
+    left = speed._memory_left("cpu")
     assert left == float("inf") or pages / 500 < left <= pages
     monkeypatch.setattr(speed.Path, "read_text", lambda self: "model name\t: A, B and C\nmodel name\t: A, B and C\n")
     assert speed.device_name("cpu") == f"A  B and C ({torch.get_num_threads()} threads)"
@@ -126,7 +124,7 @@ def test_what_is_short_is_repeated(monkeypatch):
     rows = speed.measure(case, "cpu", 1, 1e9)
     assert turns == [("short", 1), ("short", 5), ("ours", 1), ("ours", 1)] * 2 + [("over", 1), ("over", 1)]
     assert [(r["method"], r["milliseconds"]) for r in rows] == [("short", 2), ("ours", 4)] * 2 + [("over", 2)]
-    assert [r["times_ours_first"] for r in rows] == pytest.approx([1 / 7, 1] * 2 + [1 / 7], abs=1e-3) and rows[0]["times_ours"] == 0.5
+    assert rows[0]["times_ours"] == 0.5
 
 
 def test_what_is_overwritten_is_made_whole_before_each_run():
@@ -142,7 +140,7 @@ def test_what_is_overwritten_is_made_whole_before_each_run():
             return z.sum(-1)
         @staticmethod
         def backward(ctx, grad): return ctx.z.fill_(7)
-    case = speed._logit_case("log-probability", z, i, {"naive": speed.naive_log_prob, "TRL": None}, ours)
+    case = speed._logit_case("log-probability", z, i, {"naive": speed._naive_log_prob, "TRL": None}, ours)
     found = speed.measure(case, "cpu", 3, 1e9)
     assert [(r["passes"], r["method"]) for r in found] == [("forward", m) for m in ("naive", "ours, plain", "ours")] + [("forward + backward", m) for m in ("naive", "ours, plain", "ours", "ours in place")]
     assert sum(inplace for inplace, _ in seen) == 7 and all(torch.equal(logits, z) for _, logits in seen)
@@ -150,10 +148,11 @@ def test_what_is_overwritten_is_made_whole_before_each_run():
 
 def test_ours_in_place_needs_no_gradient_of_its_own():
     case = next(speed.logit_cases((2, 128, 32000), torch.float32, "cpu"))
-    speed.run_once(case, "ours in place", torch.ones(2, 128))   # compiling takes memory of its own
-    extra = speed.peak_extra(lambda: speed.run_once(case, "ours in place", torch.ones(2, 128)), "cpu")
+    def run(name): speed._run_once(case, case.methods[name], torch.ones(2, 128))
+    run("ours in place")                                      # compiling takes memory of its own
+    extra = speed.peak_extra(lambda: run("ours in place"), "cpu")
     if extra is None: pytest.skip("this system does not say")
-    assert extra < 0.25 * case.base < speed.peak_extra(lambda: speed.run_once(case, "ours", torch.ones(2, 128)), "cpu")
+    assert extra < 0.25 * case.base < speed.peak_extra(lambda: run("ours"), "cpu")
 
 
 def test_memory_is_seen():
@@ -173,7 +172,7 @@ def test_ours_needs_no_second_tensor():
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch):
-    monkeypatch.setattr(speed, "memory_left", lambda device: 1e6)
+    monkeypatch.setattr(speed, "_memory_left", lambda device: 1e6)
     monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(speed, "gae_cases", lambda device: [])
     said = []
@@ -186,9 +185,9 @@ def test_what_is_asked_for_is_timed_where_it_fits(monkeypatch):
     said, small = [], ((2, 3, 40),)
     both = [(task, dtype) for dtype in ("float32", "bfloat16") for task in ("log-probability", "both")]
     assert speed.bench(small, done=said.extend, tasks=("log-probability", "both")) == said == [*both[:2], ("parts", "float32"), *both[2:]]
-    assert [task for task, _ in speed.bench(small, tasks=("GAE",))] == ["GAE", "GAE", "GAE of tokens"]
+    assert [task for task, _ in speed.bench(small, tasks=("GAE",))] == ["GAE", "GAE"]
     for left, dtypes in ((9601, ["float32", "bfloat16"]), (9599, ["bfloat16"]), (7201, ["bfloat16"]), (7199, [])):     # bytes; they need 8 times 240 logits of 4 and 3
-        monkeypatch.setattr(speed, "memory_left", lambda device: left)
+        monkeypatch.setattr(speed, "_memory_left", lambda device: left)
         assert [dtype for _, dtype in speed.bench(small, tasks=("entropy",))] == dtypes
 
 
@@ -204,29 +203,27 @@ def test_an_error_of_what_is_measured_is_not_swallowed(error):
     with pytest.raises(error, match="mine"): speed.peak_extra(fails, "cpu")
 
 
-@pytest.mark.parametrize("kwargs, error, words", [
-    (dict(sizes="small"), TypeError, r"sizes must be a tuple of names, got the string 'small': write \('small',\)"),
-    (dict(sizes=("tiny",)), ValueError, "sizes must be one of 'small', 'medium', 'large', got 'tiny'"),
-    (dict(tasks="GAE"), TypeError, "tasks must be a tuple of names, got the string 'GAE'"),
-    (dict(tasks=("gae",)), ValueError, "tasks must be one of 'log-probability', .* got 'gae'"),
+@pytest.mark.parametrize("kwargs, words", [
+    (dict(sizes=("tiny",)), "sizes must be one of 'small', 'medium', 'large', got 'tiny'"),
+    (dict(tasks=("gae",)), "tasks must be one of 'log-probability', .* got 'gae'"),
 ])
-def test_bad_input_of_the_benchmark_is_named(kwargs, error, words):
-    with pytest.raises(error, match=words): speed.bench(**kwargs)
+def test_bad_input_of_the_benchmark_is_named(kwargs, words):
+    with pytest.raises(ValueError, match=words): speed.bench(**kwargs)
 
 
 def test_the_plain_code_is_timed_with_the_doors_shut(monkeypatch):
-    seen, quick = [], rows.log_prob
+    seen = []
     def ours(z, i, inplace_backward=False):
         seen.append(fast.is_open)
         return z.sum(-1)
     case = speed._logit_case("log-probability", torch.randn(2, 3, 4, requires_grad=True), torch.zeros(2, 3, dtype=torch.long), {}, ours)
-    for name in ("ours, plain", "ours"): speed.run_once(case, name, None)
+    for name in ("ours, plain", "ours"): speed._run_once(case, case.methods[name], None)
     assert seen == [False, True]
-    assert speed.code_that_runs("cpu") == ("Numba loops" if rows.HAS_NUMBA else "the plain formulas")
+    assert speed.code_that_runs("cpu") == ("Numba loops" if fast.HAS_NUMBA else "the plain formulas")
     with fast.off(): assert speed.code_that_runs("cpu") == "the plain formulas: fast is switched off"
 
 
 def test_what_exponentials_cost_in_a_loop_is_measured_where_they_are_used():
-    case = next(speed.part_cases((2, 4, 65536), "cpu"))
-    assert ("exp2 in the cache, compiled" in case.methods) == rows.HAS_NUMBA
-    for f in case.methods.values(): f(*case.inputs)
+    case = speed.part_case((2, 4, 65536), "cpu")
+    assert (case.methods["exp2 in the cache, compiled"] is not None) == fast.HAS_NUMBA
+    for f in filter(None, case.methods.values()): f(*case.inputs)
