@@ -290,7 +290,7 @@ def test_programs_find_every_page(built):
 def test_search_knows_words_and_names(built):
     index = (built / "searchindex.js").read_text(encoding="utf-8")
     search = (built / "search.html").read_text(encoding="utf-8")
-    assert '"advantage": "formulas/advantage"' in search and "Three samples of three actions" in search
+    assert '"advantage": "formulas/advantage"' in search and "Take the smallest case: three actions" in search
     assert "clipped_surrogate" in index and '"formulas/surrogate"' in index and re.search(r"\bdual\b", index)
 
 

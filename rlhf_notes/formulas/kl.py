@@ -7,18 +7,15 @@ __all__ = ['KL_KINDS', 'kl_estimate', 'exact_kl', 'kl_loss', 'FixedKLController'
            'AdaptiveKLController']
 
 # %% ../../nbs/formulas/06_kl.ipynb #export-imports
-import math
-
 import torch
 from torch import Tensor
 
-from ..checks import checked
+from ..checks import check_value, checked
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio
 
 # %% ../../nbs/formulas/06_kl.ipynb #estimate
 KL_KINDS = ("k1", "k2", "k3")
-
 
 @checked(logp="float (...)", logp_ref="float (...)", kind=KL_KINDS)
 def kl_estimate(
@@ -30,7 +27,6 @@ def kl_estimate(
     d = logp - logp_ref
     if kind == "k1": return d
     return d.square() / 2 if kind == "k2" else _k3(d)
-
 
 def _k3(d):
     "exp(-d) - 1 + d, by its series where |d| < 0.1."
@@ -57,10 +53,8 @@ def exact_kl(
     return terms.sum(-1).to(logits.dtype)
 
 # %% ../../nbs/formulas/06_kl.ipynb #loss
-@checked(
-    logp="float (...)", logp_ref="float (...)", kind=KL_KINDS, ratio="float (...)?",
-    mask="bool (...)?", straight_through="flag",
-)
+@checked(logp="float (...)", logp_ref="float (...)", kind=KL_KINDS, ratio="float (...)?",
+         mask="bool (...)?", straight_through="flag")
 def kl_loss(
     logp: Tensor,  # (...), log pi of the sampled actions, with gradient
     logp_ref: Tensor,  # (...), log pi_ref of the same actions; a constant
@@ -126,8 +120,7 @@ class AdaptiveKLController(FixedKLController):
     ) -> float:  # beta to use next
         "beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)."
         kl = kl.item() if isinstance(kl, Tensor) and kl.ndim == 0 else kl
-        if not isinstance(kl, (int, float)) or not math.isfinite(kl):
-            raise ValueError(f"kl must be a finite number or a 0-dim tensor, got {kl!r}")
+        check_value("kl", kl, "(-inf, inf)")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = 1 + error * n / self.horizon
         if factor <= 0:

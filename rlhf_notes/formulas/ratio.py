@@ -17,7 +17,6 @@ from .masking import apply_mask, masked_mean
 # %% ../../nbs/formulas/03_ratio.ipynb #ratio
 RATIO_LEVELS = ("token", "sequence")
 
-
 @checked(logp="float (...)", logp_old="float (...)", mask="bool (...)?", level=RATIO_LEVELS)
 def importance_ratio(
     logp: Tensor,  # (...), log pi under the policy in training, in nats; (B, T) for sequences
@@ -54,10 +53,8 @@ def effective_sample_size(
     return w.sum().square() / w.square().sum().clamp(min=1)
 
 # %% ../../nbs/formulas/03_ratio.ipynb #tis
-@checked(
-    logp_old="float (...)", logp_rollout="float (...)", cap="[1, inf)", mask="bool (...)?",
-    level=RATIO_LEVELS, above=("cap", "zero"),
-)
+@checked(logp_old="float (...)", logp_rollout="float (...)", cap="[1, inf)",
+         mask="bool (...)?", level=RATIO_LEVELS, above=("cap", "zero"))
 def truncated_importance_weight(
     logp_old: Tensor,  # (...), log pi_old of the tokens by the program that trains, in nats
     logp_rollout: Tensor,  # (...), the same by the program that sampled them, in nats

@@ -13,10 +13,8 @@ from ..checks import checked
 from .masking import masked_mean
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #surrogate
-@checked(
-    ratio="float (...)", advantage="float (...)",
-    eps_low="(0, 1]", eps_high="(0, inf)?", dual_clip="(1, inf)?",
-)
+@checked(ratio="float (...)", advantage="float (...)", eps_low="(0, 1]", eps_high="(0, inf)?",
+         dual_clip="(1, inf)?")
 def clipped_surrogate(
     ratio: Tensor,  # (...), importance ratio pi / pi_old
     advantage: Tensor,  # (...), shape of `ratio`, in units of return
@@ -32,11 +30,8 @@ def clipped_surrogate(
 # %% ../../nbs/formulas/04_surrogate.ipynb #fraction
 CLIP_KINDS = ("binding", "outside")
 
-
-@checked(
-    ratio="float (...)", advantage="float (...)?", eps_low="(0, 1]", eps_high="(0, inf)?",
-    kind=CLIP_KINDS, mask="bool (...)?",
-)
+@checked(ratio="float (...)", advantage="float (...)?", eps_low="(0, 1]", eps_high="(0, inf)?",
+         kind=CLIP_KINDS, mask="bool (...)?")
 def clip_fraction(
     ratio: Tensor,  # (...), importance ratio pi / pi_old
     advantage: Tensor | None = None,  # (...), shape of `ratio`; "outside" needs none

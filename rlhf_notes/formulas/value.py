@@ -30,7 +30,6 @@ def value_loss(
     error, _ = _errors(value, value_old, returns, clip_range, mask)
     return 0.5 * error.square()
 
-
 def _errors(value, value_old, returns, clip_range, mask):
     "V - R, or clip(V) - R where that is the larger; and where it is."
     V, R = apply_mask(value, mask), apply_mask(returns.detach(), mask)

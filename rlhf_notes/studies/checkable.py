@@ -82,7 +82,8 @@ def pretrain(questions: list, # From `make_questions`
     tokenizer.pad_token = "<eos>"
     def text(q):
         digits = q["solution"].split()
-        if rng.random() < wrong: digits[rng.randrange(len(digits))] = rng.choice(DIGITS)
+        if rng.random() < wrong:
+            digits[rng.randrange(len(digits))] = rng.choice(DIGITS)
         return " ".join([q["prompt"], *digits, "<eos>"])
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 5e-3 * warm_cosine(step, steps)

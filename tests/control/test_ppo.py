@@ -661,6 +661,14 @@ def test_same_seed_same_run_and_a_saved_one_goes_on_with_new_episodes(tmp_path, 
     assert [r["steps"] for r in one.rows] == [r["steps"] for r in a[3:]] and [r["learning_rate"] for r in one.rows] == [r["learning_rate"] for r in a[3:]]
 
 
+def test_new_episodes_have_earned_nothing_so_far():
+    p = PPO(**vars(HARD))
+    p.iterate()
+    assert p.scaling.running.any()
+    p.load_state_dict(p.state_dict())
+    assert not p.scaling.running.any()
+
+
 def test_load_may_change_options_and_refuses_other_files(tmp_path):
     PPO(**vars(SMALL)).save(tmp_path / "ppo.pt")
     assert PPO.load(tmp_path / "ppo.pt", epochs=1).config == replace(SMALL, epochs=1)

@@ -25,9 +25,9 @@ def config(**changes): return RLHFConfig(**SMALL | changes)
 @pytest.mark.parametrize("algo", [pytest.param("ppo", marks=slow), "grpo"])
 def test_float32_gives_the_metrics_of_the_cpu(algo, tmp_path):
     c = config(algo=algo, device="cuda", kl_in_loss=algo == "grpo")
-    trainer, rows, summary = pipeline.train(c, Run.create(tmp_path / "run", {"task": "rlhf", **asdict(c)}))
+    trainer, rows, summary = pipeline.train(pipeline.Training(c), Run.create(tmp_path / "run", {"task": "rlhf", **asdict(c)}))
     assert trainer.device.type == "cuda" and summary["device"] == "cuda:0" and not summary["interrupted"]
-    assert_rows(rows, pipeline.train(replace(c, device="cpu"))[1])
+    assert_rows(rows, pipeline.train(pipeline.Training(replace(c, device="cpu")))[1])
     from transformers import AutoModelForCausalLM
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
     for p, q in zip(back.parameters(), trainer.policy.lm.parameters(), strict=True): assert torch.equal(p, inner(q))
@@ -35,7 +35,7 @@ def test_float32_gives_the_metrics_of_the_cpu(algo, tmp_path):
 
 @pytest.mark.parametrize("algo", ["ppo", pytest.param("grpo", marks=slow)])
 def test_bfloat16_is_as_near_to_the_cpu_as_bfloat16_is(algo):
-    rows = [pipeline.train(config(algo=algo, precision="bfloat16", device=d))[1][0] for d in ("cuda", "cpu")]
+    rows = [pipeline.train(pipeline.Training(config(algo=algo, precision="bfloat16", device=d)))[1][0] for d in ("cuda", "cpu")]
     assert_rows(*([{k: row[k] for k in ("score", "kl_k1", "entropy", "ratio", "approx_kl")}] for row in rows), 0.1)
 
 
@@ -43,10 +43,10 @@ def test_bfloat16_is_as_near_to_the_cpu_as_bfloat16_is(algo):
 def test_the_second_gpu_computes_by_itself(recwarn):
     "The first stays the current one: streams, graphs and kernels have to be asked for on the second."
     c = config(device="cuda:1")
-    trainer, rows, _ = pipeline.train(c)
+    trainer, rows, _ = pipeline.train(pipeline.Training(c))
     assert str(trainer.device) == "cuda:1" and torch.cuda.current_device() == 0 and STATE.outside == 0
     assert not [w for w in recwarn if "Graph" in str(w.message)]
-    assert_rows(rows, pipeline.train(replace(c, device="cpu"))[1])
+    assert_rows(rows, pipeline.train(pipeline.Training(replace(c, device="cpu")))[1])
 
 
 def finished(training):

@@ -146,6 +146,7 @@ class CudaTensor(torch.Tensor):
 
     def data_ptr(self): return self._inner.data_ptr()
     def untyped_storage(self): return self._inner.untyped_storage()
+    def new_tensor(self, data, dtype=None): return tensor(data, dtype=dtype or self.dtype, device=self.device)
     def numpy(self, *_, **__): raise TypeError(f"can't convert {self.device} device type tensor to numpy")
     __array__ = numpy
     def tolist(self):
