@@ -19,7 +19,6 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:  # (...), any real dtype 
     if x.is_complex(): raise TypeError(f"x must be real, got {x.dtype}")
     return _Widen.apply(x) if x.dtype == torch.float16 else x.float()
 
-
 class _Widen(torch.autograd.Function):
     "float16 to float32; back, a gradient stays within the range of float16."
     generate_vmap_rule = True
@@ -41,6 +40,7 @@ def checked(**rules):  # name of an argument -> what it must be
                         stands, `...` the same leading or trailing shape
     "bool (T ...)?"     the same, or None
     "int (... K?)"      the last size may be absent, if the sizes of `...` are known
+    "float (...V)"      any shape, of its own
     "[0, 1]" "(0, inf)" a number in that interval; "int [1, inf)" a whole one
     "flag"              True or False
     ("k1", "k2")        one of these names
@@ -63,7 +63,6 @@ def checked(**rules):  # name of an argument -> what it must be
         return call
     return decorate
 
-
 def _rule(name, rule):
     "The check of one argument: (value, shapes seen so far) -> the value that the function gets."
     if not isinstance(rule, str): return _choice(name, rule)
@@ -80,20 +79,17 @@ def _rule(name, rule):
 # %% ../nbs/checks.ipynb #numbers
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
-
 def _choice(name, choices):
     def check(x, seen):
         if (x is None or isinstance(x, str)) and x in choices: return x
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {x!r}")
     return check
 
-
 def _flag(name):
     def check(x, seen):
         if isinstance(x, bool): return x
         raise TypeError(f"{name} must be True or False, got {x!r}{_hint(x)}")
     return check
-
 
 def _number(name, whole, left, low, high, right):
     interval, low, high = f"{left}{low}, {high}{right}", float(low), float(high)
@@ -110,7 +106,6 @@ def _number(name, whole, left, low, high, right):
         return x
     return check
 
-
 def _hint(x):
     return ", whose .item() is Python's own" if getattr(x, "ndim", None) == 0 else ""
 
@@ -123,7 +118,6 @@ KINDS = {
             "have an integer dtype"),
     "bool": (lambda x: x.dtype == torch.bool, "be boolean (True = counts)"),
 }
-
 
 def _tensor(name, kind, dims):
     is_kind, wanted = KINDS[kind]
@@ -148,12 +142,12 @@ def _tensor(name, kind, dims):
         return at_least_float32(x) if kind == "float" else x
     return check
 
-
 def _match(name, x, dims, seen):
     "Match the shape of x with the pattern, and with the sizes of its letters seen before."
     wanted, got = f"the shape ({', '.join(dims)})", list(x.shape)
-    if "..." in dims and x.ndim >= len(dims) - 1:
-        at, extra = dims.index("..."), x.ndim - len(dims) + 1
+    at = next((i for i, dim in enumerate(dims) if dim.startswith("...")), None)
+    if at is not None and x.ndim >= len(dims) - 1:
+        extra = x.ndim - len(dims) + 1
         got[at:at + extra] = [tuple(got[at:at + extra])]
     if len(got) != len(dims): raise ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
     for dim, size in zip(dims, got):

@@ -1,9 +1,12 @@
+import inspect
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
+import rlhf_notes as rn
 from rlhf_notes.checks import at_least_float32, checked
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.masking import aggregate_loss, masked_mean, masked_sum, masked_var
@@ -103,3 +106,31 @@ def test_passes_through_vmap_and_compile():
     g = checked(x="float (B T)", m="bool (B T)?", c="(0, 1)")(lambda x, m=None, c=0.5: torch.where(m, x, c))
     torch.testing.assert_close(torch.func.vmap(g)(x, m), g.__wrapped__(x, m))
     torch.testing.assert_close(torch.compile(g, fullgraph=True, backend="eager")(x[0], m[0], c=0.2), g(x[0], m[0], 0.2))
+
+
+LOGITS, TOKENS, ROWS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), torch.ones(2)
+GOOD = {"mask": M, "done": ~M, "terminated": ~M, "action": TOKENS, "logits": LOGITS, "logits_ref": LOGITS, "index": TOKENS, "logit_new": LOGITS, "logit_old": LOGITS,
+        "logit_pretrained": LOGITS, "logit_ref": LOGITS, "padding_masks": M, "value_padding_masks": M, "scores": ROWS, "kl_coef": 0.1, "x": X, "weight": X, "best": TOKENS[:, 0],
+        "mu_sigma_new": (X, X), "mu_sigma_old": (X, X), "args": ((LOGITS,),), "kwargs": {}, "tokens": TOKENS, "stop_token": 1, "pad_token": 0, "lengths": TOKENS, "max_length": 10,
+        "buffer": 2, "clip_range": 0.2, "variant": "ppo", "kl_type": "k1"}
+SPOILED = ("x", 1, -1, 1e308, math.nan, 10**400, True, [1], {}, ("std",), np.array(["a", "b"]), np.ones(2), torch.ones(()), torch.ones(2), torch.ones(0), torch.ones(4, 1, 3), X + 0j, TOKENS, object(),
+           torch.zeros(2, 3, 4, device="meta"))
+FIELDS = {"ppo_policy_error": rn.ppo_policy_data, "grpo_policy_error": rn.grpo_policy_data, "ppo_policy_error_continuous": rn.ppo_policy_data_continuous, "ppo_value_error": rn.ppo_value_data}
+
+
+@pytest.mark.parametrize("name", ["masked_mean", "selective_log_softmax", "importance_ratio", "clipped_surrogate", "value_loss", "kl_loss", "whiten", "gae", "token_rewards", "truncate_at_stop",
+                                  "overlong_penalty", "policy_loss", "dpo_loss", "best_of_n_loss", "calculate_kl_div", "PPOLoss", "shape_fn_ppo", *FIELDS])
+def test_a_spoiled_call_names_an_argument(name):
+    f = getattr(rn, name) if name != "PPOLoss" else rn.PPOLoss().forward
+    given = {}
+    for p in inspect.signature(FIELDS.get(name, f)).parameters.values():
+        if p.name in GOOD or p.default is p.empty: given[p.name] = GOOD.get(p.name, X)
+    if name == "ppo_policy_error_continuous": given |= {"action": X, "logit_pretrained": (X, X), "adv": ROWS, "weight": ROWS}
+    if name in ("grpo_policy_error", "policy_loss"): given |= {"adv" if "adv" in given else "advantage": ROWS}
+    if name == "best_of_n_loss": given["rewards"] = X
+    call = (lambda **kw: f(FIELDS[name](**kw))) if name in FIELDS else f
+    call(**given)
+    for spoiled in given:
+        for value in SPOILED:
+            try: call(**{**given, spoiled: value})
+            except (TypeError, ValueError) as e: assert {*given, "mu", "sigma"} & {*re.findall(r"\w+", str(e))}, f"{spoiled} = {value!r}: {e}"

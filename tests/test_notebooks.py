@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -21,6 +22,7 @@ def changes():
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 def test_runs(path):
+    if path.stem == "kernels" and find_spec("triton") is None: pytest.skip("Triton is not installed")
     before = changes()
     command = [sys.executable, str(notebooks.ROOT / "tools" / "notebooks.py"), "run", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,

@@ -22,42 +22,20 @@ from ..formulas.advantage import rloo_advantage
 from ..formulas.kl import KL_KINDS, kl_estimate, kl_loss
 from ..formulas.logprob import (
     entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax)
-from ..formulas.masking import aggregate_loss, apply_mask, masked_mean, masked_sum
+from ..formulas.masking import apply_mask, masked_mean, masked_sum
 from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
 from ..formulas.value import value_loss
 
-# %% ../../nbs/compat/13_ding.ipynb #policy-core
-def _policy_error(
-    logp, logp_old, logp_ref, entropy, adv, weight, counts, clip_ratio, dual_clip, kl_type
-):
-    "Losses and info from log-probabilities, whatever the distribution."
-    ratio = importance_ratio(logp, logp_old, counts)
-    kl = logp.new_zeros(()) if logp_ref is None else kl_loss(logp, logp_ref, kl_type, mask=counts)
-    approx_kl = masked_mean(logp_old - logp, counts).item()
-    if ratio.ndim > adv.ndim:  # the parts of an action share one advantage
-        ratio, entropy = ratio.mean(-1), entropy.mean(-1)
-    mask = None if weight is None else weight != 0
-    objective = clipped_surrogate(ratio, apply_mask(adv, mask), clip_ratio, dual_clip=dual_clip)
-    clipfrac = clip_fraction(ratio, None, clip_ratio, kind="outside", mask=mask).item()
-    loss = ppo_policy_loss(-_mean(objective, weight), _mean(entropy, weight), kl)
-    return loss, ppo_info(approx_kl, clipfrac)
-
-def _mean(x, weight):
-    "sum(w x) / number of elements; what has no weight does not leak."
-    if weight is None: return masked_mean(x)
-    return masked_mean(apply_mask(x, weight != 0) * weight)
-
 # %% ../../nbs/compat/13_ding.ipynb #data
-_DATA = "action value_new value_old adv return_ weight logit_pretrained"
-_POLICY_DATA = "action adv weight logit_pretrained"
-ppo_data = namedtuple("ppo_data", f"logit_new logit_old {_DATA}", defaults=[None])
-ppo_data_continuous = namedtuple(
-    "ppo_data_continuous", f"mu_sigma_new mu_sigma_old {_DATA}", defaults=[None])
-ppo_policy_data = namedtuple(
-    "ppo_policy_data", f"logit_new logit_old {_POLICY_DATA}", defaults=[None])
+_LOGITS, _GAUSSIANS = "logit_new logit_old ", "mu_sigma_new mu_sigma_old "
+_POLICY = "action adv weight logit_pretrained"
+_BOTH = "action value_new value_old adv return_ weight logit_pretrained"
+ppo_data = namedtuple("ppo_data", _LOGITS + _BOTH, defaults=[None])
+ppo_data_continuous = namedtuple("ppo_data_continuous", _GAUSSIANS + _BOTH, defaults=[None])
+ppo_policy_data = namedtuple("ppo_policy_data", _LOGITS + _POLICY, defaults=[None])
 ppo_policy_data_continuous = namedtuple(
-    "ppo_policy_data_continuous", f"mu_sigma_new mu_sigma_old {_POLICY_DATA}", defaults=[None])
+    "ppo_policy_data_continuous", _GAUSSIANS + _POLICY, defaults=[None])
 ppo_value_data = namedtuple("ppo_value_data", "value_new value_old return_ weight")
 ppo_loss = namedtuple("ppo_loss", "policy_loss value_loss entropy_loss kl_div")
 ppo_policy_loss = namedtuple("ppo_policy_loss", "policy_loss entropy_loss kl_div")
@@ -81,28 +59,6 @@ def calculate_kl_div(
     return masked_mean(kl_estimate(log_ratio, torch.zeros_like(log_ratio), kl_type))
 
 # %% ../../nbs/compat/13_ding.ipynb #discrete
-@checked(adv="float (...)", weight="real (...)?")
-def _counts(adv, weight, actions):
-    "Which of `actions` have a weight; adv and weight have one number for each, or for each row."
-    if adv.shape not in (actions, actions[:-1] or actions):
-        raise ValueError(f"adv must have the shape of the actions, {tuple(actions)}, or of their "
-                         f"rows, got {tuple(adv.shape)}")
-    if weight is None or weight.shape == actions: return None if weight is None else weight != 0
-    return (weight != 0).unsqueeze(-1).expand(actions)
-
-@checked(logit_new="raw (... N)", logit_old="raw (... N)", action="int (...)",
-         logit_pretrained="raw (... N)?")
-def _discrete(logit_new, logit_old, action, adv, weight, logit_pretrained, entropy_bonus, *options):
-    counts = _counts(adv, weight, action.shape)
-    logp, logp_old, logp_ref = (
-        z if z is None else under_its_name("action", selective_log_softmax, z, action, mask=counts)
-        for z in (logit_new, logit_old, logit_pretrained))
-    entropy = torch.zeros_like(logp)
-    if entropy_bonus:
-        entropy = entropy_from_logits(logit_new, mask=counts)
-    return _policy_error(logp, logp_old, logp_ref, entropy, adv, weight, counts, *options)
-
-@checked(clip_ratio="(0, 1]", dual_clip="(1, inf)?", entropy_bonus="flag", kl_type=KL_KINDS)
 def ppo_policy_error(
     data: ppo_policy_data, # logits (..., N), action (...), adv and weight (...) or one for each row
     clip_ratio: float = 0.2, # how far the ratio may go from 1
@@ -114,18 +70,49 @@ def ppo_policy_error(
     fields = _fields(ppo_policy_data, data)
     return _discrete(*fields, entropy_bonus, clip_ratio, dual_clip, kl_type)
 
-# %% ../../nbs/compat/13_ding.ipynb #continuous
-def _mu_sigma(name, policy):
-    "mu and sigma of a dict, or of the pair; (B,) becomes (B, 1)."
-    try:
-        mu, sigma = (policy["mu"], policy["sigma"]) if isinstance(policy, dict) else policy
-        check_value(name, mu, "raw (...)")
-        return (mu.unsqueeze(-1), sigma.unsqueeze(-1)) if mu.ndim == 1 else (mu, sigma)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise TypeError(f"{name} must be a dict with mu and sigma, or the pair of them, got "
-                        f"{type(policy).__name__}") from None
+@checked(logit_new="raw (... N)", logit_old="raw (... N)", action="int (...)",
+         logit_pretrained="raw (... N)?", entropy_bonus="flag")
+def _discrete(logit_new, logit_old, action, adv, weight, logit_pretrained, entropy_bonus, *options):
+    counts = _counts(adv, weight, action.shape)
+    logps = [
+        z if z is None else under_its_name("action", selective_log_softmax, z, action, mask=counts)
+        for z in (logit_new, logit_old, logit_pretrained)]
+    entropy = torch.zeros_like(logps[0])
+    if entropy_bonus:
+        entropy = entropy_from_logits(logit_new, mask=counts)
+    return _policy_error(*logps, entropy, adv, weight, counts, *options)
+
+@checked(adv="float (...)", weight="real (...)?")
+def _counts(adv, weight, actions):
+    "Which of `actions` have a weight; adv and weight have one number for each, or for each row."
+    if adv.shape not in (actions, actions[:-1] or actions):
+        raise ValueError(f"adv must have the shape of the actions, {tuple(actions)}, or of their "
+                         f"rows, got {tuple(adv.shape)}")
+    if weight is None: return None
+    counts = weight != 0
+    return counts if counts.shape == actions else counts.unsqueeze(-1).expand(actions)
 
 @checked(clip_ratio="(0, 1]", dual_clip="(1, inf)?", kl_type=KL_KINDS)
+def _policy_error(
+    logp, logp_old, logp_ref, entropy, adv, weight, counts, clip_ratio, dual_clip, kl_type
+):
+    "Losses and info from log-probabilities, whatever the distribution."
+    ratio = importance_ratio(logp, logp_old, counts)
+    kl = logp.new_zeros(()) if logp_ref is None else kl_loss(logp, logp_ref, kl_type, mask=counts)
+    approx_kl = masked_mean(logp_old - logp, counts).item()
+    if ratio.ndim > adv.ndim:  # the parts of an action share one advantage
+        ratio, entropy = ratio.mean(-1), entropy.mean(-1)
+    mask = None if weight is None else weight != 0
+    objective = clipped_surrogate(ratio, apply_mask(adv, mask), clip_ratio, dual_clip=dual_clip)
+    clipfrac = clip_fraction(ratio, None, clip_ratio, kind="outside", mask=mask).item()
+    loss = ppo_policy_loss(-_mean(objective, weight), _mean(entropy, weight), kl)
+    return loss, ppo_info(approx_kl, clipfrac)
+
+def _mean(x, weight):
+    "sum(w x) / number of elements; x is 0 where nothing counts."
+    return masked_mean(x if weight is None else x * weight)
+
+# %% ../../nbs/compat/13_ding.ipynb #continuous
 def ppo_policy_error_continuous(
     data: ppo_policy_data_continuous, # mu_sigma: dict(mu=(..., N), sigma=(..., N)); action (..., N)
     clip_ratio: float = 0.2, # as in `ppo_policy_error`
@@ -135,43 +122,41 @@ def ppo_policy_error_continuous(
     "PPO's policy loss for Gaussian actions; the dual clip minds the sign of the advantage."
     new, old, action, adv, weight, pretrained = _fields(ppo_policy_data_continuous, data)
     new, old = _mu_sigma("mu_sigma_new", new), _mu_sigma("mu_sigma_old", old)
-    if isinstance(action, Tensor) and action.ndim == 1:
-        action = action.unsqueeze(-1)
+    ref = None if pretrained is None else _mu_sigma("logit_pretrained", pretrained)
     counts = _counts(adv, weight, new[0].shape[:-1])
-    logp, logp_old = (gaussian_log_prob(action, *policy, mask=counts) for policy in (new, old))
-    logp_ref = None
-    if pretrained is not None:
-        pretrained = _mu_sigma("logit_pretrained", pretrained)
-        logp_ref = gaussian_log_prob(action, *pretrained, mask=counts)
+    logps = [p and gaussian_log_prob(_rows(action), *p, mask=counts) for p in (new, old, ref)]
     entropy = gaussian_entropy(new[1], mask=counts)
-    return _policy_error(
-        logp, logp_old, logp_ref, entropy, adv, weight, counts, clip_ratio, dual_clip, kl_type)
+    return _policy_error(*logps, entropy, adv, weight, counts, clip_ratio, dual_clip, kl_type)
+
+def _mu_sigma(name, policy):
+    "mu and sigma of a dict, or of the pair."
+    pair = [policy.get("mu"), policy.get("sigma")] if isinstance(policy, dict) else policy
+    if not isinstance(pair, (tuple, list)) or [isinstance(x, Tensor) for x in pair] != [True, True]:
+        raise TypeError(f"{name} must be a dict with mu and sigma, or the pair of them, got "
+                        f"{type(policy).__name__}")
+    return [*map(_rows, pair)]
+
+def _rows(x):
+    "(B,) as (B, 1)."
+    return x.unsqueeze(-1) if isinstance(x, Tensor) and x.ndim == 1 else x
 
 # %% ../../nbs/compat/13_ding.ipynb #value
-@checked(value_new="float (...)", value_old="float (...)?", return_="float (...)",
-         weight="real (...)?")
-def _value_error(value_new, value_old, return_, weight, clip_range):
-    mask = None if weight is None else weight != 0
-    return _mean(value_loss(value_new, value_old, return_, clip_range, mask), weight)
-
-@checked(clip_ratio="(0, inf)", use_value_clip="flag")
 def ppo_value_error(
     data: ppo_value_data, # value_new, value_old, return_, weight: (...), in units of the return
     clip_ratio: float = 0.2, # how far the value may go from value_old, in units of the return
     use_value_clip: bool = True, # False = plain squared error; value_old may be None
 ) -> Tensor: # 0-dim, units of the return squared
     "PPO's value loss, half the (clipped) squared error."
-    fields = _fields(ppo_value_data, data)
-    return _value_error(*fields, clip_ratio if use_value_clip else None)
+    return _value_error(*_fields(ppo_value_data, data), clip_ratio, use_value_clip)
+
+@checked(value_new="float (...)", value_old="float (...)?", return_="float (...)",
+         weight="real (...)?", clip_ratio="(0, inf)", use_value_clip="flag")
+def _value_error(value_new, value_old, return_, weight, clip_ratio, use_value_clip):
+    mask = None if weight is None else weight != 0
+    clip_range = clip_ratio if use_value_clip else None
+    return _mean(value_loss(value_new, value_old, return_, clip_range, mask), weight)
 
 # %% ../../nbs/compat/13_ding.ipynb #error
-def _policy_and_value(policy_error, fields, clip_ratio, use_value_clip, dual_clip, kl_type):
-    new, old, action, value_new, value_old, adv, return_, weight, pretrained = fields
-    policy_data = (new, old, action, adv, weight, pretrained)
-    policy, info = policy_error(policy_data, clip_ratio, dual_clip, kl_type=kl_type)
-    value = ppo_value_error((value_new, value_old, return_, weight), clip_ratio, use_value_clip)
-    return ppo_loss(policy.policy_loss, value, policy.entropy_loss, policy.kl_div), info
-
 def ppo_error(
     data: ppo_data, # the fields of `ppo_policy_data` and `ppo_value_data`
     clip_ratio: float = 0.2, # for the ratio, and for the value in units of the return
@@ -181,8 +166,14 @@ def ppo_error(
 ) -> tuple[ppo_loss, ppo_info]: # 0-dim policy_loss, value_loss, entropy_loss, kl_div; two floats
     "`ppo_policy_error` and `ppo_value_error` in one call."
     fields = _fields(ppo_data, data)
-    return _policy_and_value(
-        ppo_policy_error, fields, clip_ratio, use_value_clip, dual_clip, kl_type)
+    return _both(ppo_policy_error, fields, clip_ratio, use_value_clip, dual_clip, kl_type)
+
+def _both(policy_error, fields, clip_ratio, use_value_clip, dual_clip, kl_type):
+    new, old, action, value_new, value_old, adv, return_, weight, pretrained = fields
+    policy_data = (new, old, action, adv, weight, pretrained)
+    policy, info = policy_error(policy_data, clip_ratio, dual_clip, kl_type=kl_type)
+    value = ppo_value_error((value_new, value_old, return_, weight), clip_ratio, use_value_clip)
+    return ppo_loss(policy.policy_loss, value, policy.entropy_loss, policy.kl_div), info
 
 # %% ../../nbs/compat/13_ding.ipynb #error-continuous
 def ppo_error_continuous(
@@ -193,9 +184,8 @@ def ppo_error_continuous(
     kl_type: str = "k1", # as in `ppo_policy_error`
 ) -> tuple[ppo_loss, ppo_info]: # as from `ppo_error`
     "`ppo_policy_error_continuous` and `ppo_value_error` in one call."
-    fields = _fields(ppo_data_continuous, data)
-    return _policy_and_value(
-        ppo_policy_error_continuous, fields, clip_ratio, use_value_clip, dual_clip, kl_type)
+    policy_error, fields = ppo_policy_error_continuous, _fields(ppo_data_continuous, data)
+    return _both(policy_error, fields, clip_ratio, use_value_clip, dual_clip, kl_type)
 
 # %% ../../nbs/compat/13_ding.ipynb #shape-fn
 def shape_fn_ppo(
@@ -203,18 +193,12 @@ def shape_fn_ppo(
     kwargs: dict, # its keyword arguments
 ) -> torch.Size: # (B, N), the shape of logit_new
     "Shape of the problem, which DI-engine hands to its compiled kernels."
-    call = *args, kwargs.get("data")
-    if isinstance(call[0], tuple) and call[0]: return call[0][0].shape
+    data = args[0] if isinstance(args, tuple) and args else dict(kwargs or {}).get("data")
+    if isinstance(data, tuple) and data: return data[0].shape
     raise TypeError("args must begin with data, or kwargs hold it: a tuple that begins with "
-                    f"logits, got {type(call[0]).__name__}")
+                    f"logits, got {type(data).__name__}")
 
 # %% ../../nbs/compat/13_ding.ipynb #naive
-def _pick(logp, index):
-    try:
-        return logp.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
-    except RuntimeError as e:
-        raise ValueError(f"index must be between 0 and {logp.shape[-1] - 1}: {e}") from e
-
 @checked(logits="float (... S V)", index="int (... S)")
 def naive_method(
     logits: Tensor, # (B, S, V) or (S, V)
@@ -222,6 +206,12 @@ def naive_method(
 ) -> Tensor: # (B, S) or (S,) nats
     "Log-softmax of all tokens, then the chosen ones."
     return _pick(logits.log_softmax(-1), index)
+
+def _pick(logp, index):
+    try:
+        return logp.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
+    except RuntimeError as e:
+        raise ValueError(f"index must be between 0 and {logp.shape[-1] - 1}: {e}") from e
 
 # %% ../../nbs/compat/13_ding.ipynb #less-efficient
 @checked(logits="float (... S V)", index="int (... S)")
@@ -248,23 +238,18 @@ grpo_policy_data = namedtuple(
     "grpo_policy_data", "logit_new logit_old logit_ref action adv weight")
 grpo_info = namedtuple("grpo_info", "approx_kl clipfrac")
 
-def _token_logp(log_prob_fn, logits, action, counts):
-    "log pi(action) by `log_prob_fn`; 0 and without gradient where nothing counts."
-    if not callable(log_prob_fn):
-        raise TypeError(f"log_prob_fn must be a function of logits and index, got {log_prob_fn!r}")
-    if counts is None: return under_its_name("action", log_prob_fn, logits, action)
-    logits, action = torch.where(counts.unsqueeze(-1), logits, 0), apply_mask(action, counts)
-    return apply_mask(under_its_name("action", log_prob_fn, logits, action), counts)
-
-def _response_mean(loss, weight):
-    "Weighted mean over the tokens of each response, then over the responses that have any."
-    if weight is None: return aggregate_loss(loss, None, "seq-mean-token-mean")
-    counts, total = weight != 0, weight.sum(1, dtype=loss.dtype)
-    rows = masked_sum(loss * weight, counts, dim=1) / torch.where(total > 0, total, 1)
-    return masked_mean(rows, counts.any(1))
+def grpo_policy_error(
+    data: grpo_policy_data, # logits (B, S, V), action (B, S), adv (B,), weight (B, S) or None
+    log_prob_fn=efficient_method, # (logits, index) -> log-probabilities
+    clip_ratio: float = 0.2, # how far the ratio may go from 1
+    beta: float = 0.1, # weight of the KL to the reference policy (k3)
+) -> tuple[Tensor, grpo_info]: # 0-dim loss; floats approx_kl, clipfrac
+    "GRPO: mean over the tokens of each response, then over responses (Shao et al. 2024, eq. 3)."
+    return _group_error(*_fields(grpo_policy_data, data), log_prob_fn, clip_ratio, beta)
 
 @checked(logit_new="raw (B S V)", logit_old="raw (B S V)", logit_ref="raw (B S V)?",
-         action="int (B S)", adv="float (B)", weight="real (B S)?")
+         action="int (B S)", adv="float (B)", weight="real (B S)?", clip_ratio="(0, 1]",
+         beta="[0, inf)")
 def _group_error(
     logit_new, logit_old, logit_ref, action, adv, weight, log_prob_fn, clip_ratio, beta
 ):
@@ -280,23 +265,37 @@ def _group_error(
         loss = loss + beta * kl_estimate(logp, logp_ref, "k3")
     clipfrac = clip_fraction(ratio, None, clip_ratio, kind="outside", mask=counts)
     approx_kl = masked_mean(logp_old - logp, counts)
-    return _response_mean(loss, weight), (approx_kl.item(), clipfrac.item())
+    return _response_mean(loss, weight), grpo_info(approx_kl.item(), clipfrac.item())
 
-@checked(clip_ratio="(0, 1]", beta="[0, inf)")
-def grpo_policy_error(
-    data: grpo_policy_data, # logits (B, S, V), action (B, S), adv (B,), weight (B, S) or None
-    log_prob_fn=efficient_method, # (logits, index) -> log-probabilities
-    clip_ratio: float = 0.2, # how far the ratio may go from 1
-    beta: float = 0.1, # weight of the KL to the reference policy (k3)
-) -> tuple[Tensor, grpo_info]: # 0-dim loss; floats approx_kl, clipfrac
-    "GRPO: mean over the tokens of each response, then over responses (Shao et al. 2024, eq. 3)."
-    fields = _fields(grpo_policy_data, data)
-    loss, info = _group_error(*fields, log_prob_fn, clip_ratio, beta)
-    return loss, grpo_info(*info)
+def _token_logp(log_prob_fn, logits, action, counts):
+    "log pi(action) by `log_prob_fn`; 0 and without gradient where nothing counts."
+    if not callable(log_prob_fn):
+        raise TypeError(f"log_prob_fn must be a function of logits and index, got {log_prob_fn!r}")
+    if counts is not None:
+        logits, action = torch.where(counts.unsqueeze(-1), logits, 0), apply_mask(action, counts)
+    return apply_mask(under_its_name("action", log_prob_fn, logits, action), counts)
+
+def _response_mean(loss, weight):
+    "Weighted mean over the tokens of each response, then over the responses that have any."
+    weight = torch.ones_like(loss) if weight is None else weight
+    counts, total = weight != 0, weight.sum(1, dtype=loss.dtype)
+    rows = masked_sum(loss * weight, counts, dim=1) / torch.where(total > 0, total, 1)
+    return masked_mean(rows, counts.any(1))
 
 # %% ../../nbs/compat/13_ding.ipynb #rloo
 rloo_policy_data = namedtuple("rloo_policy_data", "logit_new logit_old action reward weight")
 rloo_info = namedtuple("rloo_info", "approx_kl clipfrac")
+
+def rloo_policy_error(
+    data: rloo_policy_data, # logits (B, S, V), action (B, S), reward (K,) or (K, B / K), weight
+    log_prob_fn=efficient_method, # as in `grpo_policy_error`
+    clip_ratio: float = 0.2, # how far the ratio may go from 1
+) -> tuple[Tensor, rloo_info]: # 0-dim loss; floats approx_kl, clipfrac
+    "RLOO, clipped as in PPO; row k * B / K + p is response k to prompt p (Ahmadian et al. 2024)."
+    new, old, action, reward, weight = _fields(rloo_policy_data, data)
+    group = new, old, None, action, _rloo_adv(reward, action), weight
+    loss, info = grpo_policy_error(group, log_prob_fn, clip_ratio, beta=0)
+    return loss, rloo_info(*info)
 
 @checked(reward="real (K ...)", action="int (B S)")
 def _rloo_adv(reward, action):
@@ -305,15 +304,3 @@ def _rloo_adv(reward, action):
         raise ValueError(f"reward must have one number for each of the {len(action)} responses, "
                          f"(K,) or (K, prompts), with K >= 2, got {tuple(reward.shape)}")
     return rloo_advantage(reward.reshape(len(reward), -1).T).T.flatten()
-
-@checked(clip_ratio="(0, 1]")
-def rloo_policy_error(
-    data: rloo_policy_data, # logits (B, S, V), action (B, S), reward (K,) or (K, B / K), weight
-    log_prob_fn=efficient_method, # as in `grpo_policy_error`
-    clip_ratio: float = 0.2, # how far the ratio may go from 1
-) -> tuple[Tensor, rloo_info]: # 0-dim loss; floats approx_kl, clipfrac
-    "RLOO, clipped as in PPO; row k * B / K + p is response k to prompt p (Ahmadian et al. 2024)."
-    new, old, action, reward, weight = _fields(rloo_policy_data, data)
-    adv = _rloo_adv(reward, action)
-    loss, info = _group_error(new, old, None, action, adv, weight, log_prob_fn, clip_ratio, 0)
-    return loss, rloo_info(*info)

@@ -30,6 +30,9 @@ class PPOLoss(torch.nn.Module):
         self.value_clip_range = value_clip_range
         self.value_coeff = value_coeff
 
+    @checked(pi_old_logprobs="float (...)", pi_logprobs="float (...)", advantages="float (...)",
+             phi_old_values="float (...V)", phi_values="float (...V)", returns="float (...V)",
+             padding_masks="bool (...)?", value_padding_masks="bool (...V)?")
     def forward(
         self,
         pi_old_logprobs: Tensor, # (...) nats, log pi of the tokens when they were sampled
@@ -42,21 +45,10 @@ class PPOLoss(torch.nn.Module):
         value_padding_masks: Tensor | None = None, # (...) bool, True = counts in the value loss
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: # loss; policy, value, mean ratio, clipfrac
         "loss = policy loss + value_coeff * value loss; the other four are detached."
-        policy, stats = self._policy(pi_logprobs, pi_old_logprobs, advantages, padding_masks)
-        value = self._value(phi_values, phi_old_values, returns, value_padding_masks)
+        args, value_mask = (pi_logprobs, pi_old_logprobs, advantages), value_padding_masks
+        policy, _ = ppo_loss(*args, mask=padding_masks, eps_low=self.epsilon)
+        error = value_loss(phi_values, phi_old_values, returns, self.value_clip_range, value_mask)
+        value = masked_mean(error, value_mask)
         loss = policy + self.value_coeff * value
+        stats = ppo_stats(*args, padding_masks, eps_low=self.epsilon)
         return loss, policy.detach(), value.detach(), stats["ratio"], stats["clip_fraction"]
-
-    @checked(pi_logprobs="float (...)", pi_old_logprobs="float (...)", advantages="float (...)",
-             padding_masks="bool (...)?")
-    def _policy(self, pi_logprobs, pi_old_logprobs, advantages, padding_masks):
-        args = pi_logprobs, pi_old_logprobs, advantages
-        loss, _ = ppo_loss(*args, mask=padding_masks, eps_low=self.epsilon)
-        return loss, ppo_stats(*args, padding_masks, eps_low=self.epsilon)
-
-    @checked(phi_values="float (...)", phi_old_values="float (...)", returns="float (...)",
-             value_padding_masks="bool (...)?")
-    def _value(self, phi_values, phi_old_values, returns, value_padding_masks):
-        mask = value_padding_masks
-        error = value_loss(phi_values, phi_old_values, returns, self.value_clip_range, mask)
-        return masked_mean(error, mask)

@@ -11,13 +11,14 @@ import difflib
 from . import formulas_checks, fast_checks, control_checks, language_checks
 from .engine import EXERCISES
 
-# %% ../../nbs/exercises/check.ipynb #registry
+# %% ../../nbs/exercises/check.ipynb #table
 class Table(str):
     "A Markdown table that a notebook renders."
     def __repr__(self): return str(self)
     def _repr_markdown_(self): return str(self)
 
-def names() -> Table: # One row for each exercise
+# %% ../../nbs/exercises/check.ipynb #registry
+def names() -> Table:  # one row for each exercise
     "List all exercises."
     rows = ["| lesson | check | what to write | mistakes it knows |", "|---|---|---|---|"]
     for e in EXERCISES.values():
@@ -27,16 +28,16 @@ def names() -> Table: # One row for each exercise
     return Table("\n".join(rows))
 
 # %% ../../nbs/exercises/check.ipynb #hint
-def hint(name: str, # Of an exercise
-        ):
+def hint(name: str):  # of an exercise
     "Print the hint of an exercise."
     __getattr__(name).hint()
 
 # %% ../../nbs/exercises/check.ipynb #game
-def diagnose(case: int | None = None,   # Number of the case, from 1 on; None = any
-             answer: str | None = None, # a, b, c or d, or the name of the fault; None = ask
-             draw: bool = True,         # Draw the dials with the question
-            ): # None with the question, a Verdict with an answer
+def diagnose(
+    case: int | None = None,  # number of the case, from 1 on; None = any
+    answer: str | None = None,  # a, b, c or d, or the name of the fault; None = ask
+    draw: bool = True,  # draw the dials with the question
+):  # None with the question, a Verdict with an answer
     "A game: name the fault that was planted in a recorded training."
     from rlhf_notes.studies import failures
     return failures.diagnose(case, answer, draw)

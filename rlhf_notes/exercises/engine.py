@@ -126,17 +126,18 @@ class Exercise:
         return None, NO_RESULT if odd else edges
 
     def _explain(self, got, wrong, says):
-        i = min(wrong, key=lambda i: sum(map(_size, self.cases[i].values())))
+        i = min(wrong, key=lambda i: len(str(self.cases[i])))
         what = difference(got[i], self.known()[0][i], self.wrt)
         case = "\n          ".join(f"{k} = {show(v)}" for k, v in self.cases[i].items())
         return (f"{self.name}: not yet. {says}\n  input:  {case}\n  result: {what}\n"
                 f"  check.{self.name}.hint() gives a hint.")
 
-    def __call__(self,
-                 f,                    # The reader's function
-                 strict: bool = False, # Raise an AssertionError if it is wrong
-                 draw: bool = True,    # Draw expected against yours if there is a picture
-                ) -> Verdict:
+    def __call__(
+        self,
+        f,  # the reader's function
+        strict: bool = False,  # raise an AssertionError if it is wrong
+        draw: bool = True,  # draw expected against yours if there is a picture
+    ) -> Verdict:
         "Judge `f`, print the verdict and return it."
         if not callable(f): raise TypeError(f"f must be a function, got {type(f).__name__}")
         got, expected = self.outcomes(f), self.known()[0]
@@ -174,31 +175,20 @@ def _shown(figure):
 
 def _values(outcomes): return [replace(o, grads=()) for o in outcomes]
 
-def _size(x):
-    if isinstance(x, list): return sum(map(_size, x))
-    return x.numel() if isinstance(x, torch.Tensor) else 0
-
-def _has_nan(x):
-    return isinstance(x, torch.Tensor) and x.is_floating_point() and bool(x.isnan().any())
-
 def _leaks(outcome, case):
-    return any(map(_has_nan, case.values())) and any(map(_has_nan, outcome.values + outcome.grads))
+    return _has_nan(case.values()) and _has_nan(outcome.values + outcome.grads)
+
+def _has_nan(parts):
+    return any(isinstance(x, torch.Tensor) and bool(x.isnan().any()) for x in parts)
 
 # %% ../../nbs/exercises/engine.ipynb #registry
 EXERCISES = {}
 
-def exercise(name: str,      # `check.NAME`
-             lesson: str,    # Notebook that asks for it
-             reference,      # The right function
-             task: str,      # Signature and result in one line
-             tip: str,       # A hint without the solution
-             inputs: list,   # Tuples of arguments on which a wrong formula shows
-             edges: list = (), # Inputs on which a right formula may still fail
-             wrt: tuple = (), # Arguments with respect to which the gradient is compared too
-             picture=None,   # picture(exercise, f) -> figure or None
-             judged=None,    # judged(value, *arguments) -> the part of a result that is compared
-             **mistakes,     # Name = (wrong function, explanation)
-            ):
+def exercise(
+    name: str,  # `check.NAME`
+    *given,  # the next fields of an `Exercise`, in their order
+    **named,  # its other fields; any other name is a mistake: (wrong function, explanation)
+):
     "Register an `Exercise`."
-    EXERCISES[name] = Exercise(name, lesson, reference, task, tip, inputs, mistakes, edges, wrt,
-                               picture, judged)
+    fields = {field: named.pop(field) for field in Exercise.__dataclass_fields__.keys() & named}
+    EXERCISES[name] = Exercise(name, *given, mistakes=named, **fields)

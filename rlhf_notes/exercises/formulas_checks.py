@@ -9,8 +9,8 @@ import torch
 
 from .engine import LEAK, exercise
 from .given import (
-    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, mean_of_all, normal, optimistic,
-    over_rows, pessimistic, row_means, steps, total, unclipped, variance, vec)
+    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, normal, over_rows,
+    pessimistic, row_means, steps, variance, vec)
 from ..formulas import (
     advantage, grpo, kl, logprob, masking, ratio, reward, surrogate, value, whitening)
 
@@ -218,10 +218,10 @@ exercise("clipped_surrogate", "04_surrogate", surrogate.clipped_surrogate,
     picture=curves("ratio", torch.linspace(0, 2.5, 251),
              {"$A = 1$": dict(advantage=torch.tensor(1.0), eps=0.2),
              "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2)}),
-    no_clip=(unclipped, "Nothing is clipped: that is the ratio times the advantage."),
+    no_clip=(lambda r, A, eps: r * A, "Nothing is clipped: that is the ratio times the advantage."),
     no_minimum=(always_clipped,
         "You clip on both sides, whatever the advantage: the minimum is missing."),
-    maximum=(optimistic,
+    maximum=(lambda r, A, eps: torch.maximum(r * A, clip(r, eps) * A),
         "You take the maximum: the objective shall be pessimistic, so the minimum."),
     above_for_any_sign=(lambda r, A, eps: A * r.clamp(max=1 + eps),
         "For a negative advantage the bound is 1 - eps, from below."),
@@ -667,8 +667,9 @@ exercise("ppo_loss", "10_ppo", _ppo_reference,
     coefficients_swapped=(
         lambda a, b, A, V, R, H, m, eps, vc, ec: _ppo(a, b, A, V, R, H, m, eps, ec, vc),
         "value_coef and entropy_coef are swapped."),
-    total=(lambda *x: _ppo(*x, mean=total), "You add up; a mean over what counts is asked for."),
-    no_mask=(lambda *x: _ppo(*x, mean=mean_of_all),
+    total=(lambda *x: _ppo(*x, mean=lambda x, m: keep(x, m).sum()),
+        "You add up; a mean over what counts is asked for."),
+    no_mask=(lambda *x: _ppo(*x, mean=lambda x, m: x.mean()),
         "The mask is not used: the means count padding."),
     no_minimum=(lambda *x: _ppo(*x, objective=always_clipped),
         "You clip on both sides, whatever the advantage: the minimum is missing."),

@@ -21,12 +21,13 @@ def verdict(differences: list, # Final scores minus those of the intact training
            ) -> tuple: # (verdict; mean; low and high end of its 95% interval)
     "The rule."
     mean, (low, high) = sum(differences) / len(differences), bootstrap_interval(differences)
-    word = "too small for the rule"
-    if len(differences) < 5: word = "too few seeds"
-    elif high < 0 and mean <= -gain / 2: word = "breaks it"
-    elif high < 0 and mean <= -gain / 50: word = "hurts"
-    elif low > 0 and mean >= gain / 50: word = "helps"
-    return word, mean, low, high
+    def found():
+        if len(differences) < 5: return "too few seeds"
+        if high < 0 and mean <= -gain / 2: return "breaks it"
+        if high < 0 and mean <= -gain / 50: return "hurts"
+        if low > 0 and mean >= gain / 50: return "helps"
+        return "too small for the rule"
+    return found(), mean, low, high
 
 
 # %% ../../nbs/studies/33_ablations.ipynb #deviation
@@ -49,7 +50,8 @@ def compare(rows: list, # name, seed, and numbers (None = there is none), each a
            ) -> dict: # Name -> dict: verdict, mean, low, high, differences, seeds, dials
     "Each failure against its intact training, over the seeds that both have."
     by, table = defaultdict(dict), {}
-    for r in rows: by[r["name"]][r["seed"]] = r
+    for r in rows:
+        by[r["name"]][r["seed"]] = r
     for name, runs in by.items():
         base, intact = base_of(name), by.get(base_of(name), {})
         seeds = sorted({*runs} & {*intact})
@@ -58,12 +60,12 @@ def compare(rows: list, # name, seed, and numbers (None = there is none), each a
             found = [(runs[s][column], intact[s][column]) for s in seeds]
             return [pair for pair in found if None not in pair]
         def tells(column):
-            word, mean, low, high = verdict([x - y for x, y in pairs(column)], 1.0)
+            rule, mean, low, high = verdict([x - y for x, y in pairs(column)], 1.0)
             z = in_standard_deviations(mean, [y for _, y in pairs(column)])
-            return z, word != "too few seeds" and not low <= 0 <= high and abs(z) >= 2
+            return z, rule != "too few seeds" and not low <= 0 <= high and abs(z) >= 2
         differences = [x - y for x, y in pairs(score)]
-        word, mean, low, high = verdict(differences, gain[base])
-        table[name] = dict(verdict=word, mean=mean, low=low, high=high, differences=differences,
+        rule, mean, low, high = verdict(differences, gain[base])
+        table[name] = dict(verdict=rule, mean=mean, low=low, high=high, differences=differences,
                            seeds=seeds, dials={d: tells(d) for d in dials if pairs(d)})
     return table
 

@@ -135,7 +135,8 @@ class SingleFile:
         seen = None if self.discrete else self.envs.envs[0].get_wrapper_attr("obs_rms")
         @torch.no_grad()
         def choose(obs):
-            if seen: obs = np.clip((obs - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10)
+            if not self.discrete:
+                obs = np.clip((obs - seen.mean) / np.sqrt(seen.var + 1e-8), -10, 10)
             pi = self._distribution(torch.tensor(obs, dtype=torch.float32))
             actions = (pi.mode if rng is None else pi.sample()).numpy()
             return actions if self.discrete else actions.clip(self.space.low, self.space.high)
@@ -145,7 +146,7 @@ class SingleFile:
 # %% ../../nbs/studies/34_benchmark.ipynb #peers
 def equal(config: PPOConfig, # Ours
          ) -> dict: # For `StableBaselines`
-    "Our hyperparameters in the words of stable-baselines3."
+    "Our hyperparameters by the names of stable-baselines3."
     activations = dict(tanh=nn.Tanh, relu=nn.ReLU, silu=nn.SiLU)
     network = dict(net_arch=dict(pi=[config.hidden] * 2, vf=[config.hidden] * 2),
                    activation_fn=activations[config.activation],
@@ -218,6 +219,15 @@ class Ours:
         return lambda obs: self.ppo.agent.head.for_env(choose(obs))
 
 
+# %% ../../nbs/studies/34_benchmark.ipynb #contender
+class Contender(NamedTuple):
+    "A trainer that can be raced."
+    name: str        # In the table
+    make: object     # make(seed) -> something with `batch`, `iterate()` and `policy(rng)`
+    budget: int      # Steps at most
+    whole: bool      # Train to the end of the budget after crossing too: a better speed
+
+
 # %% ../../nbs/studies/34_benchmark.ipynb #contenders
 CONFIGS = {"cartpole": PPOConfig, "pendulum": PendulumConfig}
 ZOO = { # rl-zoo's hyperparams/ppo.yml; functions are linear schedules
@@ -228,13 +238,6 @@ ZOO = { # rl-zoo's hyperparams/ppo.yml; functions are linear schedules
                      ent_coef=0.0, learning_rate=1e-3, clip_range=0.2, use_sde=True,
                      sde_sample_freq=4),
 }
-
-class Contender(NamedTuple):
-    "A trainer that can be raced."
-    name: str        # In the table
-    make: object     # make(seed) -> something with `batch`, `iterate()` and `policy(rng)`
-    budget: int      # Steps at most
-    whole: bool      # Train to the end of the budget after crossing too: a better speed
 
 def contenders(task: str, # "cartpole" or "pendulum"
               ) -> list: # Of `Contender`; those of stable-baselines3 if it is installed
@@ -297,7 +300,8 @@ def compare(task: str, # "cartpole" or "pendulum"
     "All contenders on all seeds, by turns."
     torch.set_num_threads(1)
     field, rows = contenders(task), []
-    for contender in field: contender.make(0).iterate()  # warm up before any clock runs
+    for contender in field:
+        contender.make(0).iterate()  # warm up before any clock runs
     for seed in range(first, first + seeds):
         for i in range(len(field)):
             rows.append(race(field[(seed + i) % len(field)], task, seed))

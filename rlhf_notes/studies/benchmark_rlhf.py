@@ -38,14 +38,16 @@ def _quiet():
         with quiet_transformers(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
-    finally: logging.disable(logging.NOTSET)
+    finally:
+        logging.disable(logging.NOTSET)
 
 def _clock(ends, every):
     "A callback that notes when iterations end, of so many of TRL's steps."
     from transformers import TrainerCallback
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            if state.global_step % every == 0: ends.append(time.perf_counter())
+            if state.global_step % every: return
+            ends.append(time.perf_counter())
     return Clock()
 
 def _shared(c, tmp):
@@ -113,7 +115,8 @@ def contenders() -> dict: # Name -> (function, changes of the config)
     found = {"ours-grpo": (ours, grpo), "ours-ppo": (ours, dict(algo="ppo"))}
     if importlib.util.find_spec("trl") is None: return found
     try:
-        with _quiet(): from trl import GRPOTrainer
+        with _quiet():
+            from trl import GRPOTrainer  # noqa: F401
     except (ImportError, RuntimeError): return found  # its versions do not fit together
     return found | {"trl-grpo": (trl_grpo, grpo)}
 

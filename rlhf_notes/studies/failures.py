@@ -27,7 +27,8 @@ def _rows(name):
     if path is None:
         raise FileNotFoundError(f"the game needs {name}, which the package lacks: "
                                 "run it in a clone of https://github.com/rlhf-notes/rlhf_notes")
-    with open(path, newline="", encoding="utf-8") as f: return list(csv.DictReader(f))
+    with open(path, newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
 
 @cache
 def recorded() -> tuple: # (failure -> what it is; (failure, seed) -> {dial: values, or None})
@@ -35,7 +36,8 @@ def recorded() -> tuple: # (failure -> what it is; (failure, seed) -> {dial: val
     runs = defaultdict(lambda: defaultdict(list))
     for row in _rows("dials.csv"):
         run = runs[row["failure"], int(row["seed"])]
-        for dial in list(row)[3:]: run[dial].append(float(row[dial]) if row[dial] else None)
+        for dial in list(row)[3:]:
+            run[dial].append(float(row[dial]) if row[dial] else None)
     return {r["failure"]: r for r in _rows("failures_list.csv")}, dict(runs)
 
 
@@ -122,9 +124,11 @@ def diagnose(case: int | None = None, # From 1 on; None = any
     if answer is None:
         kind = KINDS[failures[truth]["base"]]
         print(f"Case {case} of {len(names)}: {kind}, with one thing wrong. Which?")
-        for letter, name in lettered.items(): print(f"  {letter}  {name}: {failures[name]['what']}")
+        for letter, name in lettered.items():
+            print(f"  {letter}  {name}: {failures[name]['what']}")
         print(f'Answer with check.diagnose({case}, "a").')
-        if draw: draw_dials(truth)
+        if draw:
+            draw_dials(truth)
         return None
     answer = lettered.get(answer, answer)
     if answer not in four:

@@ -8,7 +8,7 @@ __all__ = ['selection_kl']
 # %% ../../nbs/studies/41_preferences.ipynb #export-imports
 import torch
 
-from ..checks import check_value, checked
+from ..checks import checked
 from .variants import best_of_n
 
 
@@ -19,7 +19,6 @@ def selection_kl(proxy: torch.Tensor, # By what the best is chosen, (..., N)
                  n: int, # Of how many the best is taken, 1 to N
                 ) -> torch.Tensor: # (...) nats
     "KL between the best of n and the policy, estimated from N samples to a prompt."
-    check_value("n", n, f"int [1, {proxy.shape[-1]}]")
     p = logp.double().exp().clamp(min=1e-10)
     ranked = proxy.sort(-1).values
     less, at_most = (torch.searchsorted(ranked, proxy, right=x) for x in (False, True))

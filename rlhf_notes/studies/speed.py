@@ -64,7 +64,7 @@ def device_name(
     return f"{name[1] if name else 'CPU'} ({torch.get_num_threads()} threads)".replace(",", " ")
 
 def _system(name):
-    "What Linux says about itself; nothing elsewhere."
+    "The text of a file of Linux; empty elsewhere."
     try:
         return Path(f"/proc/{name}").read_text()
     except OSError:

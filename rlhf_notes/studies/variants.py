@@ -45,7 +45,8 @@ def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
     lm, task = make_world(config, torch.device(pick_device(config.device, auto="cuda")))
     for kind in (Pretraining, RewardTraining):
         stage = kind(config, lm, task)
-        while stage.iteration < stage.iterations: stage.iterate()
+        while stage.iteration < stage.iterations:
+            stage.iterate()
     return Start(config, lm, stage.model, stage.norm, task)
 
 # %% ../../nbs/studies/35_variants.ipynb #measure

@@ -411,6 +411,10 @@ def test_data_of_the_other_kind_are_refused():
     (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=np.zeros((2, 4)))), TypeError, "mu_sigma_new must be a"),
     (lambda: shape_fn_ppo((), {}), TypeError, "args must begin with data, or kwargs hold it: .*, got NoneType"),
     (lambda: shape_fn_ppo((torch.ones(2),), {}), TypeError, "args must begin with data, .*, got Tensor"),
+    *[(lambda args=args: shape_fn_ppo(args, {}), TypeError, "args must begin with data") for args in (None, 5, [1], torch.ones(2))],
+    (lambda: shape_fn_ppo((), None), TypeError, "args must begin with data, or kwargs hold it"),
+    (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=torch.ones(2, 4, 2))), TypeError, "mu_sigma_new must be a dict with mu and sigma, or the pair of them, got Tensor"),
+    (lambda: ppo_policy_error_continuous(G._replace(logit_pretrained=torch.ones(2))), TypeError, "logit_pretrained must be a dict with mu and sigma"),
     (lambda: ppo_value_error(V._replace(return_=torch.ones(3))), ValueError, r"return_ must have the shape of value_new, \(4,\), got \(3,\)"),
     (lambda: ppo_value_error(V._replace(weight=torch.ones(3))), ValueError, r"weight must have the shape of value_new, \(4,\), got \(3,\)"),
     (lambda: ppo_value_error(V._replace(value_old=None)), ValueError, "value_old must be given"),
@@ -642,6 +646,12 @@ def test_methods_are_the_log_softmax(f, seed, dtype, shape):
         with pytest.raises(ValueError, match="index must be between 0 and 4"): f(z, j)
     with pytest.raises(ValueError, match="index must have"): f(z, i[:1].expand(7, *i.shape[1:]))
     with pytest.raises(TypeError, match="index must have an integer dtype"): f(z, i.float())
+
+
+@pytest.mark.parametrize("f", METHODS[:3])
+def test_no_logit_is_too_large_for_the_methods(f):
+    z = torch.tensor([[1e4 + 1, 1e4, -1e4]]).repeat(3, 1)
+    torch.testing.assert_close(f(z, torch.tensor([0, 1, 2])), torch.tensor([1.0, 0.0, -2e4]) - math.log(1 + math.e), rtol=1e-6, atol=1e-6)
 
 
 @given(seed=SEEDS, dtype=DTYPES, kind=KINDS)

@@ -102,11 +102,11 @@ def test_defaults():
     (lambda: PPOLoss(epsilon=0), ValueError, r"epsilon must be in \(0, 1\], got 0"),
     (lambda: PPOLoss(value_clip_range=-1), ValueError, "value_clip_range"),
     (lambda: PPOLoss(value_coeff=-0.1), ValueError, "value_coeff"),
-    (lambda: PPOLoss()(*P[:5], torch.ones(3)), ValueError, r"returns must have the shape of phi_values, \(4,\), got \(3,\)"),
-    (lambda: PPOLoss()(*P[:2], torch.ones(3), *P[:3]), ValueError, "advantages must have the shape of pi_logprobs"),
+    (lambda: PPOLoss()(*P[:5], torch.ones(3)), ValueError, r"returns must have the shape of phi_old_values, \(4,\), got \(3,\)"),
+    (lambda: PPOLoss()(*P[:2], torch.ones(3), *P[:3]), ValueError, "advantages must have the shape of pi_old_logprobs"),
     (lambda: PPOLoss()(*P, torch.ones(4)), TypeError, r"padding_masks must be boolean \(True = counts\)"),
-    (lambda: PPOLoss()(*P, torch.ones(3) > 0), ValueError, "padding_masks must have the shape of pi_logprobs"),
-    (lambda: PPOLoss()(*P, None, torch.ones(3) > 0), ValueError, "value_padding_masks must have the shape of phi_values"),
+    (lambda: PPOLoss()(*P, torch.ones(3) > 0), ValueError, "padding_masks must have the shape of pi_old_logprobs"),
+    (lambda: PPOLoss()(*P, None, torch.ones(3) > 0), ValueError, "value_padding_masks must have the shape of phi_old_values"),
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words): call()

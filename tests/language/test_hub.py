@@ -14,6 +14,7 @@ import transformers
 from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
 from rlhf_notes import RLHF, fast
 from rlhf_notes.formulas.reward import RewardNorm
+from rlhf_notes.language import hub
 from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model, save_reward_model
 from rlhf_notes.language.model import RewardModel, hidden_states, no_dropout
 
@@ -274,3 +275,8 @@ def test_a_real_limit_is_told_by_name(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert str(e.value) == f"[Errno 27] File too large: '{tmp_path}/lm'" and not list(tmp_path.iterdir())
+
+
+def test_a_difference_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setattr(hub, "_largest_errors", lambda lm: {"with padding on the left": math.nan})
+    refused(tiny(), "with padding on the left, got 'x', whose differ by nan%")

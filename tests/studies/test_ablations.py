@@ -27,7 +27,7 @@ def weights(task, name, seed=3):
     "The parameters after four iterations, as a vector."
     d = DETAILS.get(name)
     config = replace(CONFIGS[task](**TINY | dict(seed=seed)), **d.options if d else {})
-    with swapped(*[d.swap] * bool(d and d.swap)):
+    with swapped(*([d.swap] if d and d.swap else [])):
         p = PPO(**vars(config))
         for _ in range(config.iterations): p.iterate()
     return torch.cat([q.detach().flatten() for q in p.agent.parameters()])
