@@ -6,6 +6,7 @@
     python benchmarks/control_seeds.py cartpole --lr-anneal 2 --learning-rate 4.5e-3 --name cartpole_squared
     python benchmarks/control_seeds.py cartpole --seeds 120 --final --jobs 2 --name cartpole_many
     python benchmarks/control_seeds.py cartpole --first 300 --seeds 60 --final --name cartpole_unseen
+    python benchmarks/control_seeds.py cartpole --first 400 --seeds 60 --final --name cartpole_fresh
 
 Any option of `rlhf-notes TASK` may follow. Writes NAME_seeds.csv, a row for each seed:
 

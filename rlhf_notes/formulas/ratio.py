@@ -50,7 +50,7 @@ def effective_sample_size(
     r = pad(apply_mask(ratio, mask).flatten(), (0, 1))
     largest = r.amax().detach()
     w = r / torch.where(largest == 0, 1, largest)
-    return w.sum().square() / w.square().sum().clamp(min=1)
+    return w.sum().square() / torch.where(largest == 0, 1, w.square().sum())
 
 # %% ../../nbs/formulas/03_ratio.ipynb #tis
 @checked(logp_old="float (...)", logp_rollout="float (...)", cap="[1, inf)",

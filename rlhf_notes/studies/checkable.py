@@ -69,7 +69,7 @@ def _response_loss(lm, tokens):
     def before(token): return (tokens == token).cumsum(1) - (tokens == token).long()
     counts = (before(TOKENS.index("=")) > 0) & (before(0) == 0)
     targets = tokens.masked_fill(~counts, -100)[:, 1:]  # ignored by the cross-entropy
-    return nn.functional.cross_entropy(lm(tokens).logits[:, :-1].mT, targets)
+    return nn.functional.cross_entropy(lm(tokens).logits[:, :-1].flatten(0, 1), targets.flatten())
 
 def pretrain(questions: list, # From `make_questions`
              seed: int = 0, # Of weights and texts

@@ -296,6 +296,16 @@ def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words): call()
 
 
+@pytest.mark.parametrize("name", ["observation", "reward"])
+def test_a_number_that_is_none_ends_the_rollout(name):
+    class Broken(Count):
+        def step(self, action):
+            obs, reward, *rest = super().step(action)
+            return (obs * np.nan, reward, *rest) if name == "observation" else (obs, np.nan, *rest)
+    with pytest.raises(FloatingPointError, match=f"the environment gave NaN or infinity as {name}"):
+        Collector(SyncVectorEnv([Broken]), 0).collect(lambda obs: np.zeros(1, np.int64), 2)
+
+
 def test_bytes_of_images_become_fractions():
     image, table = np.full((2, 4, 4, 3), 255, np.uint8), np.full((2, 3), 7, np.uint8)
     assert float32(image).tolist() == [[1.0] * 48] * 2 and float32(image).dtype == np.float32 and float32(table).tolist() == [[7.0] * 3] * 2

@@ -1032,6 +1032,6 @@ DIFFERENT = {  # (quantity, peer): what the picture says instead of a number, or
     ),
     ("group advantage", "verl"): ("ε = 1e-6", "1e-6 is added to the standard deviation, here 1e-4"),
     ("group advantage", "openrlhf"): ("ε = 1e-9", "1e-9 is added to the standard deviation"),
-    ("GRPO, an empty response", "trl"): ("7 / 8", "the empty response counts as an response with loss 0"),
+    ("GRPO, an empty response", "trl"): ("7 / 8", "the empty response counts as a response with loss 0"),
     ("CISPO, upper bound 1.28", "trl"): ("r ≤ 0.28", "epsilon_high is the bound itself, not what is added to 1"),
 }

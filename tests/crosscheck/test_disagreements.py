@@ -85,7 +85,7 @@ def test_whitening_verl_keeps_it_when_told(verl): close(verl.torch_functional.ma
 def test_advantages_of_torchtune_keep_a_mean(torchtune): assert torchtune.rewards.estimate_advantages(torch.zeros(1, 4), X[None], 0.0, 0.95)[0].mean() > 4.9
 
 
-# GAE of an response of two tokens and one token of padding with value 10: delta = 0, 0.5 without it, 0, 10.5 with it
+# GAE of a response of two tokens and one token of padding with value 10: delta = 0, 0.5 without it, 0, 10.5 with it
 REWARD, VALUE, REAL = t([0., 1., 0.]), t([.5, .5, 10.]), t([True, True, False])
 def test_padding_ours(): close(advantage.gae_tokens(REWARD, VALUE, REAL)[0], .475, .5, 0)
 def test_padding_torchtune(torchtune): close((torchtune.rewards.estimate_advantages(VALUE, REWARD, 1., .95, REAL)[1] - VALUE)[:, :2], .95, 1.)    # 0.5 + 10 - 0.95 * 10 = 1

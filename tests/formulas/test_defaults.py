@@ -42,16 +42,14 @@ def test_the_default_dtype_changes_nothing(name):
 def test_the_default_device_changes_nothing(name):
     expected = computed(name, torch.float32)
     f, *inputs = CALLS[name]()
-    torch.set_default_device("meta")
-    try: y = f(*(x.float() for x in inputs))
-    finally: torch.set_default_device(None)
+    with torch.device("meta"): y = f(*(x.float() for x in inputs))
     assert y.device.type == "cpu" and torch.equal(y, expected[0])
 
 
 def test_moments_stay_where_they_are_and_in_double_precision():
-    torch.set_default_device("meta")
     torch.set_default_dtype(torch.float16)
-    try: moments = rn.RunningMoments((2,))
-    finally: torch.set_default_device(None); torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("meta"): moments = rn.RunningMoments((2,))
+    finally: torch.set_default_dtype(torch.float32)
     moments.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     assert moments.mean.dtype == torch.float64 and moments.mean.tolist() == [2, 4] and moments.var.tolist() == [1, 4]

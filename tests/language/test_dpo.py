@@ -129,6 +129,7 @@ def test_preferences_of_ones_own():
     t = own(iterations=40, learning_rate=1e-2)
     assert t.choices.tokens.shape == (2, 2, 10) and t.choices.response_mask.sum(-1).tolist() == [[5, 5], [5, 6]]      # each with its end
     assert t.task.decode(t.choices.tokens[1, 1:, -6:]) == ["the plot was dull ."]
+    for k in (0, 1): assert t.task.decode(t.choices.tokens[:, k, :-6]) == [row["prompt"] for row in OWN]
     rows = t.learn().rows
     assert rows[0]["accuracy"] == 0.0 or rows[0]["margin"] < 0.1
     assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1 and rows[-1]["policy_loss"] < 0.3

@@ -262,7 +262,9 @@ def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeyp
         assert run.checkpoint["name"] == expected
         if n < 9: assert summary["interrupted"] and summary["true_score"] is None and (tmp_path / "run" / "policy").exists() == (expected == "rl")
     monkeypatch.setattr(P, "stop_on_interrupt", original)
+    run.checkpoint["wall_seconds"] += 1e6
     t, rows, summary = P.train(P.Training(whole[1]), run)
+    assert summary["wall_seconds"] > 1e6
     same_as_whole(whole, tmp_path / "run", t, rows)
     assert {k: v for k, v in summary.items() if "seconds" not in k and "per_second" not in k} == {k: v for k, v in whole[4].items() if "seconds" not in k and "per_second" not in k}
 

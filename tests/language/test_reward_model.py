@@ -168,7 +168,7 @@ def test_norm_before_and_after(lm, task):
 
 
 def test_rewards_that_are_all_equal_have_no_scale(lm, task):
-    words = r"reward model, step {}, responses to norm_samples prompts: rewards must not all be equal, got {} of them with mean .* and standard deviation 0.0; the last checkpoint"
+    words = r"reward model, step {}, responses to norm_samples prompts: rewards must be finite and not all equal, got {} of them with mean .* and standard deviation 0.0; the last checkpoint"
     dull = copy.deepcopy(lm)
     with torch.no_grad(): dull.transformer.ln_f.weight.zero_()
     with pytest.raises(FloatingPointError, match=f"^{words.format(0, 48)}"): RewardTraining(CONFIG, dull, task)
