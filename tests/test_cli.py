@@ -68,7 +68,7 @@ BAD = [
     ("rlhf --temperature 1e-60", "--temperature must be greater than or equal to 0.000001, got 1e-60"), ("rlhf --human-temperature 1e-60", "--human-temperature must be greater"), ("generate word --run nowhere --temperature 1e-60", "--temperature must be greater"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),
     ("cartpole --seeds 0", 'Invalid value "0" for --seeds. Must be >= 1'), ("cartpole --seeds 2 --seed 9223372036854775807", "--seed must be less"), (f"cartpole --seeds {10**30}", "for --seeds. Must be <= 10000"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
-    ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"),
+    ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"), ("cartpole --seeds 2 --out theirs --overwrite", "--out must hold no other run as seed1, got theirs/seed1"), ("cartpole --seeds 1 --out linked --overwrite", "--out must hold no other run as seed0, got linked/seed0"),
     ("compare --task acrobot", 'Invalid value "acrobot" for --task'), ("compare --seeds 0", 'Invalid value "0" for --seeds. Must be >= 1'), ("compare --out run", "which holds a run"), ("compare --seed 9223372036854775807 --seeds 2", "--seed must be less"),
     ("bench --size huge", 'Invalid value "huge" for --size. Choose from: "small", "medium", "large"'), ("bench --rounds 0", 'Invalid value "0" for --rounds. Must be >= 1'), (f"bench --rounds {10**30}", "for --rounds. Must be <= 10000"), ("bench --device gpu", "--device must be auto"), ("bench --out run", "which holds a run"),
     ("demo --steps 3", "Unknown option: --steps"), ("demo --device cuda:99", "--device must be one that torch sees"), ("demo --out shows", "got shows/cartpole, which holds a run"),
@@ -92,6 +92,11 @@ def furnished(tmp_path):
     Run.create(tmp_path / "run", {"task": "cartpole"})
     Run.create(tmp_path / "shows" / "cartpole", {"task": "cartpole"})
     Run.create(tmp_path / "other", {"task": "pendulum"}).save_checkpoint({})
+    Run.create(tmp_path / "theirs", {"task": "cartpole", "seeds": 2, "seed": 0})
+    Run.create(tmp_path / "theirs" / "seed1", {"task": "pendulum", "seed": 1})
+    Run.create(tmp_path / "linked", {"task": "cartpole", "seeds": 1, "seed": 0})
+    Run.create(tmp_path / "elsewhere", {"task": "cartpole", "seed": 0})
+    (tmp_path / "linked" / "seed0").symlink_to(tmp_path / "elsewhere")
     if "rlhf_notes/Grid-v0" not in gym.registry: gym.register("rlhf_notes/Grid-v0", Grid)
     return tmp_path
 

@@ -155,12 +155,30 @@ def many_seeds(task: str, # A name in TASKS
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
     TASKS[task][0](**{**options, "seed": first + count - 1})
     _trainer(task, options)
-    for path in out, *(out / f"seed{seed}" for seed in range(first, first + count)):
-        Run.check(path, overwrite)
+    Run.check(out, overwrite)
+    for seed in range(first, first + count):
+        _check_seed(out, seed)
     about = {"task": task, **options, "seed": first, "seeds": count, "track": track,
              "versions": versions()}
     run = Run.create(out, about, overwrite)
     return partial(_train_seeds, task, options, range(first, first + count), run, track)
+
+def _check_seed(out, seed):
+    "ValueError if something is there that a training with many seeds has not written."
+    from rlhf_notes.training.runs import Run
+    path = out / f"seed{seed}"
+    Run.check(path, overwrite=True)
+    found, all_seeds = _config(path), _config(out)
+    known = "seeds" in all_seeds and all(
+        found.get(name) == x for name, x in {**all_seeds, "seed": seed}.items() if name != "seeds")
+    if path.is_symlink() or found and not known:
+        raise ValueError(f"out must hold no other run as seed{seed}, got {path}")
+
+def _config(path):
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
 
 def _train_seeds(task, options, seeds, run, track):
     from rlhf_notes.training.runs import write_table
