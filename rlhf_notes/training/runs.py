@@ -37,9 +37,17 @@ def write_atomically(path: Path, # Where to
             file.flush()
             os.fsync(file.fileno())
         os.replace(tmp, path)
+        _sync_directory(path.parent)
     finally:
         tmp.unlink(missing_ok=True)
 
+def _sync_directory(path):
+    if os.name != "posix": return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 # %% ../../nbs/training/runs.ipynb #disk-errors
 @contextmanager

@@ -2,6 +2,7 @@ import csv
 import json
 import math
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -61,12 +62,12 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     events, fsync, replace = [], os.fsync, os.replace
 
     def sync(fd):
-        events.append(os.fstat(fd).st_size)
+        events.append("directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else os.fstat(fd).st_size)
         fsync(fd)
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda *paths: (events.append("renamed"), replace(*paths)))
     write_atomically(tmp_path / "f", "text")
-    assert events == [4, "renamed"]
+    assert events == [4, "renamed", "directory"]
 
 
 def test_a_link_in_the_way_is_not_followed(tmp_path, monkeypatch):
