@@ -1,4 +1,4 @@
-"""The words: every symbol and every term once, in both languages, with a link that leads somewhere and a name that the library has."""
+"""The words: few enough; every symbol and every term once, in both languages, with a link that leads somewhere and a name that the library has."""
 import importlib
 import inspect
 import re
@@ -137,3 +137,31 @@ def test_planted_mistakes_are_found():
     assert not problems_of_glossary([row])
     for other in (row, row | {"English": "edge"}, row | {"中文": "优势函数"}): assert any("listed 2 times" in p for p in problems_of_glossary([row, other]))
     for change in ({"English": ""}, {"中文": ""}, {"中文": "advantage"}, {"中文": "优势、"}, {"in one line": ""}, {"lesson": "[x](formulas/99_x.ipynb)"}): assert problems_of_glossary([row | change]), change
+
+
+def prose(source):
+    "The words of a Markdown cell: no code, formulas, tables or addresses."
+    source = re.sub(r"\$\$.*?\$\$|\$[^$]*\$|```.*?```|`[^`]*`|<[^>]*>|\]\([^)]*\)", " ", source, flags=re.S)
+    lines = [line for line in source.splitlines() if not line.strip().startswith(("|", ":::"))]
+    return re.findall(r"[A-Za-z][A-Za-z'’-]+", "\n".join(lines))
+
+
+def words_of(path):
+    cells = nbformat.read(path, as_version=4).cells
+    return sum(len(prose(c.source)) for c in cells if c.cell_type == "markdown")
+
+
+LONGEST, ALL = 1_800, 50_000            # words of a notebook, of all
+
+
+def test_no_notebook_is_long():
+    words = {path.name: words_of(path) for path in notebooks.notebooks()}
+    assert max(words.values()) <= LONGEST, {name: n for name, n in words.items() if n > LONGEST}
+    assert sum(words.values()) <= ALL
+    assert prose("Two words, `no code`, $x$ [link](to/it.ipynb)\n| a table |") == ["Two", "words", "link"]
+
+
+@pytest.mark.parametrize("path", [p for p in notebooks.notebooks() if p.name[0].isdigit() and p.name[:2] != "00"], ids=lambda p: p.stem)
+def test_every_lesson_closes_with_one_paragraph(path):
+    headings = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
+    assert sum(source.count("## In one paragraph\n") for source in headings) == 1
