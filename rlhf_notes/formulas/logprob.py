@@ -35,7 +35,7 @@ def selective_log_softmax(
     if mask is not None:
         logits = logits.masked_fill(~mask[..., None], 0)
         mask = mask[..., None].expand_as(tokens)
-    logp, V = _scaled(logits, temperature).log_softmax(-1), logits.shape[-1]
+    logp, V = _log_softmax(logits, temperature), logits.shape[-1]
     try:
         chosen = logp.gather(-1, apply_mask(tokens, mask))
     except (IndexError, RuntimeError) as e:
@@ -43,11 +43,11 @@ def selective_log_softmax(
         raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices: {e}")
     return apply_mask(chosen, mask).reshape(index.shape)
 
-def _scaled(logits, temperature):
-    "logits / temperature, up to a shift of each row."
+def _log_softmax(logits, temperature):
+    "log softmax(logits / temperature); PyTorch's own adds up a large vocabulary with less care."
     z = at_least_float32(logits)
-    if temperature == 1: return z
-    return (z - z.detach().amax(-1, keepdim=True)) / temperature
+    z = (z - z.detach().amax(-1, keepdim=True)) / temperature
+    return z - z.logsumexp(-1, keepdim=True)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #entropy
 @checked(**_RULES)
@@ -65,7 +65,7 @@ def entropy_from_logits(
         possible = possible & mask[..., None]
     z = at_least_float32(logits).masked_fill(~possible, -torch.inf)
     z = z.masked_fill(~possible.any(-1, keepdim=True), 0)
-    logp = _scaled(z, temperature).log_softmax(-1).clamp(min=torch.finfo(torch.float32).min)
+    logp = _log_softmax(z, temperature).clamp(min=torch.finfo(torch.float32).min)
     return masked_sum(-logp.exp() * logp, possible, dim=-1)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #both

@@ -963,7 +963,7 @@ def _label(value, gradient, ours, theirs):
     big = ours.abs() > 1e-3
     ratios = (theirs / ours)[big]
     if big.any() and ratios.max() - ratios.min() < 1e-3:
-        return f"× {ratios.mean():.2f}" if abs(ratios.mean() - 1) > 5e-3 else f"× {ratios.mean():.4f}"
+        return f"× {round(ratios.mean().item(), 4):.2f}" if abs(ratios.mean() - 1) > 5e-3 else f"× {ratios.mean():.4f}"
     return f"up to {value:.1g}"
 
 
