@@ -16,12 +16,8 @@ SITE = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SITE", Path(__
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 HEIGHT = 12_000
 TALL = {                # pages that may be higher, and why
-    "looked up, not read from top to bottom": "notation metrics cli",
-    "many libraries, failures or settings side by side": "compat/ding studies/ablations studies/benchmark "
-        "studies/checkable studies/differences studies/failures studies/speed",
-    "too long, and to be split": "control/plots control/policy control/ppo control/rollout fast/kernels formulas/advantage "
-        "formulas/grpo formulas/kl formulas/logprob formulas/ratio formulas/reward formulas/value "
-        "formulas/whitening language/pipeline",
+    "looked up, not read from top to bottom": "notation metrics",
+    "two dozen names of another library, each with its proof": "compat/ding",
 }
 MEASURE = """async () => {
   await window.MathJax?.startup?.promise;
