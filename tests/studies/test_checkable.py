@@ -87,7 +87,9 @@ def test_groups_without_spread_are_replaced_by_groups_with():
     new = rollout([5., 5., 2., 3., 7., 7., 8., 9.])
     full = _refill(old, new, 2)
     assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0] and full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
-    assert _refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]           # more than there is room for stay out
+    assert _refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]
+    many = rollout([1., 0., 2., 3., 4., 5., 6., 7.])                                # more than there is room for stay out
+    assert _refill(old, many, 2).scores.tolist() == [1, 0, 1, 0, 2, 3, 4, 5]
     assert full.rewards is None
 
 
