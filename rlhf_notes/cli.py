@@ -70,6 +70,8 @@ def usage_errors():
     "Turn a wrong value or path into a UsageError that names the option."
     try:
         yield
+    except OSError as e:
+        raise UsageError(f"cannot use {e.filename}: {e.strerror}") from e
     except (ValueError, TypeError) as e:
         def option(name): return "--" + name[0].replace("_", "-")
         raise UsageError(re.sub(r"(?m)^[a-z_]+(?= must )", option, str(e))) from e

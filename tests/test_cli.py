@@ -72,7 +72,7 @@ BAD = [
     ("compare --task acrobot", 'Invalid value "acrobot" for --task'), ("compare --seeds 0", 'Invalid value "0" for --seeds. Must be >= 1'), ("compare --out run", "which holds a run"), ("compare --seed 9223372036854775807 --seeds 2", "--seed must be less"),
     ("bench --size huge", 'Invalid value "huge" for --size. Choose from: "small", "medium", "large"'), ("bench --rounds 0", 'Invalid value "0" for --rounds. Must be >= 1'), (f"bench --rounds {10**30}", "for --rounds. Must be <= 10000"), ("bench --device gpu", "--device must be auto"), ("bench --out run", "which holds a run"),
     ("demo --steps 3", "Unknown option: --steps"), ("demo --device cuda:99", "--device must be one that torch sees"), ("demo --out shows", "got shows/cartpole, which holds a run"),
-    ("generate --run nowhere word", "--model must be a directory or a name on the hub"), ("generate", 'requires an argument'),
+    ("generate --run nowhere word", "--model must be a directory or a name on the hub"), (f"generate --run {'x' * 300} word", "xxx/policy: File name too long"), ("generate", 'requires an argument'),
 ]
 
 
