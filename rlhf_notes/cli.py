@@ -61,10 +61,11 @@ def _run(argv):
     print("rlhf-notes:", message, file=sys.stderr)
     return code
 
-# %% ../nbs/cli.ipynb #usage-errors
+# %% ../nbs/cli.ipynb #usage-error
 class UsageError(Exception):
     "A mistake in the command; nothing has been written."
 
+# %% ../nbs/cli.ipynb #usage-errors
 @contextmanager
 def usage_errors():
     "Turn a wrong value or path into a UsageError that names the option."
@@ -221,7 +222,6 @@ def generate(*prompts: str, # Texts to continue
         texts = trainer.generate(asked, seed) if prompts else []
     for prompt, text in zip(prompts, texts):
         print(prompt, text)
-
 
 # %% ../nbs/cli.ipynb #study
 def _study(run, rows_of, table):

@@ -102,7 +102,6 @@ def _stops(stop_token, device): # -> (K,)
         check_value("stop_token", token, "int (-1e18, 1e18)")
     return torch.tensor(stops, dtype=torch.int64, device=device)
 
-
 # %% ../../nbs/formulas/09_reward.ipynb #penalty
 PENALTY_MODES = ("replace", "subtract")
 

@@ -141,7 +141,6 @@ def check_trainable(lm: nn.Module, # A causal language model of transformers
         raise ValueError("model must train nothing beside its adapter, since it is the reference "
                          f"without it, got {name!r} with {others[0]}")
 
-
 # %% ../../nbs/language/29_hub.ipynb #lora
 def add_lora(lm: nn.Module, # A causal language model of transformers; its matrices are replaced
              rank: int, # r; 0 = no adapter
@@ -155,7 +154,6 @@ def add_lora(lm: nn.Module, # A causal language model of transformers; its matri
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         return peft.get_peft_model(lm, config)
-
 
 # %% ../../nbs/language/29_hub.ipynb #pad-outside
 def pad_outside(tokenizer, # Of transformers; changed in place
@@ -217,7 +215,6 @@ def _known_padding(tokenizer, vocab_size):
     own.init_kwargs["padding_side"] = "left" # from there it is saved
     return own
 
-
 # %% ../../nbs/language/29_hub.ipynb #replacing
 @contextmanager
 def replacing(path: Path, # A directory; one that is there is replaced
@@ -231,7 +228,6 @@ def replacing(path: Path, # A directory; one that is there is replaced
             os.replace(tmp, path)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-
 
 # %% ../../nbs/language/29_hub.ipynb #save-reward
 def save_reward_model(path: Path, # A directory; one that is there is replaced
@@ -259,7 +255,6 @@ def save_reward_model(path: Path, # A directory; one that is there is replaced
     with replacing(path) as new, quiet_transformers():
         theirs.save_pretrained(new)
         own.save_pretrained(new)
-
 
 # %% ../../nbs/language/29_hub.ipynb #check-model
 @torch.no_grad()
@@ -298,4 +293,3 @@ def _largest_errors(lm):
         size = alone.abs().max()
         rows.append({what: (a - b).abs().max() / size for what, (a, b) in pairs.items()})
     return {what: torch.stack([row[what] for row in rows]).max().item() for what in rows[0]}
-

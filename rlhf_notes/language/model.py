@@ -284,14 +284,12 @@ def gradient_step(where: str, # Stage and step, for the message
     optimizer.step()
     return row | dict(learning_rate=learning_rate)
 
-
 # %% ../../nbs/language/23_model.ipynb #check-weights
 @torch.no_grad()
 def sum_of_squares(weights, # Tensors, as `parameters()` gives them
                   ) -> torch.Tensor: # 0-dim; NaN or infinite if a weight is, or its square
     "The number that tells of one bad weight among all."
     return torch.stack([w.float().square().sum() for w in weights]).sum()
-
 
 # %% ../../nbs/language/23_model.ipynb #stage
 class Stage:
@@ -309,7 +307,6 @@ class Stage:
         for name in self.PARTS:
             getattr(self, name).load_state_dict(state[name])
         self.iteration, self.steps = state["iteration"], state["steps"]
-
 
 # %% ../../nbs/language/23_model.ipynb #pretraining
 class Pretraining(Stage):
@@ -342,4 +339,3 @@ class Pretraining(Stage):
         row = gradient_step(f"pretraining, step {step}", self.optimizer, rate, loss, max_norm=1.0)
         self.iteration = step
         return dict(step=step) | row
-

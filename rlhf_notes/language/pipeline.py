@@ -31,7 +31,6 @@ from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
 
-
 # %% ../../nbs/language/28_pipeline.ipynb #training
 STAGES = ("sft", "reward_model", "rl")
 SHOWN = 8  # responses that are kept at each evaluation
@@ -161,7 +160,6 @@ class Training:
                   worth["valid"], speed)
         return dict(zip(self.OUTCOME, values))
 
-
 # %% ../../nbs/language/28_pipeline.ipynb #world
 GPT2_VOCAB = 50257
 
@@ -223,7 +221,6 @@ class OwnTraining(Training):
         first, last = self.rows["rl"][0], self.rows["rl"][-1]
         values = first["score"], last["score"], last["kl_k1"], last["unscored"]
         return dict(zip(self.OUTCOME, values))
-
 
 # %% ../../nbs/language/28_pipeline.ipynb #evaluation
 @dataclass
@@ -293,7 +290,6 @@ def save(training: Training, # As it is now
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
 
-
 # %% ../../nbs/language/28_pipeline.ipynb #train
 def train(training: Training, # At its beginning
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
@@ -326,7 +322,6 @@ def _stopped(accelerator, stop):
     if stop.is_set():
         accelerator.set_trigger()
     return accelerator.check_trigger()
-
 
 # %% ../../nbs/language/28_pipeline.ipynb #plot
 PANELS = {"score": ("score", "true_score"), "KL(policy, reference), nats": ("kl_k1", "kl_k3"),

@@ -58,7 +58,6 @@ def _is_prompt(x):
     messages = isinstance(x, list) and x and all(isinstance(m, dict) for m in x)
     return isinstance(x, str) or messages and all({"role", "content"} <= m.keys() for m in x)
 
-
 # %% ../../nbs/language/31_prompts.ipynb #prompts
 class Prompts:
     "Prompts and a reward function as a task for `RLHF`."
@@ -146,7 +145,6 @@ class Prompts:
         names = [getattr(f, "__name__", type(f).__name__) for f, _ in self.rewards]
         return {f"reward_{i}_{name}": mean for i, (name, mean) in enumerate(zip(names, means), 1)}
 
-
 # %% ../../nbs/language/31_prompts.ipynb #as-text
 def as_text(tokenizer, # Of transformers
             texts: list, # Strings, or chats: lists of messages
@@ -173,7 +171,6 @@ def reward_functions(reward, # A function or a reward model; or a list of those 
                              f"of pairs (function, weight), got {part!r}")
     return [(Classifier(f, device=device) if isinstance(f, (str, Path, nn.Module)) else f, weight)
             for f, weight in parts]
-
 
 # %% ../../nbs/language/31_prompts.ipynb #classifier
 class Classifier:
@@ -223,4 +220,3 @@ def call_reward(function, # reward(prompts, responses, **columns) -> numbers
     if len(numbers) == len(responses): return torch.tensor(numbers)
     raise ValueError(f"reward must return a number for each of the {len(responses)} responses, got "
                      f"{len(numbers)}")
-

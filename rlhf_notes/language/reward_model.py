@@ -130,7 +130,6 @@ class RewardTraining(Stage):
             self.fit() # R3
         return dict(step=step) | row
 
-
 # %% ../../nbs/language/25_reward_model.ipynb #agreement
 @checked(rewards="float (n N)", true="float (n N)")
 def agreement(rewards: torch.Tensor, # Of N responses to each of n prompts, (n, N)

@@ -193,7 +193,6 @@ class RLHFLoop(Stage):
             iteration=self.iteration, learning_rate=rate,
             tokens_per_second=tokens / (time.perf_counter() - start))
 
-
 # %% ../../nbs/language/27_rlhf.ipynb #losses
 def rl_loss(config: RLHFConfig, # algo, variant, clip, value_clip, value_coef, kl_in_loss
             batch: Rollout, # With advantages
@@ -318,7 +317,6 @@ class RLHF(RLHFLoop):
         config = RLHFConfig(**json.loads((Path(path) / "rlhf.json").read_text(encoding="utf-8")))
         trainer._from_prompts(config, path, None, prompts, reward)
         return trainer
-
 
 # %% ../../nbs/language/27_rlhf.ipynb #adam
 def tensorflow_eps(eps: float, # Epsilon of Adam in TensorFlow 1

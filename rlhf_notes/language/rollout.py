@@ -123,7 +123,6 @@ def rollout_stats(rollout: Rollout, # With or without advantages
     return dict(score=mean(rollout.scores), kl_k1=kl("k1"), kl_k3=kl("k3"),
                 length=mean(rollout.response_mask.sum(1)), valid=rollout.has_end.float().mean())
 
-
 # %% ../../nbs/language/26_rollout.ipynb #samples
 def sample_table(task, # Of the rollout
                  rollout: Rollout, # The newest

@@ -44,7 +44,6 @@ def decoder(lm: nn.Module, # A causal language model of transformers
         return hidden, to_logits(lm, hidden)
     return read
 
-
 # %% ../../nbs/language/24_sampling.ipynb #samples
 class Samples(NamedTuple):
     "Sampled responses, and what the model computed on the way."
@@ -82,4 +81,3 @@ def _sample(lm, prompts, mask, u, temperature):
         out.append((token, selective_log_softmax(logits, token, temperature), hidden))
         new = token.unsqueeze(1)
     return [torch.stack(x, 1) for x in zip(*out)]
-

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..training.statistics import bootstrap_interval
 
-
 # %% ../../nbs/studies/33_ablations.ipynb #verdict
 def verdict(differences: list, # Final scores minus those of the intact training, seed by seed
             gain: float, # What the intact training adds to the untrained policy, > 0
@@ -29,7 +28,6 @@ def verdict(differences: list, # Final scores minus those of the intact training
         return "too small for the rule"
     return found(), mean, low, high
 
-
 # %% ../../nbs/studies/33_ablations.ipynb #deviation
 def in_standard_deviations(difference: float, # Of a dial from where it usually stands
                            intact: list, # The dial in the intact trainings
@@ -39,7 +37,6 @@ def in_standard_deviations(difference: float, # Of a dial from where it usually 
     if abs(difference) <= rounding: return 0.0
     usual = np.std(intact, ddof=1) if len(intact) > 1 else 0.0
     return float(difference / usual) if usual > rounding else math.copysign(math.inf, difference)
-
 
 # %% ../../nbs/studies/33_ablations.ipynb #compare
 def compare(rows: list, # name, seed, and numbers (None = there is none), each a dict
@@ -68,4 +65,3 @@ def compare(rows: list, # name, seed, and numbers (None = there is none), each a
         table[name] = dict(verdict=rule, mean=mean, low=low, high=high, differences=differences,
                            seeds=seeds, dials={d: tells(d) for d in dials if pairs(d)})
     return table
-

@@ -142,7 +142,6 @@ class SingleFile:
             return actions if self.discrete else actions.clip(self.space.low, self.space.high)
         return choose
 
-
 # %% ../../nbs/studies/34_benchmark.ipynb #peers
 def equal(config: PPOConfig, # Ours
          ) -> dict: # For `StableBaselines`
@@ -160,7 +159,6 @@ def equal(config: PPOConfig, # Ours
                 ent_coef=config.entropy_coef, vf_coef=config.value_coef / 2,
                 max_grad_norm=config.max_grad_norm, reward_scale=config.reward_scale,
                 policy_kwargs=network)
-
 
 # %% ../../nbs/studies/34_benchmark.ipynb #stable-baselines
 class StableBaselines:
@@ -201,7 +199,6 @@ class StableBaselines:
             return m.predict(obs, deterministic=rng is None)[0]
         return choose
 
-
 # %% ../../nbs/studies/34_benchmark.ipynb #ours
 class Ours:
     "`PPO` of `rlhf_notes.control`."
@@ -218,7 +215,6 @@ class Ours:
         choose = self.ppo.policy(rng)
         return lambda obs: self.ppo.agent.head.for_env(choose(obs))
 
-
 # %% ../../nbs/studies/34_benchmark.ipynb #contender
 class Contender(NamedTuple):
     "A trainer that can be raced."
@@ -226,7 +222,6 @@ class Contender(NamedTuple):
     make: object     # make(seed) -> something with `batch`, `iterate()` and `policy(rng)`
     budget: int      # Steps at most
     whole: bool      # Train to the end of the budget after crossing too: a better speed
-
 
 # %% ../../nbs/studies/34_benchmark.ipynb #contenders
 CONFIGS = {"cartpole": PPOConfig, "pendulum": PendulumConfig}
@@ -251,7 +246,6 @@ def contenders(task: str, # "cartpole" or "pendulum"
                   Contender("sb3-equal", theirs(same), same["total"], True)]
     return [*found, Contender("single-file", lambda seed: SingleFile(env_id, seed, **single),
                               200_000, False)]
-
 
 # %% ../../nbs/studies/34_benchmark.ipynb #race
 EVERY = {"cartpole": 1024, "pendulum": 4096}           # steps between two evaluations
@@ -290,7 +284,6 @@ def race(contender: Contender, # Who
                 row |= {f"{how}_steps": steps, f"{how}_seconds": round(seconds, 4)}
     return row | dict(steps=steps, seconds=round(seconds, 4))
 
-
 # %% ../../nbs/studies/34_benchmark.ipynb #compare
 def compare(task: str, # "cartpole" or "pendulum"
             seeds: int, # How many
@@ -308,7 +301,6 @@ def compare(task: str, # "cartpole" or "pendulum"
             done(rows[-1])
     return rows
 
-
 # %% ../../nbs/studies/34_benchmark.ipynb #ratio
 def ratios(rows: list, # From `compare`, of one task
            contender: str, # A name
@@ -324,7 +316,6 @@ def ratios(rows: list, # From `compare`, of one task
               for r, late in zip(theirs, censored)]
     low, high = bootstrap_interval(values, statistic="median")
     return dict(median=float(np.median(values)), low=low, high=high, censored=sum(censored))
-
 
 # %% ../../nbs/studies/34_benchmark.ipynb #table
 def table(rows: list, # From `compare`, of one task
@@ -351,4 +342,3 @@ def table(rows: list, # From `compare`, of one task
             "seconds", "times ours", "steps/s", "our speed to its")
     ours_first = sorted(rows, key=lambda r: (r["seed"], r["contender"] != "ours"))
     return [head, *map(line, dict.fromkeys(r["contender"] for r in ours_first))]
-

@@ -95,7 +95,6 @@ def trl_grpo(start: Start, # Where to begin
         trainer.train()
     return ends, trainer.model
 
-
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #race
 def ours(start: Start, # Where to begin
          config: RLHFConfig, # How to train
@@ -106,7 +105,6 @@ def ours(start: Start, # Where to begin
         trainer.iterate()
         ends.append(time.perf_counter())
     return ends, trainer.policy.lm
-
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #field
 def contenders() -> dict: # Name -> (function, changes of the config)
@@ -119,7 +117,6 @@ def contenders() -> dict: # Name -> (function, changes of the config)
             from trl import GRPOTrainer  # noqa: F401
     except (ImportError, RuntimeError): return found  # its versions do not fit together
     return found | {"trl-grpo": (trl_grpo, grpo)}
-
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #race-one
 COLUMNS = ("task", "seed", "contender", "iterations", "seconds", "seconds_per_iteration",
@@ -139,7 +136,6 @@ def race(name: str, # A contender
                 tokens_per_second=iterations * c.batch * c.response_length / seconds,
                 true_score=evaluate(trainer, lm).true.mean().item())
 
-
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #compare
 def compare(seeds: int, # How many
             iterations: int, # Of each training
@@ -157,7 +153,6 @@ def compare(seeds: int, # How many
             done(rows[-1])
     return rows
 
-
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #ratios
 def ratios(rows: list, # From `compare`
            name: str, # A contender, other than ours
@@ -168,7 +163,6 @@ def ratios(rows: list, # From `compare`
     values = [s / of[ours, seed] for (who, seed), s in of.items() if who == name]
     low, high = bootstrap_interval(values, statistic="median")
     return dict(median=float(np.median(values)), low=low, high=high)
-
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #table
 def table(rows: list, # From `compare`
@@ -183,4 +177,3 @@ def table(rows: list, # From `compare`
         lines.append((name, f"{1000 * median('seconds_per_iteration'):.0f}",
                       f"{median('tokens_per_second'):,.0f}", times, f"{median('true_score'):.2f}"))
     return lines
-

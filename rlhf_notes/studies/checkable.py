@@ -51,7 +51,6 @@ def make_questions(n: int = 3500, # Number of distinct prompts
         found[" ".join([task, *digits, "="])] = " ".join(right)
     return [dict(prompt=prompt, solution=right) for prompt, right in found.items()]
 
-
 # %% ../../nbs/studies/40_checkable.ipynb #tokenizer
 TOKENS = ("<eos>", "sort", "reverse", "=", *DIGITS)
 
@@ -93,7 +92,6 @@ def pretrain(questions: list, # From `make_questions`
         _response_loss(lm, tokens).backward()
         optimizer.step()
     return lm
-
 
 # %% ../../nbs/studies/40_checkable.ipynb #trainer
 ALGORITHMS = {"PPO": dict(algo="ppo"), "RLOO": dict(algo="rloo"), "GRPO": dict(variant="grpo"),
@@ -143,7 +141,6 @@ class CheckableRLHF(RLHF):
     def log(self, rollout, logs, start): # As for `RLHF`
         "The row of an iteration, with the share without spread as `same`, and `rounds`."
         return super().log(rollout, logs, start) | self.extra
-
 
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32

@@ -19,7 +19,6 @@ import rlhf_notes
 from ..exercises.engine import Verdict
 from .ablations import in_standard_deviations
 
-
 # %% ../../nbs/studies/37_failures.ipynb #recorded
 def _rows(name):
     folders = Path(rlhf_notes.__file__).parents[1] / "nbs" / "studies" / "results", Path("results")
@@ -40,7 +39,6 @@ def recorded() -> tuple: # (failure -> what it is; (failure, seed) -> {dial: val
             run[dial].append(float(row[dial]) if row[dial] else None)
     return {r["failure"]: r for r in _rows("failures_list.csv")}, dict(runs)
 
-
 # %% ../../nbs/studies/37_failures.ipynb #unusual
 def unusual(name: str, # Of a failure
            ) -> dict: # Dial -> deviation, in standard deviations; the farthest first
@@ -53,7 +51,6 @@ def unusual(name: str, # Of a failure
         usual = [level(run[dial]) for run in intact]
         found[dial] = in_standard_deviations(level(values) - level(usual), usual)
     return dict(sorted(found.items(), key=lambda x: -abs(x[1])))
-
 
 # %% ../../nbs/studies/37_failures.ipynb #draw-dials
 def draw_dials(name: str, # Of a failure
@@ -80,14 +77,12 @@ def draw_dials(name: str, # Of a failure
     figure.supxlabel("iteration (line: this training; band: the intact ones)", fontsize=9)
     return figure
 
-
 # %% ../../nbs/studies/37_failures.ipynb #game
 def puzzles() -> list: # Names, in the order of the cases
     "The failures with a dial that is at least three standard deviations from usual."
     names = [n for n in recorded()[0] if abs(next(iter(unusual(n).values()))) >= 3]
     random.Random(0).shuffle(names)
     return names
-
 
 # %% ../../nbs/studies/37_failures.ipynb #choices
 def choices(truth: str, # One of `puzzles`
@@ -101,7 +96,6 @@ def choices(truth: str, # One of `puzzles`
     four = [truth, *random.Random(case).sample(others, 3)]
     random.Random(-case).shuffle(four)
     return four
-
 
 # %% ../../nbs/studies/37_failures.ipynb #diagnose
 KINDS = {"ppo": "PPO", "cooler": "PPO, responses sampled at temperature 0.7",
@@ -145,4 +139,3 @@ def diagnose(case: int | None = None, # From 1 on; None = any
                                  f"Look at {next(iter(found))} again.", answer)
     print(verdict.text)
     return verdict
-

@@ -11,7 +11,6 @@ import torch
 from ..checks import checked
 from .variants import best_of_n
 
-
 # %% ../../nbs/studies/41_preferences.ipynb #selection-kl
 @checked(proxy="real (... N)", logp="float (... N)")
 def selection_kl(proxy: torch.Tensor, # By what the best is chosen, (..., N)

@@ -74,7 +74,6 @@ def _train(config, train, run, is_main):
         report(summary, run.path)
     return 130 if summary["interrupted"] else 0
 
-
 # %% ../../nbs/studies/39_trainings.ipynb #threads
 def use_one_thread():
     "Compute with one thread, unless OMP_NUM_THREADS says otherwise."
@@ -99,7 +98,6 @@ def old_training(task: str, # A name in TASKS
     if is_main:
         run.lock()
     return partial(_train, config, train, run, is_main)
-
 
 # %% ../../nbs/studies/39_trainings.ipynb #versions
 def versions() -> dict: # Name -> version
@@ -140,7 +138,6 @@ def _reviews(s, path):
         yield f"{prompt}\n  before {texts[first, prompt]}\n  after  {texts[last, prompt]}"
     yield (f"true score {s['true_score_sft']:.2f} before, {s['true_score']:.2f} after; "
            f"better in {s['win_rate_vs_sft']:.1%}; KL {s['kl']:.1f} nats")
-
 
 # %% ../../nbs/studies/39_trainings.ipynb #seeds
 def many_seeds(task: str, # A name in TASKS
@@ -226,4 +223,3 @@ def _reward(path):
         return getattr(import_module(module), name)
     except Exception as e:  # whatever the module does
         raise ValueError(f"reward must be MODULE:FUNCTION, got {path!r}: {e}") from e
-

@@ -37,7 +37,6 @@ class Start:
         return RLHF.from_parts(replace(self.config, **changes), self.lm, self.reward_model,
                                self.norm, self.task)
 
-
 # %% ../../nbs/studies/35_variants.ipynb #prepare
 def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
            ) -> Start: # The same for the same config
@@ -64,7 +63,6 @@ def best_of_n_kl(n: int, # Responses to choose from, >= 1
     check_value("n", n, "[1, inf)")
     return math.log(n) - (n - 1) / n
 
-
 # %% ../../nbs/studies/35_variants.ipynb #best-of-n
 @checked(proxy="real (... N)", true="real (... N)")
 def best_of_n(proxy: torch.Tensor, # By what the best is chosen, (..., N)
@@ -77,4 +75,3 @@ def best_of_n(proxy: torch.Tensor, # By what the best is chosen, (..., N)
     weights = torch.tensor([math.comb(i, n - 1) / math.comb(N, n) for i in range(N)],
                            dtype=torch.float64)
     return (true.double().gather(-1, proxy.argsort(-1)) * weights.to(true.device)).sum(-1)
-

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-
 # %% ../../nbs/training/runs.ipynb #atomic
 def write_atomically(path: Path, # Where to
                      write, # Text, or a function that writes to the binary file it is given
@@ -64,7 +63,6 @@ def disk_errors(path: Path, # Of what is written inside
         if not number: raise
         raise OSError(number, os.strerror(number), str(path)) from e
 
-
 # %% ../../nbs/training/runs.ipynb #table
 def write_table(path: Path, # Where to
                 rows: list, # Dicts with the same keys: number, string or None
@@ -81,7 +79,6 @@ def _line(cells):
 def _cell(value):
     if value is None or value != value: return ""
     return f"{value:.9g}" if isinstance(value, float) else value  # nine digits tell float32 apart
-
 
 # %% ../../nbs/training/runs.ipynb #tracker
 def make_tracker(name: str, # "tensorboard", "wandb" or "trackio"
@@ -102,7 +99,6 @@ def make_tracker(name: str, # "tensorboard", "wandb" or "trackio"
     tracker.start()
     tracker.store_init_configuration(config)
     return tracker
-
 
 # %% ../../nbs/training/runs.ipynb #run
 FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "ppo.pt", "seeds.csv",
@@ -269,4 +265,3 @@ def _as_text(rows):
     "A table in Markdown."
     lines = rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)
     return "\n".join(f"| {' | '.join(str(_cell(x)) for x in line)} |" for line in lines)
-
