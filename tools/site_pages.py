@@ -63,8 +63,9 @@ def outside(pattern, change, text):
 
 
 def asked(cell):
-    "What the directives and the tags of a cell ask for; a directive of an exported cell would stand in its module."
-    return dict.fromkeys(cell.metadata.get("tags", ()), "") | directives(cell.source)
+    "What the directives of a cell ask for; an exported cell asks by `source_hidden`, since directives would stand in its module."
+    hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
+    return ({"hide-input": ""} if hidden else {}) | directives(cell.source)
 
 
 class Page:

@@ -20,15 +20,6 @@ from ..exercises.engine import Verdict
 from .ablations import in_standard_deviations
 
 # %% ../../nbs/studies/37_failures.ipynb #recorded
-def _rows(name):
-    folders = Path(rlhf_notes.__file__).parents[1] / "nbs" / "studies" / "results", Path("results")
-    path = next((folder / name for folder in folders if (folder / name).exists()), None)
-    if path is None:
-        raise FileNotFoundError(f"the game needs {name}, which the package lacks: "
-                                "run it in a clone of https://github.com/rlhf-notes/rlhf_notes")
-    with open(path, newline="", encoding="utf-8") as f:
-        return list(csv.DictReader(f))
-
 @cache
 def recorded() -> tuple: # (failure -> what it is; (failure, seed) -> {dial: values, or None})
     "The failures and their dials, as `benchmarks/failures.py` kept them."
@@ -38,6 +29,15 @@ def recorded() -> tuple: # (failure -> what it is; (failure, seed) -> {dial: val
         for dial in list(row)[3:]:
             run[dial].append(float(row[dial]) if row[dial] else None)
     return {r["failure"]: r for r in _rows("failures_list.csv")}, dict(runs)
+
+def _rows(name):
+    folders = Path(rlhf_notes.__file__).parents[1] / "nbs" / "studies" / "results", Path("results")
+    path = next((folder / name for folder in folders if (folder / name).exists()), None)
+    if path is None:
+        raise FileNotFoundError(f"the game needs {name}, which the package lacks: "
+                                "run it in a clone of https://github.com/rlhf-notes/rlhf_notes")
+    with open(path, newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
 
 # %% ../../nbs/studies/37_failures.ipynb #unusual
 def unusual(name: str, # Of a failure

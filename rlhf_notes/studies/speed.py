@@ -118,7 +118,52 @@ class Case:
     result: tuple = (0, 0) # bytes of what is asked for, which is not extra
     restore: dict = field(default_factory=dict) # method -> what makes its logits whole again
 
-# %% ../../nbs/studies/38_speed.ipynb #logit-case
+# %% ../../nbs/studies/38_speed.ipynb #logit-cases
+def logit_cases(
+    shape: tuple, # (B, T, V)
+    dtype: torch.dtype, # of the logits
+    device: str, # where
+    width: int = 128, # of the hidden states
+): # yields Case, one at a time, so that their tensors need not be there together
+    "Log-probability, entropy, both, and log-probability from hidden states."
+    trl, generator = _trl(), torch.Generator(device).manual_seed(0)
+    z = torch.empty(shape, dtype=dtype, device=device)
+    for row in z:
+        row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
+    z.requires_grad_(True)
+    i = torch.randint(shape[-1], shape[:2], generator=generator, device=device)
+    yield _logit_case(
+        "log-probability", z, i,
+        {"naive": _naive_log_prob, "DI-engine naive": naive_method,
+         "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
+         "TRL": trl and trl.selective_log_softmax}, selective_log_softmax, _liger(device))
+    yield _logit_case(
+        "entropy", z, i,
+        {"naive": lambda z, i: _naive_entropy(z),
+         "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
+        lambda z, i, **options: entropy_from_logits(z, **options))
+    yield _logit_case(
+        "both", z, i,
+        {"naive": lambda z, i: (_naive_log_prob(z, i), _naive_entropy(z)),
+         "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i),
+                                       trl.entropy_from_logits(z)))},
+        log_probs_and_entropy)
+    size = z.nbytes
+    del z
+    yield _hidden_case(shape, dtype, device, width, generator, i, size, trl)
+
+def _hidden_case(shape, dtype, device, width, generator, i, size, trl):
+    h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype)
+            for s in (shape[:2], shape[2:]))
+    h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
+    linear = torch.nn.functional.linear
+    methods = {
+        "naive": lambda h, W, i: _naive_log_prob(linear(h, W), i),
+        "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(linear(h, W), i)),
+        "ours, plain": _plain(linear_log_probs), "ours": linear_log_probs}
+    return Case("from hidden states", shape, dtype, methods, (h, W, i), (h, W), base=size,
+                result=(0, h.nbytes + W.nbytes))
+
 def _trl():
     try:
         from trl.trainer import utils
@@ -168,52 +213,6 @@ def _logit_case(task, z, i, others, ours, liger=None):
     restore = dict.fromkeys(overwrite, lambda: computed.copy_(z.detach()))
     return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size,
                 (0, size), restore)
-
-# %% ../../nbs/studies/38_speed.ipynb #logit-cases
-def logit_cases(
-    shape: tuple, # (B, T, V)
-    dtype: torch.dtype, # of the logits
-    device: str, # where
-    width: int = 128, # of the hidden states
-): # yields Case, one at a time, so that their tensors need not be there together
-    "Log-probability, entropy, both, and log-probability from hidden states."
-    trl, generator = _trl(), torch.Generator(device).manual_seed(0)
-    z = torch.empty(shape, dtype=dtype, device=device)
-    for row in z:
-        row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
-    z.requires_grad_(True)
-    i = torch.randint(shape[-1], shape[:2], generator=generator, device=device)
-    yield _logit_case(
-        "log-probability", z, i,
-        {"naive": _naive_log_prob, "DI-engine naive": naive_method,
-         "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
-         "TRL": trl and trl.selective_log_softmax}, selective_log_softmax, _liger(device))
-    yield _logit_case(
-        "entropy", z, i,
-        {"naive": lambda z, i: _naive_entropy(z),
-         "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
-        lambda z, i, **options: entropy_from_logits(z, **options))
-    yield _logit_case(
-        "both", z, i,
-        {"naive": lambda z, i: (_naive_log_prob(z, i), _naive_entropy(z)),
-         "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i),
-                                       trl.entropy_from_logits(z)))},
-        log_probs_and_entropy)
-    size = z.nbytes
-    del z
-    yield _hidden_case(shape, dtype, device, width, generator, i, size, trl)
-
-def _hidden_case(shape, dtype, device, width, generator, i, size, trl):
-    h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype)
-            for s in (shape[:2], shape[2:]))
-    h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
-    linear = torch.nn.functional.linear
-    methods = {
-        "naive": lambda h, W, i: _naive_log_prob(linear(h, W), i),
-        "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(linear(h, W), i)),
-        "ours, plain": _plain(linear_log_probs), "ours": linear_log_probs}
-    return Case("from hidden states", shape, dtype, methods, (h, W, i), (h, W), base=size,
-                result=(0, h.nbytes + W.nbytes))
 
 # %% ../../nbs/studies/38_speed.ipynb #part-cases
 def part_case(

@@ -23,7 +23,7 @@ from .. import __version__
 from ..control.config import PendulumConfig, PPOConfig
 from ..language.config import RLHFConfig
 
-# %% ../../nbs/studies/39_trainings.ipynb #tasks
+# %% ../../nbs/studies/39_trainings.ipynb #new
 TASKS = {
     "cartpole": (PPOConfig, "Balance a pole: a random policy lasts 20 steps; 475 is solved."),
     "pendulum": (PendulumConfig, "Swing up a pendulum: random earns -1200; -200 is solved."),
@@ -31,7 +31,6 @@ TASKS = {
     "rlhf": (RLHFConfig, "Teach a GPT-2 what a human likes, or a model of yours by --reward."),
 }
 
-# %% ../../nbs/studies/39_trainings.ipynb #new
 def new_training(task: str, # A name in TASKS
                  options: dict, # Of its config
                  out: Path | None = None, # The run directory; None = in runs
