@@ -21,7 +21,7 @@ from ..checks import check_value, checked, under_its_name
 from ..formulas.advantage import rloo_advantage
 from ..formulas.kl import KL_KINDS, kl_estimate, kl_loss
 from ..formulas.logprob import (
-    entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax)
+    _log_softmax, entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax)
 from ..formulas.masking import apply_mask, masked_mean, masked_sum
 from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
@@ -209,7 +209,7 @@ def naive_method(
     index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
 ) -> Tensor: # (B, S) or (S,) nats
     "Log-softmax of all tokens, then the chosen ones."
-    return _pick(logits.log_softmax(-1), index)
+    return _pick(_log_softmax(logits), index)
 
 def _pick(logp, index):
     try:
@@ -224,8 +224,7 @@ def less_efficient_method(
     index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
 ) -> Tensor: # (B, S) or (S,) nats
     "All logits normalised by their logsumexp, as a categorical distribution does; then the chosen."
-    z = logits - logits.detach().amax(-1, keepdim=True)
-    return _pick(z - z.logsumexp(-1, keepdim=True), index)
+    return naive_method(logits, index)
 
 # %% ../../nbs/compat/13_ding.ipynb #efficient
 @checked(logits="raw (... S V)", index="int (... S)")

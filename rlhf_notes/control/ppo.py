@@ -325,7 +325,7 @@ class Scaling:
         self.config = config
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
-        self.running = torch.zeros(config.num_envs)  # and that return
+        self.running = torch.from_numpy(np.zeros(config.num_envs, np.float32))  # and that return
 
     def obs(self, obs): # (N, obs_size) array -> the same
         "Observations for the policy; those of the first rollout are left as they are."
@@ -374,7 +374,7 @@ def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
         resetting = done & (autoreset_mode(envs) == "NextStep")
-    return torch.tensor(returns)
+    return torch.from_numpy(np.array(returns, np.float32))
 
 # %% ../../nbs/control/19_ppo.ipynb #train
 def train(config: PPOConfig, # All options

@@ -816,3 +816,15 @@ def test_a_film_in_mp4(tmp_path):
     path = PPO(**SHAPE).film(tmp_path / "film.mp4")
     frames = imageio.imread(path)
     assert len(frames) > 1 and frames.shape[1:] == (216, 216, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_callers_default_dtype_and_device_change_nothing(dtype):
+    def trained():
+        ppo = PPO("CartPole-v1", steps=128, num_envs=2, num_steps=32, minibatches=2, epochs=1, normalize_obs=True, normalize_rewards=True).learn()
+        return ppo.rows[-1], ppo.evaluate(3).tolist(), ppo.predict(np.zeros(4, np.float32))
+    expected = trained()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"): assert trained() == expected
+    finally: torch.set_default_dtype(torch.float32)
