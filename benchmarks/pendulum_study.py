@@ -2,7 +2,7 @@
 sampled, on one thread.
 
     python benchmarks/pendulum_study.py
-    python benchmarks/pendulum_study.py --seeds 2 --variants baseline "truncation as termination"
+    python benchmarks/pendulum_study.py --seeds 2 --only baseline "truncation as termination"
 
 Writes pendulum_study.csv (variant, seed, greedy, sampled: mean return over 100 fresh episodes),
 pendulum_study_curves.csv (training return and the policy's standard deviation after every second iteration) and
@@ -10,14 +10,13 @@ pendulum_study_values.csv (V against the discounted return that was really earne
 off). What stands in pendulum_study.csv already is not run again; --fresh starts over. Everything comes out the
 same again on the same machine; another one may round float32 differently.
 """
-import argparse
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from jobs import read, side_by_side, text, write
+from jobs import options, read, side_by_side, text, write
 
 SHIFT = 8.0  # added to each reward: upright earns about 8 a step, hanging about -2
 # name -> options of PendulumConfig, with all environments started together; what no option can do is in `trained`
@@ -159,19 +158,12 @@ def run(variant, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20, help="how many, from 0 on")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME",
-                        help="some of: " + "; ".join(VARIANTS))
-    parser.add_argument("--jobs", type=int, default=1, help="processes of one thread side by side")
-    parser.add_argument("--fresh", action="store_true", help="forget what is there already")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
+    args = options(__doc__, OUT, 20, VARIANTS)
     paths = {name: args.out / f"pendulum_{'study_' * (name != 'study')}{name}.csv" for name in FILES}
     tables = {name: [] if args.fresh else read(path, FILES[name]) for name, path in paths.items()}
     there = {tuple(row[:2]) for row in tables["study"]}
     for name in tables: tables[name] = [row for row in tables[name] if tuple(row[:2]) in there]  # no job cut off halfway
-    todo = [(variant, seed) for seed, variant in product(range(args.seeds), args.variants)
+    todo = [(variant, seed) for seed, variant in product(args.seeds, args.only)
             if (variant, str(seed)) not in there]
     order = list(VARIANTS)
     for variant, seed, rows in side_by_side(run, todo, args.jobs, lambda job: 8.0):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'Out', 'Overwrite', 'Resume',
            'Prompts', 'Reward', 'FEW', 'Few', 'Seeds', 'Track', 'Chat', 'Model',
-           'BenchTask', 'main', 'UsageError', 'usage_errors', 'options_of', 'training',
-           'command', 'demo', 'generate', 'aligned', 'compare', 'bench']
+           'BenchTask', 'main', 'options_of', 'training', 'command', 'demo', 'generate',
+           'aligned', 'compare', 'bench']
 
 # %% ../nbs/cli.ipynb #export-imports
 import inspect
@@ -50,7 +50,7 @@ def _run(argv):
     quiet = dict(exit_on_error=False, print_error=False, result_action="return_value")
     try:
         return app(argv, **quiet) or 0
-    except (CycloptsError, UsageError) as e:
+    except (CycloptsError, _UsageError) as e:
         message, code = e, 2
     except FloatingPointError as e:
         message, code = e, 1
@@ -61,21 +61,19 @@ def _run(argv):
     print("rlhf-notes:", message, file=sys.stderr)
     return code
 
-# %% ../nbs/cli.ipynb #usage-error
-class UsageError(Exception):
+class _UsageError(Exception):
     "A mistake in the command; nothing has been written."
 
-# %% ../nbs/cli.ipynb #usage-errors
 @contextmanager
-def usage_errors():
-    "Turn a wrong value or path into a UsageError that names the option."
+def _usage_errors():
+    "Turn a wrong value or path into a _UsageError that names the option."
     try:
         yield
     except OSError as e:
-        raise UsageError(f"cannot use {e.filename}: {e.strerror}") from e
+        raise _UsageError(f"cannot use {e.filename}: {e.strerror}") from e
     except (ValueError, TypeError) as e:
         def option(name): return "--" + name[0].replace("_", "-")
-        raise UsageError(re.sub(r"(?m)^[a-z_]+(?= must )", option, str(e))) from e
+        raise _UsageError(re.sub(r"(?m)^[a-z_]+(?= must )", option, str(e))) from e
 
 # %% ../nbs/cli.ipynb #options
 SECTIONS = dict(  # first field -> title
@@ -157,14 +155,14 @@ def training(task: str, # A name in TASKS
                 seeds: Seeds = None, track: Track = "tensorboard", prompts: Prompts = None,
                 reward: Reward = None, **options):
         if resume and (options or out or overwrite or seeds or prompts or reward):
-            raise UsageError("--resume must stand alone: the options come from config.json")
+            raise _UsageError("--resume must stand alone: the options come from config.json")
         if seeds is not None and (prompts or reward):
-            raise UsageError("--seeds cannot go with a reward of your own")
+            raise _UsageError("--seeds cannot go with a reward of your own")
         own = {k: str(x) for k, x in dict(prompts=prompts, reward=reward).items() if x}
         begin = partial(new_training, **own)
         if seeds is not None:
             begin = partial(many_seeds, count=seeds)
-        with usage_errors():
+        with _usage_errors():
             if resume:
                 train = old_training(task, resume)
             else:
@@ -192,7 +190,7 @@ def demo(*,
         ): # The exit code
     "Run every training with its defaults; an earlier demo in runs/demo is replaced."
     options, earlier, trainings = {"seed": seed, "device": device}, out == Path("runs/demo"), {}
-    with usage_errors():
+    with _usage_errors():
         for task in ("cartpole", "pendulum", "rlhf"):
             trainings[task] = new_training(task, options, out / task, earlier)
     for task, train in trainings.items():
@@ -216,7 +214,7 @@ def generate(*prompts: str, # Texts to continue
     "Print the continuation of prompts by the policy of a run, or by a model (name, directory)."
     from rlhf_notes.language.rlhf import RLHF
     policy = Path(model, "policy")
-    with usage_errors():
+    with _usage_errors():
         trainer = RLHF(str(policy) if policy.exists() else model, max_new_tokens=max_new_tokens,
                        temperature=temperature, device=device)
         asked = [[dict(role="user", content=p)] for p in prompts] if chat else list(prompts)
@@ -262,7 +260,7 @@ def compare(*,
     """
     from rlhf_notes.training.devices import pick_device
     from rlhf_notes.training.runs import Run
-    with usage_errors():
+    with _usage_errors():
         for s in (seed, seed + seeds - 1):
             TASKS[task][0](seed=s)
         about = dict(task="compare", of=task, seed=seed, seeds=seeds, versions=versions(),
@@ -296,7 +294,7 @@ def bench(*,
     from rlhf_notes.studies import speed
     from rlhf_notes.training.devices import pick_device
     from rlhf_notes.training.runs import Run
-    with usage_errors():
+    with _usage_errors():
         device = pick_device(device, auto="cuda")
         about = dict(task="bench", size=size, rounds=rounds, device=device, versions=versions())
         run = Run.create(out, about, overwrite)

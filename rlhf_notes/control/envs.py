@@ -37,7 +37,6 @@ def make_envs(env, # A name such as "CartPole-v1", a function that makes one, or
     _check_envs(envs, env)
     return envs
 
-# %% ../../nbs/control/15_envs.ipynb #seeded-spaces
 class _SeededSpaces(gym.Wrapper):
     "An environment may draw from its spaces: they get its seed."
     def reset(self, *, seed=None, options=None):

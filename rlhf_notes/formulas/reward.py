@@ -124,5 +124,5 @@ def overlong_penalty(
 ) -> Tensor: # (...), from -1 to 0, to be added to the score
     "Soft punishment of long responses (DAPO, Yu et al. 2025, eq. 13)."
     if buffer > max_length:
-        raise ValueError(f"buffer must be in (0, {max_length}], got {buffer}")
+        raise ValueError(f"buffer must be at most max_length = {max_length}, got {buffer}")
     return ((max_length - buffer - at_least_float32(lengths)) / buffer).clamp(-1, 0)

@@ -21,6 +21,7 @@ from .model import Policy, adapter_off, autocast
 from .reward_model import ask_human
 from .rlhf import RLHF
 from .prompts import Prompts, read_prompts
+from ..training.devices import usual_defaults
 from ..training.seeds import seeded_generator
 
 # %% ../../nbs/language/30_dpo.ipynb #choice-loss
@@ -92,6 +93,7 @@ class DPO(RLHF):
         trainer.learn_from(make_choices(*texts, best))
         return trainer
 
+    @usual_defaults()
     @torch.no_grad()
     def learn_from(self, choices: Choices): # Without `logp_ref`
         "Compute the reference's log-probs, once, and the order of the prompts."

@@ -22,6 +22,7 @@ from ..fast import door, gpt2
 from ..formulas.logprob import (entropy_from_logits, linear_log_probs,
                                          selective_log_softmax)
 from ..formulas.masking import masked_mean
+from ..training.devices import usual_defaults
 from ..training.signals import check_finite
 
 # %% ../../nbs/language/23_model.ipynb #positions
@@ -119,6 +120,7 @@ PRESETS = {
                        activation_function="gelu_pytorch_tanh"),
 }
 
+@usual_defaults()
 @checked(preset=PRESETS, vocab_size="int [1, inf)")
 def make_gpt2(preset: str, # "tiny", or "gpt2-small": the size and form of the smallest GPT-2
               vocab_size: int, # Tokens; GPT-2 has 50257

@@ -36,7 +36,8 @@ from .reward_model import score
 from .prompts import Prompts
 from .rollout import Rollout, rollout_stats, treat_overlong, with_advantages
 from .sampling import Samples, sample
-from ..training.devices import check_processes, make_accelerator, process_device
+from ..training.devices import (
+    check_processes, make_accelerator, process_device, usual_defaults)
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -236,6 +237,7 @@ class RLHF(RLHFLoop):
         own = dict(response_length=max_new_tokens, stop_after=0, overlong="keep")
         return RLHFConfig(**own | options)
 
+    @usual_defaults()
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
         if config.algo == "dpo" and reward is not None:
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
@@ -276,6 +278,7 @@ class RLHF(RLHFLoop):
             self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.iteration, self.iterations, self.steps, self.rows = 0, config.iterations, 0, []
 
+    @usual_defaults()
     def learn(self,
               log=None, # Called with the row of each iteration
              ) -> "RLHF": # Itself
@@ -290,6 +293,7 @@ class RLHF(RLHFLoop):
         bar.close()
         return self
 
+    @usual_defaults()
     @torch.no_grad()
     def generate(self,
                  prompts: list, # Strings, or chats

@@ -217,7 +217,7 @@ S, YES = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     (lambda: apply_penalty(S, YES, math.nan), ValueError, "penalty must be in"),
     (lambda: overlong_penalty(3, 10, 2), TypeError, "lengths must be a torch.Tensor, got int"),
     (lambda: overlong_penalty(B, 10, 0), ValueError, "buffer must be in"),
-    (lambda: overlong_penalty(B, 10, 11), ValueError, "buffer must be in"),
+    (lambda: overlong_penalty(B, 10, 11), ValueError, "buffer must be at most max_length = 10, got 11"),
     (lambda: overlong_penalty(B, 0, 1), ValueError, "max_length must be in"),
 ])
 def test_bad_input_is_named(call, error, words):

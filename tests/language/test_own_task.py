@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from language.parts import TINY, After, handmade, trainer
+from language.parts import TINY, After, handmade, trainer, without_times
 from language_models import WORDS, make
 from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.language.hub import check_model, end_tokens
-from rlhf_notes.language.model import no_dropout
+from rlhf_notes.language.model import make_gpt2, no_dropout
 from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
 from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
@@ -51,6 +51,22 @@ def count(prompts, responses): return [r.split().count("w9") for r in responses]
 
 
 # --- models
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_the_callers_default_dtype_and_device_change_nothing(algo, tmp_path):
+    def learned():
+        lm = make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2)
+        t = RLHF(lm, tokenizer(), prompts=["w3 w4", "w5"], reward=count, algo=algo, iterations=2, **SMALL).learn()
+        t.save(tmp_path)
+        return without_times(t.rows), t.generate(["w3"]), RLHF.load(tmp_path).generate(["w3"])
+    expected = learned()
+    for dtype in (torch.float16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"): assert learned() == expected
+            assert torch.get_default_dtype() == dtype
+        finally: torch.set_default_dtype(torch.float32)
+
 
 @pytest.mark.parametrize("kind, algo", [("GPT2", "ppo"), ("Llama", "grpo"), ("Qwen2", "rloo")])
 def test_a_model_learns_and_loads_elsewhere_with_the_same_logits(kind, algo, tmp_path):
