@@ -214,5 +214,5 @@ def _reward(path):
     if not colon: return path
     try:
         return getattr(import_module(module), name)
-    except Exception as e:  # whatever the module does
+    except (Exception, SystemExit) as e:  # whatever the module does
         raise ValueError(f"reward must be MODULE:FUNCTION, got {path!r}: {e}") from e
