@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..checks import check_value
 from ..fast.adam import BETAS, Adam
 from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
@@ -226,10 +227,15 @@ class RLHF(RLHFLoop):
                  seed: int = 0, # Of all that is random
                  **options, # Of `RLHFConfig`
                 ):
-        options = dict(stop_after=0, overlong="keep") | options
-        config = RLHFConfig(algo=algo, response_length=max_new_tokens, iterations=iterations,
-                            seed=seed, **options)
+        options |= dict(algo=algo, iterations=iterations, seed=seed)
+        config = self._config(max_new_tokens, **options)
         self._from_prompts(config, model, tokenizer, prompts, reward)
+
+    @staticmethod
+    def _config(max_new_tokens, **options):
+        check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
+        own = dict(response_length=max_new_tokens, stop_after=0, overlong="keep")
+        return RLHFConfig(**own | options)
 
     @usual_defaults()
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
@@ -239,7 +245,7 @@ class RLHF(RLHFLoop):
         lm = add_lora(lm, config.lora, config.seed)
         task = Prompts(tokenizer, prompts, reward, config.response_length, config.query_length,
                        config.stop_after, lm)
-        check_context(lm, task.query_length + config.response_length)
+        check_context(lm, prompts=task.query_length, max_new_tokens=config.response_length)
         self._begin(config, lm, task, task.score)
 
     @classmethod

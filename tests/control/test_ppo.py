@@ -18,7 +18,7 @@ from rlhf_notes.control import ppo as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
-from rlhf_notes.control.ppo import PPO, Batch, Scaling, batch_loss, check_start, episode_returns, health, make_batch, seeds, train
+from rlhf_notes.control.ppo import PPO, Batch, Scaling, batch_loss, episode_returns, health, make_batch, seeds, train
 from rlhf_notes.control.rollout import Collector, Rollout
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.training.runs import Run
@@ -560,7 +560,7 @@ def test_it_is_evaluated_where_it_has_trained_as_often_as_one_says(tmp_path, mon
     monkeypatch.setitem(gym.registry, "Robot-v0", gym.envs.registration.EnvSpec("Robot-v0", Robot, max_episode_steps=20))
     monkeypatch.setattr(Robot, "there", 0); monkeypatch.setattr(Robot, "steps", 0)
     config = PPOConfig(env="Robot-v0", num_envs=1, num_steps=256, steps=256, eval_episodes=3)
-    check_start(config)
+    PPO.begin(config).envs.close()
     before, run = Robot.steps, Run.create(tmp_path / "run", {"task": "train"})
     ppo, _, summary = train(config, run)
     assert summary["eval_return_mean"] == summary["eval_sampled_return_mean"] == 20 and summary["eval_episodes"] == 3
@@ -702,7 +702,7 @@ def test_an_interrupted_run_leaves_a_whole_directory_and_goes_on(tmp_path, monke
     assert json.loads((run.path / "summary.json").read_text()) == summary
     assert {"checkpoint.pt", "curve.svg", "config.json", "metrics.csv"} <= {p.name for p in run.path.iterdir()}
     before = (run.path / "metrics.csv").read_bytes()
-    check_start(SMALL, Run.resume(run.path))
+    PPO.begin(SMALL, Run.resume(run.path)).envs.close()
     ppo, rows, summary = train(SMALL, Run.resume(run.path))
     after = (run.path / "metrics.csv").read_bytes()
     assert after.startswith(before) and len(after.splitlines()) == 9 == len(rows) + 1 and summary["steps"] == 1024 and not summary["interrupted"]
