@@ -8,18 +8,16 @@ threshold (blank if never); the mean of each dial over the iterations. Trainings
 file are not repeated, so after a change of the defaults say --fresh. ablations_list.csv says what
 each detail is; `nbs/studies/33_ablations.ipynb` says what came of them.
 """
-import argparse
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import nn
 
-from jobs import RESULTS, read, side_by_side, text, write
+from jobs import RESULTS, options, read, side_by_side, text, write
 from rlhf_notes.control import policy, ppo as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import threshold
@@ -255,22 +253,14 @@ def run(*job):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20, help="how many (default: 20)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side (default: 1)")
-    parser.add_argument("--only", nargs="+", metavar="DETAIL", choices=list(DETAILS),
-                        help="only these details, and the baseline")
-    parser.add_argument("--fresh", action="store_true", help="forget what is in the file")
-    parser.add_argument("--out", type=Path, default=RESULTS / "ablations.csv", help="the file")
-    args = parser.parse_args()
+    args = options(__doc__, RESULTS / "ablations.csv", 20, DETAILS)
     write(args.out.with_name("ablations_list.csv"),
           ("detail", "number", "what", "changed", "tasks"),
           [(n, d.number, d.what, d.changed(), " ".join(d.tasks)) for n, d in DETAILS.items()])
     rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {(task, detail, int(seed)) for task, detail, seed, *_ in rows}
-    chosen = [INTACT, UNTRAINED, *(args.only or DETAILS)]
-    wanted = [(task, name, seed) for seed in range(args.seeds) for task in CONFIGS
+    chosen = [INTACT, UNTRAINED, *args.only]
+    wanted = [(task, name, seed) for seed in args.seeds for task in CONFIGS
               for name in experiments(task) if name in chosen]
     order = {job: i for i, job in enumerate(wanted)}
     def place(row): return order.get((row[0], row[1], int(row[2])), len(order))

@@ -13,16 +13,14 @@ Surprising rows again, with other seeds:
 
     python benchmarks/failures.py --first 100 --only "NAME" "NAME"
 """
-import argparse
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from ablations import swapped, unclipped
-from jobs import RESULTS, read, side_by_side, text, write
+from jobs import RESULTS, options, read, side_by_side, text, write
 from rlhf_notes.formulas import grpo, ppo
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.preference import bradley_terry_loss
@@ -430,16 +428,7 @@ def run(name, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10, help="how many (default: 10)")
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--only", nargs="+", metavar="FAILURE", choices=list(FAILURES),
-                        help="only these, and the intact trainings")
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side (default: 1)")
-    parser.add_argument("--fresh", action="store_true", help="forget what is in the files")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the directory of the files")
-    args = parser.parse_args()
+    args = options(__doc__, RESULTS, 10, FAILURES)
     write(args.out / "failures_list.csv", ("failure", "number", "what", "changed", "base"),
           [(n, f.number, f.what, f.changed(), f.base) for n, f in FAILURES.items()])
     paths, columns = (args.out / "failures.csv", args.out / "dials.csv"), (
@@ -447,9 +436,9 @@ def main():
     rows, dials = ([] if args.fresh else read(*x) for x in zip(paths, columns))
     done = {(r[0], int(r[1])) for r in rows}
     names = [PRETRAINED, *BASES, *FAILURES]
-    chosen = [PRETRAINED, *BASES, *(args.only or FAILURES)]
-    todo = [(name, seed) for seed in range(args.first, args.first + args.seeds)
-            for name in names if name in chosen and (name, seed) not in done]
+    chosen = [PRETRAINED, *BASES, *args.only]
+    todo = [(name, seed) for seed in args.seeds for name in names
+            if name in chosen and (name, seed) not in done]
     for row, curve in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
         rows = sorted([*rows, row], key=lambda r: (int(r[1]), names.index(r[0])))
         if row[1] == 0 or row[0] in BASES and row[1] < FRESH:

@@ -1,4 +1,5 @@
 """Trainings side by side that go on where they were stopped."""
+import argparse
 import csv
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -6,6 +7,24 @@ from multiprocessing import get_context
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
+
+
+def options(doc, out, seeds, names=None):
+    "The options of studies over seeds; with names, --only some of them and --jobs side by side."
+    parser = argparse.ArgumentParser(description=doc,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"how many (default: {seeds})")
+    if names:
+        parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(names),
+                            default=list(names), help="some of: " + "; ".join(names))
+        parser.add_argument("--jobs", type=int, default=1,
+                            help="processes of one thread side by side (default: 1)")
+    parser.add_argument("--fresh", action="store_true", help="forget what was written before")
+    parser.add_argument("--out", type=Path, default=out, help=f"where to (default: {out})")
+    args = parser.parse_args()
+    args.seeds = range(args.first, args.first + args.seeds)
+    return args
 
 
 def text(x): return "" if x is None else f"{x:.6g}" if isinstance(x, float) else x

@@ -7,13 +7,11 @@ the training (step = iteration) or for each n (step = n), on held-out prompts. P
 reward model are made once for each seed. Rows that are there are not made again.
 `nbs/studies/41_preferences.ipynb` says what came of it.
 """
-import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from jobs import RESULTS, read, text, write
+from jobs import RESULTS, options, read, text, write
 from rlhf_notes.formulas.masking import masked_sum
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.dpo import DPO
@@ -59,16 +57,11 @@ def best_of_n_curve(start, rounds=128, ns=NS):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--seeds", type=int, default=10, help="how many (default: 10)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "preferences.csv", help="the file")
-    args = parser.parse_args()
+    args = options(__doc__, RESULTS / "preferences.csv", 10)
     torch.set_num_threads(1)
-    rows = read(args.out, COLUMNS)
+    rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {(int(seed), method) for seed, method, *_ in rows}
-    for seed in range(args.first, args.first + args.seeds):
+    for seed in args.seeds:
         todo = [m for m in ("best of n", *METHODS) if (seed, m) not in done]
         if not todo: continue
         start = prepare(RLHFConfig(seed=seed, device="cpu", eval_answers=512))

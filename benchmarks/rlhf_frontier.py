@@ -8,12 +8,10 @@ n, and the pretrained model: proxy, true score, KL and more on held-out prompts)
 (coefficient 0, a row for each look during training, with a text). A run that was stopped goes on
 with the first seed that is missing.
 """
-import argparse
-from pathlib import Path
 
 import torch
 
-from jobs import RESULTS, read, text, write
+from jobs import RESULTS, options, read, text, write
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.pipeline import evaluate
 from rlhf_notes.language.task import HELD_OUT
@@ -47,17 +45,12 @@ def measure_best_of_n(trainer, ns, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on (default: 5)")
-    parser.add_argument("--fresh", action="store_true", help="begin again")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
-    args = parser.parse_args()
+    args = options(__doc__, RESULTS, 5)
     torch.set_num_threads(1)
     files = (args.out / "frontier.csv", FRONTIER), (args.out / "goodhart.csv", GOODHART)
     frontier, looks = ([] if args.fresh else read(*file) for file in files)
     done = {int(row[0]) for row in looks}
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         if seed in done: continue
         start = prepare(RLHFConfig(seed=seed, device="cpu", kl_target=0.0, eval_answers=1024))
         look = start.trainer(eval_answers=256)

@@ -1,6 +1,5 @@
-"""The page of metrics: every column that a training logs has its row and its picture, and none that it does not log."""
+"""The page of metrics: every column that a training logs has its text and its picture, and none that it does not log."""
 import csv
-import importlib.util
 import re
 import sys
 from dataclasses import asdict
@@ -8,6 +7,7 @@ from dataclasses import asdict
 import nbformat
 import pytest
 
+import metrics
 import notebooks
 from rlhf_notes.control.ppo import PPO
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
@@ -17,7 +17,6 @@ from rlhf_notes.training.runs import Run
 from test_words import NBS, code_names, linked, module_of, tables
 
 FILES = {"control `metrics.csv`": "control", "`sft.csv`": "sft", "`reward_model.csv`": "reward_model", "language `metrics.csv`": "rl"}
-AXES = {"iteration", "steps", "step"}                                 # what is counted needs no picture
 RESULTS = NBS / "results"
 
 
@@ -40,61 +39,59 @@ def logged(tmp_path_factory):
     return found
 
 
-def page(): return [r for r in tables("metrics.ipynb") if "metric" in r]
-def described(): return [(FILES[f], r["metric"].strip("`")) for r in page() for f in r["file"].split(", ")]
+def kinds(text): return [FILES[f] for f in re.findall("|".join(map(re.escape, FILES)), text.replace("both", "control `metrics.csv` language"))]
 
 
-def test_every_column_has_its_row_and_no_other(logged):
-    found = described()
+@pytest.fixture(scope="module")
+def sections():
+    "(names and perhaps a stage, text, figure) under each heading that names metrics."
+    cells = nbformat.read(NBS / "metrics.ipynb", as_version=4).cells
+    headings = [(re.match(r"### (`.+)", text.source), text.source, figure) for text, figure in zip(cells, cells[1:]) if text.cell_type == "markdown"]
+    return [(m[1], text, figure) for m, text, figure in headings if m]
+
+
+def described(sections):
+    rows = [(file, r["column"].strip("`")) for r in tables("metrics.ipynb") if "in" in r for file in kinds(r["in"])]
+    return rows + [(file, name) for heading, text, _ in sections for name in re.findall(r"`(\w+)`", heading) for file in kinds(source(text))]
+
+
+def source(text): return re.search(r"\. \*(.+)\*$", text, re.M)[1]
+
+
+def test_every_column_is_described_and_no_other(logged, sections):
+    found = described(sections)
     assert len(found) == len(set(found)) and set(found) == logged
 
 
-def test_rows_name_what_computes_them():
-    for r in page():
-        assert r["what it is"] and r["unit"] and linked(r), r["metric"]
-        modules = [m for m in map(module_of, linked(r)) if m is not None]
-        for name, _ in code_names(r["computed by"]): assert any(name in m.__all__ for m in modules), f"{r['metric']}: no linked lesson exports {name}"
+def test_sections_name_what_computes_them(sections):
+    for heading, text, _ in sections:
+        modules = [m for m in map(module_of, linked(dict(lesson=source(text)))) if m is not None]
+        assert modules, heading
+        for name, _ in code_names(re.sub(r"`\w+\.csv`", "", source(text))): assert any(name in m.__all__ for m in modules), f"{heading}: no linked lesson exports {name}"
 
 
-def test_every_metric_has_its_text_and_its_picture():
+def test_every_metric_has_its_text_and_its_picture(sections):
     "Under each heading: healthy, not, what to do; then a figure of both."
-    cells, seen = nbformat.read(NBS / "metrics.ipynb", as_version=4).cells, []
-    for text, figure in zip(cells, cells[1:]):
-        m = re.match(r"### (.+)", text.source)
-        if text.cell_type != "markdown" or not m: continue
-        names = re.findall(r"`(\w+)`", m[1])
-        where = [w for w in ("control", "language", "pretraining", "reward model") if m[1].endswith(w)]
-        seen += [(name, w) for name in names for w in where or [None]]
-        for part in ("**Healthy:**", "**Not:**", "**Do:**"): assert part in text.source, f"{m[1]}: no {part}"
-        assert len(notebooks.directives(figure.source).get("fig-alt", "")) > 40, f"{m[1]}: no picture"
-        assert any("image/svg+xml" in out.get("data", {}) for out in figure.outputs), f"{m[1]}: the picture is not stored"
-    several = {"kl_k3": {"control", "language"}, "loss": {"pretraining", "reward model"}}             # one name, two things
-    wanted = {(c, w) for c in {c for _, c in described()} - AXES for w in several.get(c, {None})}
-    assert len(seen) == len(set(seen)) and set(seen) == wanted
-
-
-def benchmark():
-    spec = importlib.util.spec_from_file_location("metrics_benchmark", notebooks.ROOT / "benchmarks" / "metrics.py")
-    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-    return module
+    for heading, text, figure in sections:
+        for part in ("**Healthy:**", "**Not:**", "**Do:**"): assert part in text, f"{heading}: no {part}"
+        assert len(notebooks.directives(figure.source).get("fig-alt", "")) > 40, f"{heading}: no picture"
+        assert any("image/svg+xml" in out.get("data", {}) for out in figure.outputs), f"{heading}: the picture is not stored"
 
 
 def test_the_stored_curves_are_those_of_the_command(logged):
     "The runs that the command makes, whole, with the columns that trainings log today."
-    b = benchmark()
-    for file, changes, rows in (("control", b.CONTROL, PPOConfig().iterations), ("sft", b.SFT, RLHFConfig().sft_steps), ("reward_model", b.REWARD_MODEL, RLHFConfig().labels // RLHFConfig().rm_batch), ("rl", b.RL, RLHFConfig().iterations)):
+    for file, changes, rows in (("control", metrics.CONTROL, PPOConfig().iterations), ("sft", metrics.SFT, RLHFConfig().sft_steps), ("reward_model", metrics.REWARD_MODEL, RLHFConfig().labels // RLHFConfig().rm_batch), ("rl", metrics.RL, RLHFConfig().iterations)):
         with open(RESULTS / f"metrics_{file}.csv", newline="", encoding="utf-8") as f: stored = list(csv.DictReader(f))
         assert {("run" if c == "run" else (file, c)) for c in stored[0]} == {"run"} | {x for x in logged if x[0] == file}
         runs = [r["run"] for r in stored]
-        assert {run: runs.count(run) for run in runs} == {b.name(change): rows for change in changes}
+        assert {run: runs.count(run) for run in runs} == {metrics.name(change): rows for change in changes}
 
 
 def test_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["metrics.py", "--short", "--out", str(tmp_path)])
-    b = benchmark()
-    for name in ("CONTROL", "SFT", "REWARD_MODEL"): monkeypatch.setattr(b, name, getattr(b, name)[:2])
-    monkeypatch.setattr(b, "RL", (b.RL[0], b.RL[-1]))
-    b.main()
+    for name in ("CONTROL", "SFT", "REWARD_MODEL"): monkeypatch.setattr(metrics, name, getattr(metrics, name)[:2])
+    monkeypatch.setattr(metrics, "RL", (metrics.RL[0], metrics.RL[-1]))
+    metrics.main()
     for file in FILES.values(): assert header(tmp_path / f"metrics_{file}.csv") == header(RESULTS / f"metrics_{file}.csv")
     with open(tmp_path / "metrics_rl.csv", newline="", encoding="utf-8") as f: healthy, _, mistaken, _ = csv.DictReader(f)
     assert mistaken["run"] == "sampled_at=0.7" and abs(float(mistaken["kl_k1"])) > 0.05 > 1e-4 > abs(float(healthy["kl_k1"]))       # sampler and reference disagree from the first answer on

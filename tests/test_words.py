@@ -34,8 +34,8 @@ def tables(name="00_notation.ipynb"):
 
 
 def symbols(): return [r for r in tables() if "symbol" in r]
-def glossary(): return [r for r in tables() if "English" in r]
-def false_friends(): return [r for r in tables() if "elsewhere" in r]
+def glossary(): return [r for r in tables("words.ipynb") if "English" in r]
+def false_friends(): return [r for r in tables("words.ipynb") if "elsewhere" in r]
 
 
 @cache

@@ -1,6 +1,6 @@
-"""What a page of the site keeps closed until it is asked for: answers to predictions, more proofs, engineering.
+"""What a page of the site keeps closed until it is asked for: answers to predictions, more proofs, engineering, errata.
 
-A section called "More proofs" or "In the workshop" is folded as a whole. After "Predict before you run" the code stays in view; what it puts
+A section called "More proofs", "In the workshop" or "Errata" is folded as a whole. After "Predict before you run" the code stays in view; what it puts
 out, and the paragraph after it, are the answer. A slider stays in view: moving it shows the answer.
 """
 import re
@@ -8,7 +8,7 @@ import re
 from docutils import nodes
 from sphinx.addnodes import desc
 
-SECTIONS = ("More proofs", "In the workshop")
+SECTIONS = ("More proofs", "In the workshop", "Errata")
 PREDICT = re.compile(r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
 
 

@@ -62,6 +62,12 @@ def outside(pattern, change, text):
     return "".join(done) + re.sub(pattern, change, text[at:], flags=re.M | re.S)
 
 
+def asked(cell):
+    "What the directives of a cell ask for; an exported cell asks by `source_hidden`, since directives would stand in its module."
+    hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
+    return ({"hide-input": ""} if hidden else {}) | directives(cell.source)
+
+
 class Page:
     "The notebook at `path` as a reader of the site should see it."
     def __init__(self, path):
@@ -81,7 +87,7 @@ class Page:
         "How long a reader needs for what is not folded, without the exercises: 200 words a minute, and three seconds a line of code."
         words, lines, folded = 0, 0, 0          # folded: the level of the heading that folds what follows
         for cell in self.nb.cells:
-            d = directives(cell.source)
+            d = asked(cell)
             if "hide" in d or "default_exp" in d: continue
             for block in re.split(r"^(?=#+ )", cell.source, flags=re.M) if cell.cell_type == "markdown" else []:
                 if head := re.match(r"(#+) (.*)", block):
@@ -175,7 +181,7 @@ class Page:
         "The notebook for Sphinx."
         cells, intro = [], True
         for cell in self.nb.cells:
-            d = directives(cell.source)
+            d = asked(cell)
             if "hide" in d or "default_exp" in d: continue
             if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.M): intro = False
             shown = self.cell(cell, d, names, intro)

@@ -17,8 +17,8 @@ def prose(doctree):
 
 
 def defines():
-    "{term: the page that defines it}, from the notation."
-    cells = nbformat.read(ROOT / "nbs" / "00_notation.ipynb", as_version=4).cells
+    "{term: the page that defines it}, from the page of words."
+    cells = nbformat.read(ROOT / "nbs" / "words.ipynb", as_version=4).cells
     rows = [row for c in cells for row in TERM.findall(c.source)]
     return {term.strip("`").lower(): re.sub(r"(^|/)\d+_", r"\1", page) for term, page in rows}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checks import at_least_float32, checked
 from ..fast import door, linear, rows
-from .masking import apply_mask, masked_sum
+from .masking import apply_mask
 
 # %% ../../nbs/formulas/02_logprob.ipynb #selective
 _RULES = dict(
@@ -43,11 +43,14 @@ def selective_log_softmax(
         raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices: {e}")
     return apply_mask(chosen, mask).reshape(index.shape)
 
-def _log_softmax(logits, temperature):
-    "log softmax(logits / temperature); PyTorch's own adds up a large vocabulary with less care."
+def _log_softmax(logits, temperature=1.0):
+    "log softmax(logits / temperature), of which PyTorch's own loses digits: it adds in float32."
     z = at_least_float32(logits)
     z = (z - z.detach().amax(-1, keepdim=True)) / temperature
-    return z - z.logsumexp(-1, keepdim=True)
+    return z - z.exp().sum(-1, keepdim=True, dtype=_wide(z)).log().to(z)
+
+def _wide(x):
+    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS lacks float64
 
 # %% ../../nbs/formulas/02_logprob.ipynb #entropy
 @checked(**_RULES)
@@ -66,7 +69,7 @@ def entropy_from_logits(
     z = at_least_float32(logits).masked_fill(~possible, -torch.inf)
     z = z.masked_fill(~possible.any(-1, keepdim=True), 0)
     logp = _log_softmax(z, temperature).clamp(min=torch.finfo(torch.float32).min)
-    return masked_sum(-logp.exp() * logp, possible, dim=-1)
+    return apply_mask(-logp.exp() * logp, possible).sum(-1, dtype=_wide(z)).to(z)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #both
 @checked(index="int (...)", **_RULES)

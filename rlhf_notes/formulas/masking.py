@@ -7,6 +7,8 @@ __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'cent
            'aggregate_count', 'aggregate_loss']
 
 # %% ../../nbs/formulas/01_masking.ipynb #export-imports
+import re
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,8 @@ def masked_sum(
     "Sum of the elements that count; 0 where none does."
     try:
         return apply_mask(at_least_float32(x), mask).sum(dim, keepdim)
-    except (IndexError, RuntimeError, TypeError) as e:
-        if "dim" not in str(e).lower(): raise
+    except (IndexError, RuntimeError, TypeError, ValueError) as e:
+        if not re.search("(?i)dim|overflow", str(e)): raise
         raise ValueError(f"dim must be None, or different dimensions of x, got {dim!r}: {e}")
 
 # %% ../../nbs/formulas/01_masking.ipynb #mean

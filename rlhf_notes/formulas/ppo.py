@@ -95,6 +95,9 @@ def top_entropy_mask(
     return _largest(entropy, mask, share)
 
 # %% ../../nbs/formulas/10_ppo.ipynb #clip-cov
+def _covariance(logp, advantage, mask):
+    return centre(logp.detach(), mask) * centre(advantage.detach(), mask)
+
 @checked(logp="float (...)", advantage="float (...)", draw="float (...)", mask="bool (...)?",
          share="(0, 1]", low="(-inf, inf)", high="(-inf, inf)")
 def clip_cov_mask(
@@ -107,7 +110,7 @@ def clip_cov_mask(
     high: float = 5.0, # and below this
 ) -> Tensor: # (...) bool, False = no gradient for this token
     "False for a few tokens drawn from a band of the covariance (Clip-Cov, Cui et al. 2025)."
-    covariance = centre(logp, mask) * centre(advantage, mask)
+    covariance = _covariance(logp, advantage, mask)
     inside = (covariance > low) & (covariance < high)
     return ~(inside & _largest(draw.masked_fill(~inside, -torch.inf), mask, share))
 
@@ -122,5 +125,6 @@ def kl_cov_penalty(
     share: float = 2e-4, # of the tokens that count, at least one token
 ) -> Tensor: # (...) nats, to be added to each token's loss
     "|log pi - log pi_old| where the covariance is largest, else 0 (KL-Cov, Cui et al. 2025)."
-    covariance = centre(logp.detach(), mask) * centre(advantage.detach(), mask)
-    return apply_mask(logp - logp_old.detach(), _largest(covariance, mask, share)).abs()
+    covariance = _covariance(logp, advantage, mask)
+    penalty = apply_mask(logp - logp_old.detach(), _largest(covariance, mask, share)).abs()
+    return torch.where(covariance.isnan(), covariance, penalty)

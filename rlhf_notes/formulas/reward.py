@@ -7,6 +7,8 @@ __all__ = ['PENALTY_MODES', 'RewardNorm', 'token_rewards', 'truncate_at_stop', '
            'overlong_penalty']
 
 # %% ../../nbs/formulas/09_reward.ipynb #export-imports
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ class RewardNorm:
         "Set gain and bias from raw rewards; what they were before does not matter."
         r = rewards.detach().to("cpu", torch.float64)
         mean_D, std_D = r.mean().item(), (r - r.mean()).square().mean().sqrt().item()
-        if not std_D > 1e-12 * abs(mean_D):
+        if not 1e-12 * abs(mean_D) < std_D < math.inf:
             raise ValueError(f"rewards must be finite and not all equal, got {r.numel()} of them "
                              f"with mean {mean_D} and standard deviation {std_D}")
         self.gain = float(std / std_D)
@@ -124,5 +126,5 @@ def overlong_penalty(
 ) -> Tensor: # (...), from -1 to 0, to be added to the score
     "Soft punishment of long responses (DAPO, Yu et al. 2025, eq. 13)."
     if buffer > max_length:
-        raise ValueError(f"buffer must be in (0, {max_length}], got {buffer}")
+        raise ValueError(f"buffer must be at most max_length = {max_length}, got {buffer}")
     return ((max_length - buffer - at_least_float32(lengths)) / buffer).clamp(-1, 0)

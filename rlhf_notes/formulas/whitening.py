@@ -60,8 +60,8 @@ class RunningMoments:
         mask = torch.ones(batch, dtype=torch.bool, device=x.device) if mask is None else mask
         check_value("mask", mask, "bool (...)")
         if mask.shape != batch:
-            raise ValueError(f"mask must have the shape of the observations, {tuple(batch)}, "
-                             f"got {tuple(mask.shape)}")
+            raise ValueError(f"mask must have the shape of the observations in x, "
+                             f"{tuple(batch)}, got {tuple(mask.shape)}")
         rows = x[mask].to("cpu", torch.float64)
         if not rows.isfinite().all():
             raise ValueError("x must be finite where it counts, got NaN or infinity")

@@ -30,34 +30,6 @@ from .variants import Start, prepare
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #contenders
-@contextmanager
-def _quiet():
-    "Inside, neither TRL nor transformers says anything."
-    logging.disable(logging.WARNING)
-    try:
-        with quiet_transformers(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-def _clock(ends, every):
-    "A callback that notes when iterations end, of so many of TRL's steps."
-    from transformers import TrainerCallback
-    class Clock(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            if state.global_step % every: return
-            ends.append(time.perf_counter())
-    return Clock()
-
-def _shared(c, tmp):
-    "Options that both of TRL's trainers get."
-    return dict(output_dir=tmp, seed=c.seed, use_cpu=c.device == "cpu",
-                bf16=c.precision == "bfloat16", report_to="none", save_strategy="no",
-                logging_steps=10**6, disable_tqdm=True, temperature=c.temperature,
-                learning_rate=c.learning_rate, lr_scheduler_type="linear",
-                adam_epsilon=c.adam_eps, max_grad_norm=c.max_grad_norm)
-
 def trl_grpo(start: Start, # Where to begin
              config: RLHFConfig, # How to train
             ) -> tuple: # (moments at which iterations ended, in seconds; the model)
@@ -94,6 +66,34 @@ def trl_grpo(start: Start, # Where to begin
         trainer.add_callback(_clock(ends, steps))
         trainer.train()
     return ends, trainer.model
+
+@contextmanager
+def _quiet():
+    "Inside, neither TRL nor transformers says anything."
+    logging.disable(logging.WARNING)
+    try:
+        with quiet_transformers(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+def _clock(ends, every):
+    "A callback that notes when iterations end, of so many of TRL's steps."
+    from transformers import TrainerCallback
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step % every: return
+            ends.append(time.perf_counter())
+    return Clock()
+
+def _shared(c, tmp):
+    "Options that both of TRL's trainers get."
+    return dict(output_dir=tmp, seed=c.seed, use_cpu=c.device == "cpu",
+                bf16=c.precision == "bfloat16", report_to="none", save_strategy="no",
+                logging_steps=10**6, disable_tqdm=True, temperature=c.temperature,
+                learning_rate=c.learning_rate, lr_scheduler_type="linear",
+                adam_epsilon=c.adam_eps, max_grad_norm=c.max_grad_norm)
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #race
 def ours(start: Start, # Where to begin

@@ -6,7 +6,7 @@ measured, and the benchmark behind `rlhf-notes bench`."""
 # %% auto #0
 __all__ = ['GAE_SHAPES', 'COLUMNS', 'LONG', 'SIZES', 'TASKS', 'copy_bandwidth', 'seconds',
            'device_name', 'code_that_runs', 'peak_extra', 'Case', 'logit_cases',
-           'part_case', 'gae_cases', 'measure', 'bench', 'table']
+           'gae_cases', 'measure', 'bench', 'table']
 
 # %% ../../nbs/studies/38_speed.ipynb #export-imports
 import ctypes
@@ -30,13 +30,11 @@ from ..formulas.logprob import (
 # %% ../../nbs/studies/38_speed.ipynb #machine
 def copy_bandwidth(
     device: str, # where
-    megabytes: int = 128, # size of the tensor that is copied
-    rounds: int = 9, # the best of so many
 ) -> float: # bytes per second, read and written together
-    "Speed of memory: a tensor copied onto another, both used before."
-    x = torch.ones(megabytes * 2**18, dtype=torch.float32, device=device)
+    "Speed of memory: 128 MB copied onto a tensor that was used before, the best of nine times."
+    x = torch.ones(2**25, dtype=torch.float32, device=device)
     y = x.clone()
-    return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(rounds))
+    return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(9))
 
 # %% ../../nbs/studies/38_speed.ipynb #seconds
 def seconds(
@@ -118,7 +116,52 @@ class Case:
     result: tuple = (0, 0) # bytes of what is asked for, which is not extra
     restore: dict = field(default_factory=dict) # method -> what makes its logits whole again
 
-# %% ../../nbs/studies/38_speed.ipynb #logit-case
+# %% ../../nbs/studies/38_speed.ipynb #logit-cases
+def logit_cases(
+    shape: tuple, # (B, T, V)
+    dtype: torch.dtype, # of the logits
+    device: str, # where
+    width: int = 128, # of the hidden states
+): # yields Case, one at a time, so that their tensors need not be there together
+    "Log-probability, entropy, both, and log-probability from hidden states."
+    trl, generator = _trl(), torch.Generator(device).manual_seed(0)
+    z = torch.empty(shape, dtype=dtype, device=device)
+    for row in z:
+        row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
+    z.requires_grad_(True)
+    i = torch.randint(shape[-1], shape[:2], generator=generator, device=device)
+    yield _logit_case(
+        "log-probability", z, i,
+        {"naive": _naive_log_prob, "DI-engine naive": naive_method,
+         "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
+         "TRL": trl and trl.selective_log_softmax}, selective_log_softmax, _liger(device))
+    yield _logit_case(
+        "entropy", z, i,
+        {"naive": lambda z, i: _naive_entropy(z),
+         "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
+        lambda z, i, **options: entropy_from_logits(z, **options))
+    yield _logit_case(
+        "both", z, i,
+        {"naive": lambda z, i: (_naive_log_prob(z, i), _naive_entropy(z)),
+         "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i),
+                                       trl.entropy_from_logits(z)))},
+        log_probs_and_entropy)
+    size = z.nbytes
+    del z
+    yield _hidden_case(shape, dtype, device, width, generator, i, size, trl)
+
+def _hidden_case(shape, dtype, device, width, generator, i, size, trl):
+    h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype)
+            for s in (shape[:2], shape[2:]))
+    h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
+    linear = torch.nn.functional.linear
+    methods = {
+        "naive": lambda h, W, i: _naive_log_prob(linear(h, W), i),
+        "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(linear(h, W), i)),
+        "ours, plain": _plain(linear_log_probs), "ours": linear_log_probs}
+    return Case("from hidden states", shape, dtype, methods, (h, W, i), (h, W), base=size,
+                result=(0, h.nbytes + W.nbytes))
+
 def _trl():
     try:
         from trl.trainer import utils
@@ -168,74 +211,6 @@ def _logit_case(task, z, i, others, ours, liger=None):
     restore = dict.fromkeys(overwrite, lambda: computed.copy_(z.detach()))
     return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size,
                 (0, size), restore)
-
-# %% ../../nbs/studies/38_speed.ipynb #logit-cases
-def logit_cases(
-    shape: tuple, # (B, T, V)
-    dtype: torch.dtype, # of the logits
-    device: str, # where
-    width: int = 128, # of the hidden states
-): # yields Case, one at a time, so that their tensors need not be there together
-    "Log-probability, entropy, both, and log-probability from hidden states."
-    trl, generator = _trl(), torch.Generator(device).manual_seed(0)
-    z = torch.empty(shape, dtype=dtype, device=device)
-    for row in z:
-        row.copy_(3 * torch.randn(row.shape, generator=generator, device=device))
-    z.requires_grad_(True)
-    i = torch.randint(shape[-1], shape[:2], generator=generator, device=device)
-    yield _logit_case(
-        "log-probability", z, i,
-        {"naive": _naive_log_prob, "DI-engine naive": naive_method,
-         "DI-engine less efficient": less_efficient_method, "DI-engine efficient": efficient_method,
-         "TRL": trl and trl.selective_log_softmax}, selective_log_softmax, _liger(device))
-    yield _logit_case(
-        "entropy", z, i,
-        {"naive": lambda z, i: _naive_entropy(z),
-         "TRL": trl and (lambda z, i: trl.entropy_from_logits(z))},
-        lambda z, i, **options: entropy_from_logits(z, **options))
-    yield _logit_case(
-        "both", z, i,
-        {"naive": lambda z, i: (_naive_log_prob(z, i), _naive_entropy(z)),
-         "TRL": trl and (lambda z, i: (trl.selective_log_softmax(z, i),
-                                       trl.entropy_from_logits(z)))},
-        log_probs_and_entropy)
-    size = z.nbytes
-    del z
-    yield _hidden_case(shape, dtype, device, width, generator, i, size, trl)
-
-def _hidden_case(shape, dtype, device, width, generator, i, size, trl):
-    h, W = (torch.randn(*s, width, generator=generator, device=device).to(dtype)
-            for s in (shape[:2], shape[2:]))
-    h, W = (h * width**-0.5).requires_grad_(True), W.requires_grad_(True)
-    linear = torch.nn.functional.linear
-    methods = {
-        "naive": lambda h, W, i: _naive_log_prob(linear(h, W), i),
-        "TRL": trl and (lambda h, W, i: trl.selective_log_softmax(linear(h, W), i)),
-        "ours, plain": _plain(linear_log_probs), "ours": linear_log_probs}
-    return Case("from hidden states", shape, dtype, methods, (h, W, i), (h, W), base=size,
-                result=(0, h.nbytes + W.nbytes))
-
-# %% ../../nbs/studies/38_speed.ipynb #part-cases
-def part_case(
-    shape: tuple, # of the logits
-    device: str, # where
-) -> Case: # forward alone
-    "Parts of the bill: single operations on as many numbers as there are logits."
-    z = torch.rand(shape, device=device)
-    y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
-    many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
-    def powers(z):
-        from rlhf_notes.fast import row_loops
-        for _ in range(many):
-            row_loops.weigh(small.numpy(), small.numpy()[0], small.numpy()[1], False)
-    methods = {
-        "copy": lambda z: y.copy_(z),
-        "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
-        "exp2 in the cache, compiled": powers if device == "cpu" and fast.HAS_NUMBA else None,
-        "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
-        "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
-        "ours": lambda z: y.fill_(1.0)}
-    return Case("parts", shape, z.dtype, methods, (z,), base=z.nbytes)
 
 # %% ../../nbs/studies/38_speed.ipynb #gae-cases
 GAE_SHAPES = (2048, 64), (128, 4096)
@@ -333,7 +308,6 @@ def bench(
     sizes: tuple = ("small",), # of `SIZES`, or shapes
     device: str = "cpu", # where
     rounds: int = 7, # per measurement
-    dtypes: tuple = (torch.float32, torch.bfloat16), # of the logits
     done = lambda rows: None, # called with the rows of each case
     left_out = lambda text: None, # called with what does not fit into memory
     tasks: tuple = TASKS, # which of `TASKS`
@@ -342,7 +316,7 @@ def bench(
     for task in tasks:
         check_value("tasks", task, TASKS)
     shapes, bandwidth, found = [_shape(size) for size in sizes], copy_bandwidth(device), []
-    for case in _cases(shapes, device, dtypes, left_out, tasks):
+    for case in _cases(shapes, device, left_out, tasks):
         found.extend(new := measure(case, device, rounds, bandwidth))
         done(new)
     return found
@@ -352,9 +326,9 @@ def _shape(size):
     check_value("sizes", size, tuple(SIZES))
     return SIZES[size]
 
-def _cases(shapes, device, dtypes, left_out, tasks):
+def _cases(shapes, device, left_out, tasks):
     for shape in shapes:
-        for dtype in dtypes:
+        for dtype in (torch.float32, torch.bfloat16):
             left = _memory_left(device)  # the naive methods hold several float32 copies
             need = 8 * torch.Size(shape).numel() * max(dtype.itemsize, 3)
             if need > 0.8 * left:
@@ -364,7 +338,7 @@ def _cases(shapes, device, dtypes, left_out, tasks):
                 continue
             yield from (case for case in logit_cases(shape, dtype, device) if case.task in tasks)
             if dtype == torch.float32 and "log-probability" in tasks:
-                yield part_case(shape, device)
+                yield _part_case(shape, device)
     if "GAE" in tasks:
         yield from gae_cases(device)
 
@@ -372,6 +346,24 @@ def _memory_left(device):
     if torch.device(device).type != "cuda": return _bytes("meminfo", "MemAvailable") or float("inf")
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+def _part_case(shape, device):
+    "Parts of the bill: single operations on as many numbers as there are logits."
+    z = torch.rand(shape, device=device)
+    y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
+    many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
+    def powers(z):
+        from rlhf_notes.fast import row_loops
+        for _ in range(many):
+            row_loops.weigh(small.numpy(), small.numpy()[0], small.numpy()[1], False)
+    methods = {
+        "copy": lambda z: y.copy_(z),
+        "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
+        "exp2 in the cache, compiled": powers if device == "cpu" and fast.HAS_NUMBA else None,
+        "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
+        "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
+        "ours": lambda z: y.fill_(1.0)}
+    return Case("parts", shape, z.dtype, methods, (z,), base=z.nbytes)
 
 # %% ../../nbs/studies/38_speed.ipynb #table-rows
 def table(

@@ -659,3 +659,12 @@ def test_calculate_kl_div_is_the_mean(seed, dtype, kind):
     d = normal(seed, (4, 2), dtype)
     torch.testing.assert_close(calculate_kl_div(d, kind), kl_estimate(d, torch.zeros_like(d), kind).mean())
     with pytest.raises(ValueError, match="kl_type must be one of 'k1', 'k2', 'k3', got 'k4'"): calculate_kl_div(d, "k4")
+
+
+@pytest.mark.parametrize("method", [naive_method, less_efficient_method, efficient_method])
+def test_digits_of_one_token_above_a_large_vocabulary(method):
+    logits = torch.zeros(1, 2, 151_936)
+    logits[..., 0] = 16.7
+    right = logits[0].double().log_softmax(-1)
+    logp = method(logits, torch.tensor([[0, 5]]))[0]
+    torch.testing.assert_close(logp.double(), torch.stack([right[0, 0], right[1, 5]]), rtol=6e-8, atol=1e-8)

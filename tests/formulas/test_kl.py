@@ -359,3 +359,11 @@ def test_straight_through_at_an_infinite_log_ratio(kind, with_ratio):
             value, (g, _) = value_and_grad(lambda a, b: kl_loss(a, b, kind, r, None, True), *args)
             assert torch.equal(value, kl_loss(*args, kind)) and not value.isnan()
             assert g.tolist() == [0, 0.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_exact_kl_of_one_token_above_a_large_vocabulary(dtype):
+    logits, logits_ref = torch.zeros(2, 1, 151_936, dtype=dtype)
+    logits[0, 0], logits_ref[0, 1] = 16.7, 16.7
+    p, q = (z.double().log_softmax(-1) for z in (logits, logits_ref))
+    torch.testing.assert_close(exact_kl(logits, logits_ref).double(), (p.exp() * (p - q)).sum(-1), rtol=2e-7, atol=0)

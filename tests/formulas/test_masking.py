@@ -183,3 +183,9 @@ def test_the_gradient_of_the_variance(seed, unbiased):
 def test_no_answers_and_no_tokens_give_zero(mode, shape, length):
     for m in (None, torch.zeros(shape, dtype=torch.bool)): assert aggregate_loss(torch.empty(shape), m, mode, length) == 0
     assert math.isclose(aggregate_loss(torch.ones(1, 1), None, "constant", 1), 1)
+
+
+@pytest.mark.parametrize("f", [masked_sum, masked_mean, masked_var, centre])
+@pytest.mark.parametrize("dim", [10**400, -2**63, 2**63, [10**30], "0", 1.0, {}])
+def test_a_dimension_that_is_none_is_named(f, dim):
+    with pytest.raises(ValueError, match="^dim must be None, or different dimensions of x, got "): f(torch.ones(2, 3), dim=dim)

@@ -175,6 +175,8 @@ def test_probable_good_tokens_and_rare_bad_ones_have_the_largest_covariance():
     assert kl_cov_penalty(logp, logp + 0.5, A, share=0.5).tolist() == [0.5, 0, 0, 0.5]   # covariance 2.4, -.5, -1.9, 3.2
     assert kl_cov_penalty(logp, logp + 0.5, A).tolist() == [0, 0, 0, 0.5]
     assert clip_cov_mask(logp, A, torch.rand(4), low=9.0, high=10.0).all()
+    broken = torch.tensor([math.nan, *A[1:]])
+    assert kl_cov_penalty(logp, logp, broken).isnan().all() and not kl_cov_penalty(logp, logp, broken, A == 0).any()
     assert top_entropy_mask(torch.arange(10.0)).tolist() == [False] * 8 + [True] * 2    # the default share
     assert top_entropy_mask(torch.tensor([1.0, math.nan, 3.0])).tolist() == [False, True, False]
 

@@ -48,7 +48,7 @@ def test_norm_defaults_calls_and_checkpoints():
 
 
 @pytest.mark.parametrize("rewards", [torch.full((7,), 0.1), torch.full((3, 3), 1e6), torch.zeros(4), torch.tensor(2.0), torch.empty(0),
-                                     torch.full((999,), 1 / 3, dtype=torch.float64)])
+                                     torch.full((999,), 1 / 3, dtype=torch.float64), torch.tensor([1e200, 3e200], dtype=torch.float64), torch.tensor([1.0, math.inf])])
 def test_norm_refuses_rewards_without_a_spread(rewards):
     norm = RewardNorm(2.0, 3.0)
     with pytest.raises(ValueError, match="rewards must be finite and not all equal, got"): norm.fit(rewards)
@@ -217,7 +217,7 @@ S, YES = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     (lambda: apply_penalty(S, YES, math.nan), ValueError, "penalty must be in"),
     (lambda: overlong_penalty(3, 10, 2), TypeError, "lengths must be a torch.Tensor, got int"),
     (lambda: overlong_penalty(B, 10, 0), ValueError, "buffer must be in"),
-    (lambda: overlong_penalty(B, 10, 11), ValueError, "buffer must be in"),
+    (lambda: overlong_penalty(B, 10, 11), ValueError, "buffer must be at most max_length = 10, got 11"),
     (lambda: overlong_penalty(B, 0, 1), ValueError, "max_length must be in"),
 ])
 def test_bad_input_is_named(call, error, words):

@@ -211,7 +211,7 @@ X = torch.ones(2, 3)
     (lambda: whiten(X, eps=math.nan), ValueError, "eps must be in"),
     (lambda: RunningMoments().update(3.0), TypeError, "x must be a torch.Tensor"),
     (lambda: RunningMoments((2,)).update(X), ValueError, r"x must have a shape that ends in \(2,\), got \(2, 3\)"),
-    (lambda: RunningMoments((3,)).update(X, X > 0), ValueError, r"mask must have the shape of the observations, \(2,\), got"),
+    (lambda: RunningMoments((3,)).update(X, X > 0), ValueError, r"mask must have the shape of the observations in x, \(2,\), got"),
     (lambda: RunningMoments((3,)).update(X, X[:, 0]), TypeError, "mask must be boolean .*, got torch.float32"),
     (lambda: RunningMoments((3,)).update(X, [True, False]), TypeError, "mask must be a torch.Tensor, got list"),
     (lambda: RunningMoments().update(X / 0), ValueError, "x must be finite"),
@@ -249,4 +249,4 @@ def test_one_huge_number_has_a_mean_and_no_deviation():
 def test_observations_without_elements():
     moments = RunningMoments((0,)).update(torch.zeros(3, 0)).update(torch.zeros(2, 4, 0), torch.ones(2, 4, dtype=torch.bool))
     assert moments.count == 11 and moments.var.shape == (0,) and moments.whiten(torch.zeros(3, 0)).shape == (3, 0)
-    with pytest.raises(ValueError, match=r"mask must have the shape of the observations, \(3,\), got \(2,\)"): moments.update(torch.zeros(3, 0), torch.ones(2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask must have the shape of the observations in x, \(3,\), got \(2,\)"): moments.update(torch.zeros(3, 0), torch.ones(2, dtype=torch.bool))
