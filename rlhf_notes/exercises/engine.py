@@ -155,7 +155,8 @@ def _leaks(outcome, case):
     return _has_nan(case.values()) and _has_nan(outcome.values + outcome.grads)
 
 def _has_nan(parts):
-    return any(isinstance(x, torch.Tensor) and bool(x.isnan().any()) for x in parts)
+    tensors = [v for x in parts for v in (x if isinstance(x, list) else [x])]
+    return any(isinstance(v, torch.Tensor) and bool(v.isnan().any()) for v in tensors)
 
 # %% ../../nbs/exercises/engine.ipynb #registry
 EXERCISES = {}

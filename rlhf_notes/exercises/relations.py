@@ -12,6 +12,24 @@ import torch
 from .outcomes import close, each_close
 
 # %% ../../nbs/exercises/relations.ipynb #related
+def related(
+    pairs: list,  # (yours, right): two tensors for each input
+) -> tuple | None:  # (name, sentence)
+    "The relation that holds between all of yours and all that is right."
+    pairs = [(y.double(), x.double()) for y, x in pairs]
+    if not all(t.isfinite().all() for pair in pairs for t in pair): return None
+    if len(_numbers(y for y, _ in pairs)) == 1 < len(_numbers(x for _, x in pairs)):
+        return "constant", f"Yours is {pairs[0][0].flatten()[0]:.4g} whatever comes in."
+    for name, sentence, least, parts in _relations(pairs):
+        try:
+            both = [parts(y, x) for y, x in pairs]
+        except (IndexError, RuntimeError): continue
+        told = len(_numbers(b for _, b in both) - ({0.0} if least > 2 else set()))
+        if told >= least and all(close(a, b) for a, b in both): return name, sentence
+    return None
+
+def _numbers(tensors): return {v for t in tensors for v in t.flatten().tolist()}
+
 _FUNCTIONS = {"1 minus": lambda x: 1 - x, "1 divided by": lambda x: 1 / x,
               "the exponential of": torch.exp, "the logarithm of": torch.log,
               "the square of": torch.square, "the square root of": torch.sqrt,
@@ -44,44 +62,7 @@ def _relations(pairs):
     yield "summed", "Yours is the sum of what is asked for.", 2, lambda y, x: (y, x.sum())
     yield "averaged", "Yours is the mean of what is asked for.", 2, lambda y, x: (y, x.mean())
 
-def related(
-    pairs: list,  # (yours, right): two tensors for each input
-) -> tuple | None:  # (name, sentence)
-    "The relation that holds between all of yours and all that is right."
-    pairs = [(y.double(), x.double()) for y, x in pairs]
-    if not all(t.isfinite().all() for pair in pairs for t in pair): return None
-    if len(_numbers(y for y, _ in pairs)) == 1 < len(_numbers(x for _, x in pairs)):
-        return "constant", f"Yours is {pairs[0][0].flatten()[0]:.4g} whatever comes in."
-    for name, sentence, least, parts in _relations(pairs):
-        try:
-            both = [parts(y, x) for y, x in pairs]
-        except (IndexError, RuntimeError): continue
-        told = len(_numbers(b for _, b in both) - ({0.0} if least > 2 else set()))
-        if told >= least and all(close(a, b) for a, b in both): return name, sentence
-    return None
-
-def _numbers(tensors): return {v for t in tensors for v in t.flatten().tolist()}
-
 # %% ../../nbs/exercises/relations.ipynb #combined
-_OPERATIONS = {"{x} times {a}": lambda x, a: x * a, "{x} divided by {a}": lambda x, a: x / a,
-               "{x} plus {a}": lambda x, a: x + a, "{x} minus {a}": lambda x, a: x - a,
-               "{a} minus {x}": lambda x, a: a - x}
-
-def _sizes(case):
-    "{words: 0-dim or floating-point tensor} of the arguments."
-    found = {}
-    for name, v in case.items():
-        if type(v) in (int, float): found[name] = torch.tensor(v)
-        if isinstance(v, torch.Tensor) and v.is_floating_point(): found[name] = v
-        if isinstance(v, list):
-            found[f"the length of {name}"] = torch.tensor(len(v))
-            v = torch.cat([x.flatten() for x in v])
-        if not isinstance(v, torch.Tensor) or not v.ndim: continue
-        sizes = {"length": len(v), "last dimension": v.shape[-1], "number of elements": v.numel()}
-        if v.dtype == torch.bool: sizes["number of True"] = int(v.sum())
-        for words, n in sizes.items(): found.setdefault(f"the {words} of {name}", torch.tensor(n))
-    return found
-
 def combined(
     pairs: list,  # (yours, right): two tensors for each input
     cases: list,  # arguments by name, of each input
@@ -97,6 +78,25 @@ def combined(
             if len(_numbers(made)) > 1 and all(close(y, m) for (y, _, _), m in zip(both, made)):
                 return "combined", f"Yours is {words.format(x='what is asked for', a=name)}."
     return None
+
+_OPERATIONS = {"{x} times {a}": lambda x, a: x * a, "{x} divided by {a}": lambda x, a: x / a,
+               "{x} plus {a}": lambda x, a: x + a, "{x} minus {a}": lambda x, a: x - a,
+               "{a} minus {x}": lambda x, a: a - x}
+
+def _sizes(case):
+    "{words: 0-dim or floating-point tensor} of the arguments."
+    found = {}
+    for name, v in case.items():
+        if type(v) in (int, float): found[name] = torch.tensor(v)
+        if isinstance(v, torch.Tensor) and v.is_floating_point(): found[name] = v
+        if isinstance(v, list):
+            found[f"the length of {name}"] = torch.tensor(len(v))
+            v = torch.cat([x.flatten() for x in v])
+        if not isinstance(v, torch.Tensor) or not v.ndim: continue
+        sizes = {"length": len(v), "last dimension": v.shape[-1], "number of elements": v.numel()}
+        if v.dtype == torch.bool: sizes["number of True values"] = int(v.sum())
+        for words, n in sizes.items(): found.setdefault(f"the {words} of {name}", torch.tensor(n))
+    return found
 
 # %% ../../nbs/exercises/relations.ipynb #row-by-row
 def row_by_row(
