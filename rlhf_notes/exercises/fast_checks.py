@@ -42,7 +42,8 @@ def _i(*n): return torch.tensor(n, dtype=torch.int32)
 
 def _horner(f, c):
     p = c[-1] * torch.ones_like(f)
-    for c_k in c[:-1].flip(0): p = p * f + c_k
+    for c_k in c[:-1].flip(0):
+        p = p * f + c_k
     return p
 
 exercise("horner", "row_loops", _horner,

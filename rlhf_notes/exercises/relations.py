@@ -50,14 +50,14 @@ def _relations(pairs):
         yield "late", "Each value stands one step too late.", 3, lambda y, x: (y[1:], x[:-1])
         yield "early", "Each value stands one step too early.", 3, lambda y, x: (y[:-1], x[1:])
         yield "reversed", "The order is reversed.", 3, lambda y, x: (y.flip(0), x)
-        for words, of in _FUNCTIONS.items():
-            yield "function", f"Yours is {words} what is asked for.", 2, lambda y, x: (y, of(x))
+        for text, of in _FUNCTIONS.items():
+            yield "function", f"Yours is {text} what is asked for.", 2, lambda y, x: (y, of(x))
     yield "transposed", "Rows and columns are exchanged.", 3, lambda y, x: (y.transpose(0, 1), x)
     if all(y.numel() == x.numel() for y, x in pairs): return
-    for words, dims in ((" over its last dimension", -1), ("", None)):
-        yield "not_averaged", f"The mean of yours{words} is right.", 2, (
+    for text, dims in ((" over its last dimension", -1), ("", None)):
+        yield "not_averaged", f"The mean of yours{text} is right.", 2, (
             lambda y, x: (y.mean(dims), x))
-        yield "not_summed", f"The sum of yours{words} is right.", 2, lambda y, x: (y.sum(dims), x)
+        yield "not_summed", f"The sum of yours{text} is right.", 2, lambda y, x: (y.sum(dims), x)
     yield "last", "Yours is the last of what is asked for.", 2, lambda y, x: (y, x[-1])
     yield "summed", "Yours is the sum of what is asked for.", 2, lambda y, x: (y, x.sum())
     yield "averaged", "Yours is the mean of what is asked for.", 2, lambda y, x: (y, x.mean())
@@ -73,10 +73,10 @@ def combined(
     for name in sizes[0]:
         both = [(y.double(), x.double(), size[name]) for size, (y, x) in zip(sizes, pairs)]
         if any(a.ndim and a.shape != x.shape for _, x, a in both): continue
-        for words, of in _OPERATIONS.items():
+        for text, of in _OPERATIONS.items():
             made = [of(x, a) for _, x, a in both]
             if len(_numbers(made)) > 1 and all(close(y, m) for (y, _, _), m in zip(both, made)):
-                return "combined", f"Yours is {words.format(x='what is asked for', a=name)}."
+                return "combined", f"Yours is {text.format(x='what is asked for', a=name)}."
     return None
 
 _OPERATIONS = {"{x} times {a}": lambda x, a: x * a, "{x} divided by {a}": lambda x, a: x / a,
@@ -84,19 +84,18 @@ _OPERATIONS = {"{x} times {a}": lambda x, a: x * a, "{x} divided by {a}": lambda
                "{a} minus {x}": lambda x, a: a - x}
 
 def _sizes(case):
-    "{words: 0-dim or floating-point tensor} of the arguments."
+    "{text: 0-dim or floating-point tensor} of the arguments."
     found = {}
     for name, v in case.items():
-        if type(v) in (int, float): found[name] = torch.tensor(v)
-        if isinstance(v, torch.Tensor) and v.is_floating_point(): found[name] = v
-        if isinstance(v, list):
-            found[f"the length of {name}"] = torch.tensor(len(v))
-            v = torch.cat([x.flatten() for x in v])
-        if not isinstance(v, torch.Tensor) or not v.ndim: continue
-        sizes = {"length": len(v), "last dimension": v.shape[-1], "number of elements": v.numel()}
-        if v.dtype == torch.bool: sizes["number of True values"] = int(v.sum())
-        for words, n in sizes.items(): found.setdefault(f"the {words} of {name}", torch.tensor(n))
-    return found
+        parts = v if isinstance(v, list) else [torch.as_tensor(v)]
+        flat = torch.cat([part.flatten() for part in parts])
+        flag = flat.dtype == torch.bool
+        found |= {} if flag or isinstance(v, list) else {name: v}
+        found |= {f"the length of {name}": len(v) if flat.numel() > 1 else 1,
+                  f"the last dimension of {name}": (*parts[0].shape, 1)[parts[0].ndim - 1],
+                  f"the number of elements of {name}": flat.numel()}
+        found |= {f"the number of True values of {name}": flat.sum()} if flag else {}
+    return {name: torch.as_tensor(n) for name, n in found.items()}
 
 # %% ../../nbs/exercises/relations.ipynb #row-by-row
 def row_by_row(
@@ -109,10 +108,10 @@ def row_by_row(
     if sum(x.numel() - len(x) for _, x in rows) < 3: return None
     factors = [((y * x).sum(1) / (x * x).sum(1))[:, None] for y, x in rows]
     shifts = [(y - x).mean(1, keepdim=True) for y, x in rows]
-    for words, numbers, of in (("factor", factors, torch.div), ("difference", shifts, torch.sub)):
+    for text, numbers, of in (("factor", factors, torch.div), ("difference", shifts, torch.sub)):
         if all(close(of(y, n), x) for (y, x), n in zip(rows, numbers)):
             least, most = torch.cat(numbers).aminmax()
-            return "row_by_row", (f"Yours is right but for a {words} in each row, from {least:.4g} "
+            return "row_by_row", (f"Yours is right but for a {text} in each row, from {least:.4g} "
                                   f"to {most:.4g}.")
     return None
 
@@ -125,10 +124,11 @@ def only_where(
     if any(y.shape != x.shape or not x.ndim for y, x in pairs): return None
     def joined(tensors): return torch.cat([t.flatten() for t in tensors])
     holds = {}
-    for words, i in (("at the beginning", 0), ("at the end", -1)):
+    for text, i in (("at the beginning", 0), ("at the end", -1)):
         place = [torch.zeros_like(x, dtype=torch.bool) for _, x in pairs]
-        for p in place: p[i] = True
-        holds[words] = joined(place)
+        for p in place:
+            p[i] = True
+        holds[text] = joined(place)
     for name in cases[0]:
         values = [case[name] for case, _ in zip(cases, pairs)]
         if any(getattr(v, "shape", None) != x.shape for v, (_, x) in zip(values, pairs)): continue
@@ -138,6 +138,6 @@ def only_where(
         holds |= {f"where {name} is {value}": test for value, test in tests.items()}
     wrong = joined(~each_close(y, x) for y, x in pairs)
     told = joined(x for _, x in pairs) != 0                # a mask says nothing where all is 0
-    found = [(int(test.sum()), words) for words, test in holds.items() if (told & ~test).any()
+    found = [(int(test.sum()), text) for text, test in holds.items() if (told & ~test).any()
              and not (wrong & ~test).any() and 2 * wrong.sum() >= test.sum()]
     return ("where", f"Yours is wrong only {min(found)[1]}.") if found else None

@@ -23,7 +23,7 @@ def _kind(v): return v.dtype if isinstance(v, torch.Tensor) else type(v)
 def _sort(v): return _kind(v), getattr(v, "shape", None)
 
 def _replaced(case):
-    "{words: arguments by name -> other arguments}."
+    "{text: arguments by name -> other arguments}."
     found = {}
     for name, v in case.items():
         for new, change in _CHANGES.get(_kind(v), {}).items():
@@ -71,11 +71,11 @@ def _by_rows(f):
 # %% ../../nbs/exercises/substitutes.ipynb #substitutes
 def substitutes(
     case: dict,  # arguments by name
-) -> dict:  # {words: function -> function of the same arguments}
+) -> dict:  # {text: function -> function of the same arguments}
     "Ways to call a function with other arguments, or along other dimensions."
     changes = _replaced(case) | ({"padding counted as zeros": _zeros} if "mask" in case else {})
     def by(change): return lambda f: lambda *args: f(*change(dict(zip(case, args))).values())
-    return {words: by(change) for words, change in changes.items()} | {
+    return {text: by(change) for text, change in changes.items()} | {
         "rows and columns exchanged": _turned, "all rows in one": _in_one_row,
         "each row by itself": _by_rows,
         "each row by itself, averaged": lambda f: lambda *args: _by_rows(f)(*args).mean()}
@@ -86,6 +86,6 @@ def switches(
 ) -> dict:  # those `substitutes` that may switch a term off
     "Ways to call a function with one of its arguments 0, 1, True, False, or as a later one."
     def off(new, name): return new in {*_CONSTANTS, *_FLAGS} or new in [*case][[*case].index(name):]
-    parts = {words: words.split(" in place of ") for words in substitutes(case)}
-    return {words: change for words, change in substitutes(case).items()
-            if len(parts[words]) == 2 and off(*parts[words])}
+    parts = {text: text.split(" in place of ") for text in substitutes(case)}
+    return {text: change for text, change in substitutes(case).items()
+            if len(parts[text]) == 2 and off(*parts[text])}

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid, mse_loss
 
 from rlhf_notes import check
+from rlhf_notes.exercises import outcomes
 
 
 def k3(d): return d.exp() - 1 - d
@@ -102,3 +103,14 @@ def test_what_the_reader_prints_is_not_printed_for_each_fact(capsys):
 def test_a_large_result_shows_the_first_difference():
     verdict = check.gae(lambda r, *x: check.gae.reference(r, *x) * (r.shape != (9, 2)) + 0.0, draw=False)
     assert "; first at [0, 0]: " in verdict.text
+
+
+def test_a_hang_on_another_input_ends_the_search(monkeypatch):
+    monkeypatch.setattr(outcomes, "LIMIT", 0.2)
+    hangs = []
+    def mean(x, m):
+        if m.all() and not x.isnan().any(): hangs.append(1)
+        while m.all() and not x.isnan().any(): pass
+        return kept(x, m).sum() / (m.sum() + 1)
+    verdict = check.masked_mean(mean)
+    assert verdict.mistake is None and "expected 1.5, yours is 1" in verdict.text and len(hangs) == 1
