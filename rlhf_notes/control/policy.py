@@ -35,7 +35,8 @@ def mlp(inputs: int, # Width of the input
         generator: torch.Generator | None = None, # Source of the weights
        ) -> nn.Sequential: # (..., inputs) -> (..., outputs)
     "A network with two hidden layers."
-    linears = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    widths = (inputs, hidden), (hidden, hidden), (hidden, outputs)
+    linears = [nn.Linear(*width, device="cpu", dtype=torch.float32) for width in widths]
     for linear, g in zip(linears, (2 ** 0.5, 2 ** 0.5, gain)):
         if init == "orthogonal":
             nn.init.orthogonal_(linear.weight, g, generator)
@@ -101,7 +102,7 @@ class Gaussian(nn.Module):
         self.shape, self.squash = space.shape, squash
         self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
         self.outputs = len(self.low)
-        self.log_std = nn.Parameter(torch.full((self.outputs,), float(log_std)))
+        self.log_std = nn.Parameter(torch.from_numpy(np.full(self.outputs, log_std, np.float32)))
 
     def sigma(self, out): # (..., N) -> (..., N)
         "Standard deviations, the same for each observation."

@@ -5,7 +5,7 @@ formulas."""
 
 # %% auto #0
 __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'batch_loss', 'Batch', 'make_batch', 'PPO',
-           'seeds', 'health', 'Scaling', 'episode_returns', 'train', 'check_start']
+           'seeds', 'health', 'Scaling', 'episode_returns', 'train']
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import math
@@ -111,6 +111,18 @@ class PPO:
         self.rows = []  # of metrics, one for each iteration
         self.clock = dict(wall_seconds=0.0, steps_to_solve=None, seconds_to_solve=None)
         self._begin_episodes()
+
+    @classmethod
+    def begin(cls,
+              config: PPOConfig, # All options
+              run: Run | None = None, # To continue, if it has a checkpoint
+             ) -> "PPO":
+        "A trainer at the start of its training, or where its run stopped."
+        ppo = cls(**vars(config))
+        if run is None or run.checkpoint is None: return ppo
+        ppo.load_state_dict(run.checkpoint["ppo"])
+        ppo.rows = list(run.rows)
+        return ppo
 
     def _begin_episodes(self):
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
@@ -313,7 +325,7 @@ class Scaling:
         self.config = config
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
-        self.running = torch.zeros(config.num_envs)  # and that return
+        self.running = torch.from_numpy(np.zeros(config.num_envs, np.float32))  # and that return
 
     def obs(self, obs): # (N, obs_size) array -> the same
         "Observations for the policy; those of the first rollout are left as they are."
@@ -362,22 +374,14 @@ def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
         resetting = done & (autoreset_mode(envs) == "NextStep")
-    return torch.tensor(returns)
+    return torch.from_numpy(np.array(returns, np.float32))
 
 # %% ../../nbs/control/19_ppo.ipynb #train
-def _start(config, run):
-    "A trainer at its beginning, or where its run stopped."
-    ppo = PPO(**vars(config))
-    if run is None or run.checkpoint is None: return ppo
-    ppo.load_state_dict(run.checkpoint["ppo"])
-    ppo.rows = list(run.rows)
-    return ppo
-
 def train(config: PPOConfig, # All options
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
          ) -> tuple[PPO, list, dict]: # The trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
-    ppo = _start(config, run).learn(run)
+    ppo = PPO.begin(config, run).learn(run)
     interrupted = ppo.iteration < config.iterations
     scores = dict.fromkeys([*SCORES, "eval_episodes"])
     scores["solved"] = None if threshold(config.env) is None else False
@@ -395,10 +399,3 @@ def train(config: PPOConfig, # All options
         ppo.save(run.path / "ppo.pt")
         run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
     return ppo, ppo.rows, summary
-
-# %% ../../nbs/control/19_ppo.ipynb #check-start
-def check_start(config: PPOConfig, # As for `train`
-                run: Run | None = None, # As for `train`
-               ):
-    "ValueError unless a training can begin."
-    _start(config, run).envs.close()

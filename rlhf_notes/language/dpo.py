@@ -21,6 +21,7 @@ from .model import Policy, adapter_off, autocast
 from .reward_model import ask_human
 from .rlhf import RLHF
 from .prompts import Prompts, read_prompts
+from ..training.devices import usual_defaults
 from ..training.seeds import seeded_generator
 
 # %% ../../nbs/language/30_dpo.ipynb #choice-loss
@@ -72,9 +73,8 @@ class DPO(RLHF):
                  seed: int = 0, # Of all that is random
                  **options, # Of `RLHFConfig`
                 ):
-        options = dict(stop_after=0, overlong="keep") | options
-        config = RLHFConfig(algo="dpo", response_length=max_new_tokens, iterations=iterations,
-                            seed=seed, **options)
+        options |= dict(algo="dpo", iterations=iterations, seed=seed)
+        config = self._config(max_new_tokens, **options)
         rows = read_prompts(prompts)
         if not rows: raise ValueError("prompts must not be empty, got none to learn from")
         self._from_prompts(config, model, tokenizer, [row["prompt"] for row in rows], None)
@@ -93,6 +93,7 @@ class DPO(RLHF):
         trainer.learn_from(make_choices(*texts, best))
         return trainer
 
+    @usual_defaults()
     @torch.no_grad()
     def learn_from(self, choices: Choices): # Without `logp_ref`
         "Compute the reference's log-probs, once, and the order of the prompts."
@@ -161,6 +162,7 @@ def own_choices(task: Prompts, # Of the prompts of `rows`, in their order
     "Two responses to each prompt as tokens; ValueError names the one that cannot be used."
     names, ids = ("chosen", "rejected"), []
     end, T = [task.tokenizer.eos_token_id], task.response_length
+    if end == [None]: raise ValueError("tokenizer must have a token for the end of a text")
     for i, row in enumerate(rows):
         for name in names:
             if not isinstance(row.get(name), str):

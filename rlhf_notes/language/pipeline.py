@@ -20,7 +20,7 @@ from ..formulas.reward import RewardNorm
 from .config import RLHFConfig
 from .dpo import DPO
 from .hub import load_model, pad_outside, save_reward_model
-from .model import (Pretraining, RewardModel, context_length, has_adapter,
+from .model import (Pretraining, RewardModel, check_context, has_adapter,
                                        make_gpt2, sum_of_squares)
 from .reward_model import RewardTraining
 from .rlhf import RLHF
@@ -179,23 +179,16 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
         tokenizer = pad_outside(make_tokenizer(), size)
         lm = make_gpt2(config.preset, size, eos_token_id=tokenizer.eos_token_id, seed=config.seed,
                        device=device)
-    _check_lengths(lm, config.query_length, config.response_length)
+    lengths = dict(response_length=config.response_length)
+    check_context(lm, query_length=config.query_length, **lengths)
     try:
         task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
     except ValueError as e:
         if not str(e).startswith("tokenizer"): raise
         raise ValueError(f"model must have a tokenizer that fits the task, got {config.model!r}: "
                          f"{e}") from e
-    _check_lengths(lm, task.query_length, task.response_length)
+    check_context(lm, query_length=task.query_length, **lengths)
     return lm, task
-
-def _check_lengths(lm, Q, T):
-    "ValueError unless prompts and responses fit into the model."
-    limit = context_length(lm)
-    if limit is None or Q + T <= limit: return
-    name, other = ("query_length", "response") if Q > T else ("response_length", "prompt")
-    raise ValueError(f"{name} must fit into the model's context of {limit} tokens, beside a "
-                     f"{other} of {min(Q, T)}, got {max(Q, T)}")
 
 # %% ../../nbs/language/28_pipeline.ipynb #own-training
 class OwnTraining(Training):

@@ -151,6 +151,12 @@ def test_preferences_that_cannot_be_used(rows, words):
     with pytest.raises(ValueError, match=words): D.DPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")
 
 
+def test_preferences_need_an_end():
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="tokenizer must have a token for the end of a text"): D.DPO(tiny_lm(), tokenizer, OWN, max_new_tokens=6, device="cpu")
+
+
 def test_dpo_does_not_learn_from_a_reward():
     with pytest.raises(ValueError, match="^algo must be ppo, grpo or rloo to learn from a reward, got dpo"): RLHF(tiny_lm(), make_tokenizer(), ["about"], lambda p, r: [0.0] * len(r), algo="dpo")
 
