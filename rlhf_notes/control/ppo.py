@@ -116,7 +116,7 @@ class PPO:
     def begin(cls,
               config: PPOConfig, # All options
               run: Run | None = None, # To continue, if it has a checkpoint
-             ) -> "PPO":
+             ) -> "PPO": # Ready to `learn`
         "A trainer at the start of its training, or where its run stopped."
         ppo = cls(**vars(config))
         if run is None or run.checkpoint is None: return ppo

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['load_model', 'Classifier', 'as_text', 'quiet_transformers', 'check_trainable',
-           'add_lora', 'pad_outside', 'end_tokens', 'save_model', 'replacing',
-           'save_reward_model', 'check_model']
+           'add_lora', 'pad_outside', 'end_tokens', 'save_model', 'save_reward_model',
+           'check_model']
 
 # %% ../../nbs/language/29_hub.ipynb #export-imports
 import copy
@@ -237,7 +237,7 @@ def save_model(path: Path, # A directory; one that is there is replaced
     own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
     if merge and has_adapter(lm):
         lm = copy.deepcopy(lm).merge_and_unload()
-    with replacing(path) as new, quiet_transformers():
+    with _replacing(path) as new, quiet_transformers():
         lm.save_pretrained(new)
         own.save_pretrained(new)
         config, generate = copy.deepcopy((lm.config, lm.generation_config))
@@ -257,10 +257,8 @@ def _known_padding(tokenizer, vocab_size):
     own.init_kwargs["padding_side"] = "left" # from there it is saved
     return own
 
-# %% ../../nbs/language/29_hub.ipynb #replacing
 @contextmanager
-def replacing(path: Path, # A directory; one that is there is replaced
-             ): # A context manager; yields where to write
+def _replacing(path):
     "A new directory takes the place of the old one when it is whole, or nothing changes."
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -294,7 +292,7 @@ def save_reward_model(path: Path, # A directory; one that is there is replaced
     theirs.score.weight.data = model.head.weight.detach().cpu()
     bias = norm(model.head.bias).item()
     theirs.config.update(dict(pad_token_id=pad, reward_gain=norm.gain, reward_bias=bias))
-    with replacing(path) as new, quiet_transformers():
+    with _replacing(path) as new, quiet_transformers():
         theirs.save_pretrained(new)
         own.save_pretrained(new)
 

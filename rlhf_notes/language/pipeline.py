@@ -5,7 +5,7 @@ human likes better."""
 
 # %% auto #0
 __all__ = ['STAGES', 'SHOWN', 'GPT2_VOCAB', 'CHECKPOINT_EVERY', 'PANELS', 'Training', 'make_world',
-           'OwnTraining', 'Evaluation', 'evaluate', 'save', 'train', 'plot_run']
+           'OwnTraining', 'Evaluation', 'evaluate', 'train', 'plot_run']
 
 # %% ../../nbs/language/28_pipeline.ipynb #export-imports
 import copy
@@ -116,10 +116,9 @@ class Training:
 
     def show(self, iteration: int, evaluation) -> float: # Mean true reward
         "Keep some responses, always to the same prompts."
-        shown = zip(evaluation.texts, evaluation.true.tolist(), evaluation.rollout.scores.tolist())
-        for (prompt, response), true, score in list(shown)[:SHOWN]:
-            self.samples.append(dict(iteration=iteration, prompt=prompt, response=response,
-                                     score=score, true_score=true))
+        rows = sample_table(self.task, evaluation.rollout[:SHOWN], SHOWN)
+        self.samples += [dict(iteration=iteration, **row, true_score=true)
+                         for row, true in zip(rows, evaluation.true.tolist())]
         return evaluation.true.mean().item()
 
     def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
@@ -153,11 +152,10 @@ class Training:
     def outcome(self) -> dict: # By the names in `OUTCOME`
         "Means over responses to held-out prompts, before and after."
         before, after = evaluate(self.stage, self.lm), evaluate(self.stage)
-        worth, rows = after.worth(before), self.rows["rl"]
-        speed = len(rows) / sum(1 / r["tokens_per_second"] for r in rows)
-        scores = [x.rollout.scores.mean().item() for x in (before, after)]
-        values = (before.true.mean().item(), worth["true"], worth["win"], *scores, worth["kl"],
-                  worth["valid"], speed)
+        start, end = before.worth(before), after.worth(before)
+        speed = len(self.rows["rl"]) / sum(1 / r["tokens_per_second"] for r in self.rows["rl"])
+        values = (start["true"], end["true"], end["win"], start["proxy"], end["proxy"], end["kl"],
+                  end["valid"], speed)
         return dict(zip(self.OUTCOME, values))
 
 # %% ../../nbs/language/28_pipeline.ipynb #world
@@ -181,12 +179,7 @@ def make_world(config: RLHFConfig, # model, preset, seed, lengths
                        device=device)
     lengths = dict(response_length=config.response_length)
     check_context(lm, query_length=config.query_length, **lengths)
-    try:
-        task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
-    except ValueError as e:
-        if not str(e).startswith("tokenizer"): raise
-        raise ValueError(f"model must have a tokenizer that fits the task, got {config.model!r}: "
-                         f"{e}") from e
+    task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
     check_context(lm, query_length=task.query_length, **lengths)
     return lm, task
 
@@ -223,15 +216,12 @@ class Evaluation:
     true: torch.Tensor  # True rewards, (n,)
     rollout: Rollout    # The responses themselves
 
-    def win_rate(self, other: "Evaluation") -> float: # From 0 to 1
-        "Share of the prompts where the human prefers these; a tie is half a win."
-        return ((self.true > other.true).float() + 0.5 * (self.true == other.true)).mean().item()
-
     def worth(self, before: "Evaluation") -> dict: # proxy, true, kl (nats), valid, win: numbers
-        "Means over the responses, and the win rate against the model that it began with."
+        "Means; win is the share of the prompts where these beat those before, a tie half a win."
         stats = {name: x.item() for name, x in rollout_stats(self.rollout).items()}
+        win = (self.true > before.true).float() + 0.5 * (self.true == before.true)
         return dict(proxy=stats["score"], true=self.true.mean().item(), kl=stats["kl_k1"],
-                    valid=stats["valid"], win=self.win_rate(before))
+                    valid=stats["valid"], win=win.mean().item())
 
 # %% ../../nbs/language/28_pipeline.ipynb #evaluate
 @torch.no_grad()
@@ -255,13 +245,42 @@ def evaluate(trainer: RLHF, # In training or after it
     return Evaluation(task.texts(prompts, mask, responses),
                       task.true_rewards(prompts, mask, responses), rollout)
 
-# %% ../../nbs/language/28_pipeline.ipynb #files
+# %% ../../nbs/language/28_pipeline.ipynb #train
 CHECKPOINT_EVERY = 10.0  # seconds between two checkpoints
 
-def save(training: Training, # As it is now
-         run: Run | None, # Its directory; None = keep nothing
-         summary: dict | None = None, # From `Training.summary`, at the end
-        ):
+def train(training: Training, # At its beginning
+          run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
+         ) -> tuple: # (trainer: the RLHF, or the interrupted stage; its rows; the summary)
+    "Train to the end or to Ctrl-C; either leaves a whole run directory."
+    if run is not None and run.checkpoint is not None:
+        training.load_state_dict(run.checkpoint)
+    run = run if training.accelerator.is_main_process else None
+    bar = progress_bar(training.steps, sum(map(len, training.rows.values())))
+    with stop_on_interrupt() as stop:
+        _save(training, run)
+        saved = time.perf_counter()
+        while not (training.done or _stopped(training.accelerator, stop)):
+            name, row = training.iterate()
+            bar.set_description(name, refresh=False)
+            bar.update()
+            if run is not None and name == "rl":
+                i = row["iteration"]
+                run.log(row, i, [x for x in training.samples if x["iteration"] == i])
+            if name != training.name or time.perf_counter() - saved >= CHECKPOINT_EVERY:
+                _save(training, run)
+                saved = time.perf_counter()
+        bar.close()
+        summary = training.summary()
+        _save(training, run, summary)
+    return training.stage, training.rows["rl"], summary
+
+def _stopped(accelerator, stop):
+    "True if one of the processes is to stop."
+    if stop.is_set():
+        accelerator.set_trigger()
+    return accelerator.check_trigger()
+
+def _save(training, run, summary=None):
     "Write checkpoint and tables; at the end models, curve and summary too."
     if run is None: return
     stage, rl = training.stage, training.name == "rl"
@@ -282,39 +301,6 @@ def save(training: Training, # As it is now
     rows = training.rows["rl"]
     run.save_figure(lambda figure: plot_run(figure, rows, summary), figsize=(9, 4.6))
     run.finish(summary)
-
-# %% ../../nbs/language/28_pipeline.ipynb #train
-def train(training: Training, # At its beginning
-          run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
-         ) -> tuple: # (trainer: the RLHF, or the interrupted stage; its rows; the summary)
-    "Train to the end or to Ctrl-C; either leaves a whole run directory."
-    if run is not None and run.checkpoint is not None:
-        training.load_state_dict(run.checkpoint)
-    run = run if training.accelerator.is_main_process else None
-    bar = progress_bar(training.steps, sum(map(len, training.rows.values())))
-    with stop_on_interrupt() as stop:
-        save(training, run)
-        saved = time.perf_counter()
-        while not (training.done or _stopped(training.accelerator, stop)):
-            name, row = training.iterate()
-            bar.set_description(name, refresh=False)
-            bar.update()
-            if run is not None and name == "rl":
-                i = row["iteration"]
-                run.log(row, i, [x for x in training.samples if x["iteration"] == i])
-            if name != training.name or time.perf_counter() - saved >= CHECKPOINT_EVERY:
-                save(training, run)
-                saved = time.perf_counter()
-        bar.close()
-        summary = training.summary()
-        save(training, run, summary)
-    return training.stage, training.rows["rl"], summary
-
-def _stopped(accelerator, stop):
-    "True if one of the processes is to stop."
-    if stop.is_set():
-        accelerator.set_trigger()
-    return accelerator.check_trigger()
 
 # %% ../../nbs/language/28_pipeline.ipynb #plot
 PANELS = {"score": ("score", "true_score"), "KL(policy, reference), nats": ("kl_k1", "kl_k3"),

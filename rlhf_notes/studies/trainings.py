@@ -123,10 +123,11 @@ def _control(s, path):
 
 def _reviews(s, path):
     with open(path / "samples.csv", newline="", encoding="utf-8") as f:
-        rows = list(csv.reader(f))[1:]  # iteration, prompt, response, proxy and true score
-    texts = {(r[0], r[1]): f"{float(r[4]):5.2f} {r[2]}" for r in rows}
-    first, last = rows[0][0], rows[-1][0]
-    for prompt in list(dict.fromkeys(r[1] for r in rows))[:4]:
+        rows = list(csv.DictReader(f))
+    texts = {(r["iteration"], r["prompt"]): f"{float(r['true_score']):5.2f} {r['response']}"
+             for r in rows}
+    first, last = rows[0]["iteration"], rows[-1]["iteration"]
+    for prompt in list(dict.fromkeys(r["prompt"] for r in rows))[:4]:
         yield f"{prompt}\n  before {texts[first, prompt]}\n  after  {texts[last, prompt]}"
     yield (f"true score {s['true_score_sft']:.2f} before, {s['true_score']:.2f} after; "
            f"better in {s['win_rate_vs_sft']:.1%}; KL {s['kl']:.1f} nats")

@@ -1,7 +1,6 @@
 import csv
 import importlib
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,6 @@ ANGLE, SPEED, TORQUE = st.floats(-10, 10), st.floats(-8, 8), st.floats(-2, 2)
 
 @pytest.fixture(scope="module")
 def study():
-    sys.path.append(str(ROOT / "benchmarks"))
     return importlib.import_module("pendulum_study")
 
 

@@ -41,7 +41,7 @@ def test_the_chosen_response_comes_first():
     prompts, responses = torch.arange(8).view(2, 4, 1), torch.arange(10, 18).view(2, 4, 1)
     counts = torch.ones(2, 4, 1, dtype=torch.bool)
     counts[0, 3] = False
-    found = D.make_choices(prompts, counts, responses, counts, torch.tensor([2, 0]))
+    found = D._choices(prompts, counts, responses, counts, torch.tensor([2, 0]))
     assert found.tokens.tolist() == [[[2, 12], [0, 10], [1, 11], [3, 0]], [[4, 14], [5, 15], [6, 16], [7, 17]]]
     assert found.response_mask[0, :, 0].tolist() == [True, True, True, False] and found.mask[0, 3].tolist() == [False, True]
 
