@@ -9,7 +9,24 @@ __all__ = ['related', 'only_where']
 # %% ../../nbs/exercises/relations.ipynb #export-imports
 import torch
 
-# %% ../../nbs/exercises/relations.ipynb #relations
+# %% ../../nbs/exercises/relations.ipynb #related
+def related(
+    pairs: list,  # (yours, right): two tensors for each input
+    close,  # (a, b) -> bool: whether two tensors agree
+) -> tuple | None:  # (name, sentence)
+    "The relation that holds between all of yours and all that is right."
+    pairs = [(y.double(), x.double()) for y, x in pairs]
+    if any(y.isnan().any() and not x.isnan().any() for y, x in pairs):
+        return "nan", "Yours is NaN where a number is expected."
+    if not all(t.isfinite().all() for pair in pairs for t in pair): return None
+    for name, sentence, parts in _relations(pairs):
+        try:
+            both = [parts(y, x) for y, x in pairs]
+        except (IndexError, RuntimeError): continue
+        told = sum(int((b != 0).sum()) for _, b in both)
+        if told >= 3 and all(close(a, b) for a, b in both): return name, sentence
+    return None
+
 def _relations(pairs):
     "(name, sentence, (yours, right) -> two tensors that agree if the relation holds)."
     same = [(y, x) for y, x in pairs if y.shape == x.shape]
@@ -31,24 +48,6 @@ def _relations(pairs):
     yield "not_averaged", "The mean of yours is right.", lambda y, x: (y.mean(), x)
     yield "summed", "Yours is the sum of what is asked for.", lambda y, x: (y, x.sum())
     yield "averaged", "Yours is the mean of what is asked for.", lambda y, x: (y, x.mean())
-
-# %% ../../nbs/exercises/relations.ipynb #related
-def related(
-    pairs: list,  # (yours, right): two tensors for each input
-    close,  # (a, b) -> bool: whether two tensors agree
-) -> tuple | None:  # (name, sentence)
-    "The relation that holds between all of yours and all that is right."
-    pairs = [(y.double(), x.double()) for y, x in pairs]
-    if any(y.isnan().any() and not x.isnan().any() for y, x in pairs):
-        return "nan", "Yours is NaN where a number is expected."
-    if not all(t.isfinite().all() for pair in pairs for t in pair): return None
-    for name, sentence, parts in _relations(pairs):
-        try:
-            both = [parts(y, x) for y, x in pairs]
-        except (IndexError, RuntimeError): continue
-        told = sum(int((b != 0).sum()) for _, b in both)
-        if told >= 3 and all(close(a, b) for a, b in both): return name, sentence
-    return None
 
 # %% ../../nbs/exercises/relations.ipynb #where
 def only_where(

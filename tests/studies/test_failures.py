@@ -22,7 +22,6 @@ from rlhf_notes.studies.variants import measure, prepare
 from rlhf_notes.studies import failures as game
 from rlhf_notes.studies.failures import _choices as choices, _puzzles as puzzles, diagnose, draw_dials, recorded, unusual
 
-sys.path.append(str(notebooks.ROOT / "benchmarks"))
 import failures
 from failures import BASES, COLUMNS, DIALS, FAILURES, PRETRAINED, Failure, attempt, read, swapped
 
