@@ -38,26 +38,23 @@ def new_training(task: str, # A name in TASKS
                 ): # A function that trains and returns the exit code
     "Begin a run directory; ValueError if the training cannot begin here."
     from rlhf_notes.training.runs import Run
-    config, train, is_main = _own(options, **own) if own else _trainer(task, options)
+    config, train, is_main = _trainer(task, options, **own)
     about = {"task": task, "algo": "ppo", **asdict(config), **own, "track": track,
              "versions": versions()}
     path = out or Path("runs", f"{task}-own" if own else f"{task}-seed{config.seed}")
     run = Run.create(path, about, overwrite) if is_main else Run(path, about)
     return partial(_train, config, train, run, is_main)
 
-def _trainer(task, options, run=None):
+def _trainer(task, options, run=None, **own):
     "The config, a function of a run that trains, and whether this process is to write."
-    config = TASKS[task][0](**options)
     if task == "rlhf":
-        from rlhf_notes.language.pipeline import Training
-        return config, *_language(Training(config))
+        from rlhf_notes.language.pipeline import Training, train
+        training = _own(options, **own) if own else Training(RLHFConfig(**options))
+        return training.config, partial(train, training), training.accelerator.is_main_process
     from rlhf_notes.control.ppo import PPO, train
+    config = TASKS[task][0](**options)
     PPO.begin(config, run).envs.close()
     return config, partial(train, config), True
-
-def _language(training):
-    from rlhf_notes.language.pipeline import train
-    return partial(train, training), training.accelerator.is_main_process
 
 def _train(config, train, run, is_main):
     import numpy as np
@@ -83,10 +80,8 @@ def old_training(task: str, # A name in TASKS
     if (found := run.config.get("task")) != task:
         raise ValueError(f"resume must be a run of {task}, got {path}, a run of {found}")
     options = {name: run.config[name] for name in TASKS[task][0].__dataclass_fields__}
-    if "reward" in run.config:
-        config, train, is_main = _own(options, run.config["prompts"], run.config["reward"])
-    else:
-        config, train, is_main = _trainer(task, options, run)
+    own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
+    config, train, is_main = _trainer(task, options, run, **own)
     if is_main:
         run.lock()
     return partial(_train, config, train, run, is_main)
@@ -196,7 +191,7 @@ def _print_means(rows):
 
 # %% ../../nbs/studies/39_trainings.ipynb #own
 def _own(options, prompts=None, reward=None):
-    "As `_trainer`, of a training by a user's reward."
+    "A training by a user's reward."
     from rlhf_notes.language.pipeline import OwnTraining
     from rlhf_notes.language.rlhf import RLHF
     if not (prompts and reward and options.get("model")):
@@ -205,8 +200,9 @@ def _own(options, prompts=None, reward=None):
     trainer = RLHF(options["model"], prompts=prompts, reward=_reward(reward),
                    max_new_tokens=options.get("response_length", 16), **rest)
     trainer.collect()  # a reward that fails, fails before anything is written
-    config = replace(trainer.config, model=options["model"])
-    return config, *_language(OwnTraining(trainer))
+    training = OwnTraining(trainer)
+    training.config = replace(trainer.config, model=options["model"])
+    return training
 
 def _reward(path):
     "The function, or the directory or name of a reward model, which has no colon."
