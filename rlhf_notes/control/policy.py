@@ -129,6 +129,7 @@ class Gaussian(nn.Module):
             actions = self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low)
         # after the tanh too: its last digit may be rounded over the bound
         inside = np.minimum(np.maximum(actions, self.low), self.high)
+        inside = inside.astype(self.low.dtype, copy=False)
         return inside.reshape(*actions.shape[:-1], *self.shape)
 
 # %% ../../nbs/control/17_policy.ipynb #distribution
@@ -155,7 +156,7 @@ def distribution(space: gym.Space, # Of the actions of one environment
 
 def _warn_of_bounds(space, span):
     outside = abs(space.high + space.low) > span
-    if (outside | (abs(np.log10(span / 2)) > 1)).any():
+    if (outside | (span < 0.2) | (span > 20)).any():
         warnings.warn(f"the first actions are around 0, and {space} is far from [-1, 1]: "
                       "squash them, or rescale the environment's actions", stacklevel=2)
 

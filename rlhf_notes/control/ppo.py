@@ -9,8 +9,10 @@ __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'batch_loss', 'Batch', 'make_
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import math
+import pickle
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
 import gymnasium as gym
@@ -216,10 +218,12 @@ class PPO:
         shape, obs = self.envs.single_observation_space.shape, np.asarray(obs)
         if obs.shape[obs.ndim - len(shape):] != shape or obs.ndim > len(shape) + 1:
             raise ValueError(f"obs must have shape {shape}, or be a batch of that, got {obs.shape}")
+        if not np.isfinite(obs).all(): raise ValueError(f"obs must be finite, got {obs}")
         rows = float32(obs.reshape(-1, *shape))
         actions = self.agent.head.for_env(self.policy(None if deterministic else self.rng)(rows))
         return actions[0] if obs.ndim == len(shape) else actions
 
+    @checked(episodes="int [1, inf)", deterministic="flag", seed="int [0, inf)?")
     def evaluate(self,
                  episodes: int = 100, # Each played whole
                  deterministic: bool = True, # The most probable actions; False = drawn
@@ -285,11 +289,17 @@ class PPO:
     @classmethod
     def load(cls, path, **options): # From `save`; env if it was no name, device="cpu" if need be
         "A trainer as it was saved, to predict, evaluate or learn on."
-        saved = torch.load(path, weights_only=True, map_location="cpu")
+        saved = None
+        with suppress(pickle.UnpicklingError, RuntimeError, EOFError):
+            saved = torch.load(path, weights_only=True, map_location="cpu")
         if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
             raise ValueError(f"path must be a file that PPO.save has written, got {path}")
         ppo = cls(**{**saved["config"], **options})
-        ppo.load_state_dict(saved["state"])
+        try:
+            ppo.load_state_dict(saved["state"])
+        except RuntimeError as e:
+            raise ValueError(f"options must leave the networks as they were saved, got {options}: "
+                             f"{e}") from e
         return ppo
 
 # %% ../../nbs/control/19_ppo.ipynb #seeds

@@ -7,6 +7,7 @@ each episode ended, and which steps are no data at all."""
 __all__ = ['Rollout', 'float32', 'Collector', 'minibatches']
 
 # %% ../../nbs/control/16_rollout.ipynb #export-imports
+import math
 from dataclasses import dataclass, fields
 
 import gymnasium as gym
@@ -45,7 +46,8 @@ def float32(obs, # (N, *observation), any dtype and order in memory
            ): # (N, numbers in an observation), float32 and C-contiguous
     "Observations as rows of float32, the bytes of images from 0 to 1."
     # C-contiguous: the last digits of a matrix product depend on the order in memory
-    rows = np.ascontiguousarray(obs, np.float32).reshape(len(obs), -1)
+    size = math.prod(obs.shape[1:])
+    rows = np.ascontiguousarray(obs, np.float32).reshape(len(obs), size)
     return rows / 255 if obs.dtype == np.uint8 and obs.ndim == 4 else rows
 
 # %% ../../nbs/control/16_rollout.ipynb #collector

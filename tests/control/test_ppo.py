@@ -673,7 +673,13 @@ def test_load_may_change_options_and_refuses_other_files(tmp_path):
     PPO(**vars(SMALL)).save(tmp_path / "ppo.pt")
     assert PPO.load(tmp_path / "ppo.pt", epochs=1).config == replace(SMALL, epochs=1)
     torch.save({"agent": 1}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="path must be a file that PPO.save has written, got .*other.pt"): PPO.load(tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "ppo.pt").read_bytes()[:2000])
+    (tmp_path / "empty.pt").touch()
+    for name in ("other", "text", "cut", "empty"):
+        with pytest.raises(ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"): PPO.load(tmp_path / f"{name}.pt")
+    for options in (dict(hidden=32), dict(env="Pendulum-v1")):
+        with pytest.raises(ValueError, match="^options must leave the networks as they were saved, got "): PPO.load(tmp_path / "ppo.pt", **options)
 
 
 def interrupt_after(monkeypatch, iteration, error=None):
@@ -828,3 +834,16 @@ def test_the_callers_default_dtype_and_device_change_nothing(dtype):
     try:
         with torch.device("meta"): assert trained() == expected
     finally: torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda p: p.evaluate(0), ValueError, r"episodes must be in \[1, inf\), got 0"), (lambda p: p.evaluate(2.5), TypeError, "episodes must be an integer, got 2.5"),
+    (lambda p: p.evaluate(2, seed=-1), ValueError, r"seed must be in \[0, inf\), got -1"), (lambda p: p.evaluate(2, 1), TypeError, "deterministic must be True or False, got 1"),
+    (lambda p: p.predict(np.full(4, np.nan)), ValueError, "obs must be finite, got "), (lambda p: p.predict(np.zeros(3)), ValueError, "obs must have shape"),
+    (lambda p: p.film("film.gif", seed=-1), ValueError, r"seed must be in \[0, inf\), got -1")])
+def test_a_bad_argument_is_named(call, error, words):
+    with pytest.raises(error, match=f"^{words}"): call(PPO(**vars(SMALL)))
+
+
+def test_no_observation_gets_no_action():
+    assert PPO(**vars(SMALL)).predict(np.zeros((0, 4))).shape == (0,)

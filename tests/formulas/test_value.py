@@ -75,7 +75,8 @@ def test_what_is_not_a_number_shows():
         given = [x[:1].clone(), x[1:2].clone(), x[2:].clone()]
         given[k][0] = nan
         assert value_loss(*given, 0.2).isnan().all(), k
-    assert value_clip_fraction(torch.tensor([2.0, 2.0]), torch.tensor([nan, 1.0]), torch.tensor([3.0, 3.0]), 0.2) == 0.5
+    broken = [torch.tensor([2.0, 2.0]), torch.tensor([nan, 1.0]), torch.tensor([3.0, 3.0]), 0.2]
+    assert value_clip_fraction(*broken).isnan() and value_clip_fraction(*broken, torch.tensor([False, True])) == 1
     for broken in (nan, math.inf, -math.inf):
         y = torch.tensor([1.0, broken, 3.0])
         assert explained_variance(x, y).isnan() and explained_variance(y, x).isnan()
@@ -105,7 +106,7 @@ def test_nothing_leaks_from_under_the_mask(shape, seed, clip, junk):
     assert torch.equal(y, value) and torch.equal(g, grad) and (y[~m] == 0).all() and (g[~m] == 0).all()
     torch.testing.assert_close(y[m], value_loss(*(x[m] for x in clean), clip))
     kept = [x[m] for x in clean]
-    torch.testing.assert_close(value_clip_fraction(*dirty, clip, m), value_clip_fraction(*kept, clip) if m.any() else torch.tensor(0.0))
+    torch.testing.assert_close(value_clip_fraction(*dirty, clip, m), value_clip_fraction(*kept, clip) if m.any() else torch.tensor(0.0, dtype=torch.float64))
     explained, (g, _) = value_and_grad(lambda V, R: explained_variance(V, R, m), dirty[0], dirty[2])
     torch.testing.assert_close(explained, explained_variance(kept[0], kept[2]) if m.any() else torch.tensor(0.0, dtype=torch.float64))
     assert g.isfinite().all() and (g[~m] == 0).all()
