@@ -137,5 +137,6 @@ def plot_run(figure, # A matplotlib figure
             score = summary[f"eval_{how}_mean"]
             top.plot(summary["steps"], score, mark, label=f"evaluated, {kind}")
     if top.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle(f"{summary['task']}, seed {summary['seed']}", fontsize=10, color="grey")
+        figure.legend(loc="outside lower left", fontsize=8)
+    title = f"{summary['task']}, seed {summary['seed']}"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=10, color="grey")

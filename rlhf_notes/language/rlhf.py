@@ -245,7 +245,8 @@ class RLHF(RLHFLoop):
         lm = add_lora(lm, config.lora, config.seed)
         task = Prompts(tokenizer, prompts, reward, config.response_length, config.query_length,
                        config.stop_after, lm)
-        check_context(lm, prompts=task.query_length, max_new_tokens=config.response_length)
+        lengths = {"query_length" if config.query_length else "prompts": task.query_length}
+        check_context(lm, **lengths, max_new_tokens=config.response_length)
         self._begin(config, lm, task, task.score)
 
     @classmethod

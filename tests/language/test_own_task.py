@@ -160,6 +160,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
     (lambda: own(prompts=[dict(prompt="w3", n=1), dict(prompt="w3", n=2)]), "prompts must not be the same tokens with other columns, got 'w3' twice"),
     (lambda: own(max_new_tokens=30), r"max_new_tokens must fit into the model's context of 32 tokens, got 3 \+ 30"),
     (lambda: own(prompts=["w3 " * 40]), r"prompts must fit into the model's context of 32 tokens, got 41 \+ 4"),
+    (lambda: own(query_length=40), r"query_length must fit into the model's context of 32 tokens, got 40 \+ 4"),
     (lambda: own(max_new_tokens=0), "max_new_tokens must be in"),
     (lambda: own(prompts=["w3", CHAT], tok=tokenizer(TEMPLATE)), r"prompts must be all strings or all chats, got both in prompts\[1\]"),
     (lambda: own(prompts=dict(prompt=["w3"])), "prompts must be a list, a dataset or the path of a file, got {'prompt'"),
@@ -500,4 +501,6 @@ def test_two_processes_make_the_update_of_one(tmp_path):
         assert algo == "dpo" or 0 < rows[0]["unscored"] < 32 and 1 < rows[0]["length"] < 4
         for x, y in zip(policy, also): torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
         for x, y in zip(rows, same):
-            for name in set(x) - {"tokens_per_second"}: assert x[name] == y[name] or x[name] == pytest.approx(y[name], rel=1e-3, abs=1e-5), (algo, name)
+            for name in set(x) - {"tokens_per_second"}:
+                near = 0.05 if name == "clip_fraction" else 1e-5                    # in a group without spread the advantage is rounding, and so is its sign
+                assert x[name] == y[name] or x[name] == pytest.approx(y[name], rel=1e-3, abs=near), (algo, name)
