@@ -59,7 +59,7 @@ BAD = [
     ("cartpole --out file", "--out must be a directory, got the file file"), ("cartpole --out file/below", "--out must be a directory that can be written to, got file/below: Not a directory"), ("cartpole --out /proc/mine", "--out must be a directory that can be written to, got /proc/mine: "), (f"cartpole --out {'a' * 300}", "--out must be a directory that can be written to, got aaa"), ("cartpole --out full --overwrite", "which holds letter.txt"),
     ("cartpole --out run", "which holds a run: continue it with --resume run, or replace it with --overwrite"), ("cartpole --out run --overwrite --seed -1", "--seed must be"),
     ("cartpole --resume nowhere", "--resume must be a run directory with a checkpoint, got nowhere"), ("cartpole --resume run", "--resume must be a run directory with a checkpoint, got run"),
-    ("cartpole --resume other", "--resume must be a run of cartpole, got other, a run of pendulum"), ("cartpole --resume run --seed 3", "--resume must stand alone"), ("cartpole --resume run --out x", "--resume must stand alone"),
+    ("cartpole --resume other", "--resume must be a run of cartpole, got other, a run of pendulum"), ("cartpole --resume listed", "--resume must be a run directory with a checkpoint, got listed"), ("cartpole --resume short", "--resume must be a run with all options, got short without env"), ("cartpole --resume changed", "the options are not those of the saved networks"), ("cartpole --resume run --seed 3", "--resume must stand alone"), ("cartpole --resume run --out x", "--resume must stand alone"),
     ("train --env Nowhere-v0", "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"), ("train --env FrozenLake-v1", "--env must have Box observations"),
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
@@ -92,6 +92,10 @@ def furnished(tmp_path):
     Run.create(tmp_path / "run", {"task": "cartpole"})
     Run.create(tmp_path / "shows" / "cartpole", {"task": "cartpole"})
     Run.create(tmp_path / "other", {"task": "pendulum"}).save_checkpoint({})
+    for name, config in (("listed", "[1]"), ("short", '{"task": "cartpole"}'), ("changed", None)):
+        run = Run.create(tmp_path / name, {"task": "cartpole", **vars(PPOConfig(hidden=8))})
+        run.save_checkpoint({"ppo": control.PPO(hidden=16).state_dict()})
+        if config: (tmp_path / name / "config.json").write_text(config)
     Run.create(tmp_path / "theirs", {"task": "cartpole", "seeds": 2, "seed": 0})
     Run.create(tmp_path / "theirs" / "seed1", {"task": "pendulum", "seed": 1})
     Run.create(tmp_path / "linked", {"task": "cartpole", "seeds": 1, "seed": 0})

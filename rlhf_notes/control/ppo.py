@@ -274,8 +274,11 @@ class PPO:
 
     def load_state_dict(self, state: dict): # From `state_dict` of a PPO with the same config
         "Continue from a checkpoint, with new episodes."
-        for name, x in self._learned().items():
-            x.load_state_dict(state[name])
+        try:
+            for name, x in self._learned().items():
+                x.load_state_dict(state[name])
+        except RuntimeError as e:
+            raise ValueError(f"the options are not those of the saved networks: {e}") from e
         self.iteration, self.episodes = state["iteration"], state["episodes"]
         self.recent.extend(state["recent"])
         self.clock.update(state["clock"])
@@ -295,11 +298,7 @@ class PPO:
         if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
             raise ValueError(f"path must be a file that PPO.save has written, got {path}")
         ppo = cls(**{**saved["config"], **options})
-        try:
-            ppo.load_state_dict(saved["state"])
-        except RuntimeError as e:
-            raise ValueError(f"options must leave the networks as they were saved, got {options}: "
-                             f"{e}") from e
+        ppo.load_state_dict(saved["state"])
         return ppo
 
 # %% ../../nbs/control/19_ppo.ipynb #seeds

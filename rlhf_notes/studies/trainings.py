@@ -79,7 +79,10 @@ def old_training(task: str, # A name in TASKS
     run = Run.resume(path)
     if (found := run.config.get("task")) != task:
         raise ValueError(f"resume must be a run of {task}, got {path}, a run of {found}")
-    options = {name: run.config[name] for name in TASKS[task][0].__dataclass_fields__}
+    names = TASKS[task][0].__dataclass_fields__
+    if missing := [name for name in names if name not in run.config]:
+        raise ValueError(f"resume must be a run with all options, got {path} without {missing[0]}")
+    options = {name: run.config[name] for name in names}
     own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
     config, train, is_main = _trainer(task, options, run, **own)
     if is_main:

@@ -31,11 +31,12 @@ def write_atomically(path: Path, # Where to
     path = Path(path)
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with disk_errors(path), open(tmp, "xb") as file:
-            file.write(write.encode()) if isinstance(write, str) else write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(tmp, path)
+        with disk_errors(path):
+            with open(tmp, "xb") as file:
+                file.write(write.encode()) if isinstance(write, str) else write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(tmp, path)
         _sync_directory(path.parent)
     finally:
         tmp.unlink(missing_ok=True)
@@ -122,6 +123,7 @@ class Run:
         "Raise the ValueError with which `create` would refuse."
         path = Path(path)
         with _usable(path):
+            str(path).encode()  # fails for bytes that are no UTF-8
             if path.exists() and not path.is_dir():
                 raise ValueError(f"out must be a directory, got the file {path}")
             there = {p.name for p in path.iterdir()} if path.exists() else set()
@@ -139,7 +141,7 @@ class Run:
         "Open an interrupted run at its last checkpoint; ValueError if there is none."
         path = Path(path)
         try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            config = dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
             saved = torch.load(path / "checkpoint.pt", weights_only=True, map_location="cpu")
             run = cls(path, config, saved["metrics"], saved["state"])
         except Exception as e:
@@ -219,9 +221,9 @@ class Run:
 def _usable(path):
     try:
         yield
-    except OSError as e:
-        raise ValueError(f"out must be a directory that can be written to, got {path}: "
-                         f"{e.strerror}") from e
+    except (OSError, UnicodeError) as e:
+        why = getattr(e, "strerror", e)
+        raise ValueError(f"out must be a directory that can be written to, got {path}: {why}") from e
 
 def _is_run(path):
     try:

@@ -41,6 +41,12 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path):
     assert snapshot(tmp_path) == {"f": b"old"}
 
 
+def test_a_directory_in_the_way_is_named(tmp_path):
+    (tmp_path / "f").mkdir()
+    with pytest.raises(IsADirectoryError) as e: write_atomically(tmp_path / "f", "text")
+    assert e.value.filename == str(tmp_path / "f") and [*tmp_path.iterdir()] == [tmp_path / "f"]
+
+
 def test_each_file_comes_by_one_rename(tmp_path, monkeypatch):
     "A process that is killed before it leaves the old file whole, one killed after it the new one."
     run, replace, renamed = Run.create(tmp_path, CONFIG), os.replace, []
@@ -307,3 +313,8 @@ def test_a_figure_is_drawn_without_touching_the_settings(tmp_path):
 def test_a_path_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="^out must be a directory that can be written to, got .*below: Not a directory"): Run.create(tmp_path / "file" / "below", CONFIG)
+
+
+def test_a_path_that_is_no_utf8_is_refused():
+    "TensorBoard cannot use it."
+    with pytest.raises(ValueError, match="^out must be a directory that can be written to, got .*can't encode"): Run.check("\udcff")
