@@ -268,7 +268,7 @@ def test_the_log_of_a_minibatch():                                              
     logp, values = (x.detach() for x in logp_now(t, b))
     logp, values = logp + 0.2 * torch.sin(torch.arange(16.0)), values + 0.3 + 0.3 * torch.cos(torch.arange(16.0))
     some = torch.rand(16, 16)
-    x = {k: v.item() for k, v in t.diagnose(b, logp, some, values).items()}
+    x = {k: v.item() for k, v in t.diagnose(b, None, logp, some, values).items()}
     c, d, r = b.response_mask, (logp - b.logp)[b.response_mask], b.returns[b.response_mask]
     A, V, V0 = b.advantages[c], values[c], b.values[c]
     assert x["approx_kl"] == pytest.approx(0.5 * d.square().mean().item(), rel=1e-4)
@@ -295,12 +295,12 @@ def test_the_log_of_an_iteration_is_the_mean_over_its_minibatches(algo, monkeypa
 def test_the_entropy_is_that_of_the_policy():
     t = trainer(replace(TINY, temperature=0.5))
     b = a_batch(t)
-    _, entropy, _ = t.accumulate(b, b, True)
+    (_, entropy, _), _ = t.accumulate(b, b, True)
     logits = to_logits(t.policy.lm, response_states(t.policy.lm, b.tokens, b.mask, 16))
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()
     torch.testing.assert_close(entropy[b.response_mask], expected[b.response_mask], rtol=1e-4, atol=1e-4)
     whole = replace(b, response_mask=torch.ones_like(b.response_mask))
-    _, entropy, _ = t.accumulate(whole, whole, True)
+    (_, entropy, _), _ = t.accumulate(whole, whole, True)
     torch.testing.assert_close(entropy, expected, rtol=1e-4, atol=1e-4)
 
 
