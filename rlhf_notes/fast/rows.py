@@ -17,11 +17,6 @@ from torch import Tensor
 from .. import fast
 
 # %% ../../nbs/fast/rows.ipynb #ops
-def _backend(logits):
-    "The module with the loops for these logits: each needs a library that may not be there."
-    name = "kernels" if fast.has_kernels(logits) else "row_loops"
-    return import_module(f"rlhf_notes.fast.{name}")
-
 def forward(
     logits: Tensor,  # (..., V)
     index: Tensor,  # (...) integers, the chosen tokens
@@ -30,6 +25,11 @@ def forward(
 ) -> tuple:  # four tensors (...), float32
     "log pi, entropy, base and total of each row."
     return _backend(logits).forward_rows(logits, index.long(), temperature, entropy)
+
+def _backend(logits):
+    "The module with the loops for these logits: each needs a library that may not be there."
+    name = "kernels" if fast.has_kernels(logits) else "row_loops"
+    return import_module(f"rlhf_notes.fast.{name}")
 
 # %% ../../nbs/fast/rows.ipynb #backward
 def backward(
