@@ -167,8 +167,9 @@ class RLHFLoop(Stage):
     def diagnose(self, batch: Rollout, stats, logp, entropy, values) -> dict: # Name -> 0-dim tensor
         "Health of the training on a minibatch; `stats`: the log of its loss, None = of parts alone."
         mask, clip = batch.response_mask, self.config.value_clip or None
-        logs = stats or rl_loss(self.config, batch, logp, values, self.kl.coef)[1]
-        logs = logs | dict(entropy=masked_mean(entropy, mask))
+        stats = stats or rl_loss(self.config, batch, logp, values, self.kl.coef)[1]
+        logs = stats | dict(entropy=masked_mean(entropy, mask))
+        logs.pop("kl", None)
         if batch.returns is None: return logs
         clipped = value_clip_fraction(values, batch.values, batch.returns, clip, mask)
         return logs | dict(value_clip_fraction=clipped,
