@@ -165,7 +165,7 @@ class RLHFLoop(Stage):
 
     @torch.no_grad()
     def diagnose(self, batch: Rollout, stats, logp, entropy, values) -> dict: # Name -> 0-dim tensor
-        "Health of the training on a minibatch; `stats`: the log of its loss, None = of parts alone."
+        "Health of the training on a minibatch; `stats` are its loss's, None if taken in parts."
         mask, clip = batch.response_mask, self.config.value_clip or None
         stats = stats or rl_loss(self.config, batch, logp, values, self.kl.coef)[1]
         logs = stats | dict(entropy=masked_mean(entropy, mask))
