@@ -10,7 +10,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
 
 
 def options(doc, out, seeds, names=None):
-    "Parse what studies over seeds ask for; with names, --only some of them and --jobs side by side."
+    "The options of studies over seeds; with names, --only some of them and --jobs side by side."
     parser = argparse.ArgumentParser(description=doc,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")

@@ -1,22 +1,30 @@
-"""Short trainings, each with one thing wrong, and a healthy one beside them: every number that they log.
+"""Short trainings, each with one thing wrong, and a healthy one: every number that they log.
 
     python benchmarks/metrics.py
 
-Writes metrics_control.csv, metrics_sft.csv, metrics_reward_model.csv and metrics_rl.csv into nbs/results: the rows of metrics.csv, sft.csv and reward_model.csv of a run
-directory, with the name of the run before them. A name such as learning_rate=0.05 is the option that was changed; sampled_at is no option but a mistake that is made on purpose. One
-seed each: they show what a sickness looks like, not how often it strikes. About eight minutes on one core. `nbs/metrics.ipynb` draws them.
+Writes metrics_control.csv, metrics_sft.csv, metrics_reward_model.csv and metrics_rl.csv into
+nbs/results: the rows of metrics.csv, sft.csv and reward_model.csv of a run directory, with the name
+of the run before them. A name such as learning_rate=0.05 is the option that was changed; sampled_at
+is no option but a mistake that is made on purpose. One seed each: they show what a sickness looks
+like, not how often it strikes. About eight minutes on one core. `nbs/metrics.ipynb` draws them.
 """
 import argparse
-import csv
 import time
 from pathlib import Path
 
+from jobs import text, write
+
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "results"
-CONTROL = (dict(), dict(learning_rate=0.05, lr_anneal=0.0), dict(learning_rate=0.2, lr_anneal=0.0), dict(learning_rate=3e-5), dict(value_coef=0.0), dict(reward_scale=100.0), dict(whitening="none"))
+CONTROL = (dict(), dict(learning_rate=0.05, lr_anneal=0.0), dict(learning_rate=0.2, lr_anneal=0.0),
+           dict(learning_rate=3e-5), dict(value_coef=0.0), dict(reward_scale=100.0),
+           dict(whitening="none"))
 SFT = (dict(), dict(sft_learning_rate=0.2), dict(sft_learning_rate=5e-5))
 REWARD_MODEL = (dict(), dict(rm_learning_rate=0.05), dict(human_temperature=100.0))
-RL = (dict(), dict(learning_rate=0.02), dict(learning_rate=2e-5), dict(kl_coef=0.0), dict(kl_coef=2.0), dict(kl_horizon=100), dict(penalty=5.0), dict(epochs=8), dict(value_clip=0.005), dict(sampled_at=0.7))
-SHORT = dict(sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=12, eval_every=1)
+RL = (dict(), dict(learning_rate=0.02), dict(learning_rate=2e-5), dict(kl_coef=0.0),
+      dict(kl_coef=2.0), dict(kl_horizon=100), dict(penalty=5.0), dict(epochs=8),
+      dict(value_clip=0.005), dict(sampled_at=0.7))
+SHORT = dict(sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2,
+             eval_answers=12, eval_every=1)
 
 
 def name(change): return ", ".join(f"{k}={v}" for k, v in change.items()) or "healthy"
@@ -38,7 +46,7 @@ def control(change):
 
 
 def reinforce(start, change):
-    "PPO on a language model; `sampled_at` is a temperature that the sampler knows and the loss does not."
+    "PPO on a language model; the loss does not know the temperature `sampled_at`."
     from rlhf_notes.language.pipeline import evaluate
     from rlhf_notes.language.sampling import sample
     change = dict(change)
@@ -48,17 +56,10 @@ def reinforce(start, change):
     try:
         while trainer.iteration < trainer.iterations:
             rows.append(trainer.iterate())
-            if trainer.iteration % trainer.config.eval_every == 0: rows[-1]["true_score"] = evaluate(trainer).true.mean().item()
+            if trainer.iteration % trainer.config.eval_every == 0:
+                rows[-1]["true_score"] = evaluate(trainer).true.mean().item()
     except FloatingPointError as e: print(e, flush=True)
     return rows
-
-
-def write(path, runs):
-    columns = ["run", *runs[0][1][0]]
-    lines = [[run, *("" if (v := row[c]) is None else f"{v:.6g}" if isinstance(v, float) else v for c in columns[1:])] for run, rows in runs for row in rows]
-    tmp = path.with_name(f".{path.name}.tmp")
-    with open(tmp, "w", newline="", encoding="utf-8") as f: csv.writer(f, lineterminator="\n").writerows([columns, *lines])
-    tmp.replace(path)
 
 
 def main():
@@ -68,20 +69,26 @@ def main():
     from rlhf_notes.language.reward_model import RewardTraining
     from rlhf_notes.language.pipeline import make_world
     from rlhf_notes.studies.variants import Start
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="a few steps of each run, to see that all of them run")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a few steps of each, as a test")
     parser.add_argument("--out", type=Path, default=OUT, help="the directory")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    began, base, few = time.perf_counter(), dict(device="cpu", **(SHORT if args.short else {})), dict(steps=2048) if args.short else {}
+    began = time.perf_counter()
+    base, few = dict(device="cpu"), {}
+    if args.short:
+        base, few = base | SHORT, dict(steps=2048)
 
     def table(file, changes, run):
-        runs = []
+        columns, lines = None, []
         for change in changes:
-            runs.append((name(change), run(change)))
-            print(f"{time.perf_counter() - began:.0f} s: {file}, {name(change)}, {len(runs[-1][1])} rows", flush=True)
-            write(args.out / file, runs)
+            rows = run(change)
+            columns = columns or list(rows[0])
+            lines += [[name(change), *(text(row[c]) for c in columns)] for row in rows]
+            print(f"{time.perf_counter() - began:.0f} s: {file}, {name(change)}, {len(rows)} rows",
+                  flush=True)
+            write(args.out / file, ["run", *columns], lines)
 
     made = {}
     def sft(change):

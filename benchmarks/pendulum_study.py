@@ -1,14 +1,15 @@
-"""What each choice in the recipe for Pendulum is worth: each variant with seeds 0 to 19, evaluated greedily and
-sampled, on one thread.
+"""What each choice in the recipe for Pendulum is worth: each variant with seeds 0 to 19, evaluated
+greedily and sampled, on one thread.
 
     python benchmarks/pendulum_study.py
     python benchmarks/pendulum_study.py --seeds 2 --only baseline "truncation as termination"
 
 Writes pendulum_study.csv (variant, seed, greedy, sampled: mean return over 100 fresh episodes),
-pendulum_study_curves.csv (training return and the policy's standard deviation after every second iteration) and
-pendulum_study_values.csv (V against the discounted return that was really earned, by a policy that is not cut
-off). What stands in pendulum_study.csv already is not run again; --fresh starts over. Everything comes out the
-same again on the same machine; another one may round float32 differently.
+pendulum_study_curves.csv (training return and the policy's standard deviation after every second
+iteration) and pendulum_study_values.csv (V against the discounted return that was really earned, by
+a policy that is not cut off). What stands in pendulum_study.csv already is not run again; --fresh
+starts over. Everything comes out the same again on the same machine; another one may round float32
+differently.
 """
 from dataclasses import replace
 from itertools import product
@@ -19,7 +20,7 @@ import numpy as np
 from jobs import options, read, side_by_side, text, write
 
 SHIFT = 8.0  # added to each reward: upright earns about 8 a step, hanging about -2
-# name -> options of PendulumConfig, with all environments started together; what no option can do is in `trained`
+# name -> options of PendulumConfig, all environments started together; `trained` does the rest
 VARIANTS = {
     "baseline": {},
     "truncation as termination": dict(truncation="terminate"),
@@ -60,10 +61,11 @@ def trained(config, shift=0.0, fixed_std=False):
 
 
 def old_program(seed, steps=50_000, bootstrap=False):
-    """A program for Pendulum as it stands in many tutorials: a ReLU trunk that policy and value share, mean
-    2 tanh(.), standard deviation 1, ten full-batch steps of Adam (1e-3) after every ten episodes, gamma 0.99,
-    lambda 0.95, advantages as they are. It keeps one flag `done`, so the end of the 200 steps is an end. Ten
-    episodes of one policy are here one episode of each of ten environments side by side."""
+    """A program for Pendulum as it stands in many tutorials: a ReLU trunk that policy and value
+    share, mean 2 tanh(.), standard deviation 1, ten full-batch steps of Adam (1e-3) after every ten
+    episodes, gamma 0.99, lambda 0.95, advantages as they are. It keeps one flag `done`, so the end
+    of the 200 steps is an end. Ten episodes of one policy are here one episode of each of ten
+    environments side by side."""
     import torch
     from torch import nn
     from rlhf_notes.control.ppo import episode_returns, seeds
@@ -114,13 +116,14 @@ def old_program(seed, steps=50_000, bootstrap=False):
     envs.close()
     greedy = episode_returns(act, greedy_seed, env="Pendulum-v1")
     noise = np.random.default_rng((sampled_seed, 1))  # not the environments' own stream
-    sampled = episode_returns(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed, env="Pendulum-v1")
+    sampled = episode_returns(lambda obs: np.clip(act(obs, noise), -2, 2), sampled_seed,
+                              env="Pendulum-v1")
     return greedy.mean().item(), sampled.mean().item(), curve
 
 
 def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
-    """V along episodes that nobody cuts off, and what the sampled policy earned from there on, discounted, in the
-    units of the environment: rows (where, steps, expected, earned)."""
+    """V along episodes that nobody cuts off, and what the sampled policy earned from there on,
+    discounted, in the units of the environment: rows (where, steps, expected, earned)."""
     import gymnasium as gym
     import torch
     from rlhf_notes.control.ppo import seeds
@@ -159,17 +162,20 @@ def run(variant, seed):
 
 def main():
     args = options(__doc__, OUT, 20, VARIANTS)
-    paths = {name: args.out / f"pendulum_{'study_' * (name != 'study')}{name}.csv" for name in FILES}
+    paths = {name: args.out / f"pendulum_{'study_' * (name != 'study')}{name}.csv"
+             for name in FILES}
     tables = {name: [] if args.fresh else read(path, FILES[name]) for name, path in paths.items()}
     there = {tuple(row[:2]) for row in tables["study"]}
-    for name in tables: tables[name] = [row for row in tables[name] if tuple(row[:2]) in there]  # no job cut off halfway
+    for name in tables:  # no job cut off halfway
+        tables[name] = [row for row in tables[name] if tuple(row[:2]) in there]
     todo = [(variant, seed) for seed, variant in product(args.seeds, args.only)
             if (variant, str(seed)) not in there]
     order = list(VARIANTS)
     for variant, seed, rows in side_by_side(run, todo, args.jobs, lambda job: 8.0):
         for name in ("curves", "values", "study"):
             tables[name] += [[variant, str(seed), *map(text, row)] for row in rows[name]]
-            write(paths[name], FILES[name], sorted(tables[name], key=lambda r: (order.index(r[0]), int(r[1]))))
+            tables[name].sort(key=lambda r: (order.index(r[0]), int(r[1])))
+            write(paths[name], FILES[name], tables[name])
 
 
 if __name__ == "__main__":

@@ -3,41 +3,50 @@
     python benchmarks/reward_model.py
     python benchmarks/reward_model.py --labels 8192 --seeds 3 --out /tmp
 
-Each seed pretrains a language model of its own, draws labels of its own, and trains on them in an order of its own; any option of `RLHFConfig` may be
-given. Writes reward_model.csv, a row for each seed and each of some eleven moments, all measured on the same number of answers of that language model to
-held-out queries, four to each:
+Each seed pretrains a language model of its own, draws labels of its own, and trains on them in an
+order of its own; any option of `RLHFConfig` may be given. Writes reward_model.csv, a row for each
+seed and each of some eleven moments, all measured on the same number of responses of that language
+model to held-out prompts, four to each:
 
     labels          how many the model was trained on by then
-    pairs           share of the pairs of answers to one query, unequal in truth, that the reward puts in the right order
+    pairs           share of the pairs of responses to one prompt, unequal in truth, that the reward
+                    puts in the right order
     best            how often the highest reward of four is (one of) the truly best
     correlation     of rewards and true scores
-    foreseen        how often the highest reward of four is what the human chooses: the expectation, over the human's noise
+    foreseen        how often the highest reward of four is what the human chooses: the expectation
+                    over the human's noise
     twice, ceiling  the same for the human asked a second time, and for the true score
-    gain, bias      of the norm, if it were set then; score_mean and score_std: the rewards of the held-out answers after that norm
+    gain, bias      of the norm, if it were set then; score_mean and score_std are of the rewards of
+                    the held-out responses after that norm
 """
 import argparse
-import csv
 import dataclasses
 import sys
 from pathlib import Path
 
 import torch
 
+from jobs import text, write
 from rlhf_notes.language.config import RLHFConfig
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "language" / "results"
-COLUMNS = ("seed", "labels", "pairs", "best", "correlation", "foreseen", "twice", "ceiling", "gain", "bias", "score_mean", "score_std")
+COLUMNS = ("seed", "labels", "pairs", "best", "correlation", "foreseen", "twice", "ceiling", "gain",
+           "bias", "score_mean", "score_std")
 
 
-def measure(stage, queries, mask, answers, counts, true):
+def measure(stage, prompts, mask, responses, counts, true):
     "What the reward model is worth as it is now; the training does not notice."
     from rlhf_notes.formulas.reward import RewardNorm
     from rlhf_notes.language.reward_model import agreement, score
     norm = RewardNorm().fit(stage.reference_rewards())
-    with torch.no_grad(): rewards = norm(score(stage.model, queries, mask, answers, counts)).view(-1, 4)
+    with torch.no_grad():
+        rewards = norm(score(stage.model, prompts, mask, responses, counts)).view(-1, 4)
     p = (true.double() / stage.config.human_temperature).softmax(1)
-    return agreement(rewards, true) | dict(foreseen=p.gather(1, rewards.argmax(1, keepdim=True)).mean().item(), twice=p.square().sum(1).mean().item(), ceiling=p.amax(1).mean().item(),
-                                           gain=norm.gain, bias=norm.bias, score_mean=rewards.mean().item(), score_std=rewards.std(correction=0).item())
+    return agreement(rewards, true) | dict(
+        foreseen=p.gather(1, rewards.argmax(1, keepdim=True)).mean().item(),
+        twice=p.square().sum(1).mean().item(), ceiling=p.amax(1).mean().item(),
+        gain=norm.gain, bias=norm.bias,
+        score_mean=rewards.mean().item(), score_std=rewards.std(correction=0).item())
 
 
 def run(config, held_out):
@@ -48,25 +57,34 @@ def run(config, held_out):
     lm, task = make_world(config, torch.device("cpu"))
     pretraining = Pretraining(config, lm, task)
     while pretraining.iteration < pretraining.iterations: pretraining.iterate()
-    queries, mask = (x.repeat_interleave(4, 0) for x in task.held_out(held_out))
-    answers, counts = write_responses(config, lm, task, queries, mask, torch.Generator().manual_seed(10_000 + config.seed))
-    seen = queries, mask, answers, counts, task.true_rewards(queries, mask, answers).view(-1, 4)
+    prompts, mask = (x.repeat_interleave(4, 0) for x in task.held_out(held_out))
+    generator = torch.Generator().manual_seed(10_000 + config.seed)
+    responses, counts = write_responses(config, lm, task, prompts, mask, generator)
+    true = task.true_rewards(prompts, mask, responses).view(-1, 4)
     stage = RewardTraining(config, lm, task)
     moments = {0, stage.iterations, *(round(stage.iterations / 2 ** (i / 2)) for i in range(13))}
     while True:
-        if stage.iteration in moments: yield dict(seed=config.seed, labels=min(stage.iteration * config.rm_batch, config.rm_epochs * config.labels)) | measure(stage, *seen)
+        if stage.iteration in moments:
+            labels = min(stage.iteration * config.rm_batch, config.rm_epochs * config.labels)
+            found = measure(stage, prompts, mask, responses, counts, true)
+            yield dict(seed=config.seed, labels=labels) | found
         if stage.iteration == stage.iterations: return
         stage.iterate()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in dataclasses.fields(RLHFConfig):
-        if f.name not in ("seed", "device", "model") and isinstance(f.default, (int, float, str)) and not isinstance(f.default, bool):
-            parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=argparse.SUPPRESS)
+        if f.name in ("seed", "device", "model") or type(f.default) not in (int, float, str):
+            continue
+        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default),
+                            default=argparse.SUPPRESS)
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on (default: 5)")
-    parser.add_argument("--held-out", type=int, default=1040, help="queries, with four answers each, on which is measured (default: 1040)")
-    parser.add_argument("--out", type=Path, default=OUT, help="where it goes (default: nbs/language/results)")
+    parser.add_argument("--held-out", type=int, default=1040,
+                        help="prompts, with four responses each, to measure on (default: 1040)")
+    parser.add_argument("--out", type=Path, default=OUT,
+                        help="where it goes (default: nbs/language/results)")
     given = vars(parser.parse_args())
     seeds, held_out, out = (given.pop(name) for name in ("seeds", "held_out", "out"))
     try: configs = [RLHFConfig(seed=seed, **given) for seed in range(seeds)]
@@ -76,9 +94,7 @@ def main():
     for config in configs:
         rows += run(config, held_out)
         print(", ".join(f"{name} {rows[-1][name]:.4g}" for name in COLUMNS), flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "reward_model.csv", "w", newline="", encoding="utf-8") as f:
-        csv.writer(f, lineterminator="\n").writerows([COLUMNS, *([f"{row[c]:.6g}" for c in COLUMNS] for row in rows)])
+    write(out / "reward_model.csv", COLUMNS, [[text(row[c]) for c in COLUMNS] for row in rows])
     print(out / "reward_model.csv")
 
 

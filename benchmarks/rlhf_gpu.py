@@ -1,22 +1,28 @@
-"""How fast RLHF is on the device at hand: tokens a second in sampling, scoring and update, peak memory, and TRL's GRPOTrainer beside it.
+"""How fast RLHF is on the device at hand, with TRL's GRPOTrainer beside it: tokens a second in
+sampling, scoring and update, and peak memory.
 
-    python benchmarks/rlhf_gpu.py                                     # GPT-2's own 124M architecture and the tiny one, bfloat16, on a GPU
-    python benchmarks/rlhf_gpu.py --device cpu --presets tiny         # the same measurements on a CPU
+    python benchmarks/rlhf_gpu.py                               # two sizes in bfloat16, on a GPU
+    python benchmarks/rlhf_gpu.py --device cpu --presets tiny   # the same on a CPU
 
-Writes gpu.csv and gpu.md into nbs/studies/results, with the name of the device. It needs no network and no weights: models are made here and are not trained
-before, which changes none of these numbers. TRL is left out where it is not installed, and with `--no-trl`. Its trainer takes all GPUs it sees: with several, set CUDA_VISIBLE_DEVICES to one.
+The sizes are GPT-2's own 124M architecture and the tiny one. Writes gpu.csv and gpu.md into
+nbs/studies/results, with the name of the device. It needs no network and no weights: models are
+made here and are not trained before, which changes none of these numbers. TRL is left out where it
+is not installed, and with `--no-trl`. Its trainer takes all GPUs it sees: with several, set
+CUDA_VISIBLE_DEVICES to one.
 """
 import argparse
-import csv
+import time
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
-COLUMNS = ("device", "torch", "preset", "precision", "contender", "batch", "response_length", "iterations", "tokens_per_second", "sampling", "scoring", "update", "peak_memory_MiB")
+from jobs import RESULTS, write
+
+COLUMNS = ("device", "torch", "preset", "precision", "contender", "batch", "response_length",
+           "iterations", "tokens_per_second", "sampling", "scoring", "update", "peak_memory_MiB")
+PARTS = dict(sampling="respond", scoring="score", update="step")  # methods of the trainer
 
 
 def timed(method, seconds, part, cuda):
-    "The same method, whose time is added to `seconds[part]`."
-    import time
+    "The same method; its time is added to `seconds[part]`."
     import torch
     def run(*args):
         if cuda: torch.cuda.synchronize()
@@ -28,59 +34,81 @@ def timed(method, seconds, part, cuda):
     return run
 
 
+def ours(trainer, iterations, cuda):
+    "Tokens a second: of the whole, and of each part."
+    trainer.iterate()  # warm up
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for part, method in PARTS.items():
+        setattr(trainer, method, timed(getattr(trainer, method), seconds, part, cuda))
+    rows = [trainer.iterate() for _ in range(iterations)]
+    each = trainer.config.batch * trainer.config.response_length
+    whole = sum(each / r["tokens_per_second"] for r in rows)
+    return [iterations * each / s for s in (whole, *seconds.values())]
+
+
 def measure(device, preset, precision, batch, length, iterations, trl):
     "A row for ours with PPO and with GRPO, and for TRL's GRPOTrainer."
     import gc
     import torch
-    from rlhf_notes.studies import benchmark_rlhf as compare
     from rlhf_notes.language.config import RLHFConfig
+    from rlhf_notes.studies import benchmark_rlhf as compare
     from rlhf_notes.studies.variants import prepare
     cuda = device.startswith("cuda")
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
-    start = prepare(RLHFConfig(preset=preset, device=device, precision=precision, batch=batch, response_length=length, sft_steps=0, labels=16, norm_samples=16, eval_answers=16, kl_target=0.0))
-    for contender in ("ours-ppo", "ours-grpo", *["trl-grpo"] * (trl and "trl-grpo" in compare.contenders())):
-        trainer = None  # the one before lives no longer, nor do its graphs: the peak is of one contender
-        gc.collect()
+    start = prepare(RLHFConfig(preset=preset, device=device, precision=precision, batch=batch,
+                               response_length=length, sft_steps=0, labels=16, norm_samples=16,
+                               eval_answers=16, kl_target=0.0))
+    known = compare.contenders()
+    for contender in ("ours-ppo", "ours-grpo", *["trl-grpo"] * (trl and "trl-grpo" in known)):
+        gc.collect()  # the peak is of one contender
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        parts = dict.fromkeys(("sampling", "scoring", "update"), "")
         if contender.startswith("ours"):
-            trainer = start.trainer(**compare.contenders()[contender][1], iterations=iterations + 1)
-            trainer.iterate()
-            seconds = dict.fromkeys(parts, 0.0)
-            for part, method in dict(sampling="respond", scoring="score", update="step").items(): setattr(trainer, method, timed(getattr(trainer, method), seconds, part, cuda))
-            rows = [trainer.iterate() for _ in range(iterations)]
-            tokens = iterations * batch * length
-            parts = {part: tokens / seconds[part] for part in parts}
-            speed = tokens / sum(batch * length / r["tokens_per_second"] for r in rows)
-        else: speed = compare.race(contender, start, iterations)["tokens_per_second"]
+            trainer = start.trainer(**known[contender][1], iterations=iterations + 1)
+            speeds = ours(trainer, iterations, cuda)
+            del trainer
+        else:
+            speeds = [compare.race(contender, start, iterations)["tokens_per_second"], "", "", ""]
         memory = torch.cuda.max_memory_allocated(device) / 2**20 if cuda else ""
-        yield [name, torch.__version__, preset, precision, contender, batch, length, iterations, *(f"{v:.0f}" if v != "" else "" for v in (speed, *parts.values(), memory))]
+        yield [name, torch.__version__, preset, precision, contender, batch, length, iterations,
+               *(f"{v:.0f}" if v != "" else "" for v in (*speeds, memory))]
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--presets", nargs="+", default=["tiny", "gpt2-small"], help="default: both")
-    parser.add_argument("--precision", default="bfloat16", choices=("float32", "bfloat16"), help="default: bfloat16")
-    parser.add_argument("--batch", type=int, default=512, help="answers in an iteration (default: 512)")
-    parser.add_argument("--response-length", type=int, default=48, help="tokens of each (default: 48)")
-    parser.add_argument("--iterations", type=int, default=10, help="that count; one more comes before (default: 10)")
-    parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True, help="TRL's GRPOTrainer too")
+    parser.add_argument("--presets", nargs="+", default=["tiny", "gpt2-small"],
+                        help="default: both")
+    parser.add_argument("--precision", default="bfloat16", choices=("float32", "bfloat16"),
+                        help="default: bfloat16")
+    parser.add_argument("--batch", type=int, default=512,
+                        help="responses in an iteration (default: 512)")
+    parser.add_argument("--response-length", type=int, default=48,
+                        help="tokens of each (default: 48)")
+    parser.add_argument("--iterations", type=int, default=10,
+                        help="that count; one more comes before (default: 10)")
+    parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True,
+                        help="TRL's GRPOTrainer too")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
     args = parser.parse_args(argv)
     from rlhf_notes.training.devices import pick_device
-    try: device = pick_device(args.device)
-    except ValueError as e: parser.error(str(e))
+    try:
+        device = pick_device(args.device)
+    except ValueError as e:
+        parser.error(str(e))
     rows = []
     for preset in args.presets:
-        for row in measure(device, preset, args.precision, args.batch, args.response_length, args.iterations, args.trl):
-            rows.append(row); print(", ".join(f"{c} {v}" for c, v in zip(COLUMNS, row) if v != ""), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / "gpu.csv", "w", newline="", encoding="utf-8") as f: csv.writer(f, lineterminator="\n").writerows([COLUMNS, *rows])
+        for row in measure(device, preset, args.precision, args.batch, args.response_length,
+                           args.iterations, args.trl):
+            rows.append(row)
+            print(", ".join(f"{c} {v}" for c, v in zip(COLUMNS, row) if v != ""), flush=True)
+    write(args.out / "gpu.csv", COLUMNS, rows)
     lines = [COLUMNS[2:], ["---"] * len(COLUMNS[2:]), *(r[2:] for r in rows)]
-    (args.out / "gpu.md").write_text(f"{rows[0][0]}, torch {rows[0][1]}; tokens a second\n\n" + "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines), encoding="utf-8")
+    table = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+    text = f"{rows[0][0]}, torch {rows[0][1]}; tokens a second\n\n{table}"
+    (args.out / "gpu.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__": main()

@@ -185,6 +185,11 @@ def test_panels_stand_above_each_other_on_a_phone(tab, width):
     assert page.locator("img.side-by-side").first.is_visible() == (width == "desktop")
 
 
+def test_a_small_figure_is_whole_on_a_phone(tab):
+    page = tab(WIDTHS["phone"]).open(SITE / "index.html").page
+    assert page.locator("img.narrow").first.bounding_box()["width"] < 390
+
+
 FAULTS = {
     "console": "<script>console.error('planted')</script>",
     "error": "<script>null.planted</script>",

@@ -63,7 +63,7 @@ BAD = [
     ("train --env Nowhere-v0", "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"), ("train --env FrozenLake-v1", "--env must have Box observations"),
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
-    ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --response-length 80", "--response-length must fit into the model's context"),
+    ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --max-new-tokens 80", "--response-length must fit into the model's context"), ("generate word --run nowhere --max-new-tokens 0", "--max-new-tokens must be in"),
     ("rlhf --query-length 100000", "--query-length must fit into the model's context of 64 tokens"), ("rlhf --labels 2000000000", "--labels must be less than or equal to 1048576, got 2000000000"),
     ("rlhf --temperature 1e-60", "--temperature must be greater than or equal to 0.000001, got 1e-60"), ("rlhf --human-temperature 1e-60", "--human-temperature must be greater"), ("generate word --run nowhere --temperature 1e-60", "--temperature must be greater"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),

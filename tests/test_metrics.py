@@ -1,6 +1,5 @@
 """The page of metrics: every column that a training logs has its text and its picture, and none that it does not log."""
 import csv
-import importlib.util
 import re
 import sys
 from dataclasses import asdict
@@ -8,6 +7,7 @@ from dataclasses import asdict
 import nbformat
 import pytest
 
+import metrics
 import notebooks
 from rlhf_notes.control.ppo import PPO
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
@@ -78,28 +78,20 @@ def test_every_metric_has_its_text_and_its_picture(sections):
         assert any("image/svg+xml" in out.get("data", {}) for out in figure.outputs), f"{heading}: the picture is not stored"
 
 
-def benchmark():
-    spec = importlib.util.spec_from_file_location("metrics_benchmark", notebooks.ROOT / "benchmarks" / "metrics.py")
-    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-    return module
-
-
 def test_the_stored_curves_are_those_of_the_command(logged):
     "The runs that the command makes, whole, with the columns that trainings log today."
-    b = benchmark()
-    for file, changes, rows in (("control", b.CONTROL, PPOConfig().iterations), ("sft", b.SFT, RLHFConfig().sft_steps), ("reward_model", b.REWARD_MODEL, RLHFConfig().labels // RLHFConfig().rm_batch), ("rl", b.RL, RLHFConfig().iterations)):
+    for file, changes, rows in (("control", metrics.CONTROL, PPOConfig().iterations), ("sft", metrics.SFT, RLHFConfig().sft_steps), ("reward_model", metrics.REWARD_MODEL, RLHFConfig().labels // RLHFConfig().rm_batch), ("rl", metrics.RL, RLHFConfig().iterations)):
         with open(RESULTS / f"metrics_{file}.csv", newline="", encoding="utf-8") as f: stored = list(csv.DictReader(f))
         assert {("run" if c == "run" else (file, c)) for c in stored[0]} == {"run"} | {x for x in logged if x[0] == file}
         runs = [r["run"] for r in stored]
-        assert {run: runs.count(run) for run in runs} == {b.name(change): rows for change in changes}
+        assert {run: runs.count(run) for run in runs} == {metrics.name(change): rows for change in changes}
 
 
 def test_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["metrics.py", "--short", "--out", str(tmp_path)])
-    b = benchmark()
-    for name in ("CONTROL", "SFT", "REWARD_MODEL"): monkeypatch.setattr(b, name, getattr(b, name)[:2])
-    monkeypatch.setattr(b, "RL", (b.RL[0], b.RL[-1]))
-    b.main()
+    for name in ("CONTROL", "SFT", "REWARD_MODEL"): monkeypatch.setattr(metrics, name, getattr(metrics, name)[:2])
+    monkeypatch.setattr(metrics, "RL", (metrics.RL[0], metrics.RL[-1]))
+    metrics.main()
     for file in FILES.values(): assert header(tmp_path / f"metrics_{file}.csv") == header(RESULTS / f"metrics_{file}.csv")
     with open(tmp_path / "metrics_rl.csv", newline="", encoding="utf-8") as f: healthy, _, mistaken, _ = csv.DictReader(f)
     assert mistaken["run"] == "sampled_at=0.7" and abs(float(mistaken["kl_k1"])) > 0.05 > 1e-4 > abs(float(healthy["kl_k1"]))       # sampler and reference disagree from the first answer on

@@ -154,11 +154,12 @@ def as_directives(things):
 
 def as_directive(thing, fence=5):
     """The Sphinx directive that puts `thing` on the page, into its table of contents, the search and the reach of references.
-    Its table is folded: the comments of the cell say the same."""
+    Its table and its methods are folded: the cell above says the same."""
     shown = [n + (f"={d}" if d is not None else "") for n, _, d, _ in thing.params]
     if len(shown) > 12: shown = ["..."]
     brackets = "" if thing.kind == "property" else f"({', '.join(shown)})"
     inside = "\n\n".join(as_directive(t, fence - 1) for t in thing.inside)
+    if len(thing.inside) > 3: inside = f'\n<details class="parameters"><summary>Methods</summary>\n\n{inside}\n\n</details>\n'
     table = _table(thing)
     if table: table = f'\n\n<details class="parameters"><summary>Parameters</summary>{table}\n</details>\n'
     body = f"{prose(thing.doc)}{table}\n{inside}".strip()

@@ -6,6 +6,7 @@ from pathlib import Path
 AXES = re.compile(r'<g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="([^"]*)"')
 TICK = re.compile(r'<g id="ytick_\d+">')
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*/_images/([^"/]+\.svg)|_images/([^"/]+\.svg))"\s*/?>')
+NARROW = 400            # points: a figure that a narrow screen shows whole
 SPACE = 4               # points to the right of its axes that belong to a panel
 
 
@@ -50,6 +51,7 @@ def stack(app, pagename, templatename, context, doctree):
     def change(m):
         alt, src, name = m[1], m[2], m[3] or m[4]
         boxes = panels(files[html.unescape(name)].read_text(encoding="utf-8"))
+        if len(boxes) == 1 and boxes[0][2] <= NARROW: return m[0].replace("<img ", '<img class="narrow" ', 1)
         if len(boxes) == 1: return m[0]
         return m[0].replace("<img ", '<img class="side-by-side" ', 1) + stacked(alt, src, boxes)
     context["body"] = PICTURE.sub(change, context["body"])

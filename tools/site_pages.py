@@ -24,6 +24,7 @@ import site_links
 from notebooks import ROOT, WIDTH, directives, notebooks, settings
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Studies": "studies", "Workshop": "."}
+FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli")
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
 
@@ -226,7 +227,7 @@ def by_floor(pages):
     "[(floor, its pages in the order in which they are read)], without the front page and the empty floors."
     known = list(FLOORS) + sorted({p.floor for p in pages} - set(FLOORS))
     floors = [(floor, [p for p in pages if p.floor == floor and p.page.name != "index"]) for floor in known]
-    for _, found in floors: found.sort(key=lambda p: p.page.name != "start")
+    for _, found in floors: found.sort(key=lambda p: FIRST.index(p.page.name) if p.page.name in FIRST else len(FIRST))
     return [(floor, found) for floor, found in floors if found]
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from ..checks import checked
@@ -57,8 +58,10 @@ def _check_envs(envs, env):
         raise ValueError(f"env must make a new environment at each call, got {env!r}, "
                          "which returns the same one again")
     with _naming(env, "whose reset and step are as Gymnasium's API has them"):
-        envs.reset(seed=0)
-        envs.step(envs.action_space.sample())
+        obs = envs.reset(seed=0)[0].copy()
+        after, reward, *_ = envs.step(envs.action_space.sample())
+        for name, x in ("observation", obs), ("observation", after), ("reward", reward):
+            if not np.isfinite(x).all(): raise ValueError(f"its {name} is NaN or infinite")
 
 @contextmanager
 def _naming(env, wanted="that Gymnasium can make", hint=""):
@@ -77,6 +80,9 @@ def find_spec(env, # As for `make_envs`; a name may be "module:Name-v0"
     if isinstance(env, gym.Env): return _spec_of_copies(env)
     if callable(env):
         return EnvSpec(_class_name(env), entry_point=lambda **kwargs: env(**kwargs))
+    if not isinstance(env, str):
+        raise TypeError("env must be a name, an environment or a function that makes one, "
+                        f"got {env!r}")
     with _naming(env, hint=" (one of your own is module:Name-v0)"):
         module, _, name = env.rpartition(":")
         if module:

@@ -12,6 +12,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 
+from ..checks import checked
 from .envs import _naming, find_spec, threshold
 
 # %% ../../nbs/control/20_plots.ipynb #draw
@@ -56,6 +57,7 @@ def _bare(ax, **limits):
 DRAWINGS = {"CartPole-v1": draw_cartpole, "CartPoleEnv": draw_cartpole,
             "Pendulum-v1": draw_pendulum, "PendulumEnv": draw_pendulum}
 
+@checked(seed="int [0, inf)")
 def film(env, # A name, a function that makes one, or an environment, of which a copy plays
          choose, # choose(obs) -> action
          path, # The file to write, ends in .gif or .mp4
@@ -100,7 +102,8 @@ def _rendered(env, env_kwargs):
     with _naming(env, "that can be rendered (render_mode 'rgb_array')"):
         made = gym.make(find_spec(env), render_mode="rgb_array", **env_kwargs)
         made.reset()
-        made.render().shape
+        frame = made.render()
+        if frame.dtype != np.uint8: raise ValueError(f"its frames have the dtype {frame.dtype}")
     return made
 
 def _drawn(draw, state):
@@ -134,5 +137,6 @@ def plot_run(figure, # A matplotlib figure
             score = summary[f"eval_{how}_mean"]
             top.plot(summary["steps"], score, mark, label=f"evaluated, {kind}")
     if top.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle(f"{summary['task']}, seed {summary['seed']}", fontsize=10, color="grey")
+        figure.legend(loc="outside lower left", fontsize=8)
+    title = f"{summary['task']}, seed {summary['seed']}"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=10, color="grey")

@@ -35,7 +35,8 @@ def mlp(inputs: int, # Width of the input
         generator: torch.Generator | None = None, # Source of the weights
        ) -> nn.Sequential: # (..., inputs) -> (..., outputs)
     "A network with two hidden layers."
-    linears = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    widths = (inputs, hidden), (hidden, hidden), (hidden, outputs)
+    linears = [nn.Linear(*width, device="cpu", dtype=torch.float32) for width in widths]
     for linear, g in zip(linears, (2 ** 0.5, 2 ** 0.5, gain)):
         if init == "orthogonal":
             nn.init.orthogonal_(linear.weight, g, generator)
@@ -101,7 +102,7 @@ class Gaussian(nn.Module):
         self.shape, self.squash = space.shape, squash
         self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
         self.outputs = len(self.low)
-        self.log_std = nn.Parameter(torch.full((self.outputs,), float(log_std)))
+        self.log_std = nn.Parameter(torch.from_numpy(np.full(self.outputs, log_std, np.float32)))
 
     def sigma(self, out): # (..., N) -> (..., N)
         "Standard deviations, the same for each observation."
@@ -128,6 +129,7 @@ class Gaussian(nn.Module):
             actions = self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low)
         # after the tanh too: its last digit may be rounded over the bound
         inside = np.minimum(np.maximum(actions, self.low), self.high)
+        inside = inside.astype(self.low.dtype, copy=False)
         return inside.reshape(*actions.shape[:-1], *self.shape)
 
 # %% ../../nbs/control/17_policy.ipynb #distribution
@@ -154,7 +156,7 @@ def distribution(space: gym.Space, # Of the actions of one environment
 
 def _warn_of_bounds(space, span):
     outside = abs(space.high + space.low) > span
-    if (outside | (abs(np.log10(span / 2)) > 1)).any():
+    if (outside | (span < 0.2) | (span > 20)).any():
         warnings.warn(f"the first actions are around 0, and {space} is far from [-1, 1]: "
                       "squash them, or rescale the environment's actions", stacklevel=2)
 

@@ -5,12 +5,14 @@ formulas."""
 
 # %% auto #0
 __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'batch_loss', 'Batch', 'make_batch', 'PPO',
-           'seeds', 'health', 'Scaling', 'episode_returns', 'train', 'check_start']
+           'seeds', 'health', 'Scaling', 'episode_returns', 'train']
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import math
+import pickle
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
 import gymnasium as gym
@@ -112,6 +114,18 @@ class PPO:
         self.clock = dict(wall_seconds=0.0, steps_to_solve=None, seconds_to_solve=None)
         self._begin_episodes()
 
+    @classmethod
+    def begin(cls,
+              config: PPOConfig, # All options
+              run: Run | None = None, # To continue, if it has a checkpoint
+             ) -> "PPO": # Ready to `learn`
+        "A trainer at the start of its training, or where its run stopped."
+        ppo = cls(**vars(config))
+        if run is None or run.checkpoint is None: return ppo
+        ppo.load_state_dict(run.checkpoint["ppo"])
+        ppo.rows = list(run.rows)
+        return ppo
+
     def _begin_episodes(self):
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
         env_seed, seed = seeds(self.config.seed, self.iteration)[:2]
@@ -204,10 +218,12 @@ class PPO:
         shape, obs = self.envs.single_observation_space.shape, np.asarray(obs)
         if obs.shape[obs.ndim - len(shape):] != shape or obs.ndim > len(shape) + 1:
             raise ValueError(f"obs must have shape {shape}, or be a batch of that, got {obs.shape}")
+        if not np.isfinite(obs).all(): raise ValueError(f"obs must be finite, got {obs}")
         rows = float32(obs.reshape(-1, *shape))
         actions = self.agent.head.for_env(self.policy(None if deterministic else self.rng)(rows))
         return actions[0] if obs.ndim == len(shape) else actions
 
+    @checked(episodes="int [1, inf)", deterministic="flag", seed="int [0, inf)?")
     def evaluate(self,
                  episodes: int = 100, # Each played whole
                  deterministic: bool = True, # The most probable actions; False = drawn
@@ -273,11 +289,17 @@ class PPO:
     @classmethod
     def load(cls, path, **options): # From `save`; env if it was no name, device="cpu" if need be
         "A trainer as it was saved, to predict, evaluate or learn on."
-        saved = torch.load(path, weights_only=True, map_location="cpu")
+        saved = None
+        with suppress(pickle.UnpicklingError, RuntimeError, EOFError):
+            saved = torch.load(path, weights_only=True, map_location="cpu")
         if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
             raise ValueError(f"path must be a file that PPO.save has written, got {path}")
         ppo = cls(**{**saved["config"], **options})
-        ppo.load_state_dict(saved["state"])
+        try:
+            ppo.load_state_dict(saved["state"])
+        except RuntimeError as e:
+            raise ValueError(f"options must leave the networks as they were saved, got {options}: "
+                             f"{e}") from e
         return ppo
 
 # %% ../../nbs/control/19_ppo.ipynb #seeds
@@ -313,7 +335,7 @@ class Scaling:
         self.config = config
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
-        self.running = torch.zeros(config.num_envs)  # and that return
+        self.running = torch.from_numpy(np.zeros(config.num_envs, np.float32))  # and that return
 
     def obs(self, obs): # (N, obs_size) array -> the same
         "Observations for the policy; those of the first rollout are left as they are."
@@ -362,22 +384,14 @@ def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
         resetting = done & (autoreset_mode(envs) == "NextStep")
-    return torch.tensor(returns)
+    return torch.from_numpy(np.array(returns, np.float32))
 
 # %% ../../nbs/control/19_ppo.ipynb #train
-def _start(config, run):
-    "A trainer at its beginning, or where its run stopped."
-    ppo = PPO(**vars(config))
-    if run is None or run.checkpoint is None: return ppo
-    ppo.load_state_dict(run.checkpoint["ppo"])
-    ppo.rows = list(run.rows)
-    return ppo
-
 def train(config: PPOConfig, # All options
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
          ) -> tuple[PPO, list, dict]: # The trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
-    ppo = _start(config, run).learn(run)
+    ppo = PPO.begin(config, run).learn(run)
     interrupted = ppo.iteration < config.iterations
     scores = dict.fromkeys([*SCORES, "eval_episodes"])
     scores["solved"] = None if threshold(config.env) is None else False
@@ -395,10 +409,3 @@ def train(config: PPOConfig, # All options
         ppo.save(run.path / "ppo.pt")
         run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
     return ppo, ppo.rows, summary
-
-# %% ../../nbs/control/19_ppo.ipynb #check-start
-def check_start(config: PPOConfig, # As for `train`
-                run: Run | None = None, # As for `train`
-               ):
-    "ValueError unless a training can begin."
-    _start(config, run).envs.close()

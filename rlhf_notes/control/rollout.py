@@ -7,6 +7,7 @@ each episode ended, and which steps are no data at all."""
 __all__ = ['Rollout', 'float32', 'Collector', 'minibatches']
 
 # %% ../../nbs/control/16_rollout.ipynb #export-imports
+import math
 from dataclasses import dataclass, fields
 
 import gymnasium as gym
@@ -45,7 +46,8 @@ def float32(obs, # (N, *observation), any dtype and order in memory
            ): # (N, numbers in an observation), float32 and C-contiguous
     "Observations as rows of float32, the bytes of images from 0 to 1."
     # C-contiguous: the last digits of a matrix product depend on the order in memory
-    rows = np.ascontiguousarray(obs, np.float32).reshape(len(obs), -1)
+    size = math.prod(obs.shape[1:])
+    rows = np.ascontiguousarray(obs, np.float32).reshape(len(obs), size)
     return rows / 255 if obs.dtype == np.uint8 and obs.ndim == 4 else rows
 
 # %% ../../nbs/control/16_rollout.ipynb #collector
@@ -124,5 +126,5 @@ def minibatches(size: int, # Number of rows
                 device="cpu", # Of the result
                ) -> tuple: # Of tensors of row numbers, as equal in length as can be
     "A fresh permutation of the rows, cut into parts: each row is in exactly one of them."
-    rows = torch.randperm(size, generator=generator).to(device)
+    rows = torch.randperm(size, generator=generator, device="cpu").to(device)
     return rows.tensor_split(min(parts, size))

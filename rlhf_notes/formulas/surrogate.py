@@ -43,8 +43,10 @@ def clip_fraction(
     "Share of the samples that `clipped_surrogate` clips, by either definition; 0 if none counts."
     r, A = ratio, advantage
     above, below = r > 1 + (eps_low if eps_high is None else eps_high), r < 1 - eps_low
-    if kind == "outside": return masked_mean(above | below, mask)
-    if A is None:
-        raise ValueError('advantage must be given for kind="binding", got None; '
-                         'kind="outside" needs none')
-    return masked_mean((A > 0) & above | (A < 0) & below, mask)
+    known, clipped = r, above | below
+    if kind == "binding":
+        if A is None:
+            raise ValueError('advantage must be given for kind="binding", got None; '
+                             'kind="outside" needs none')
+        known, clipped = r * A, (A > 0) & above | (A < 0) & below
+    return masked_mean(clipped.float().masked_fill(known.isnan(), torch.nan), mask)

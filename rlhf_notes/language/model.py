@@ -22,6 +22,7 @@ from ..fast import door, gpt2
 from ..formulas.logprob import (entropy_from_logits, linear_log_probs,
                                          selective_log_softmax)
 from ..formulas.masking import masked_mean
+from ..training.devices import usual_defaults
 from ..training.signals import check_finite
 
 # %% ../../nbs/language/23_model.ipynb #positions
@@ -39,7 +40,7 @@ def hidden_states(lm: nn.Module, # A causal language model of transformers; or i
                   at: torch.Tensor | None = None, # True = this state is read, (B, T); None = all
                  ) -> torch.Tensor: # (B, T, d); undefined where the mask or `at` is False
     "Final hidden state at each position, before the head."
-    check_context(lm, tokens.shape[1])
+    check_context(lm, tokens=tokens.shape[1])
     tokens = tokens.masked_fill(~mask, 0) # G2: the model has no embedding for padding
     at = mask if at is None else mask & at
     return _states(body(lm), tokens, mask, position_ids(mask), at)
@@ -63,13 +64,13 @@ def context_length(lm: nn.Module, # A model of transformers
 
 # %% ../../nbs/language/23_model.ipynb #check-context
 def check_context(lm: nn.Module, # A model of transformers
-                  tokens: int, # Length of prompt and response together, padding included
+                  **lengths: int, # Argument -> tokens, padding included
                  ):
-    "ValueError unless `tokens` fit into what the model can read at once."
+    "ValueError, which names the longest, unless all fit together into the model's context."
     limit = context_length(lm)
-    if limit is not None and tokens > limit:
-        raise ValueError("prompt and response must fit into the model's context of "
-                         f"{limit} tokens, got {tokens}")
+    if limit is None or sum(lengths.values()) <= limit: return
+    raise ValueError(f"{max(lengths, key=lengths.get)} must fit into the model's context of "
+                     f"{limit} tokens, got {' + '.join(map(str, lengths.values()))}")
 
 # %% ../../nbs/language/23_model.ipynb #to-logits
 def to_logits(lm: nn.Module, # A causal language model of transformers
@@ -119,6 +120,7 @@ PRESETS = {
                        activation_function="gelu_pytorch_tanh"),
 }
 
+@usual_defaults()
 @checked(preset=PRESETS, vocab_size="int [1, inf)")
 def make_gpt2(preset: str, # "tiny", or "gpt2-small": the size and form of the smallest GPT-2
               vocab_size: int, # Tokens; GPT-2 has 50257

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..checks import check_value
 from ..fast.adam import BETAS, Adam
 from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
@@ -35,9 +36,8 @@ from .reward_model import score
 from .prompts import Prompts
 from .rollout import Rollout, rollout_stats, treat_overlong, with_advantages
 from .sampling import Samples, sample
-from rlhf_notes.training.devices import (
-    check_processes, make_accelerator, process_device, to_device,
-)
+from ..training.devices import (
+    check_processes, make_accelerator, process_device, to_device, usual_defaults)
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -230,11 +230,17 @@ class RLHF(RLHFLoop):
                  seed: int = 0, # Of all that is random
                  **options, # Of `RLHFConfig`
                 ):
-        options = dict(stop_after=0, overlong="keep") | options
-        config = RLHFConfig(algo=algo, response_length=max_new_tokens, iterations=iterations,
-                            seed=seed, **options)
+        options |= dict(algo=algo, iterations=iterations, seed=seed)
+        config = self._config(max_new_tokens, **options)
         self._from_prompts(config, model, tokenizer, prompts, reward)
 
+    @staticmethod
+    def _config(max_new_tokens, **options):
+        check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
+        own = dict(response_length=max_new_tokens, stop_after=0, overlong="keep")
+        return RLHFConfig(**own | options)
+
+    @usual_defaults()
     def _from_prompts(self, config, model, tokenizer, prompts, reward):
         if config.algo == "dpo" and reward is not None:
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
@@ -242,7 +248,8 @@ class RLHF(RLHFLoop):
         lm = add_lora(lm, config.lora, config.seed)
         task = Prompts(tokenizer, prompts, reward, config.response_length, config.query_length,
                        config.stop_after, lm)
-        check_context(lm, task.query_length + config.response_length)
+        lengths = {"query_length" if config.query_length else "prompts": task.query_length}
+        check_context(lm, **lengths, max_new_tokens=config.response_length)
         self._begin(config, lm, task, task.score)
 
     @classmethod
@@ -275,6 +282,7 @@ class RLHF(RLHFLoop):
             self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.iteration, self.iterations, self.steps, self.rows = 0, config.iterations, 0, []
 
+    @usual_defaults()
     def learn(self,
               log=None, # Called with the row of each iteration
              ) -> "RLHF": # Itself
@@ -289,6 +297,7 @@ class RLHF(RLHFLoop):
         bar.close()
         return self
 
+    @usual_defaults()
     @torch.no_grad()
     def generate(self,
                  prompts: list, # Strings, or chats

@@ -71,7 +71,7 @@ def sample(lm: nn.Module, # A causal language model of transformers, without dro
     if not mask[:, -1].all(): # the only synchronisation
         raise ValueError("mask must be True in its last column (pad prompts on the left), got "
                          f"{int((~mask[:, -1]).sum())} of {len(mask)} rows that end in padding")
-    check_context(lm, prompts.shape[1] + u.shape[1])
+    check_context(lm, prompts=prompts.shape[1], u=u.shape[1])
     return Samples(*_sample(lm, prompts, mask, u, temperature))
 
 @gpt2.replayed

@@ -16,7 +16,7 @@ from itertools import product
 
 import torch
 
-from ..checks import check_value, checked
+from ..checks import checked
 from .prompts import Prompts
 
 # %% ../../nbs/language/22_task.ipynb #words
@@ -193,9 +193,6 @@ class Reviews(Prompts):
                  stop_after: int = 8, # First position at which a full stop ends a response, < T
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
                 ):
-        check_value("stop_after", stop_after, "[0, inf)")
-        check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
-        check_value("query_length", query_length, "[0, inf)")
         self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
         stop_token = self._check_tokenizer()
         super().__init__(tokenizer, PROMPTS, None, response_length, query_length)
@@ -222,17 +219,15 @@ class Reviews(Prompts):
         try:
             ids, (it, stop) = self._split(texts), self._ids(["it", f"it {STOP}"])
         except Exception as e:
-            raise ValueError(f"tokenizer must read every word, got {type(e).__name__}: {e}") from e
+            raise ValueError("model must have a tokenizer for every word, got "
+                             f"{type(e).__name__}: {e}") from e
         if len(stop) != len(it) + 1:
-            raise ValueError("tokenizer must have one token for a full stop after a space, got "
+            raise ValueError("model must have a tokenizer with one token for a full stop, got "
                              f"{len(stop) - len(it)}")
-        if t.pad_token_id is None or t.pad_token_id in (stop[-1], t.eos_token_id):
-            raise ValueError("tokenizer must have a padding token that stands for nothing else, "
-                             f"got {t.pad_token!r}")
         for rows, expected in zip(ids, zip(*texts)):
             for got, text in zip(self.decode(rows), expected):
                 if got != text:
-                    raise ValueError("tokenizer must give words back as they were, got "
+                    raise ValueError("model must have a tokenizer that gives words back, got "
                                      f"{got!r} for {text!r}")
         return stop[-1]
 

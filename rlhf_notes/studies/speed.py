@@ -6,7 +6,7 @@ measured, and the benchmark behind `rlhf-notes bench`."""
 # %% auto #0
 __all__ = ['GAE_SHAPES', 'COLUMNS', 'LONG', 'SIZES', 'TASKS', 'copy_bandwidth', 'seconds',
            'device_name', 'code_that_runs', 'peak_extra', 'Case', 'logit_cases',
-           'part_case', 'gae_cases', 'measure', 'bench', 'table']
+           'gae_cases', 'measure', 'bench', 'table']
 
 # %% ../../nbs/studies/38_speed.ipynb #export-imports
 import ctypes
@@ -30,13 +30,11 @@ from ..formulas.logprob import (
 # %% ../../nbs/studies/38_speed.ipynb #machine
 def copy_bandwidth(
     device: str, # where
-    megabytes: int = 128, # size of the tensor that is copied
-    rounds: int = 9, # the best of so many
 ) -> float: # bytes per second, read and written together
-    "Speed of memory: a tensor copied onto another, both used before."
-    x = torch.ones(megabytes * 2**18, dtype=torch.float32, device=device)
+    "Speed of memory: 128 MB copied onto a tensor that was used before, the best of nine times."
+    x = torch.ones(2**25, dtype=torch.float32, device=device)
     y = x.clone()
-    return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(rounds))
+    return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(9))
 
 # %% ../../nbs/studies/38_speed.ipynb #seconds
 def seconds(
@@ -214,28 +212,6 @@ def _logit_case(task, z, i, others, ours, liger=None):
     return Case(task, tuple(z.shape), z.dtype, methods, (z, i), (z,), (size, 3 * size), size,
                 (0, size), restore)
 
-# %% ../../nbs/studies/38_speed.ipynb #part-cases
-def part_case(
-    shape: tuple, # of the logits
-    device: str, # where
-) -> Case: # forward alone
-    "Parts of the bill: single operations on as many numbers as there are logits."
-    z = torch.rand(shape, device=device)
-    y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
-    many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
-    def powers(z):
-        from rlhf_notes.fast import row_loops
-        for _ in range(many):
-            row_loops.weigh(small.numpy(), small.numpy()[0], small.numpy()[1], False)
-    methods = {
-        "copy": lambda z: y.copy_(z),
-        "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
-        "exp2 in the cache, compiled": powers if device == "cpu" and fast.HAS_NUMBA else None,
-        "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
-        "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
-        "ours": lambda z: y.fill_(1.0)}
-    return Case("parts", shape, z.dtype, methods, (z,), base=z.nbytes)
-
 # %% ../../nbs/studies/38_speed.ipynb #gae-cases
 GAE_SHAPES = (2048, 64), (128, 4096)
 
@@ -332,7 +308,6 @@ def bench(
     sizes: tuple = ("small",), # of `SIZES`, or shapes
     device: str = "cpu", # where
     rounds: int = 7, # per measurement
-    dtypes: tuple = (torch.float32, torch.bfloat16), # of the logits
     done = lambda rows: None, # called with the rows of each case
     left_out = lambda text: None, # called with what does not fit into memory
     tasks: tuple = TASKS, # which of `TASKS`
@@ -341,7 +316,7 @@ def bench(
     for task in tasks:
         check_value("tasks", task, TASKS)
     shapes, bandwidth, found = [_shape(size) for size in sizes], copy_bandwidth(device), []
-    for case in _cases(shapes, device, dtypes, left_out, tasks):
+    for case in _cases(shapes, device, left_out, tasks):
         found.extend(new := measure(case, device, rounds, bandwidth))
         done(new)
     return found
@@ -351,9 +326,9 @@ def _shape(size):
     check_value("sizes", size, tuple(SIZES))
     return SIZES[size]
 
-def _cases(shapes, device, dtypes, left_out, tasks):
+def _cases(shapes, device, left_out, tasks):
     for shape in shapes:
-        for dtype in dtypes:
+        for dtype in (torch.float32, torch.bfloat16):
             left = _memory_left(device)  # the naive methods hold several float32 copies
             need = 8 * torch.Size(shape).numel() * max(dtype.itemsize, 3)
             if need > 0.8 * left:
@@ -363,7 +338,7 @@ def _cases(shapes, device, dtypes, left_out, tasks):
                 continue
             yield from (case for case in logit_cases(shape, dtype, device) if case.task in tasks)
             if dtype == torch.float32 and "log-probability" in tasks:
-                yield part_case(shape, device)
+                yield _part_case(shape, device)
     if "GAE" in tasks:
         yield from gae_cases(device)
 
@@ -371,6 +346,24 @@ def _memory_left(device):
     if torch.device(device).type != "cuda": return _bytes("meminfo", "MemAvailable") or float("inf")
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+def _part_case(shape, device):
+    "Parts of the bill: single operations on as many numbers as there are logits."
+    z = torch.rand(shape, device=device)
+    y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
+    many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
+    def powers(z):
+        from rlhf_notes.fast import row_loops
+        for _ in range(many):
+            row_loops.weigh(small.numpy(), small.numpy()[0], small.numpy()[1], False)
+    methods = {
+        "copy": lambda z: y.copy_(z),
+        "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
+        "exp2 in the cache, compiled": powers if device == "cpu" and fast.HAS_NUMBA else None,
+        "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
+        "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
+        "ours": lambda z: y.fill_(1.0)}
+    return Case("parts", shape, z.dtype, methods, (z,), base=z.nbytes)
 
 # %% ../../nbs/studies/38_speed.ipynb #table-rows
 def table(

@@ -141,3 +141,17 @@ def test_an_environment_with_another_api_is_named(monkeypatch, name, wrong, requ
     kind = type("Odd", (Guessed,), {name: wrong})
     monkeypatch.setitem(gym.registry, "Odd-v0", gym.envs.registration.EnvSpec("Odd-v0", kind, disable_env_checker=True, order_enforce=False))
     with pytest.raises(ValueError, match="^env must be an environment whose reset and step are as Gymnasium's API has them, got 'Odd-v0': ."): make_envs("Odd-v0", 2)
+
+
+@pytest.mark.parametrize("env", [None, 3, b"CartPole-v1", gym.make_vec("CartPole-v1", 2)])
+def test_what_is_no_environment_is_told(env):
+    with pytest.raises(TypeError, match="^env must be a name, an environment or a function that makes one, got "): make_envs(env, 2)
+
+
+@pytest.mark.parametrize("what", ["reset", "observation", "reward"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_an_environment_of_nan_is_refused_before_a_training(what, bad):
+    class Broken(Still):
+        def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.full(2, bad if what == "reset" else 0, np.float32), {}
+        def step(self, action): return np.full(2, bad if what == "observation" else 0, np.float32), bad if what == "reward" else 0.0, False, False, {}
+    with pytest.raises(ValueError, match=f"^env must be an environment whose .* its {what.replace('reset', 'observation')} is NaN or infinite$"): make_envs(Broken, 2)

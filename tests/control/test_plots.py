@@ -1,7 +1,6 @@
 import csv
 import importlib
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,6 @@ ANGLE, SPEED, TORQUE = st.floats(-10, 10), st.floats(-8, 8), st.floats(-2, 2)
 
 @pytest.fixture(scope="module")
 def study():
-    sys.path.append(str(ROOT / "benchmarks"))
     return importlib.import_module("pendulum_study")
 
 
@@ -126,12 +124,17 @@ class Blank(Undrawn):
     def render(self): return None
 
 
+class Grey(Undrawn):
+    "Renders from 0 to 1."
+    def render(self): return np.zeros((8, 8, 3))
+
+
 class Drawn(Undrawn):
     "Renders pixels."
     def render(self): return np.full((8, 8, 3), 40 * self.t, np.uint8)
 
 
-@pytest.mark.parametrize("kind", [Unseen, Deaf, Undrawn, Blank])
+@pytest.mark.parametrize("kind", [Unseen, Deaf, Undrawn, Blank, Grey])
 def test_no_film_of_what_cannot_be_rendered(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(gym.registry, "Film-v0", gym.envs.registration.EnvSpec("Film-v0", kind, max_episode_steps=5, disable_env_checker=True))
     with pytest.raises(ValueError, match=r"^env must be an environment that can be rendered \(render_mode 'rgb_array'\), got 'Film-v0': "): PPO(**vars(replace(SMALL, env="Film-v0"))).film(tmp_path / "film.gif")

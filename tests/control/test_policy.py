@@ -166,6 +166,14 @@ def test_rounding_never_leads_over_a_bound():
     assert space.contains(Gaussian(space, squash=True).for_env(np.full(1000, 20, np.float32)))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("squash", [False, True])
+def test_actions_have_the_dtype_of_their_space(dtype, squash):
+    space = gym.spaces.Box(-0.1, 0.3, (3,), dtype)
+    actions = Gaussian(space, squash=squash).for_env(np.array([[-9, 0.123, 9]], np.float32))
+    assert actions.dtype == dtype and space.contains(actions[0])
+
+
 def test_discrete_actions_that_do_not_start_at_zero():
     head = distribution(gym.spaces.Discrete(3, start=-1))
     assert isinstance(head, Categorical) and head.outputs == 3 and head.for_env(np.array([0, 1, 2])).tolist() == [-1, 0, 1]

@@ -18,7 +18,7 @@ from rlhf_notes.control import ppo as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
-from rlhf_notes.control.ppo import PPO, Batch, Scaling, batch_loss, check_start, episode_returns, health, make_batch, seeds, train
+from rlhf_notes.control.ppo import PPO, Batch, Scaling, batch_loss, episode_returns, health, make_batch, seeds, train
 from rlhf_notes.control.rollout import Collector, Rollout
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.training.runs import Run
@@ -560,7 +560,7 @@ def test_it_is_evaluated_where_it_has_trained_as_often_as_one_says(tmp_path, mon
     monkeypatch.setitem(gym.registry, "Robot-v0", gym.envs.registration.EnvSpec("Robot-v0", Robot, max_episode_steps=20))
     monkeypatch.setattr(Robot, "there", 0); monkeypatch.setattr(Robot, "steps", 0)
     config = PPOConfig(env="Robot-v0", num_envs=1, num_steps=256, steps=256, eval_episodes=3)
-    check_start(config)
+    PPO.begin(config).envs.close()
     before, run = Robot.steps, Run.create(tmp_path / "run", {"task": "train"})
     ppo, _, summary = train(config, run)
     assert summary["eval_return_mean"] == summary["eval_sampled_return_mean"] == 20 and summary["eval_episodes"] == 3
@@ -673,7 +673,13 @@ def test_load_may_change_options_and_refuses_other_files(tmp_path):
     PPO(**vars(SMALL)).save(tmp_path / "ppo.pt")
     assert PPO.load(tmp_path / "ppo.pt", epochs=1).config == replace(SMALL, epochs=1)
     torch.save({"agent": 1}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="path must be a file that PPO.save has written, got .*other.pt"): PPO.load(tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "ppo.pt").read_bytes()[:2000])
+    (tmp_path / "empty.pt").touch()
+    for name in ("other", "text", "cut", "empty"):
+        with pytest.raises(ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"): PPO.load(tmp_path / f"{name}.pt")
+    for options in (dict(hidden=32), dict(env="Pendulum-v1")):
+        with pytest.raises(ValueError, match="^options must leave the networks as they were saved, got "): PPO.load(tmp_path / "ppo.pt", **options)
 
 
 def interrupt_after(monkeypatch, iteration, error=None):
@@ -696,7 +702,7 @@ def test_an_interrupted_run_leaves_a_whole_directory_and_goes_on(tmp_path, monke
     assert json.loads((run.path / "summary.json").read_text()) == summary
     assert {"checkpoint.pt", "curve.svg", "config.json", "metrics.csv"} <= {p.name for p in run.path.iterdir()}
     before = (run.path / "metrics.csv").read_bytes()
-    check_start(SMALL, Run.resume(run.path))
+    PPO.begin(SMALL, Run.resume(run.path)).envs.close()
     ppo, rows, summary = train(SMALL, Run.resume(run.path))
     after = (run.path / "metrics.csv").read_bytes()
     assert after.startswith(before) and len(after.splitlines()) == 9 == len(rows) + 1 and summary["steps"] == 1024 and not summary["interrupted"]
@@ -816,3 +822,28 @@ def test_a_film_in_mp4(tmp_path):
     path = PPO(**SHAPE).film(tmp_path / "film.mp4")
     frames = imageio.imread(path)
     assert len(frames) > 1 and frames.shape[1:] == (216, 216, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_callers_default_dtype_and_device_change_nothing(dtype):
+    def trained():
+        ppo = PPO("CartPole-v1", steps=128, num_envs=2, num_steps=32, minibatches=2, epochs=1, normalize_obs=True, normalize_rewards=True).learn()
+        return ppo.rows[-1], ppo.evaluate(3).tolist(), ppo.predict(np.zeros(4, np.float32))
+    expected = trained()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"): assert trained() == expected
+    finally: torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda p: p.evaluate(0), ValueError, r"episodes must be in \[1, inf\), got 0"), (lambda p: p.evaluate(2.5), TypeError, "episodes must be an integer, got 2.5"),
+    (lambda p: p.evaluate(2, seed=-1), ValueError, r"seed must be in \[0, inf\), got -1"), (lambda p: p.evaluate(2, 1), TypeError, "deterministic must be True or False, got 1"),
+    (lambda p: p.predict(np.full(4, np.nan)), ValueError, "obs must be finite, got "), (lambda p: p.predict(np.zeros(3)), ValueError, "obs must have shape"),
+    (lambda p: p.film("film.gif", seed=-1), ValueError, r"seed must be in \[0, inf\), got -1")])
+def test_a_bad_argument_is_named(call, error, words):
+    with pytest.raises(error, match=f"^{words}"): call(PPO(**vars(SMALL)))
+
+
+def test_no_observation_gets_no_action():
+    assert PPO(**vars(SMALL)).predict(np.zeros((0, 4))).shape == (0,)

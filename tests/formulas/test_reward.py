@@ -48,7 +48,7 @@ def test_norm_defaults_calls_and_checkpoints():
 
 
 @pytest.mark.parametrize("rewards", [torch.full((7,), 0.1), torch.full((3, 3), 1e6), torch.zeros(4), torch.tensor(2.0), torch.empty(0),
-                                     torch.full((999,), 1 / 3, dtype=torch.float64)])
+                                     torch.full((999,), 1 / 3, dtype=torch.float64), torch.tensor([1e200, 3e200], dtype=torch.float64), torch.tensor([1.0, math.inf])])
 def test_norm_refuses_rewards_without_a_spread(rewards):
     norm = RewardNorm(2.0, 3.0)
     with pytest.raises(ValueError, match="rewards must be finite and not all equal, got"): norm.fit(rewards)

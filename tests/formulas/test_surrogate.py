@@ -179,3 +179,12 @@ def test_bad_input_is_named(f, args, kwargs, error, words):
 ])
 def test_more_bad_input(call, error, words):
     with pytest.raises(error, match=words): call(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["binding", "outside"])
+def test_a_ratio_that_is_nan_makes_the_share_nan_where_it_counts(kind):
+    ratio, advantage = torch.tensor([math.nan, 3.0, 1.0, 0.1]).requires_grad_(), torch.tensor([1.0, 1.0, 1.0, -1.0])
+    share = clip_fraction(ratio, advantage, kind=kind)
+    assert share.isnan() and not share.requires_grad
+    assert clip_fraction(ratio, advantage, kind=kind, mask=~ratio.isnan()) == torch.tensor(2 / 3)
+    assert clip_fraction(advantage.abs(), ratio).isnan() and clip_fraction(advantage.abs(), ratio, kind="outside") == 0

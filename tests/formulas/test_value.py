@@ -75,7 +75,8 @@ def test_what_is_not_a_number_shows():
         given = [x[:1].clone(), x[1:2].clone(), x[2:].clone()]
         given[k][0] = nan
         assert value_loss(*given, 0.2).isnan().all(), k
-    assert value_clip_fraction(torch.tensor([2.0, 2.0]), torch.tensor([nan, 1.0]), torch.tensor([3.0, 3.0]), 0.2) == 0.5
+    broken = [torch.tensor([2.0, 2.0]), torch.tensor([nan, 1.0]), torch.tensor([3.0, 3.0]), 0.2]
+    assert value_clip_fraction(*broken).isnan() and value_clip_fraction(*broken, torch.tensor([False, True])) == 1
     for broken in (nan, math.inf, -math.inf):
         y = torch.tensor([1.0, broken, 3.0])
         assert explained_variance(x, y).isnan() and explained_variance(y, x).isnan()

@@ -1,18 +1,11 @@
 "Both benchmarks of a GPU run from end to end and write down what they measured, and on which device."
 import csv
-import importlib.util
 
 import pytest
 
-from pretend import ROOT
+import gpu
+import rlhf_gpu
 from rlhf_notes.studies import speed
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -21,7 +14,7 @@ def test_the_formulas(kernels, tmp_path, monkeypatch, request, capsys):
     monkeypatch.setattr(speed, "LONG", 0.0)
     monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e11)
     monkeypatch.setattr(speed, "GAE_SHAPES", ((20, 6), (12, 40)))
-    load("gpu").main(["--sizes", "2x3x64", "--rounds", "1", "--out", str(tmp_path)])
+    gpu.main(["--sizes", "2x3x64", "--rounds", "1", "--out", str(tmp_path)])
     rows = [*csv.DictReader((tmp_path / "speed_gpu.csv").open())]
     assert {r["device"] for r in rows} == {"Pretended GPU"} and {r["task"] for r in rows} == {*speed.TASKS, "parts"}
     text = (tmp_path / "speed_gpu.md").read_text()
@@ -31,8 +24,7 @@ def test_the_formulas(kernels, tmp_path, monkeypatch, request, capsys):
 
 @pytest.mark.slow
 def test_rlhf(tmp_path):
-    module = load("rlhf_gpu")
-    module.main(["--presets", "tiny", "--batch", "16", "--response-length", "12", "--iterations", "1", "--no-trl", "--out", str(tmp_path)])
+    rlhf_gpu.main(["--presets", "tiny", "--batch", "16", "--response-length", "12", "--iterations", "1", "--no-trl", "--out", str(tmp_path)])
     rows = [*csv.DictReader((tmp_path / "gpu.csv").open())]
     assert [(r["device"], r["contender"], r["precision"]) for r in rows] == [("Pretended GPU", name, "bfloat16") for name in ("ours-ppo", "ours-grpo")]
     assert all(float(r["tokens_per_second"]) > 0 and r["peak_memory_MiB"] == "0" for r in rows) and (tmp_path / "gpu.md").read_text().startswith("Pretended GPU, torch")

@@ -41,7 +41,7 @@ def test_the_chosen_response_comes_first():
     prompts, responses = torch.arange(8).view(2, 4, 1), torch.arange(10, 18).view(2, 4, 1)
     counts = torch.ones(2, 4, 1, dtype=torch.bool)
     counts[0, 3] = False
-    found = D.make_choices(prompts, counts, responses, counts, torch.tensor([2, 0]))
+    found = D._choices(prompts, counts, responses, counts, torch.tensor([2, 0]))
     assert found.tokens.tolist() == [[[2, 12], [0, 10], [1, 11], [3, 0]], [[4, 14], [5, 15], [6, 16], [7, 17]]]
     assert found.response_mask[0, :, 0].tolist() == [True, True, True, False] and found.mask[0, 3].tolist() == [False, True]
 
@@ -149,6 +149,12 @@ def test_a_trained_policy_loads(tmp_path):
     ([], "prompts must not be empty"), ([7], r"prompts must be strings.*prompts\[0\]")])
 def test_preferences_that_cannot_be_used(rows, words):
     with pytest.raises(ValueError, match=words): D.DPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")
+
+
+def test_preferences_need_an_end():
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="tokenizer must have a token for the end of a text"): D.DPO(tiny_lm(), tokenizer, OWN, max_new_tokens=6, device="cpu")
 
 
 def test_dpo_does_not_learn_from_a_reward():

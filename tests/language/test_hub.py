@@ -44,10 +44,11 @@ def test_a_model_may_be_a_module_or_a_path(tmp_path):
     lm = rough(tiny())
     got, tok = load_model(lm, tokenizer())
     assert got is lm and tok.pad_token_id == 37
-    again, _ = load_model(tmp_path / saved(lm, tmp_path, tokenizer()))
+    again, again_tokenizer = load_model(tmp_path / saved(lm, tmp_path, tokenizer()))
     assert all(torch.equal(a, b) for a, b in zip(lm.parameters(), again.parameters()))
     own = tokenizer()
     assert load_model(str(tmp_path), own)[1] is own
+    assert load_model(lm, tmp_path)[1].get_vocab() == again_tokenizer.get_vocab()
 
 
 def test_loading_draws_nothing_from_a_common_source(tmp_path):
@@ -228,9 +229,11 @@ def test_a_model_that_looks_ahead_or_forgets_is_refused():
     (lambda d: ((d / "config.json").write_text('{"model_type": "nonsense"}'), load_model(str(d))), "nonsense"),
     (lambda d: (tiny().config.save_pretrained(d), tokenizer().save_pretrained(d), load_model(str(d))), "no file named"),
     (lambda d: (saved(tiny(), d, tokenizer()), tiny(n_layer=3).config.save_pretrained(d), load_model(str(d))), r"must come with all weights that its config.json asks for, got '.*' without 12 of them, transformer.h.2"),
-    (lambda d: load_model(saved(make("Gemma2", num_key_value_heads=4), d, tokenizer())), "must be one that runs on tokens and a mask, got '.*': "),
+    (lambda d: load_model(saved(make("Gemma2", num_key_value_heads=4), d, tokenizer())), "must be a decoder with a cache of what it has read, got '.*': "),
+    (lambda d: load_model(tiny().transformer, tokenizer()), "^model must be a causal language model of transformers, got 'GPT2Model'$"),
+    (lambda d: load_model(torch.nn.Linear(2, 2), tokenizer()), "^model must be a causal language model of transformers, got 'Linear'$"),
     (lambda d: load_model(saved(tiny(), d, tokenizer()) + "/config.json"), "^model must be a directory or a name on the hub, got the file '.*config.json'$"),
-    (lambda d: load_model(saved(tiny(n_positions=6), d, tokenizer())), "^model must be one that runs on tokens and a mask, got '.*': "),
+    (lambda d: load_model(saved(tiny(n_positions=6), d, tokenizer())), "^model must be a decoder with a cache of what it has read, got '.*': "),
 ])
 def test_what_cannot_be_loaded_is_refused_in_one_line(call, words, tmp_path):
     with pytest.raises(ValueError, match=words) as e:

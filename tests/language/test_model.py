@@ -99,7 +99,7 @@ def test_weights_that_are_no_numbers_or_nearly_none_are_noticed():
 def test_context():
     lm = tiny(n_positions=12)
     assert context_length(lm) == 12
-    check_context(lm, 12)
+    check_context(lm, tokens=12)
     lm = tiny(n_positions=12)
     tokens, mask = texts(0, 2, 13)
     with pytest.raises(ValueError, match="must fit into the model's context of 12 tokens, got 13"): hidden_states(lm, tokens, mask)

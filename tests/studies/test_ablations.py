@@ -15,7 +15,6 @@ from rlhf_notes.studies.ablations import compare, in_standard_deviations, verdic
 from rlhf_notes.formulas.advantage import gae
 from control.test_ppo import SHAPE, agent, collect, some_batch
 
-sys.path.append(str(notebooks.ROOT / "benchmarks"))
 import ablations as details
 from ablations import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, check_swap, experiments, swapped
 

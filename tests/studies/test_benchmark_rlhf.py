@@ -1,4 +1,3 @@
-import importlib.util
 import logging
 import sys
 import warnings
@@ -8,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import rlhf_gpu
 from rlhf_notes import cli
 from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.language.config import RLHFConfig
@@ -125,12 +125,9 @@ def test_the_command(tmp_path, monkeypatch, capsys, start):
 
 
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, capsys):
-    path = cli.Path(cli.__file__).parent.parent / "benchmarks" / "rlhf_gpu.py"
-    spec = importlib.util.spec_from_file_location("rlhf_gpu", path)
-    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-    module.main(["--device", "cpu", "--presets", "tiny", "--batch", "16", "--response-length", "16", "--iterations", "1", "--no-trl", "--out", str(tmp_path)])
+    rlhf_gpu.main(["--device", "cpu", "--presets", "tiny", "--batch", "16", "--response-length", "16", "--iterations", "1", "--no-trl", "--out", str(tmp_path)])
     rows = [line.split(",") for line in (tmp_path / "gpu.csv").read_text().splitlines()]
-    assert tuple(rows[0]) == module.COLUMNS and [r[4] for r in rows[1:]] == ["ours-ppo", "ours-grpo"] and all(float(x) > 0 for r in rows[1:] for x in r[8:12])
+    assert tuple(rows[0]) == rlhf_gpu.COLUMNS and [r[4] for r in rows[1:]] == ["ours-ppo", "ours-grpo"] and all(float(x) > 0 for r in rows[1:] for x in r[8:12])
     assert (tmp_path / "gpu.md").read_text().startswith("CPU, torch")
-    with pytest.raises(SystemExit) as e: module.main(["--device", "cuda:99"])
+    with pytest.raises(SystemExit) as e: rlhf_gpu.main(["--device", "cuda:99"])
     assert e.value.code == 2 and "got 'cuda:99'" in capsys.readouterr().err

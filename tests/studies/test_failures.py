@@ -20,9 +20,8 @@ from rlhf_notes.language import model, reward_model, rlhf, rollout as rollouts, 
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.studies.variants import measure, prepare
 from rlhf_notes.studies import failures as game
-from rlhf_notes.studies.failures import choices, diagnose, draw_dials, puzzles, recorded, unusual
+from rlhf_notes.studies.failures import _choices as choices, _puzzles as puzzles, diagnose, draw_dials, recorded, unusual
 
-sys.path.append(str(notebooks.ROOT / "benchmarks"))
 import failures
 from failures import BASES, COLUMNS, DIALS, FAILURES, PRETRAINED, Failure, attempt, read, swapped
 

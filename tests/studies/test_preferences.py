@@ -1,17 +1,14 @@
 import math
-import sys
 
 import pytest
 import torch
 
-import notebooks
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.pipeline import evaluate
 from rlhf_notes.language.task import HELD_OUT
 from rlhf_notes.studies.preferences import selection_kl
 from rlhf_notes.studies.variants import best_of_n_kl, prepare
 
-sys.path.append(str(notebooks.ROOT / "benchmarks"))
 from preferences import METHODS, best_of_n_curve, curve
 
 
