@@ -119,8 +119,8 @@ class DPO(RLHF):
         with adapter_off(self.reference):
             return self.forward(part, Policy(self.reference))
 
-    def accumulate(self, part: Choices, batch: Choices, sync: bool) -> tuple:
-        "Add a microbatch's gradient, weighted; ((log pi (b, N),), None)."
+    def accumulate(self, part: Choices, batch: Choices, sync: bool) -> tuple: # 2 results
+        "Add a microbatch's gradient, weighted; what `forward` gave, (log pi (b, N),), and None."
         with nullcontext() if sync else self.accelerator.no_sync(self.model):
             logp = self.forward(part, self.model)
             loss = choice_loss(logp, part.logp_ref, self.config.dpo_beta)

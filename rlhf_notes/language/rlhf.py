@@ -144,8 +144,8 @@ class RLHFLoop(Stage):
             return self.model(part.tokens, part.mask, c.response_length, c.temperature,
                               part.response_mask)  # P1
 
-    def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple:
-        "Add a microbatch's gradient, weighted; (what `forward` gives, the log of `rl_loss`)."
+    def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple: # 2 results
+        "Add a microbatch's gradient, weighted; what `forward` gave, and the log of `rl_loss`."
         with nullcontext() if sync else self.accelerator.no_sync(self.model):
             logp, entropy, values = self.forward(part)
             loss, stats = rl_loss(self.config, part, logp, values, self.kl.coef)
