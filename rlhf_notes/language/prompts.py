@@ -89,10 +89,10 @@ class Prompts:
             raise ValueError(f"query_length must be 0 or at least {self.query_length}, the tokens "
                              f"of the longest prompt, got {query_length}")
         for ids, row in zip(self.tokens.tolist(), self.rows):
-            # columns may be arrays, which == compares one by one
-            if repr(self.row_of.setdefault(tuple(ids), row)) != repr(row):
+            first = self.row_of.setdefault(tuple(ids), row)
+            if repr(first) != repr(row):  # == would compare arrays one by one
                 raise ValueError("prompts must not be the same tokens with other columns, got "
-                                 f"{row['prompt']!r} twice")
+                                 f"{first['prompt']!r} and {row['prompt']!r}")
 
     def encode(self,
                prompts, # For `read_prompts`, n of them
