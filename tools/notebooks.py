@@ -86,10 +86,10 @@ class _Client(NotebookClient):
         return await super().async_execute_cell(cell, cell_index, **kwargs)
 
 
-def execute(path, also=()):
-    "Run the notebook at `path` in a kernel of its own and return it with its new outputs."
+def execute(path, also=(), timeout=None):
+    "Run the notebook at `path` in a kernel of its own and return it with its new outputs; no cell takes longer than `timeout` seconds."
     nb = nbformat.read(path, as_version=4)
-    client = _Client(nb, timeout=None, kernel_name="python3", coalesce_streams=True, store_widget_state=False,
+    client = _Client(nb, timeout=timeout, kernel_name="python3", coalesce_streams=True, store_widget_state=False,
                      resources={"metadata": {"path": str(path.parent)}})
     client.also = also
     with tempfile.TemporaryDirectory() as sockets:
