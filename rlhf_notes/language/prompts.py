@@ -55,7 +55,7 @@ def _lines(path):
             continue
         try:
             yield place, json.loads(line)
-        except json.JSONDecodeError as e:
+        except ValueError as e:
             raise ValueError(f"prompts must be JSON, got {place}: {e}") from e
 
 def _is_prompt(x):
