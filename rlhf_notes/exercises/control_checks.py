@@ -6,15 +6,13 @@ __all__ = []
 import torch
 
 from .engine import exercise
-from .given import always_clipped, clip, flags, normal, pessimistic, vec
-from ..formulas import surrogate, value
+from .given import NAN, always_clipped, clip, flags, normal, pessimistic, vec
 
 # %% ../../nbs/control/16_rollout.ipynb #exercise-checks
-def _shifted(d, first): return torch.cat([first[None], d[:-1]])
 _DONE = [(vec([[False], [True], [False], [False]]), vec([False])),
          (flags("001", "100", "010", "000", "001"), vec([True, False, False]))]
 
-exercise("data_rows", "16_rollout", lambda d, r: ~_shifted(d, r),
+exercise("data_rows", "16_rollout", lambda d, r: ~torch.cat([r[None], d[:-1]]),
     "f(done (T, N), resetting (N,)) -> which steps are data, (T, N) boolean: in next-step mode the "
     "step after an end only resets; resetting says whether the first step of this rollout does",
     "Which flag, of which step, says that step t does nothing but reset?",
@@ -22,42 +20,24 @@ exercise("data_rows", "16_rollout", lambda d, r: ~_shifted(d, r),
     last_step=(lambda d, r: ~d,
         "You drop the last step of each episode: the step AFTER it only resets."),
     one_early=(lambda d, r: ~torch.cat([d[1:], torch.zeros_like(d[:1])]),
-        "You shift the wrong way: the reset comes after the end, not before it."),
-    forgets_start=(lambda d, r: ~_shifted(d, torch.zeros_like(r)),
-        "The first step may reset too: resetting says so."),
-    drops_start=(lambda d, r: ~_shifted(d, torch.ones_like(r)),
-        "The first step is never data for you: it is, unless resetting says otherwise."),
-    inverted=(lambda d, r: _shifted(d, r), "The mask is inverted: True means data."))
+        "You shift the wrong way: the reset comes after the end, not before it."))
 
 exercise("one_step_target", "16_rollout", lambda r, v, e, c, g: r + g * torch.where(e, 0.0, v),
     "f(rewards, next_values, terminated, truncated, gamma) -> what V of each observation should "
     "have been, judged by one step, elementwise",
     "What is earned now, plus what is still to come. When is nothing to come?",
-    inputs=[(vec([1.]), vec([5.]), vec([True]), vec([False]), 0.9),
-            (vec([1.]), vec([5.]), vec([False]), vec([True]), 0.9),
-            (vec([1., 2., -1., 0.5]), vec([5., 3., 4., 2.]), vec([False, True, False, False]),
-            vec([False, False, True, False]), 0.8)],
+    inputs=[(vec([1.]), vec([5.]), flags("1"), flags("0"), 0.9),
+            (vec([1.]), vec([5.]), flags("0"), flags("1"), 0.9),
+            (vec([1., 2., -1., 0.5]), vec([5., 3., 4., 2.]), flags("0101"), flags("0011"), 0.8)],
+    edges=[(vec([1., 2.]), vec([NAN, 3.]), flags("10"), flags("00"), 0.9)],
     done_cuts=(lambda r, v, e, c, g: r + g * v * ~(e | c),
-        "You treat truncation as termination: after it the next value counts."),
-    never_cut=(lambda r, v, e, c, g: r + g * v,
-        "The bootstrap crosses a termination: after it there is nothing."),
-    flags_swapped=(lambda r, v, e, c, g: r + g * v * ~c,
-        "The flags are swapped: it is the termination that cuts."),
-    no_gamma=(lambda r, v, e, c, g: r + v * ~e, "gamma is not used."),
-    gamma_on_reward=(lambda r, v, e, c, g: g * (r + v * ~e),
-        "gamma multiplies the reward too: only what comes later is discounted."),
-    inverted=(lambda r, v, e, c, g: r + g * v * e,
-        "The flag is inverted: the next value counts unless the episode has terminated."))
+        "You treat truncation as termination: after it the next value counts."))
 
 # %% ../../nbs/control/19_ppo.ipynb #exercise-checks
-def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=pessimistic, policy=-1, value=1,
-                  entropy=-1, half=0.5, mean=torch.mean):
-    gain, error = objective(ratio, A, eps), half * (V - R) ** 2
-    return policy * mean(gain) + value * cv * mean(error) + entropy * ch * mean(H)
+def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=pessimistic):
+    return (cv * (V - R) ** 2 / 2 - objective(ratio, A, eps) - ch * H).mean()
 
-exercise("control_loss", "19_ppo",
-    lambda r, A, V, R, H, eps, cv, ch: -surrogate.clipped_surrogate(r, A,
-        eps).mean() + cv * value.value_loss(V, V, R).mean() - ch * H.mean(),
+exercise("control_loss", "19_ppo", _control_loss,
     "f(ratio, advantage, value, returns, entropy, eps, value_coef, entropy_coef) -> PPO's whole "
     "loss for control (eq. 9, to be minimised), 0-dim: the clipped surrogate, half the squared "
     "error of the value, the entropy; each a mean over the batch",
@@ -66,21 +46,13 @@ exercise("control_loss", "19_ppo",
             0.5, 0.1), (vec([0.5, 1.1, 1.6, 0.95]), vec([-2., 0.5, -3., 3.]), normal(4, seed=52),
             normal(4, seed=53) + 1, vec([0.1, 0.4, 0.3, 0.6]), 0.3, 0.25, 0.4)],
     wrt=("ratio", "value", "entropy"),
-    policy_sign=(lambda *x: _control_loss(*x, policy=1),
+    policy_sign=(lambda *x: _control_loss(*x, objective=lambda *y: -pessimistic(*y)),
         "The surrogate has the wrong sign: it is maximised, and a loss is minimised."),
-    value_sign=(lambda *x: _control_loss(*x, value=-1),
-        "The value's error has the wrong sign: it is to become smaller, so it is added."),
-    entropy_sign=(lambda *x: _control_loss(*x, entropy=1),
-        "The entropy has the wrong sign: it is a bonus, so a loss subtracts it."),
-    no_half=(lambda *x: _control_loss(*x, half=1.0),
-        "The half is missing before the squared error."),
     no_minimum=(lambda *x: _control_loss(*x, objective=always_clipped),
         "You clip on both sides, whatever the advantage: the minimum is missing."),
     minimum_of_means=(lambda *x: _control_loss(*x,
         objective=lambda r, A, eps: torch.minimum((r * A).mean(), (clip(r, eps) * A).mean())),
-        "You take the minimum of the two means: it belongs to each sample."),
-    total=(lambda *x: _control_loss(*x, mean=torch.sum),
-        "You add up; a mean over the batch is asked for."))
+        "You take the minimum of the two means: it belongs to each sample."))
 
 exercise("annealed_rate", "19_ppo", lambda i, n, start, power: start * (1 - i / n) ** power,
     "f(iteration, iterations, start, power) -> the learning rate of an iteration, counted from 0, "
@@ -90,10 +62,5 @@ exercise("annealed_rate", "19_ppo", lambda i, n, start, power: start * (1 - i / 
             (1, 4, 0.5, 3.0)],
     grows=(lambda i, n, s, p: s * (i / n) ** p,
         "That is the share that has passed: the rate would begin at 0 and grow."),
-    counts_from_1=(lambda i, n, s, p: s * (1 - (i + 1) / n) ** p,
-        "You count iterations from 1: the first gets the whole rate."),
-    last_is_0=(lambda i, n, s, p: s * (1 - i / (n - 1)) ** p,
-        "The rate is 0 in the last iteration. Divide by all iterations."),
-    linear=(lambda i, n, s, p: s * (1 - i / n), "power is not used: that is a straight line."),
     power_inside=(lambda i, n, s, p: s * (1 - (i / n) ** p),
         "You raise the share that has PASSED to the power."))

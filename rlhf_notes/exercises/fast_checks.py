@@ -3,32 +3,12 @@
 __all__ = []
 
 # %% ../../nbs/exercises/check.ipynb #fast-checks
-import math
-
 import torch
 
 from .engine import exercise
 from .given import INF, NAN, normal, vec
 
 # %% ../../nbs/fast/kernels.ipynb #exercise-checks
-def _online(z, m=-INF, s=0.0, factor=lambda old, new: math.exp(old - new),
-            term=lambda x, old, new: math.exp(x - new)):
-    found = []
-    for x in z.tolist():
-        new = max(m, x)
-        s = s * factor(m, new) + term(x, m, new) if new > -INF else s
-        m = new
-        found.append(m + math.log(s) if s > 0 else -INF)
-    return torch.tensor(found, dtype=z.dtype)
-
-def _online_from_inf(z):
-    m, s, out = torch.tensor(-INF), torch.tensor(0.0), []
-    for x in z:
-        new = torch.maximum(m, x)
-        m, s = new, s * (m - new).exp() + (x - new).exp()
-        out.append(m + s.log())
-    return torch.stack(out)
-
 exercise("online_logsumexp", "kernels", lambda z: z.logcumsumexp(0),
     "f(z (V,)) -> the log-sum-exp of what has come so far, after each logit, (V,); in one pass, "
     "without a second look",
@@ -36,21 +16,12 @@ exercise("online_logsumexp", "kernels", lambda z: z.logcumsumexp(0),
     inputs=[(vec([1., 3., 2.]),), (vec([0., -1., 2., 0.5, 4.]),), (normal(7, seed=54, scale=2),)],
     edges=[(vec([1000., 1001.]),), (vec([-1000., -1002.]),), (vec([-INF, 2., -INF, 3.]),),
            (vec([0., 2000.]),)],
-    no_correction=(lambda z: _online(z, factor=lambda old, new: 1.0),
+    no_correction=(lambda z: z.cummax(0).values + (z - z.cummax(0).values).exp().cumsum(0).log(),
         "When the maximum moves, multiply the sum by exp(m_old - m_new)."),
-    old_maximum=(lambda z: _online(z,
-        term=lambda x, old, new: math.exp(min(x - old, 700)) if old > -INF else 1.0),
-        "The new logit is measured from the old maximum: move the maximum first."),
-    counts_zero=(lambda z: _online(z, 0.0, 1.0),
-        "You start from m = 0 and s = 1: that is a logit of 0 which is not there."),
     maximum=(lambda z: z.cummax(0).values,
         "That is the largest logit so far: the others count too."),
     overflow=(lambda z: z.exp().cumsum(0).log(),
         "Right, but exp(1000) is inf: measure from the largest so far."),
-    starts_at_zero=(lambda z: _online(z, 0.0),
-        "Right, but your maximum starts at 0: logits far below it vanish."),
-    minus_inf_first=(_online_from_inf,
-        "Right, but -inf - (-inf) is NaN while nothing else has come."),
     second_look=(lambda z: z.max() + (z - z.max()).exp().cumsum(0).log(),
         "Right, but the maximum of the whole row is a second look."))
 
@@ -63,52 +34,37 @@ exercise("combine_steps", "kernels",
             (normal(5, seed=55), vec([0.9, 0.5, 0., 0.8, 1.]), normal(5, seed=56),
             vec([0.7, 0., 0.6, 0.3, 0.9]))],
     edges=[(vec([1., 2., 3.]), vec([0., 0.5, 0.5]), vec([NAN, 4., NAN]), vec([0.5, 0.5, 0.5]))],
-    no_decay=(lambda x, d, X, D: (x + X, d * D),
-        "What comes later is not multiplied by d, the decay of the step here."),
-    later_decay=(lambda x, d, X, D: (x + D * X, d * D),
-        "Between the two steps stands the decay of the first."),
-    both_decays=(lambda x, d, X, D: (x + d * D * X, d * D),
-        "The later x is multiplied by both decays: its own stands after it, not before it."),
     swapped=(lambda x, d, X, D: (X + D * x, d * D),
-        "Here and later are swapped: the later step is multiplied."),
-    cut_leaks=(lambda x, d, X, D: (x + d * X, d * D),
-        "Right, but 0 times NaN is NaN: where d is 0, leave the later x out."),
-    hides=(lambda x, d, X, D: (x + d * X.nan_to_num(), d * D),
-        "Right, but a NaN after a d that is not 0 must be seen."))
+        "Here and later are swapped: the later step is multiplied."))
 
 # %% ../../nbs/fast/row_loops.ipynb #exercise-checks
-def _powers(f, c): return f[..., None] ** torch.arange(len(c))
-def _bits(n, shift=23, bias=127): return ((n + bias) << shift).to(torch.int32).view(torch.float32)
 def _i(*n): return torch.tensor(n, dtype=torch.int32)
 
-exercise("horner", "row_loops", lambda f, c: (_powers(f, c) * c).sum(-1),
+def _horner(f, c):
+    p = c[-1] * torch.ones_like(f)
+    for c_k in c[:-1].flip(0):
+        p = p * f + c_k
+    return p
+
+exercise("horner", "row_loops", _horner,
     "f(f (...), c (K,)) -> c_0 + c_1 f + c_2 f^2 + ..., (...)",
     "c_0 + f (c_1 + f (c_2 + ...)): begin with the innermost bracket.",
     inputs=[(vec([0.5, -0.25]), vec([1., 2., 4.])),
             (vec([[2., 0.], [1., -3.]]), vec([3., 0., -1., 0.5])),
             (normal(6, seed=57), normal(5, seed=58))],
-    edges=[(vec([0.3, -2.]), vec([4.])), (torch.tensor(0.5), vec([1., 3.]))],
-    reversed=(lambda f, c: (_powers(f, c) * c.flip(0)).sum(-1),
+    edges=[(vec([0.3, -2.]), vec([4.])), (torch.tensor(0.5), vec([1., 3.])),
+           (vec([1e20]), vec([1., 2., 0.]))],
+    reversed=(lambda f, c: _horner(f, c.flip(0)),
         "The coefficients are reversed: the constant comes first."),
-    one_power_more=(lambda f, c: f * (_powers(f, c) * c).sum(-1),
-        "Everything is multiplied by f once too often: nothing multiplies the constant."),
-    no_last=(lambda f, c: (_powers(f, c) * c)[..., :-1].sum(-1),
-        "The last coefficient is missing: begin with it."),
-    needs_two=(lambda f, c: (_powers(f, c) * c).sum(-1) if len(c) > 1 else torch.zeros_like(f),
-        "Right, but a polynomial of one coefficient is that constant."),
-    no_shape=(lambda f, c: (_powers(f, c) * c).sum(-1).reshape(-1),
-        "Right, but the result has the shape of f, also where f is a single number."))
+    no_last=(lambda f, c: _horner(f, c[:-1]), "The last coefficient is missing: begin with it."),
+    powers=(lambda f, c: (f[..., None] ** torch.arange(len(c)) * c).sum(-1),
+        "Right, but a power of f may overflow: from the inside out there are none."))
 
-exercise("power_of_two", "row_loops", _bits,
-    "f(n int32 (...)) -> 2^n for -127 < n <= 127 by the bits of a float32, (...); 0 for n = -127",
+exercise("power_of_two", "row_loops", lambda n: (n + 127 << 23).view(torch.float32),
+    "f(n int32 (...)) -> 2^n for -127 < n <= 127, (...)",
     "The bits of 1.0 = 2^0 are 127 << 23. What are those of 2?",
-    inputs=[(_i(0, 1, 3, -2),), (_i(10, -10, 5, -1, 2),)], edges=[(_i(127, -126),), (_i(-127, 0),)],
-    no_bias=(lambda n: _bits(n, bias=0),
+    inputs=[(_i(0, 1, 3, -2),), (_i(10, -10, 5, -1, 2),)], edges=[(_i(127, -126),)],
+    no_bias=(lambda n: (n << 23).view(torch.float32),
         "127 is missing: the exponent bits of 2^0 are 127, not 0."),
-    shift_24=(lambda n: _bits(n, shift=24),
-        "Shifted too far: below the exponent lie 23 bits of the fraction."),
     number=(lambda n: ((n + 127) << 23).float(),
-        "Those are the bits as a number: they are to be read as a float, .view(torch.float32)."),
-    inverted=(lambda n: _bits(-n), "That is 2^-n: the sign of n is turned around."),
-    shifted_one=(lambda n: (1 << n.clamp(min=0, max=30)).float(),
-        "1 << n is an integer: shift the exponent bits of a float."))
+        "Those are the bits as a number: they are to be read as a float, .view(torch.float32)."))

@@ -6,7 +6,7 @@ __all__ = []
 import torch
 
 from .engine import exercise
-from .given import flags, keep, mean, normal, vec
+from .given import NAN, flags, keep, mean, normal, vec
 from ..formulas import masking, reward
 
 # %% ../../nbs/language/27_rlhf.ipynb #exercise-checks
@@ -17,29 +17,23 @@ exercise("position_ids", "27_rlhf", lambda m: m.cumsum(1) - m.long(),
     inputs=[(flags("001", "111"),), (flags("00111", "11111", "01111"),),
             (flags("00110", "11100"),)],
     judged=lambda y, m: y.masked_fill(~m & (m.cumsum(1) > 0), 0) if y.shape == m.shape else y,
-    columns=(lambda m: torch.arange(m.shape[1]).expand_as(m),
-        "Those are the columns: padding on the left shifts the positions."),
     from_1=(lambda m: m.long().cumsum(1),
-        "Positions count from 0: the token itself does not stand before itself."),
-    minus_1=(lambda m: m.long().cumsum(1) - 1,
-        "Right for real tokens, but padding on the left gets -1."),
-    shifted_back=(lambda m: (torch.arange(m.shape[1]) - (~m).sum(1, keepdim=True)).clamp(min=0),
-        "You subtract all padding: only what stands before a token shifts it."))
+        "Positions count from 0: the token itself does not stand before itself."))
 
 exercise("microbatch_loss", "27_rlhf", lambda x, m: masking.masked_mean(torch.cat(x), torch.cat(m)),
     "f(losses, masks) -> from lists of microbatches, (b, T) each, the mean over all tokens that "
     "count, 0-dim",
     "Count the tokens of the whole batch first. What does each microbatch then contribute?",
     inputs=[([vec([[1., 2., 9.]]), vec([[4., 5., 6.]])],
-            [vec([[True, True, False]]), vec([[True, True, True]])]),
+            [flags("110")[None], flags("111")[None]]),
             ([normal(2, 4, seed=49), normal(2, 4, seed=50) + 2, normal(1, 4, seed=51) - 1],
             [flags("1000", "1100"), flags("1111", "1110"), flags("1100")[None]])],
+    edges=[([vec([[1., NAN]]), vec([[4., 5.]])], [flags("10")[None], flags("11")[None]])],
+    wrt=("losses",),
     mean_of_means=(lambda x, m: sum(mean(a, b) for a, b in zip(x, m)) / len(x),
         "That is the mean of means: weight each by its share of the tokens."),
     sum_of_means=(lambda x, m: sum(mean(a, b) for a, b in zip(x, m)),
         "You add up the means of the microbatches: the loss grows with their number."),
-    by_rows=(lambda x, m: sum(mean(a, b) * len(a) for a, b in zip(x, m)) / sum(map(len, x)),
-        "You weight the microbatches by their responses, not by their tokens."),
     padded=(lambda x, m: keep(torch.cat(x), torch.cat(m)).mean(),
         "The mean counts padding: divide by the number of tokens that count."))
 
@@ -50,12 +44,7 @@ exercise("answer_penalty", "27_rlhf", reward.apply_penalty,
     inputs=[(vec([3.]), vec([False]), -1.0), (vec([3.]), vec([True]), -1.0),
             (vec([2., -3., 0.5, -0.25]), vec([True, False, False, True]), -2.0)],
     subtracts=(lambda s, e, p: torch.where(e, s, s + p),
-        "You lower the score: the penalty takes its place."),
-    inverted=(lambda s, e, p: torch.where(e, p, s),
-        "The flag is inverted: responses that ended are punished."),
-    zero=(lambda s, e, p: s * e, "A response without an end gets 0, not the penalty."),
-    minimum=(lambda s, e, p: torch.where(e, s, s.clamp(max=p)),
-        "You keep scores below the penalty: it takes the place of every score."))
+        "You lower the score: the penalty takes its place."))
 
 # %% ../../nbs/language/30_dpo.ipynb #exercise-checks
 def _pairwise(logp, logp_ref, beta, others=slice(1, None)):
@@ -65,17 +54,14 @@ def _pairwise(logp, logp_ref, beta, others=slice(1, None)):
 exercise("choice_loss", "30_dpo", _pairwise,
     "f(logp (B, N), logp_ref (B, N), beta) -> DPO's loss of response 0 against each other, 0-dim",
     "Turn log-ratios into rewards first; then column 0 minus each other column.",
-    inputs=[(vec([[-1., -3., -2.], [-5., -4., -9.]]),
-             vec([[-2., -2., -2.5], [-4., -4., -8.]]), 0.5),
-            (vec([[-9., -7.]]), vec([[-8., -9.]]), 1.5)],
-    no_reference=(lambda p, q, beta: _pairwise(p, 0 * q, beta),
-        "The reference is missing: only what differs from it is reward."),
+    inputs=[(vec([[-1., -3., -2., -4.], [-5., -4., -9., -6.]]),
+             vec([[-2., -2., -2.5, -4.5], [-4., -4., -8., -5.5]]), 0.5),
+            (vec([-9., -7.], [-5., -6.], [-3., -4.]),
+             vec([-8., -9.], [-6., -5.], [-4., -3.5]), 1.5)],
     itself=(lambda p, q, beta: _pairwise(p, q, beta, slice(0, None)),
         "You compare the chosen response with itself as well."),
     softmax=(lambda p, q, beta: -(beta * (p - q)).log_softmax(1)[:, 0].mean(),
         "That is the likelihood of a choice among all N, not the loss of pairs."),
-    reversed=(lambda p, q, beta: _pairwise(q, p, beta),
-        "The sign is wrong: the policy's log-probability minus the reference's."),
     first=(lambda p, q, beta: _pairwise(p, q, beta, slice(1, 2)),
         "You compare with one of the others: all are rejected."))
 
@@ -90,11 +76,7 @@ exercise("pass_at_k", "40_checkable", lambda c, n, k: 1 - _all_of(n - c, n, k),
     inputs=[(torch.tensor([0, 1, 4]), 4, 2), (torch.tensor([0, 1, 3, 6, 8]), 8, 3)],
     replaced=(lambda c, n, k: 1 - (1 - c / n) ** k,
         "You draw with replacement: no response is drawn twice."),
-    all_right=(_all_of, "That is the probability that all k are right: one is enough."),
-    all_wrong=(lambda c, n, k: _all_of(n - c, n, k),
-        "That is the probability that all k are wrong: take it from 1."),
-    added=(lambda c, n, k: (k * c / n).clamp(max=1),
-        "Two attempts can both be right: their probabilities do not add up."))
+    all_right=(_all_of, "That is the probability that all k are right: one is enough."))
 
 exercise("no_spread", "40_checkable", lambda r: (r.amax(1) == r.amin(1)).float().mean(),
     "f(rewards (P, G)) -> the share of the P groups whose G rewards are all the same, 0-dim",
@@ -102,10 +84,4 @@ exercise("no_spread", "40_checkable", lambda r: (r.amax(1) == r.amin(1)).float()
     inputs=[(vec([[0., 0., 0.], [1., 1., 1.], [1., 1., 0.], [1., 1., 1.], [0., 0., 0.]]),),
             (vec([[0.5, 0.2], [0.3, 0.3], [0.3, 0.3], [0.4, 0.4]]),)],
     all_failed=(lambda r: (r == 0).all(1).float().mean(),
-        "You count groups of zeros: a group that is right throughout has no spread either."),
-    with_spread=(lambda r: (r.amax(1) != r.amin(1)).float().mean(),
-        "That is the share of the groups with spread."),
-    across=(lambda r: (r.amax(0) == r.amin(0)).float().mean(),
-        "You compare prompts with each other: a group is a row."),
-    neighbours=(lambda r: (r[:, 1:] == r[:, :-1]).float().mean(),
-        "You count pairs of neighbours, not groups."))
+        "You count groups of zeros: a group that is right throughout has no spread either."))

@@ -33,8 +33,10 @@ def attempt(
 ) -> Outcome:  # exceptions of `f` are caught
     "Call `f` with copies of the arguments."
     args = deepcopy(case)
-    leaves = [args[name].requires_grad_(True) for name in wrt]
-    args |= {name: leaf.clone() for name, leaf in zip(wrt, leaves)}  # a leaf forbids x += 1
+    leaves = [[x.requires_grad_(True) for x in _listed(args[name])] for name in wrt]
+    for name, own in zip(wrt, leaves):
+        clones = [x.clone() for x in own]                  # a leaf forbids x += 1
+        args[name] = clones if isinstance(args[name], list) else clones[0]
     try:
         with time_limit(LIMIT):
             out = f(*args.values())
@@ -50,6 +52,8 @@ def attempt(
     changed = tuple(name for name, x in case.items() if repr(_plain(args[name])) != repr(_plain(x)))
     return Outcome(tuple(v.detach() for v in values), grads, changed=changed)
 
+def _listed(x): return x if isinstance(x, list) else [x]
+
 def _tensor(x):
     if isinstance(x, torch.Tensor): return x
     number = isinstance(x, (int, float)) and not isinstance(x, bool)
@@ -58,9 +62,12 @@ def _tensor(x):
 def _gradients(values, leaves):
     "Gradients of a weighted sum, so that no element can stand in for another."
     values = [v for v in values if v.requires_grad]
-    if not values or not leaves: return tuple(map(torch.zeros_like, leaves))
     total = sum((v.double().flatten() * weights(v.numel())).sum() for v in values)
-    return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    def grads(own):
+        if not values: return [*map(torch.zeros_like, own)]
+        return torch.autograd.grad(total, own, retain_graph=True, materialize_grads=True)
+    return tuple(g[0] if len(g) == 1 else torch.cat([*map(torch.flatten, g)])
+                 for g in map(grads, leaves))
 
 def _plain(x):
     if isinstance(x, list): return [*map(_plain, x)]
@@ -146,7 +153,10 @@ def difference(
     for i, (g, e) in enumerate(zip(got.values, expected.values), 1):
         which = f"result {i}: " if m > 1 else ""
         if wrong := _wrong_kind(g, e): return f"{which}yours {wrong}"
-        if not close(g, e): return f"{which}expected {show(e)}, yours is {show(g)}"
+        if close(g, e): continue
+        at = tuple((~each_close(g, e)).nonzero()[0].tolist())
+        first = f"; first at {[*at]}: {show(e[at])}, {show(g[at])}" if g.numel() > 12 else ""
+        return f"{which}expected {show(e)}, yours is {show(g)}{first}"
     for name, g, e in zip(wrt, got.grads, expected.grads):
         if close(g, e): continue
         none = "" if g.any() else ": none flows; is it detached, or computed from plain numbers?"

@@ -1,0 +1,116 @@
+"""Wrong answers that no list knows: what is said is true, and tells where to look."""
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid, mse_loss
+
+from rlhf_notes import check
+from rlhf_notes.exercises import outcomes
+
+
+def k3(d): return d.exp() - 1 - d
+
+
+def kept(x, m): return torch.where(m, x, 0.0)
+
+
+def surrogate(ratio, A, eps): return torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)
+
+
+def advantages(r, V, W, terminated, done, gamma, lam, steps=None):
+    out, last = torch.zeros_like(r), 0
+    for t in reversed(range(len(r)) if steps is None else range(steps, len(r))):
+        last = r[t] + gamma * W[t] * ~terminated[t] - V[t] + gamma * lam * ~done[t] * last
+        out[t] = last
+    return out
+
+
+def control_loss(ratio, A, V, R, H, eps, cv, ch): return -surrogate(ratio, A, eps).mean() + cv * mse_loss(V, R) / 2 - ch * H.mean()
+
+
+def scores_one_late(scores, logp, logp_ref, coef, mask):
+    out = kept(-coef * (logp - logp_ref), mask)
+    for b in range(len(scores)):
+        if mask[b].any(): out[b, min(int(mask[b].nonzero()[-1, 0]) + 1, mask.shape[1] - 1)] += scores[b]
+    return out
+
+
+def last_microbatch_only(losses, masks):
+    n = sum(int(m.sum()) for m in masks)
+    return sum(x[m].sum().detach() for x, m in zip(losses[:-1], masks)) / n + losses[-1][masks[-1]].sum() / n
+
+
+UNSEEN = [
+    # an argument
+    ("masked_mean", lambda x, m: kept(x, m).mean(), "argument", "with padding counted as zeros"),
+    ("masked_mean", lambda x, m: (kept(x, m).sum(-1) / m.sum(-1).clamp(min=1)).mean(), "argument", "with each row by itself, averaged"),
+    ("mean_of_answers", lambda x, m: (kept(x, m).sum(0) / m.sum(0).clamp(min=1))[m.any(0)].mean(), "argument", "with rows and columns exchanged"),
+    ("rloo_advantage", lambda r: r - (r.sum() - r) / (r.numel() - 1), "argument", "with all rows in one"),
+    ("gae", lambda r, V, W, e, d, g, l: advantages(r, V, W, d, d, g, l), "argument", "with done in place of terminated"),
+    ("gae", lambda r, V, W, e, d, g, l: advantages(r, V, W, e, d, g, 1.0), "argument", "lam has no effect on yours. Yours is what is right with 1 in place of lam."),
+    ("dpo_loss", lambda c, r, p, q, b: -logsigmoid((c - p - r + q) / b).mean(), "argument", "with 1 / beta in place of beta"),
+    ("dpo_loss", lambda c, r, p, q, b: -logsigmoid(b * (c - r)).mean(), "unused", "ref_chosen and ref_rejected have no effect on yours."),
+    ("annealed_rate", lambda i, n, s, p: s * (1 - i / (n - 1)) ** p, "argument", "with iterations - 1 in place of iterations"),
+    ("clipped_surrogate", lambda r, A, eps: surrogate(r, A, 0.2), "unused", "eps has no effect on yours."),
+    ("whiten", lambda x, m, s: kept((x - x[m].mean()) / (x[m].var(unbiased=False) + 1e-8).sqrt() + (x[m].mean() if s else 0), m), "argument", "with not shift_mean in place of shift_mean"),
+    # a relation
+    ("control_loss", lambda *x: -control_loss(*x), "sign", "The sign is flipped."),
+    ("masked_mean", lambda x, m: kept(x, m).sum(), "combined", "Yours is what is asked for times the number of True values of mask."),
+    ("rloo_advantage", lambda r: (r.sum(1, keepdim=True) - r) / (r.shape[1] - 1), "combined", "Yours is rewards minus what is asked for."),
+    ("sequence_ratio", lambda a, b, m: kept(a - b.detach(), m).sum(-1) / m.sum(-1).clamp(min=1), "function", "Yours is the logarithm of what is asked for."),
+    ("group_advantage", lambda r, eps: (r - r.median(1, keepdim=True).values) / (r.std(1, keepdim=True) + eps), "row_by_row", "Yours is right but for a difference in each row"),
+    ("gaussian_logprob", lambda mu, s, a: (-((a - mu) / s) ** 2 / 2 - s.log()).sum(-1) - math.log(2 * math.pi) / 2, "shifted", "Where yours is wrong, all of it is 0.9189 too large."),
+    ("merge_moments", lambda n, a, v, k, b, w: check.merge_moments.reference(n, a, v, k, b, w)[::-1], "order", "the results come in another order"),
+    ("online_logsumexp", lambda z: z.logsumexp(0), "last", "not of the expected kind. Yours is the last of what is asked for."),
+    # a place, a term
+    ("gae", lambda *x: advantages(*x, steps=1), "where", "Yours is wrong only at the beginning."),
+    ("token_rewards", lambda s, a, b, c, m: -c * (a - b) + check.token_rewards.reference(s, a, a, c, m), "where", "Yours is wrong only where mask is False."),
+    ("token_rewards", scores_one_late, "term", "Yours becomes right with 0 in place of scores"),
+    ("ppo_loss", lambda a, b, A, V, R, H, m, eps, v, h: (v * (V - R) ** 2 / 2 - surrogate((a - b.detach()).exp(), A, eps))[m].mean() - h * H.mean(), "term", "Yours becomes right with 0 in place of entropy"),
+    ("ppo_loss", lambda a, b, A, V, R, H, m, eps, v, h: (v * (V - R) ** 2 - surrogate((a - b.detach()).exp(), A, eps) + h * H)[m].mean(), "term", "0 in place of entropy and 0 in place of value_coef"),
+    ("one_step_target", lambda r, v, e, c, g: r + g * torch.where(e & ~c, 0.0, v), "term", "Yours becomes right with 0 in place of next_values"),
+    # a gradient
+    ("importance_ratio", lambda a, b: (a - b).exp(), "gradient", "a gradient flows into logp_old: detach it"),
+    ("microbatch_loss", lambda x, m: sum(float(a[b].sum()) for a, b in zip(x, m)) / sum(int(b.sum()) for b in m), "no_gradient", "no gradient flows into losses"),
+    ("microbatch_loss", last_microbatch_only, "constant", "Where yours is wrong, yours is 0 whatever comes in."),
+    # an edge
+    ("microbatch_loss", lambda x, m: sum((a * b).sum() for a, b in zip(x, m)) / sum(b.sum() for b in m), "leak", "A value that does not count leaks"),
+    ("one_step_target", lambda r, v, e, c, g: r + g * v * ~e, "leak", "A value that does not count leaks"),
+    ("importance_ratio", lambda a, b: a.exp() / b.detach().exp(), "nan", "Right, but NaN at the edges"),
+    ("horner", lambda f, c: sum(c_k * f ** k for k, c_k in enumerate(c)), "powers", "a power of f may overflow"),
+    # nothing but the numbers
+    ("masked_mean", lambda x, m: kept(x, m).sum() / (m.sum() + 1), None, "result: expected 1.5, yours is 1"),
+    ("dual_clip", lambda r, A, eps, c: np.zeros(3), "constant", "yours has the shape (3,), expected (1,)"),
+]
+
+
+@pytest.mark.parametrize("name, f, mistake, words", UNSEEN, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(UNSEEN)])
+def test_what_nobody_listed_is_told(name, f, mistake, words):
+    verdict = getattr(check, name)(f, draw=False)
+    assert not verdict and (verdict.mistake, words in verdict.text) == (mistake, True), verdict.text
+
+
+def test_what_the_reader_prints_is_not_printed_for_each_fact(capsys):
+    def mean(x, m):
+        print("look")
+        return kept(x, m).sum() / (m.sum() + 1)
+    check.masked_mean(mean)
+    assert capsys.readouterr().out.count("look") == len(check.masked_mean.cases)
+
+
+def test_a_large_result_shows_the_first_difference():
+    verdict = check.gae(lambda r, *x: check.gae.reference(r, *x) * (r.shape != (9, 2)) + 0.0, draw=False)
+    assert "; first at [0, 0]: " in verdict.text
+
+
+def test_a_hang_on_another_input_ends_the_search(monkeypatch):
+    monkeypatch.setattr(outcomes, "LIMIT", 0.2)
+    hangs = []
+    def mean(x, m):
+        if m.all() and not x.isnan().any(): hangs.append(1)
+        while m.all() and not x.isnan().any(): pass
+        return kept(x, m).sum() / (m.sum() + 1)
+    verdict = check.masked_mean(mean)
+    assert verdict.mistake is None and "expected 1.5, yours is 1" in verdict.text and len(hangs) == 1
