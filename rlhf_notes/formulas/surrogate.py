@@ -41,12 +41,12 @@ def clip_fraction(
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
 ) -> Tensor:  # 0-dim: a share, from 0 to 1
     "Share of the samples that `clipped_surrogate` clips, by either definition; 0 if none counts."
-    r, A = ratio.detach(), advantage
+    r, A = ratio, advantage
     above, below = r > 1 + (eps_low if eps_high is None else eps_high), r < 1 - eps_low
     known, clipped = r, above | below
     if kind == "binding":
         if A is None:
             raise ValueError('advantage must be given for kind="binding", got None; '
                              'kind="outside" needs none')
-        known, clipped = r * A.detach(), (A > 0) & above | (A < 0) & below
-    return masked_mean(torch.where(known.isnan(), known, clipped), mask)
+        known, clipped = r * A, (A > 0) & above | (A < 0) & below
+    return masked_mean(clipped.float().masked_fill(known.isnan(), torch.nan), mask)

@@ -51,8 +51,8 @@ def value_clip_fraction(
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
 ) -> Tensor:  # 0-dim: a share, from 0 to 1; 0 if nothing counts
     "Share of the elements where the clip stops the gradient of `value_loss`."
-    error, binds = _errors(value.detach(), value_old, returns, clip_range, mask)
-    return masked_mean(torch.where(error.isnan(), error, binds), mask)
+    error, binds = _errors(value, value_old, returns, clip_range, mask)
+    return masked_mean(binds.float().masked_fill(error.isnan(), torch.nan), mask)
 
 # %% ../../nbs/formulas/05_value.ipynb #explained
 @checked(value="float (...)", returns="float (...)", mask="bool (...)?")

@@ -188,7 +188,7 @@ def test_without_advantage_nothing_moves(variant):
     logp, old, A, m = batch(3, spread=2.0, keep=1.0)
     loss, (grad,) = value_and_grad(lambda x: policy_loss(x, old, torch.zeros_like(A), m, variant)[0], logp)
     assert loss == 0 and (grad == 0).all()
-    held = (logp - old > math.log(5)).double().mean() if variant == "cispo" else 0                # cispo holds the weight, whatever the advantage
+    held = (logp - old > math.log(5)).float().mean() if variant == "cispo" else 0                # cispo holds the weight, whatever the advantage
     assert policy_loss(logp, old, torch.zeros_like(A), m, variant)[1]["clip_fraction"] == held and ((logp - old).abs() > 0.5).any()
 
 
