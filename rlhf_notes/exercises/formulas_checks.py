@@ -22,7 +22,7 @@ exercise("masked_mean", "01_masking", masking.masked_mean,
             (vec([1., 2., 3.], [4., 7., 60.]), flags("100", "110")),
             (normal(3, 5), flags("11010", "11111", "00100"))],
     edges=[(vec([2., 4.]), flags("00")), (vec([1., NAN, 4.]), flags("101")),
-           (vec([1., NAN]), flags("11"))],
+           (vec([1., NAN]), flags("11")), (vec([3., 5.]), flags("10"))],
     wrt=("x",))
 
 exercise("masked_var", "01_masking", masking.masked_var,
@@ -214,7 +214,7 @@ exercise("explained_variance", "05_value", value.explained_variance,
     inputs=[(vec([1., 2., 4.]), vec([2., 2., 8.])), (vec([3., 0., 1.]), vec([0., 1., 2.])),
             (normal(20, seed=18) + 1, normal(20, seed=19, scale=2) - 1)],
     edges=[(vec([1., 2.]), vec([3., 3.])), (_THIRDS, _THIRDS)],
-    squared_error=(lambda V, R: 1 - ((R - V) ** 2).mean() / variance(R),
+    squared_error=(lambda V, R: (1 - ((R - V) ** 2).mean() / variance(R)) * (R.amax() > R.amin()),
         "You use the mean squared error: a constant offset then counts as unexplained."))
 
 # %% ../../nbs/formulas/06_kl.ipynb #exercise-checks

@@ -8,7 +8,18 @@ __all__ = ['substitutes', 'switches', 'varied']
 # %% ../../nbs/exercises/substitutes.ipynb #export-imports
 import torch
 
-# %% ../../nbs/exercises/substitutes.ipynb #changes
+# %% ../../nbs/exercises/substitutes.ipynb #substitutes
+def substitutes(
+    case: dict,  # arguments by name
+) -> dict:  # {text: function -> function of the same arguments}
+    "Ways to call a function with other arguments, or along other dimensions."
+    changes = _replaced(case) | ({"padding counted as zeros": _zeros} if "mask" in case else {})
+    def by(change): return lambda f: lambda *args: f(*change(dict(zip(case, args))).values())
+    return {text: by(change) for text, change in changes.items()} | {
+        "rows and columns exchanged": _turned, "all rows in one": _in_one_row,
+        "each row by itself": _by_rows,
+        "each row by itself, averaged": lambda f: lambda *args: _by_rows(f)(*args).mean()}
+
 _CONSTANTS = {"0": lambda v: v * 0, "1": lambda v: v * 0 + 1}
 _FLAGS = {"True": lambda v: v | True, "False": lambda v: v & False}
 _NUMBERS = _CONSTANTS | {"-{}": lambda v: -v}
@@ -44,7 +55,6 @@ def _zeros(case):
     return {k: zero(v) if _kind(v) == torch.float32 else v for k, v in case.items()} | {
         "mask": mask | True}
 
-# %% ../../nbs/exercises/substitutes.ipynb #layouts
 def _grid(x): return isinstance(x, torch.Tensor) and x.ndim == 2
 def _shape(args): return next((x.shape for x in args if _grid(x)), None)
 
@@ -67,18 +77,6 @@ def _by_rows(f):
         rows = [f(*(row(x, i) for x in args)) for i in range(n)]
         return torch.cat(rows) if rows[0].ndim else torch.stack(rows)
     return g
-
-# %% ../../nbs/exercises/substitutes.ipynb #substitutes
-def substitutes(
-    case: dict,  # arguments by name
-) -> dict:  # {text: function -> function of the same arguments}
-    "Ways to call a function with other arguments, or along other dimensions."
-    changes = _replaced(case) | ({"padding counted as zeros": _zeros} if "mask" in case else {})
-    def by(change): return lambda f: lambda *args: f(*change(dict(zip(case, args))).values())
-    return {text: by(change) for text, change in changes.items()} | {
-        "rows and columns exchanged": _turned, "all rows in one": _in_one_row,
-        "each row by itself": _by_rows,
-        "each row by itself, averaged": lambda f: lambda *args: _by_rows(f)(*args).mean()}
 
 # %% ../../nbs/exercises/substitutes.ipynb #switches
 def switches(
