@@ -14,6 +14,7 @@ import torch
 
 from .facts import fact, told
 from .outcomes import alike, attempt, difference, show
+from .substitutes import varied
 
 # %% ../../nbs/exercises/engine.ipynb #verdict
 @dataclass
@@ -53,11 +54,13 @@ class Exercise:
         self.arguments = [argument.split()[0] for argument in signature.split(",")]
         cases = (*self.inputs, *self.edges)
         self.cases = [dict(zip(self.arguments, x, strict=True)) for x in cases]
+        plain = self.cases[:len(self.inputs)]
+        self.trials = plain + [varied(case, i) for i, case in enumerate(plain)]
         self._known = None
 
     def outcomes(self, f, plain: bool = False) -> list: # One `Outcome` for each input, edges last
-        "Call `f` on all inputs, or on the plain ones without gradients."
-        found, cases = [], self.cases[:len(self.inputs)] if plain else self.cases
+        "Call `f` on all inputs, or on the plain ones and varied ones, without gradients."
+        found, cases = [], self.trials if plain else self.cases
         for case in cases:
             hangs = found and "TimeoutError" in found[-1].error
             found.append(found[-1] if hangs else attempt(f, case, () if plain else self.wrt))
@@ -119,6 +122,7 @@ class Exercise:
         got, expected = self.outcomes(f), self.known()[0]
         wrong = [i for i, o in enumerate(got) if difference(o, expected[i], self.wrt)]
         wrong = [i for i in wrong if i < len(self.inputs)] or wrong
+        wrong = [i for i in wrong if got[i].error] or wrong
         changed = sorted({name for o in got for name in o.changed})
         if wrong:
             name, says = self._mistake(f, got, wrong)

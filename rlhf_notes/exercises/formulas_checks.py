@@ -22,7 +22,7 @@ exercise("masked_mean", "01_masking", masking.masked_mean,
             (vec([1., 2., 3.], [4., 7., 60.]), flags("100", "110")),
             (normal(3, 5), flags("11010", "11111", "00100"))],
     edges=[(vec([2., 4.]), flags("00")), (vec([1., NAN, 4.]), flags("101")),
-           (vec([1., NAN]), flags("11"))],
+           (vec([1., NAN]), flags("11")), (vec([3., 5.]), flags("10"))],
     wrt=("x",))
 
 exercise("masked_var", "01_masking", masking.masked_var,
@@ -214,10 +214,8 @@ exercise("explained_variance", "05_value", value.explained_variance,
     inputs=[(vec([1., 2., 4.]), vec([2., 2., 8.])), (vec([3., 0., 1.]), vec([0., 1., 2.])),
             (normal(20, seed=18) + 1, normal(20, seed=19, scale=2) - 1)],
     edges=[(vec([1., 2.]), vec([3., 3.])), (_THIRDS, _THIRDS)],
-    squared_error=(lambda V, R: 1 - ((R - V) ** 2).mean() / variance(R),
-        "You use the mean squared error: a constant offset then counts as unexplained."),
-    zero_division=(lambda V, R: 1 - variance(R - V) / variance(R),
-        "Right, but for a constant return you divide by about 0: it is 0 there."))
+    squared_error=(lambda V, R: (1 - ((R - V) ** 2).mean() / variance(R)) * (R.amax() > R.amin()),
+        "You use the mean squared error: a constant offset then counts as unexplained."))
 
 # %% ../../nbs/formulas/06_kl.ipynb #exercise-checks
 exercise("kl_k3", "06_kl", lambda a, b: kl.kl_estimate(a, b, "k3"),
@@ -294,7 +292,7 @@ def _merge(n, a, v, k, b, w):
 exercise("merge_moments", "07_whitening", _merge,
     "f(n_a, mean_a, var_a, n_b, mean_b, var_b) -> (n, mean, biased var) of both batches together",
     "Sums of squared deviations add up, plus what the means differ. Try one element each.",
-    inputs=[(1, 0.0, 0.0, 1, 2.0, 0.0), (3, 1.0, 2.0, 6, 4.0, 0.5), (10, -3.0, 4.0, 2, 5.0, 1.5)],
+    inputs=[(1, 0.0, 0.0, 1, 2.0, 0.0), (3, 1.0, 0.5, 6, 4.0, 2.0), (10, -3.0, 4.0, 2, 5.0, 1.5)],
     edges=[(4, 2.0 ** 40, 1.0, 4, 2.0 ** 40, 1.0)],
     unbiased=(lambda n, a, *x: (*_merge(n, a, *x)[:2],
                                 _merge(n, a, *x)[2] * (n + x[1]) / (n + x[1] - 1)),

@@ -28,7 +28,7 @@ def is_plain(lm):  # a model of transformers, with or without its head
 
 def _changed(m):
     "True if a module does more than its type says, or something random."
-    hooks = m._forward_hooks or m._forward_pre_hooks or getattr(m, "gradient_checkpointing", False)
+    hooks = m._forward_hooks or m._forward_pre_hooks or vars(m).get("gradient_checkpointing")
     return bool(hooks or isinstance(m, nn.Linear) and m.bias is not None
                 or isinstance(m, nn.Dropout) and m.training and m.p)
 

@@ -13,7 +13,18 @@ from torch.nn.functional import pad
 from .. import fast
 from . import rows
 
-# %% ../../nbs/fast/linear.ipynb #chunks
+# %% ../../nbs/fast/linear.ipynb #forward
+@torch.library.custom_op("rlhf_notes::head", mutates_args=())
+def head(
+    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,  # (R, d) (V, d) (R,) (V,)
+    temperature: float, chunk: int,  # > 0; rows at a time
+    entropy: bool,  # False: the second result is 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "log pi, entropy, base and total of the rows of hidden @ weight.T + bias."
+    parts = [rows.forward(z, index[at], temperature, entropy)
+             for at, z in _chunks(hidden, weight, bias, chunk)]
+    return tuple(map(torch.cat, zip(*parts)))
+
 CHUNK = 2**23  # logits at once; on a GPU eight times as many
 
 def _product(a, b):
@@ -29,18 +40,6 @@ def _chunks(hidden, weight, bias, size):
         at = slice(first, first + size)
         z = _product(hidden[at], weight.t())
         yield at, z if bias is None else z.add_(bias)
-
-# %% ../../nbs/fast/linear.ipynb #forward
-@torch.library.custom_op("rlhf_notes::head", mutates_args=())
-def head(
-    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,  # (R, d) (V, d) (R,) (V,)
-    temperature: float, chunk: int,  # > 0; rows at a time
-    entropy: bool,  # False: the second result is 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "log pi, entropy, base and total of the rows of hidden @ weight.T + bias."
-    parts = [rows.forward(z, index[at], temperature, entropy)
-             for at, z in _chunks(hidden, weight, bias, chunk)]
-    return tuple(map(torch.cat, zip(*parts)))
 
 # %% ../../nbs/fast/linear.ipynb #backward
 @torch.library.custom_op("rlhf_notes::head_backward", mutates_args=())

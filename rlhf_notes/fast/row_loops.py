@@ -16,7 +16,7 @@ from numba.extending import overload
 
 from . import compiled
 
-# %% ../../nbs/fast/row_loops.ipynb #power
+# %% ../../nbs/fast/row_loops.ipynb #exp2
 COEFFICIENTS = (  # of 2^f, |f| <= 1/2
     1.0, 0.693147206, 0.240226466, 0.05550329, 0.00961851953, 0.00133998604, 0.000153375768)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = map(np.float32, COEFFICIENTS)
@@ -27,7 +27,6 @@ def _loop(f):
     "Compile `f` so that sums are vectorised, and NaN and infinity kept."
     return compiled(f, fastmath={"reassoc", "contract", "nsz"})
 
-# %% ../../nbs/fast/row_loops.ipynb #exp2
 @_loop
 def exp2(x):  # float32
     "2^x of a float32: 0 below 2^-126.5, about 2^127 for all that is larger; NaN stays NaN."

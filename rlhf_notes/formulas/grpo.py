@@ -58,7 +58,8 @@ def policy_loss(
     low, high = _bounds(variant, eps_low, eps_high, dual_clip, tau)
     A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)
-    objective, clipped = _objective(variant, logp, logp_old, A, mask, low, high, dual_clip, tau)
+    r = importance_ratio(logp, logp_old, mask)
+    objective, clipped = _objective(variant, r, logp, logp_old, A, mask, low, high, dual_clip, tau)
     if weight is not None:
         objective = objective * apply_mask(_per_token("weight", weight, logp), mask)
     policy = -aggregate_loss(objective, mask, aggregation, length, total)
@@ -67,14 +68,13 @@ def policy_loss(
         k = kl_estimate(logp, apply_mask(logp_ref.detach(), mask), kl_kind)
         kl = aggregate_loss(k, mask, aggregation, length, total)
     loss = policy + beta * kl if beta else policy
-    ratio = masked_mean(importance_ratio(logp, logp_old, mask), mask)
-    approx_kl = masked_mean(kl_estimate(logp, logp_old, "k2"), mask)
+    ratio = masked_mean(r.detach(), mask)
+    approx_kl = masked_mean(kl_estimate(logp.detach(), logp_old, "k2"), mask)
     stats = dict(policy_loss=policy, kl=kl, ratio=ratio, clip_fraction=clipped, approx_kl=approx_kl)
     return loss, {name: x.detach() for name, x in stats.items()}
 
-def _objective(variant, logp, logp_old, A, mask, low, high, dual_clip, tau):
+def _objective(variant, r, logp, logp_old, A, mask, low, high, dual_clip, tau):
     "Objective of each token, to be maximised, and the share of the tokens that a bound holds."
-    r = importance_ratio(logp, logp_old, mask)
     if variant in ("gspo", "gspo_token"):
         s = importance_ratio(logp, logp_old, mask, level="sequence").expand_as(A)
         r = s if variant == "gspo" else s.detach() * (r / r.detach())

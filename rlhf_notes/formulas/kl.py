@@ -32,9 +32,10 @@ def kl_estimate(
 def _k3(d):
     "exp(-d) - 1 + d, by its series where |d| < 0.1."
     near = d.abs() < 0.1
-    small, series = torch.where(near, d, 0), 1
+    small = torch.where(near, d, 0)
+    series = one = torch.ones_like(d)
     for n in range(11, 2, -1):
-        series = 1 - small / n * series
+        series = torch.addcmul(one, small, series, value=-1 / n)  # 1 - d / n * series
     x = bounded_log_ratio(-d)
     # max(d, -x) is d, but stays above -40: d = -1e6 must not outweigh e^40
     return torch.where(near, small.square() / 2 * series, torch.expm1(x) + torch.maximum(d, -x))

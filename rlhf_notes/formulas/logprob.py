@@ -43,6 +43,7 @@ def selective_log_softmax(
         raise ValueError(f"index must be between 0 and {V - 1}, the last of {V} choices: {e}")
     return apply_mask(chosen, mask).reshape(index.shape)
 
+@door(rows.log_softmax)
 def _log_softmax(logits, temperature=1.0):
     "log softmax(logits / temperature), of which PyTorch's own loses digits: it adds in float32."
     z = at_least_float32(logits)
@@ -63,13 +64,13 @@ def entropy_from_logits(
 ) -> Tensor: # (...) nats; 0 where nothing counts or no token is possible
     "Entropy of softmax(logits / temperature): - sum p log p over the tokens that are possible."
     rows.check_inplace(logits, inplace_backward)
-    possible = logits != -torch.inf
+    z = at_least_float32(logits)
+    nothing = z.detach().amax(-1, keepdim=True) == -torch.inf
     if mask is not None:
-        possible = possible & mask[..., None]
-    z = at_least_float32(logits).masked_fill(~possible, -torch.inf)
-    z = z.masked_fill(~possible.any(-1, keepdim=True), 0)
-    logp = _log_softmax(z, temperature).clamp(min=torch.finfo(torch.float32).min)
-    return apply_mask(-logp.exp() * logp, possible).sum(-1, dtype=_wide(z)).to(z)
+        nothing = nothing | ~mask[..., None]
+    logp = _log_softmax(z.masked_fill(nothing, 0), temperature)
+    terms = -logp.exp() * logp.clamp(min=-1e4)  # 0 times -inf would be NaN
+    return apply_mask(terms.sum(-1, dtype=_wide(z)).to(z), ~nothing.squeeze(-1))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #both
 @checked(index="int (...)", **_RULES)

@@ -102,6 +102,7 @@ def _stops(stop_token, device): # -> (K,)
     stops = stop_token if isinstance(stop_token, (list, tuple)) else [stop_token]
     for token in stops:
         check_value("stop_token", token, "int (-1e18, 1e18)")
+    if len(stops) == 1: return torch.full((1,), stops[0], device=device) # waits for no GPU
     return torch.tensor(stops, dtype=torch.int64, device=device)
 
 # %% ../../nbs/formulas/09_reward.ipynb #penalty

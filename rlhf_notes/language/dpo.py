@@ -119,17 +119,17 @@ class DPO(RLHF):
         with adapter_off(self.reference):
             return self.forward(part, Policy(self.reference))
 
-    def accumulate(self, part: Choices, batch: Choices, sync: bool) -> tuple: # (log pi (b, N),)
-        "Add the gradient of a microbatch, with its weight in the minibatch."
+    def accumulate(self, part: Choices, batch: Choices, sync: bool) -> tuple: # 2 results
+        "Add a microbatch's gradient, weighted; what `forward` gave, (log pi (b, N),), and None."
         with nullcontext() if sync else self.accelerator.no_sync(self.model):
             logp = self.forward(part, self.model)
             loss = choice_loss(logp, part.logp_ref, self.config.dpo_beta)
             # DDP takes the mean over processes
             weight = len(part) / len(batch) * self.accelerator.num_processes
             self.accelerator.backward(loss * weight)
-        return (logp.detach(),)
+        return (logp.detach(),), None
 
-    def diagnose(self, batch: Choices, logp: torch.Tensor) -> dict: # Name -> 0-dim tensor
+    def diagnose(self, batch: Choices, _, logp: torch.Tensor) -> dict: # Name -> 0-dim tensor
         "Loss, and how far the implicit rewards of chosen and rejected responses are apart."
         beta = self.config.dpo_beta
         rewards = implicit_reward(logp, batch.logp_ref, beta)

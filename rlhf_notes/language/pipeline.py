@@ -26,7 +26,9 @@ from .reward_model import RewardTraining
 from .rlhf import RLHF
 from .rollout import Rollout, rollout_stats, sample_table
 from .task import WORDS, Reviews, make_tokenizer
-from ..training.devices import check_processes, make_accelerator, process_device
+from rlhf_notes.training.devices import (
+    check_processes, make_accelerator, process_device, to_device,
+)
 from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -236,8 +238,8 @@ def evaluate(trainer: RLHF, # In training or after it
                                  int(lm is trainer.reference))
     prompts, mask = task.held_out(c.eval_answers)
     u = torch.rand(len(prompts), c.response_length, generator=generator)
-    parts = []
-    for part in zip(*(x.to(trainer.device).split(c.batch) for x in (prompts, mask, u))):
+    inputs, parts = (to_device(x, trainer.device) for x in (prompts, mask, u)), []
+    for part in zip(*(x.split(c.batch) for x in inputs)):
         parts.append(trainer.score(*part[:2], trainer.respond(lm, *part)))
     columns = zip(*(vars(part).values() for part in parts))
     rollout = Rollout(*(None if x[0] is None else torch.cat(x) for x in columns))

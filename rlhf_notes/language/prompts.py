@@ -55,7 +55,7 @@ def _lines(path):
             continue
         try:
             yield place, json.loads(line)
-        except json.JSONDecodeError as e:
+        except ValueError as e:
             raise ValueError(f"prompts must be JSON, got {place}: {e}") from e
 
 def _is_prompt(x):
@@ -89,10 +89,10 @@ class Prompts:
             raise ValueError(f"query_length must be 0 or at least {self.query_length}, the tokens "
                              f"of the longest prompt, got {query_length}")
         for ids, row in zip(self.tokens.tolist(), self.rows):
-            # columns may be arrays, which == compares one by one
-            if repr(self.row_of.setdefault(tuple(ids), row)) != repr(row):
+            first = self.row_of.setdefault(tuple(ids), row)
+            if repr(first) != repr(row):  # == would compare arrays one by one
                 raise ValueError("prompts must not be the same tokens with other columns, got "
-                                 f"{row['prompt']!r} twice")
+                                 f"{first['prompt']!r} and {row['prompt']!r}")
 
     def encode(self,
                prompts, # For `read_prompts`, n of them

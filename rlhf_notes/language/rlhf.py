@@ -37,7 +37,7 @@ from .prompts import Prompts
 from .rollout import Rollout, rollout_stats, treat_overlong, with_advantages
 from .sampling import Samples, sample
 from ..training.devices import (
-    check_processes, make_accelerator, process_device, usual_defaults)
+    check_processes, make_accelerator, process_device, to_device, usual_defaults)
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -55,7 +55,7 @@ class RLHFLoop(Stage):
         batch = with_advantages(c, self.rollout, self.kl.coef)
         order, logs = seeded_generator("minibatches", c.seed, self.iteration), []
         for _ in range(c.epochs):
-            shuffled = torch.randperm(c.batch, generator=order).to(self.device)
+            shuffled = to_device(torch.randperm(c.batch, generator=order), self.device)
             for rows in shuffled.chunk(c.minibatches):  # P7
                 logs.append(self.step(batch[rows]))
         return self.log(self.rollout, logs, start)
@@ -74,7 +74,7 @@ class RLHFLoop(Stage):
         prompts, mask = self.task.sample_prompts(n // c.answers_per_query, generator)
         u = torch.rand(n, c.response_length, generator=generator)
         prompts, mask = (x.repeat_interleave(c.answers_per_query, 0) for x in (prompts, mask))
-        return tuple(x.to(self.device) for x in (prompts, mask, u))
+        return tuple(to_device(x, self.device) for x in (prompts, mask, u))
 
     def respond(self,
                 lm: nn.Module, # The model that responds
@@ -107,7 +107,8 @@ class RLHFLoop(Stage):
         tokens = torch.cat([prompts, samples.tokens], 1)
         mask = torch.cat([mask, torch.ones_like(response_mask)], 1)
         with autocast(self.device, c.precision), adapter_off(self.reference):
-            hidden = response_states(self.reference, tokens, mask, c.response_length)
+            hidden = response_states(self.reference, tokens, mask, c.response_length,
+                                     response_mask)
             # P1
             logp_ref, _ = head_log_probs(self.reference, hidden, samples.tokens, c.temperature)
         return Rollout(tokens, mask, response_mask, has_end, scores, samples.logp, logp_ref,
@@ -121,11 +122,13 @@ class RLHFLoop(Stage):
         "One gradient step on a minibatch, accumulated over processes and microbatches."
         self.optimizer.zero_grad()
         parts = self.microbatches(batch)
-        outputs = [self.accumulate(part, batch, sync=part is parts[-1]) for part in parts]
+        outputs, stats = zip(*[self.accumulate(part, batch, sync=part is parts[-1])
+                               for part in parts])
         grad_norm = self.optimizer.clip(self.config.max_grad_norm)
         self.update()
         outputs = (self.gather(torch.cat(x)) for x in zip(*outputs))
-        return self.diagnose(batch, *outputs) | dict(grad_norm=grad_norm)  # P13
+        whole = stats[0] if len(parts[0]) == len(batch) else None
+        return self.diagnose(batch, whole, *outputs) | dict(grad_norm=grad_norm)  # P13
 
     def microbatches(self, batch: Rollout) -> list: # Of rollouts
         "This process's parts of a minibatch."
@@ -141,16 +144,16 @@ class RLHFLoop(Stage):
             return self.model(part.tokens, part.mask, c.response_length, c.temperature,
                               part.response_mask)  # P1
 
-    def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple: # As `forward`
-        "Add the gradient of a microbatch, with its weight in the minibatch."
+    def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple: # 2 results
+        "Add a microbatch's gradient, weighted; what `forward` gave, and the log of `rl_loss`."
         with nullcontext() if sync else self.accelerator.no_sync(self.model):
             logp, entropy, values = self.forward(part)
-            loss, _ = rl_loss(self.config, part, logp, values, self.kl.coef)
+            loss, stats = rl_loss(self.config, part, logp, values, self.kl.coef)
             mode = POLICY_VARIANTS[self.config.variant][0]
             weight = microbatch_weight(part.response_mask, batch.response_mask, mode)
             # DDP takes the mean over processes
             self.accelerator.backward(loss * weight * self.accelerator.num_processes)
-        return logp.detach(), entropy, values.detach()
+        return (logp.detach(), entropy, values.detach()), stats
 
     def update(self):
         "One step of Adam, at the learning rate of this iteration."
@@ -161,12 +164,12 @@ class RLHFLoop(Stage):
         self.optimizer.step(learning_rate(c, self.iteration))  # G5
 
     @torch.no_grad()
-    def diagnose(self, batch: Rollout, logp, entropy, values) -> dict: # Name -> 0-dim tensor
-        "Health of the training on a minibatch, from the outputs before the step."
+    def diagnose(self, batch: Rollout, stats, logp, entropy, values) -> dict: # Name -> 0-dim tensor
+        "Health of the training on a minibatch; `stats` are its loss's, None if taken in parts."
         mask, clip = batch.response_mask, self.config.value_clip or None
-        _, logs = rl_loss(self.config, batch, logp, values, self.kl.coef)
+        stats = stats or rl_loss(self.config, batch, logp, values, self.kl.coef)[1]
+        logs = stats | dict(entropy=masked_mean(entropy, mask))
         logs.pop("kl", None)
-        logs["entropy"] = masked_mean(entropy, mask)
         if batch.returns is None: return logs
         clipped = value_clip_fraction(values, batch.values, batch.returns, clip, mask)
         return logs | dict(value_clip_fraction=clipped,

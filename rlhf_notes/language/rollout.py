@@ -31,7 +31,7 @@ class Rollout:
     has_end: torch.Tensor        # True = the response has an end, (B,)
     scores: torch.Tensor         # Reward of the whole response, (B,)
     logp: torch.Tensor           # log pi of each token when it was sampled, (B, T)
-    logp_ref: torch.Tensor       # log pi_ref of the same tokens, (B, T)
+    logp_ref: torch.Tensor       # log pi_ref of those that count, (B, T)
     values: torch.Tensor         # V before each token, (B, T)
     rewards: torch.Tensor | None = None     # Of each token, (B, T)
     advantages: torch.Tensor | None = None  # (B, T)

@@ -22,9 +22,14 @@ def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this token ca
          u: torch.Tensor, # Uniform in [0, 1), (...)
         ) -> torch.Tensor: # Tokens, (...) int64
     "First token at which the cumulative probability softmax(logits / temperature) reaches 1 - u."
-    cdf = torch.softmax(logits.float() / temperature, -1).cumsum(-1) # P1
+    p = torch.softmax(logits.float() / temperature, -1) # P1
+    cdf = p.cumsum(-1)
     token = torch.searchsorted(cdf, (1 - u).unsqueeze(-1) * cdf[..., -1:]).squeeze(-1)
-    return token.clamp_(max=logits.shape[-1] - 1) # for NaN alone
+    token.clamp_(max=logits.shape[-1] - 1) # for NaN alone
+    if not p.is_cuda: return token
+    # a GPU adds in a tree: its sums may rise a little where p is 0
+    possible = p.take_along_dim(token.unsqueeze(-1), -1).squeeze(-1) > 0
+    return torch.where(possible, token, p.argmax(-1))
 
 # %% ../../nbs/language/24_sampling.ipynb #decoder
 @door(gpt2.decoder)

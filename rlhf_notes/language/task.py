@@ -213,7 +213,7 @@ class Reviews(Prompts):
 
     def _check_tokenizer(self):
         "The token of a full stop; ValueError unless every word comes back from its tokens."
-        t, end = self.tokenizer, f" {EOS}" if self.tokenizer.eos_token else ""
+        end = f" {EOS}" if self.tokenizer.eos_token else ""
         texts = [*((prompt, STOP) for prompt in PROMPTS),
                  *((PROMPTS[0], f"it {word} {STOP}{end} it") for word in WORDS[1:])]
         try:

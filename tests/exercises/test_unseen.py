@@ -8,6 +8,8 @@ from torch.nn.functional import logsigmoid, mse_loss
 
 from rlhf_notes import check
 from rlhf_notes.exercises import outcomes
+from rlhf_notes.exercises.engine import Exercise
+from rlhf_notes.exercises.relations import related, row_by_row
 
 
 def k3(d): return d.exp() - 1 - d
@@ -55,6 +57,7 @@ UNSEEN = [
     ("annealed_rate", lambda i, n, s, p: s * (1 - i / (n - 1)) ** p, "argument", "with iterations - 1 in place of iterations"),
     ("clipped_surrogate", lambda r, A, eps: surrogate(r, A, 0.2), "unused", "eps has no effect on yours."),
     ("whiten", lambda x, m, s: kept((x - x[m].mean()) / (x[m].var(unbiased=False) + 1e-8).sqrt() + (x[m].mean() if s else 0), m), "argument", "with not shift_mean in place of shift_mean"),
+    ("group_advantage", lambda r, eps: (r - r.mean(0, keepdim=True)) / (r.std(0, keepdim=True) + eps), "argument", "with rows and columns exchanged"),       # NaN for a single row
     # a relation
     ("control_loss", lambda *x: -control_loss(*x), "sign", "The sign is flipped."),
     ("masked_mean", lambda x, m: kept(x, m).sum(), "combined", "Yours is what is asked for times the number of True values of mask."),
@@ -80,6 +83,8 @@ UNSEEN = [
     ("one_step_target", lambda r, v, e, c, g: r + g * v * ~e, "leak", "A value that does not count leaks"),
     ("importance_ratio", lambda a, b: a.exp() / b.detach().exp(), "nan", "Right, but NaN at the edges"),
     ("horner", lambda f, c: sum(c_k * f ** k for k, c_k in enumerate(c)), "powers", "a power of f may overflow"),
+    # listed, and right at the edges
+    ("explained_variance", lambda V, R: 0.0 if R.var() < 1e-10 else 1 - ((R - V) ** 2).mean() / R.var(unbiased=False), "squared_error", "You use the mean squared error"),
     # nothing but the numbers
     ("masked_mean", lambda x, m: kept(x, m).sum() / (m.sum() + 1), None, "result: expected 1.5, yours is 1"),
     ("dual_clip", lambda r, A, eps, c: np.zeros(3), "constant", "yours has the shape (3,), expected (1,)"),
@@ -114,3 +119,13 @@ def test_a_hang_on_another_input_ends_the_search(monkeypatch):
         return kept(x, m).sum() / (m.sum() + 1)
     verdict = check.masked_mean(mean)
     assert verdict.mistake is None and "expected 1.5, yours is 1" in verdict.text and len(hangs) == 1
+
+
+def test_few_numbers_say_nothing():
+    assert related([(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0]))]) is None
+    assert row_by_row([(torch.tensor([2.0]), torch.tensor([1.0]))]) is None and row_by_row([(torch.tensor([2.0, 4.0, 6.0, 8.0]), torch.arange(1.0, 5.0))])[0] == "row_by_row"
+
+
+def test_nan_of_a_listed_mistake_speaks_not_against_its_name():
+    one = Exercise("one", "", lambda x: x + 1, "f(x) -> x", "", [(torch.tensor([1.0, 2.0, 5.0]),)], {"doubles": (lambda x: 2 * x + 0 / x, "You double.")}, edges=[(torch.zeros(2),)])
+    assert one(lambda x: torch.where(x == 0, 1.0, 2 * x)).mistake == "doubles"

@@ -648,5 +648,6 @@ def test_a_few_tokens_above_many_equal_ones(size, tops):
     right = logits.double().log_softmax(-1)[0]
     for context in (nullcontext(), fast.off()):
         with context:
-            for i in (0, size - 1): assert abs(selective_log_softmax(logits, torch.tensor([i]))[0].double() - right[i]) < 1e-7 + 6e-8 * abs(right[i])
+            allowed = 6e-8 * size if fast.is_open and size <= rows.FEW else 1e-7  # few are added in float32
+            for i in (0, size - 1): assert abs(selective_log_softmax(logits, torch.tensor([i]))[0].double() - right[i]) < allowed + 6e-8 * abs(right[i])
             assert abs(entropy_from_logits(logits)[0].double() + (right.exp() * right).sum()) < 5e-7

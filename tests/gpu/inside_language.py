@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from language_models import make, tokenizer
-from pretend import STATE, assert_rows, counted, inner, on_cpu
+from pretend import STATE, assert_rows, counted, inner, on_cpu, to_gpu
 from rlhf_notes import RLHF
 from rlhf_notes.language import pipeline
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import autocast, make_gpt2
-from rlhf_notes.language.sampling import sample
+from rlhf_notes.language.sampling import draw, sample
 from rlhf_notes.training.runs import Run
 
 SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_answers=16, eval_every=1)
@@ -113,6 +113,13 @@ def test_the_graph_gives_the_samples_of_its_code(device, precision):
 
 
 @slow
+def test_an_impossible_token_is_not_drawn(monkeypatch):
+    "The cumulative sum of a GPU may rise where a probability is 0."
+    monkeypatch.setattr(torch, "searchsorted", lambda cdf, x: torch.ones_like(x, dtype=torch.long))
+    logits = to_gpu(torch.tensor([[0.0, -torch.inf, 2.0]]))
+    assert inner(draw(logits, 1.0, to_gpu(torch.zeros(1)))).tolist() == [2]
+
+
 def test_with_kernels_inside_the_graph(with_kernels): replays()
 
 

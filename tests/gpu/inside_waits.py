@@ -11,11 +11,9 @@ from rlhf_notes.language.config import RLHFConfig
 EXPECTED = {
     "pretraining": {"D2H language/model": 1},  # loss and norm
     "reward model": {"D2H language/model": 1},  # loss, accuracy and norm
-    "rl": {"H2D language/rlhf": 3 + 2,  # prompts, mask, u; a permutation for each epoch
-           "item language/sampling": 1,  # is the mask right?
-           "H2D formulas/reward": 1,  # the token that ends a response
+    "rl": {"item language/sampling": 1,  # is the mask right?
            "D2H language/rlhf": 1},  # the log
-    "evaluation": {"H2D language/pipeline": 3, "item language/sampling": 1, "H2D formulas/reward": 2, "D2H language/pipeline": 1},
+    "evaluation": {"item language/sampling": 1, "D2H language/pipeline": 1},  # the mask; the responses
 }
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,7 @@ from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 RealGenerator, real_tensor, real_as_tensor = torch.Generator, torch.tensor, torch.as_tensor
+PINNED = []  # weak references to tensors in pinned memory: a copy of one waits for nobody
 real_module_apply, real_set_swap = torch.nn.Module._apply, torch.__future__.set_swap_module_params_on_conversion
 EVENTS, LAUNCHES = Counter(), Counter()
 STATE = SimpleNamespace(graph=None, device=None, outside=0, kernels=0)  # a capture: into which graph, on which device, launches elsewhere; Triton's launches
@@ -226,7 +228,8 @@ def dispatch(func, args, kwargs):
         with MODE: return func.decompose(*args, **kwargs)  # in inference mode these arrive whole
     if name in ("_to_copy", "copy_"):
         a, b = (args[0].device, target) if name == "_to_copy" else (args[1].device, target := args[0].device)
-        if (a.type, b.type) == ("cpu", "cuda"): event("H2D", b.index)
+        pinned = kwargs.get("non_blocking") and any(x() is args[0] for x in PINNED)
+        if (a.type, b.type) == ("cpu", "cuda") and not pinned: event("H2D", b.index)
         if (a.type, b.type) == ("cuda", "cpu"): event("D2H", a.index)
     elif name == "_local_scalar_dense":
         event("item", target.index)
@@ -368,6 +371,12 @@ def module_apply(self, fn, recurse=True):
     finally: real_set_swap(False)
 
 
+def pin_memory(x):
+    new = x.clone()
+    PINNED.append(weakref.ref(new))
+    return new
+
+
 def index_of(device): return device if isinstance(device, int) else where("cuda" if device is None else device).index
 
 
@@ -391,6 +400,7 @@ def patch():
     c.stream = lambda s: on_device(s.device.index)
     c.is_current_stream_capturing = lambda: STATE.graph is not None
     c.amp.common.amp_definitely_not_available = lambda: False
+    torch.Tensor.pin_memory = pin_memory
     torch.utils._device._device_constructors()  # remembers torch.tensor as it is
     torch.Generator, torch.tensor, torch.as_tensor, torch.nn.Module._apply = Generator, tensor, as_tensor, module_apply
 

@@ -105,7 +105,7 @@ def test_microbatches_and_processes_take_the_step_of_one(monkeypatch):
 def test_what_is_logged_of_a_step():
     t = trainer(replace(DPO, dpo_beta=0.2))
     logp = t.choices[:2].logp_ref + torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, -1.0, 0.0, 0.0]])
-    found = t.diagnose(t.choices[:2], logp)
+    found = t.diagnose(t.choices[:2], None, logp)
     assert found["margin"].item() == pytest.approx(0.2 * (1 + 2 - 1 + 1) / 6) and found["accuracy"].item() == pytest.approx(3 / 6)
     torch.testing.assert_close(found["policy_loss"], D.choice_loss(logp, t.choices[:2].logp_ref, 0.2))
 

@@ -124,6 +124,42 @@ def test_prompts_are_read_as_the_tokenizer_reads_them():
     assert t.task.tokens[t.task.mask].tolist() == [1, 3, 4, 1, 5] and t.task.mask.tolist() == [[True] * 3, [False, True, True]]
 
 
+def kinds_of_tokenizers():
+    "As GPT-2's, as Llama's, as BERT's."
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    letters, alphabet = "abcdefghijklmnopqrstuvwxyz", sorted(pre_tokenizers.ByteLevel.alphabet())
+    t = Tokenizer(models.BPE({c: i for i, c in enumerate(["<|end|>", *alphabet])}, []))
+    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    yield t, dict(bos_token="<|end|>", eos_token="<|end|>")
+    t = Tokenizer(models.BPE({c: i for i, c in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *letters])}, [], byte_fallback=True, unk_token="<unk>"))
+    t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    yield t, dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    t = Tokenizer(models.WordPiece({c: i for i, c in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{c}" for c in letters)])}, unk_token="[UNK]"))
+    t.pre_tokenizer, t.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    t.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
+    yield t, dict(eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]")
+
+
+@pytest.mark.parametrize("kind", range(3), ids=["bytes", "with BOS", "pieces"])
+def test_any_kind_of_tokenizer_reads_as_it_does_alone(kind, tmp_path):
+    "In training and after saving; a reward hears what it would say of the response."
+    backend, special = list(kinds_of_tokenizers())[kind]
+    alone, mine = (transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special) for _ in range(2))
+    prompts, heard = ["tell me a story", "what", "a caf\u00e9"], []
+    def reward(prompts, responses): heard.extend(responses); return [len(r) for r in responses]
+    lm = make("Llama", vocab_size=len(alone) + 3, max_position_embeddings=64)
+    t = RLHF(lm, mine, prompts=prompts, reward=reward, **SMALL, iterations=1).learn()
+    expected = alone(prompts)["input_ids"]
+    assert [row[m].tolist() for row, m in zip(t.task.tokens, t.task.mask)] == expected
+    for said, row, m in zip(heard, t.rollout.responses, t.rollout.response_mask):
+        if (row[m] < len(alone)).all(): assert said == alone.decode(row[m], skip_special_tokens=True)
+    t.save(tmp_path / "policy")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")(prompts)["input_ids"] == expected
+    assert RLHF.load(tmp_path / "policy").generate(prompts) == t.generate(prompts)
+
+
 def test_chats_take_the_tokenizers_template_and_no_second_bos():
     def reward(prompts, responses):
         assert set(map(str, prompts)) == {str(CHAT)}
@@ -157,7 +193,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
 @pytest.mark.parametrize("call, words", [
     (lambda: own(prompts=["w3", dict(text="w4")]), r"prompts must be strings, .* in prompts\[1\]"),
     (lambda: own(prompts=[[dict(role="user")]]), r"lists of messages with role and content, .* in prompts\[0\]"),
-    (lambda: own(prompts=[dict(prompt="w3", n=1), dict(prompt="w3", n=2)]), "prompts must not be the same tokens with other columns, got 'w3' twice"),
+    (lambda: own(prompts=[dict(prompt="w3", n=1), dict(prompt="w3", n=2)]), "prompts must not be the same tokens with other columns, got 'w3' and 'w3'"),
     (lambda: own(max_new_tokens=30), r"max_new_tokens must fit into the model's context of 32 tokens, got 3 \+ 30"),
     (lambda: own(prompts=["w3 " * 40]), r"prompts must fit into the model's context of 32 tokens, got 41 \+ 4"),
     (lambda: own(query_length=40), r"query_length must fit into the model's context of 32 tokens, got 40 \+ 4"),
