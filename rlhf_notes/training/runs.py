@@ -223,7 +223,8 @@ def _usable(path):
         yield
     except (OSError, UnicodeError) as e:
         why = getattr(e, "strerror", e)
-        raise ValueError(f"out must be a directory that can be written to, got {path}: {why}") from e
+        raise ValueError(f"out must be a directory that can be written to, got {path}: "
+                         f"{why}") from e
 
 def _is_run(path):
     try:
