@@ -29,7 +29,7 @@ def selective_log_softmax(
     mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
     inplace_backward: bool = False, # may the gradient be written over the logits?
 ) -> Tensor: # shape of `index`, nats, float32 or better; 0 where nothing counts
-    "log softmax(logits / temperature) of the chosen tokens."
+    "log softmax(logits / temperature) of the chosen tokens; on a GPU, an index is not checked."
     rows.check_inplace(logits, inplace_backward)
     tokens = index.long() if index.ndim == logits.ndim else index[..., None].long()
     if mask is not None:
