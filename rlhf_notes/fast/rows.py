@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import fast
+from ..checks import at_least_float32
 
 # %% ../../nbs/fast/rows.ipynb #ops
 def forward(
@@ -162,6 +163,6 @@ FEW = 128  # tokens that PyTorch's own adds up without a loss
 
 def log_softmax(logits, temperature=1.0):  # as the formula's
     "log softmax(logits / temperature) of few tokens in fewer launches, or NotImplemented."
-    full = logits.dtype in (torch.float32, torch.float64)
-    if logits.shape[-1] > FEW or not full: return NotImplemented
-    return ((logits - logits.detach().amax(-1, keepdim=True)) / temperature).log_softmax(-1)
+    if logits.shape[-1] > FEW: return NotImplemented
+    z = at_least_float32(logits)
+    return ((z - z.detach().amax(-1, keepdim=True)) / temperature).log_softmax(-1)

@@ -204,7 +204,7 @@ def test_what_stands_behind_the_end_is_looked_at(start):
     rollout, logp = seen()
     behind = ~rollout.response_mask
     assert behind.any() and (logp - rollout.logp)[behind].abs().max() > 0.1 and (logp - rollout.logp)[~behind].abs().max() < 1e-4
-    torch.testing.assert_close(rollout.logp_ref, rollout.logp, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.logp_ref[~behind], rollout.logp[~behind], atol=1e-4, rtol=1e-4)
     with swapped(*FAILURES["mean over padding"].swaps): rollout, logp = seen()
     torch.testing.assert_close(logp, rollout.logp, atol=1e-4, rtol=1e-4)
 
