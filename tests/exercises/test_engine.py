@@ -397,6 +397,12 @@ def test_leaving_python_and_endless_loops_are_said(monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(1) as pool: assert pool.submit(EXERCISES["masked_mean"], EXERCISES["masked_mean"].reference).result()
 
 
+def test_nan_of_a_mistake_does_not_speak_against_its_name():
+    e = Exercise("root", "", lambda x: x.clamp(min=0).sqrt(), "f(x) -> root", "", [(torch.tensor([4.0]),), (torch.tensor([9.0, 1.0]),)],
+                 {"twice": (lambda x: 2 * x.sqrt(), "Twice as large.")}, edges=[(torch.tensor([-1.0]),)])
+    assert e(lambda x: 2 * x.clamp(min=0).sqrt(), draw=False).mistake == "twice"
+
+
 def test_a_name_does_not_hold_where_the_answer_is_right():
     "Right on an edge where the listed mistake is wrong: another mistake."
     one = Exercise("one", "", lambda x: x + 1, "f(x) -> x", "", [(torch.tensor([1.0, 2.0, 5.0]),)], {"doubles": (lambda x: 2 * x, "You double.")}, edges=[(torch.zeros(2),)])
