@@ -10,8 +10,8 @@ __all__ = ['KL_KINDS', 'kl_estimate', 'exact_kl', 'kl_loss', 'FixedKLController'
 import torch
 from torch import Tensor
 
-from ..checks import check_value, checked
-from .logprob import _log_softmax, _wide
+from ..checks import check_value, checked, widest_float
+from .logprob import _log_softmax
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio
 
@@ -47,7 +47,7 @@ def exact_kl(
     logits_ref: Tensor,  # (..., V), of pi_ref; -inf = impossible
 ) -> Tensor:  # (...), in nats; +inf where pi can do what pi_ref cannot
     "sum_v p_v (log p_v - log p_ref_v), over all V actions (Kullback and Leibler 1951)."
-    logp, logp_ref = (_log_softmax(z.to(_wide(z))) for z in (logits, logits_ref))
+    logp, logp_ref = (_log_softmax(z.to(widest_float(z))) for z in (logits, logits_ref))
     p = logp.exp()
     possible = p.to(logits.dtype) > 0
     terms = p * (apply_mask(logp, possible) - apply_mask(logp_ref, possible))

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import at_least_float32, checked
+from ..checks import at_least_float32, checked, widest_float
 from ..fast import door, linear, rows
 from .masking import apply_mask
 
@@ -48,10 +48,7 @@ def _log_softmax(logits, temperature=1.0):
     "log softmax(logits / temperature), of which PyTorch's own loses digits: it adds in float32."
     z = at_least_float32(logits)
     z = (z - z.detach().amax(-1, keepdim=True)) / temperature
-    return z - z.exp().sum(-1, keepdim=True, dtype=_wide(z)).log().to(z)
-
-def _wide(x):
-    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS lacks float64
+    return z - z.exp().sum(-1, keepdim=True, dtype=widest_float(z)).log().to(z)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #entropy
 @checked(**_RULES)
@@ -70,7 +67,7 @@ def entropy_from_logits(
         nothing = nothing | ~mask[..., None]
     logp = _log_softmax(z.masked_fill(nothing, 0), temperature)
     terms = -logp.exp() * logp.clamp(min=-1e4)  # 0 times -inf would be NaN
-    return apply_mask(terms.sum(-1, dtype=_wide(z)).to(z), ~nothing.squeeze(-1))
+    return apply_mask(terms.sum(-1, dtype=widest_float(z)).to(z), ~nothing.squeeze(-1))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #both
 @checked(index="int (...)", **_RULES)

@@ -7,8 +7,6 @@ __all__ = ['PENALTY_MODES', 'RewardNorm', 'token_rewards', 'truncate_at_stop', '
            'overlong_penalty']
 
 # %% ../../nbs/formulas/09_reward.ipynb #export-imports
-import math
-
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ class RewardNorm:
         "Set gain and bias from raw rewards; what they were before does not matter."
         r = rewards.detach().to("cpu", torch.float64)
         mean_D, std_D = r.mean().item(), (r - r.mean()).square().mean().sqrt().item()
-        if not 1e-12 * abs(mean_D) < std_D < math.inf:
+        if not 1e-12 * abs(mean_D) < std_D < torch.inf:
             raise ValueError(f"rewards must be finite and not all equal, got {r.numel()} of them "
                              f"with mean {mean_D} and standard deviation {std_D}")
         self.gain = float(std / std_D)

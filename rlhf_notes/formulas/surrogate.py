@@ -46,7 +46,6 @@ def clip_fraction(
     known, clipped = r, above | below
     if kind == "binding":
         if A is None:
-            raise ValueError('advantage must be given for kind="binding", got None; '
-                             'kind="outside" needs none')
+            raise ValueError('advantage must be given for kind="binding", got None')
         known, clipped = r * A, (A > 0) & above | (A < 0) & below
     return masked_mean(clipped.float().masked_fill(known.isnan(), torch.nan), mask)
