@@ -96,7 +96,9 @@ def test_measure(start):
     trainer.iterate()
     after, e = measure(trainer), evaluate(trainer)
     assert after["true"] == pytest.approx(e.true.mean().item()) and after["proxy"] == pytest.approx(rollout_stats(e.rollout)["score"].item()) and after["kl"] != 0
-    assert 0 <= after["win"] <= 1 and measure(trainer, start.lm) == measure(start.trainer(), start.lm)
+    gain = (e.true - evaluate(trainer, trainer.reference).true).sign()
+    assert 0.5 != after["win"] == pytest.approx((gain.mean().item() + 1) / 2)
+    assert measure(trainer, start.lm) == measure(start.trainer(), start.lm)
 
 
 def test_measure_best_of_n(start):
