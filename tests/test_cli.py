@@ -204,6 +204,11 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, number):
     assert p.returncode == 130 and err == "" and "interrupted" in out and "--resume cut" in out, (out, err)
     summary, before = read("cut/summary.json"), metrics.read_text()
     assert summary["interrupted"] is True and summary["eval_return_mean"] is None and summary["steps"] == (before.count("\n") - 1) * 128
+    run = Run.resume(Path("cut"))
+    run.lock()
+    second = command("cartpole", "--resume", "cut")
+    assert "must be free, but another process is training there" in second.communicate(timeout=120)[1] and second.returncode == 2
+    run.held.release()
     assert cli.main(["cartpole", "--resume", "cut"]) == 0
     assert metrics.read_text().startswith(before) and metrics.read_text().count("\n") == 201
     assert read("cut/summary.json")["interrupted"] is False
