@@ -648,6 +648,7 @@ def test_a_few_tokens_above_many_equal_ones(size, tops):
     right = logits.double().log_softmax(-1)[0]
     for context in (nullcontext(), fast.off()):
         with context:
-            allowed = 6e-8 * size if fast.is_open and size <= rows.FEW else 1e-7  # few are added in float32
+            added = 256 if size > rows.LARGE else size if size <= rows.FEW else 1  # in float32, if fast is open
+            allowed = 1e-7 + 6e-8 * (added - 1) * fast.is_open
             for i in (0, size - 1): assert abs(selective_log_softmax(logits, torch.tensor([i]))[0].double() - right[i]) < allowed + 6e-8 * abs(right[i])
-            assert abs(entropy_from_logits(logits)[0].double() + (right.exp() * right).sum()) < 5e-7
+            assert abs(entropy_from_logits(logits)[0].double() + (right.exp() * right).sum()) < 4e-7 + allowed
