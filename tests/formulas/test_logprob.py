@@ -652,3 +652,16 @@ def test_a_few_tokens_above_many_equal_ones(size, tops):
             allowed = 1e-7 + 6e-8 * (added - 1) * fast.is_open
             for i in (0, size - 1): assert abs(selective_log_softmax(logits, torch.tensor([i]))[0].double() - right[i]) < allowed + 6e-8 * abs(right[i])
             assert abs(entropy_from_logits(logits)[0].double() + (right.exp() * right).sum()) < 4e-7 + allowed
+
+
+def test_the_operator_promises_float32_whatever_the_default():
+    torch.set_default_dtype(torch.float64)
+    try: assert {x.dtype for x in rows.four_of(torch.zeros(3, dtype=torch.long))} == {torch.float32}
+    finally: torch.set_default_dtype(torch.float32)
+
+
+def test_no_more_rows_of_logits_than_a_chunk(monkeypatch):
+    seen, product = [], linear._product
+    monkeypatch.setattr(linear, "_product", lambda a, b: seen.append(len(a)) or product(a, b))
+    with by_rows(): linear_log_probs(torch.randn(5, 3), torch.randn(7, 3), torch.zeros(5, dtype=torch.long), chunk=2)
+    assert seen == [2, 2, 1]
