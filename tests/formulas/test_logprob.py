@@ -1,7 +1,6 @@
 import math
 from contextlib import contextmanager, nullcontext
 from decimal import Decimal, localcontext
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -661,7 +660,7 @@ def test_the_operator_promises_float32_whatever_the_default():
     finally: torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.skipif(not fast.is_open or find_spec("numba") is None, reason="the plain code takes all rows")
+@pytest.mark.skipif(not (fast.is_open and fast.HAS_NUMBA), reason="the plain code takes all rows")
 def test_no_more_rows_of_logits_than_a_chunk(monkeypatch):
     seen, product = [], linear._product
     monkeypatch.setattr(linear, "_product", lambda a, b: seen.append(len(a)) or product(a, b))
