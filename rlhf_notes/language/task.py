@@ -16,7 +16,7 @@ from itertools import product
 
 import torch
 
-from ..checks import checked
+from ..checks import check_value, checked
 from .prompts import Prompts
 
 # %% ../../nbs/language/22_task.ipynb #words
@@ -193,6 +193,9 @@ class Reviews(Prompts):
                  stop_after: int = 8, # First position at which a full stop ends a response, < T
                  query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
                 ):
+        check_value("stop_after", stop_after, "[0, inf)")
+        check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
+        check_value("query_length", query_length, "[0, inf)")
         self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
         stop_token = self._check_tokenizer()
         super().__init__(tokenizer, PROMPTS, None, response_length, query_length)
@@ -213,7 +216,7 @@ class Reviews(Prompts):
 
     def _check_tokenizer(self):
         "The token of a full stop; ValueError unless every word comes back from its tokens."
-        end = f" {EOS}" if self.tokenizer.eos_token else ""
+        t, end = self.tokenizer, f" {EOS}" if self.tokenizer.eos_token else ""
         texts = [*((prompt, STOP) for prompt in PROMPTS),
                  *((PROMPTS[0], f"it {word} {STOP}{end} it") for word in WORDS[1:])]
         try:
@@ -224,6 +227,9 @@ class Reviews(Prompts):
         if len(stop) != len(it) + 1:
             raise ValueError("model must have a tokenizer with one token for a full stop, got "
                              f"{len(stop) - len(it)}")
+        if t.pad_token_id is None or t.pad_token_id in (stop[-1], t.eos_token_id):
+            raise ValueError("tokenizer must have a padding token that stands for nothing else, "
+                             f"got {t.pad_token!r}")
         for rows, expected in zip(ids, zip(*texts)):
             for got, text in zip(self.decode(rows), expected):
                 if got != text:

@@ -294,8 +294,20 @@ def test_true_rewards_see_query_and_answer(reviews):
     assert not m.all() and reviews.true_rewards(junk, m, encode("the room was good .")).equal(scores) and reviews.texts(junk, m, q) == reviews.texts(q, m, q)
 
 
-def test_a_length_that_does_not_fit(tokenizer):
-    with pytest.raises(ValueError, match="query_length must be 0 or at least 9, the tokens of the longest prompt, got 8"): Reviews(tokenizer, T, query_length=8)
+@pytest.mark.parametrize("change, message", [
+    (dict(query_length=8), "query_length must be 0 or at least 9, the tokens of the longest prompt, got 8"),
+    (dict(query_length=-1), r"query_length must be in \[0, inf\), got -1"),
+    (dict(response_length=8), r"response_length must be in \[9, inf\), got 8"),
+    (dict(stop_after=-1), r"stop_after must be in \[0, inf\), got -1"),
+])
+def test_lengths_that_do_not_fit(tokenizer, change, message):
+    with pytest.raises(ValueError, match=message): Reviews(tokenizer, **(dict(response_length=T) | change))
+
+
+@pytest.mark.parametrize("special, got", [(dict(eos_token="<|end|>"), "None"), (dict(eos_token="<|end|>", pad_token="<|end|>"), "'<|end|>'"), (dict(eos_token="<|end|>", pad_token="Ġ."), "'Ġ.'")])
+def test_a_tokenizer_whose_padding_means_something(pieces, special, got):
+    with pytest.raises(ValueError) as e: Reviews(pieces(**special), 40)
+    assert str(e.value) == f"tokenizer must have a padding token that stands for nothing else, got {got}"
 
 
 def fast(model):
