@@ -35,10 +35,6 @@ def _product(a, b):
             return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
         return a.float() @ b.float()
 
-def aligned(weight):  # (V, d)
-    "Rows of zeros up to a multiple of 64 on a GPU, whose products read 16 bytes at a time."
-    return pad(weight, (0, 0, 0, -len(weight) % 64)) if weight.is_cuda else weight
-
 def _chunks(hidden, weight, bias, size):
     "Some rows at a time: where they are, and their logits."
     for first in range(0, len(hidden), size):
@@ -47,6 +43,12 @@ def _chunks(hidden, weight, bias, size):
         if bias is not None:
             z[:, :len(bias)] += bias
         yield at, z
+
+# %% ../../nbs/fast/linear.ipynb #aligned
+def aligned(weight):  # (V, d)
+    "Rows of zeros up to a multiple of 64 on a GPU, whose products read 16 bytes at a time."
+    return pad(weight, (0, 0, 0, -len(weight) % 64)) if weight.is_cuda else weight
+
 
 # %% ../../nbs/fast/linear.ipynb #backward
 @torch.library.custom_op("rlhf_notes::head_backward", mutates_args=())
