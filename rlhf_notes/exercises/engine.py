@@ -52,15 +52,15 @@ class Exercise:
     def __post_init__(self):
         signature = re.sub(r"\([^()]*\)", "", self.task.split(" -> ")[0][2:-1])
         self.arguments = [argument.split()[0] for argument in signature.split(",")]
-        cases = (*self.inputs, *self.edges)
-        self.cases = [dict(zip(self.arguments, x, strict=True)) for x in cases]
-        plain = self.cases[:len(self.inputs)]
-        self.trials = plain + [varied(case, i) for i, case in enumerate(plain)]
+        def named(inputs): return [dict(zip(self.arguments, x, strict=True)) for x in inputs]
+        plain = named(self.inputs)
+        plain += [varied(case, i) for i, case in enumerate(plain)]
+        self.plain, self.cases = len(plain), plain + named(self.edges)
         self._known = None
 
     def outcomes(self, f, plain: bool = False) -> list: # One `Outcome` for each input, edges last
-        "Call `f` on all inputs, or on the plain ones and varied ones, without gradients."
-        found, cases = [], self.trials if plain else self.cases
+        "Call `f` on all inputs, or without gradients on the plain ones."
+        found, cases = [], self.cases[:self.plain] if plain else self.cases
         for case in cases:
             hangs = found and "TimeoutError" in found[-1].error
             found.append(found[-1] if hangs else attempt(f, case, () if plain else self.wrt))
@@ -77,7 +77,7 @@ class Exercise:
 
     def _match(self, got, expected, known):
         "The name of the mistake with these outcomes, or None."
-        plain, every = range(len(self.inputs)), range(len(got))
+        plain, every = range(self.plain), range(len(got))
         wrong = [i for i in every if difference(got[i], expected[i], self.wrt)]
         def same(name, where): return all(alike(got[i], known[name][i]) for i in where)
         def shows(name, where): return not all(alike(known[name][i], expected[i]) for i in where)
@@ -104,9 +104,11 @@ class Exercise:
         if any(_leaks(got[i], self.cases[i]) for i in wrong): return "leak", LEAK
         return fact(self, f, got, expected)
 
-    def _explain(self, got, wrong, says):
-        i = min(wrong, key=lambda i: len(str(self.cases[i])))
-        what = difference(got[i], self.known()[0][i], self.wrt)
+    def _explain(self, got, wrong, name, says):
+        expected, known = self.known()
+        named = [i for i in wrong if name in known and alike(got[i], known[name][i])]
+        i = min(named or wrong, key=lambda i: (i >= len(self.inputs), len(str(self.cases[i]))))
+        what = difference(got[i], expected[i], self.wrt)
         case = "\n          ".join(f"{k} = {show(v)}" for k, v in self.cases[i].items())
         return (f"{self.name}: not yet. {says}\n  input:  {case}\n  result: {what}\n"
                 f"  check.{self.name}.hint() gives a hint.")
@@ -121,12 +123,12 @@ class Exercise:
         if not callable(f): raise TypeError(f"f must be a function, got {type(f).__name__}")
         got, expected = self.outcomes(f), self.known()[0]
         wrong = [i for i, o in enumerate(got) if difference(o, expected[i], self.wrt)]
-        wrong = [i for i in wrong if i < len(self.inputs)] or wrong
+        wrong = [i for i in wrong if i < self.plain] or wrong
         wrong = [i for i in wrong if got[i].error] or wrong
         changed = sorted({name for o in got for name in o.changed})
         if wrong:
             name, says = self._mistake(f, got, wrong)
-            verdict = Verdict(False, self._explain(got, wrong, says), name)
+            verdict = Verdict(False, self._explain(got, wrong, name, says), name)
         elif changed:
             text = f"{self.name}: not yet. {CHANGED.format(' and '.join(changed))}"
             verdict = Verdict(False, text, "changed")

@@ -243,7 +243,7 @@ exercise("kl_loss", "06_kl", lambda a, b, m: kl.kl_loss(a, b, "k2", mask=m),
     k3=(lambda a, b, m: mean(k3(a - b.detach()), m),
         "That is the gradient of k3: on average that of the other KL."),
     no_half=(lambda a, b, m: mean((a - b.detach()) ** 2, m),
-        "The half of k2 is missing: the slope must be the log-ratio."))
+        "The slope is twice the log-ratio, as in k2 without its half."))
 
 def _adapt(coef, measured, target, n, horizon):
     return kl.AdaptiveKLController(coef, target, horizon).update(measured, n)
@@ -403,7 +403,7 @@ exercise("truncate_at_stop", "09_reward", lambda t, s, p: reward.truncate_at_sto
         "You read the mask off the padding: the policy may write pad tokens too."),
     argmax=(lambda t, s, p: _cut(t, p,
         torch.arange(t.shape[1]) <= (t == s).long().argmax(1, keepdim=True)),
-        "In a row without a stop token argmax gives 0: all of its tokens count."))
+        "In a row without a stop token all tokens count (argmax of no True is 0)."))
 
 exercise("reward_norm", "09_reward",
     lambda r, m, s: (lambda n: (n.gain, n.bias))(reward.RewardNorm().fit(r, m, s)),
@@ -421,7 +421,7 @@ exercise("reward_norm", "09_reward",
 
 # %% ../../nbs/formulas/10_ppo.ipynb #exercise-checks
 def _ppo(a, b, A, V, R, H, m, eps, vc, ec, objective=pessimistic):
-    gain = objective(keep(a - b.detach(), m).exp(), A, eps)
+    gain = objective(keep(a - b, m).exp(), A, eps)
     return mean(vc * (V - R) ** 2 / 2 - gain - ec * H, m)
 
 exercise("ppo_loss", "10_ppo", _ppo,
@@ -436,7 +436,7 @@ exercise("ppo_loss", "10_ppo", _ppo,
             flags("1100", "1111"), 0.3, 0.1, 0.02)],
     edges=[(vec([-1., NAN]), vec([-2., -1.]), vec([1., 1.]), vec([0., 1.]), vec([1., 1.]),
            vec([1., 1.]), flags("10"), 0.2, 0.5, 0.1)],
-    wrt=("logp", "logp_old", "value", "entropy"),
+    wrt=("logp", "value", "entropy"),
     policy_sign=(lambda *x: _ppo(*x, objective=lambda *y: -pessimistic(*y)),
         "The policy's objective has the wrong sign: a loss is minimised."),
     no_minimum=(lambda *x: _ppo(*x, objective=always_clipped),

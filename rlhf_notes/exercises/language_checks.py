@@ -73,7 +73,7 @@ exercise("pass_at_k", "40_checkable", lambda c, n, k: 1 - _all_of(n - c, n, k),
     "f(correct (P,), n, k) -> the probability for each prompt that at least one of k responses is "
     "right, when `correct` of n are",
     "Of all subsets of k responses, which share holds wrong ones alone? math.comb counts them.",
-    inputs=[(torch.tensor([0, 1, 4]), 4, 2), (torch.tensor([0, 1, 3, 6, 8]), 8, 3)],
+    inputs=[(torch.tensor([4, 1, 0]), 4, 2), (torch.tensor([6, 3, 8, 0, 1]), 8, 3)],
     replaced=(lambda c, n, k: 1 - (1 - c / n) ** k,
         "You draw with replacement: no response is drawn twice."),
     all_right=(_all_of, "That is the probability that all k are right: one is enough."))

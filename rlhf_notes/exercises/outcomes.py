@@ -122,8 +122,9 @@ def each_close(a, b):  # two tensors of one shape
 
 # %% ../../nbs/exercises/outcomes.ipynb #kind-of
 def kind_of(x):  # a tensor
-    "Boolean, floating-point or integer."
+    "Boolean, integer, floating-point or half precision."
     if x.dtype == torch.bool: return "boolean"
+    if x.dtype in (torch.float16, torch.bfloat16): return "half precision"
     return "floating-point" if x.is_floating_point() else "integer"
 
 # %% ../../nbs/exercises/outcomes.ipynb #show
@@ -173,6 +174,4 @@ def _wrong_kind(got, expected):
     kind, asked = kind_of(got), kind_of(expected)
     if kind != asked or kind == "integer" and got.dtype != expected.dtype:
         return f"is {kind} ({got.dtype}), expected {asked} ({expected.dtype})"
-    if got.dtype in (torch.float16, torch.bfloat16):
-        return f"is {got.dtype}, expected float32 or better: half precision has three digits"
     return ""

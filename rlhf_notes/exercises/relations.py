@@ -19,7 +19,7 @@ def related(
     pairs = [(y.double(), x.double()) for y, x in pairs]
     if not all(t.isfinite().all() for pair in pairs for t in pair): return None
     if len(_numbers(y for y, _ in pairs)) == 1 < len(_numbers(x for _, x in pairs)):
-        return "constant", f"Yours is {pairs[0][0].flatten()[0]:.4g} whatever comes in."
+        return "constant", f"Yours is {pairs[0][0].flatten()[0]:.4g} on every input tried."
     for name, sentence, least, parts in _relations(pairs):
         try:
             both = [parts(y, x) for y, x in pairs]
@@ -104,7 +104,7 @@ def row_by_row(
     "A factor or a difference that changes from row to row."
     if any(y.shape != x.shape or not x.ndim or not x.numel() for y, x in pairs): return None
     rows = [(y.double().flatten(0, -2), x.double().flatten(0, -2)) if x.ndim > 1
-            else (y.double()[None], x.double()[None]) for y, x in pairs]
+            else (y.double()[None], x.double()[None]) for y, x in pairs if not close(y, x)]
     if sum(x.numel() - len(x) for _, x in rows) < 3: return None
     factors = [((y * x).sum(1) / (x * x).sum(1))[:, None] for y, x in rows]
     shifts = [(y - x).mean(1, keepdim=True) for y, x in rows]

@@ -11,14 +11,14 @@ import torch
 # %% ../../nbs/exercises/substitutes.ipynb #substitutes
 def substitutes(
     case: dict,  # arguments by name
-) -> dict:  # {text: function -> function of the same arguments}
+) -> dict:  # {(new, argument) or (dimensions,): function -> function of the same arguments}
     "Ways to call a function with other arguments, or along other dimensions."
-    changes = _replaced(case) | ({"padding counted as zeros": _zeros} if "mask" in case else {})
+    changes = _replaced(case) | ({("padding counted as zeros",): _zeros} if "mask" in case else {})
     def by(change): return lambda f: lambda *args: f(*change(dict(zip(case, args))).values())
-    return {text: by(change) for text, change in changes.items()} | {
-        "rows and columns exchanged": _turned, "all rows in one": _in_one_row,
-        "each row by itself": _by_rows,
-        "each row by itself, averaged": lambda f: lambda *args: _by_rows(f)(*args).mean()}
+    return {key: by(change) for key, change in changes.items()} | {
+        ("rows and columns exchanged",): _turned, ("all rows in one",): _in_one_row,
+        ("each row by itself",): _by_rows,
+        ("each row by itself, averaged",): lambda f: lambda *args: _by_rows(f)(*args).mean()}
 
 _CONSTANTS = {"0": lambda v: v * 0, "1": lambda v: v * 0 + 1}
 _FLAGS = {"True": lambda v: v | True, "False": lambda v: v & False}
@@ -34,17 +34,16 @@ def _kind(v): return v.dtype if isinstance(v, torch.Tensor) else type(v)
 def _sort(v): return _kind(v), getattr(v, "shape", None)
 
 def _replaced(case):
-    "{text: arguments by name -> other arguments}."
+    "{(new, argument) or (both exchanged,): arguments by name -> other arguments}."
     found = {}
     for name, v in case.items():
         for new, change in _CHANGES.get(_kind(v), {}).items():
-            found[f"{new.format(name)} in place of {name}"] = (
+            found[new.format(name), name] = (
                 lambda x, name=name, change=change: x | {name: change(x[name])})
         for other in case:
             if other == name or _sort(case[other]) != _sort(v): continue
-            found[f"{other} in place of {name}"] = (
-                lambda x, name=name, other=other: x | {name: x[other]})
-            found[" and ".join(sorted([name, other])) + " exchanged"] = (
+            found[other, name] = lambda x, name=name, other=other: x | {name: x[other]}
+            found[" and ".join(sorted([name, other])) + " exchanged",] = (
                 lambda x, name=name, other=other: x | {name: x[other], other: x[name]})
     return found
 
@@ -81,14 +80,13 @@ def _by_rows(f):
 # %% ../../nbs/exercises/substitutes.ipynb #switches
 def switches(
     case: dict,  # arguments by name
-) -> dict:  # {text: function -> function of the same arguments}
+) -> dict:  # {(new, argument) or (part,): function -> function of the same arguments}
     "Ways to call a function with an argument 0, 1, True, False, or as a later one, or with less."
     def off(new, name): return new in {*_CONSTANTS, *_FLAGS} or new in [*case][[*case].index(name):]
-    parts = {text: text.split(" in place of ") for text in substitutes(case)}
-    return {text: change for text, change in substitutes(case).items()
-            if len(parts[text]) == 2 and off(*parts[text])} | {
-        "one element alone": lambda f: lambda *args: f(*(_first(v, 1) for v in args)),
-        "the first two elements alone": lambda f: lambda *args: f(*(_first(v, 2) for v in args))}
+    def first(n): return lambda f: lambda *args: f(*(_first(v, n) for v in args))
+    return {key: change for key, change in substitutes(case).items()
+            if len(key) == 2 and off(*key)} | {
+        ("one element alone",): first(1), ("the first two elements alone",): first(2)}
 
 def _first(v, n):
     if isinstance(v, list): return v[:n]
@@ -98,12 +96,13 @@ def _first(v, n):
 def varied(
     case: dict,  # arguments by name
     seed: int,  # of the random numbers
-) -> dict:  # floating-point numbers are up to a quarter smaller
-    "Change the numbers of an input a little, so that nothing is equal by accident."
+) -> dict:  # tensors shuffled, and halved to doubled; numbers up to a quarter smaller
+    "Change the numbers of an input, so that nothing holds by accident."
     g = torch.Generator().manual_seed(seed)
-    def smaller(v):
-        if isinstance(v, list): return [*map(smaller, v)]
+    def other(v):
+        if isinstance(v, list): return [*map(other, v)]
         if isinstance(v, float): return v * (1 - torch.rand((), generator=g).item() / 4)
-        if _kind(v) != torch.float32: return v
-        return v * (1 - torch.rand(v.shape, generator=g) / 4)
-    return {name: smaller(v) for name, v in case.items()}
+        if not isinstance(v, torch.Tensor) or v.dtype == torch.bool: return v
+        v = v.flatten()[torch.randperm(v.numel(), generator=g)].reshape(v.shape)
+        return v * 2 ** (2 * torch.rand(v.shape, generator=g) - 1) if v.is_floating_point() else v
+    return {name: other(v) for name, v in case.items()}

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attention
 
 from .. import fast
+from .linear import aligned
+
 
 # %% ../../nbs/fast/gpt2.ipynb #is-plain
 def is_plain(lm):  # a model of transformers, with or without its head
@@ -154,7 +156,7 @@ class Decoder:
         c, self.trunk, self.dtype = lm.config, lm.transformer, _dtype(lm)
         self.positions, self.place = positions.t(), 0
         self.blocks = _blocks(self.trunk, self.dtype)
-        self.head = lm.lm_head.weight.to(self.dtype).t()
+        self.V, self.head = c.vocab_size, aligned(lm.lm_head.weight.to(self.dtype)).t()
         layout = Elementwise if mask.device.type == "cpu" else Fused
         self.cache = layout(c.n_layer, c.n_head, c.n_embd // c.n_head, mask, self.dtype)
 
@@ -173,7 +175,7 @@ class Decoder:
                     y = self.cache.read(layer, block, h, last)
                 x = block.rest(x[-len(y):], y)
             h = layer_norm(x, *_norm(self.trunk.ln_f))
-            return h, torch.mm(h.to(self.dtype), self.head)
+            return h, torch.mm(h.to(self.dtype), self.head)[:, :self.V]
 
 def _dtype(lm):
     "Of matrix products: autocast's, or that of the weights."

@@ -24,20 +24,21 @@ def _finite(top):
 
 @triton.jit(do_not_specialize=["per_part", "stride_part"])
 def _forward(Z, I, LOGP, H, BASE, TOTAL, V, per_part, stride_part, stride_row, inv_temperature,
-             ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+             ENTROPY: tl.constexpr, LANES: tl.constexpr):
     row, scale = tl.program_id(0).to(tl.int64), inv_temperature * _LOG2_E
     z_row = Z + (row // per_part) * stride_part + (row % per_part) * stride_row
-    lanes = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    s, u = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):  # each lane has sums and a largest logit of its own
-        inside = first + lanes < V
-        z = tl.load(z_row + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, z, propagate_nan=tl.PropagateNan.ALL)
-        d, x = _bounded((top - _finite(higher)) * scale), _bounded((z - _finite(higher)) * scale)
+    at = tl.arange(0, 4)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    s, u = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    for first in range(0, V, 4 * LANES):  # a lane takes four logits, and has sums of its own
+        inside = first + at < V
+        z = tl.load(z_row + first + at, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(z, 0), propagate_nan=tl.PropagateNan.ALL)
+        base = _finite(higher)
+        d, x = _bounded((top - base) * scale), _bounded((z - base[None, :]) * scale)
         decay, e = tl.exp2(d), tl.exp2(x)
-        u = (u + s * d) * decay + e * x if ENTROPY else u
-        s = s * decay + e
+        u = (u + s * d) * decay + tl.sum(e * x, 0) if ENTROPY else u
+        s = s * decay + tl.sum(e, 0)
         top = higher
     base = _finite(tl.max(top, 0))
     d, i = _bounded((top - base) * scale), tl.load(I + row)
@@ -56,7 +57,7 @@ def _layout(logits):
     z = logits[(None,) * (3 - logits.ndim)] if logits.ndim < 3 else logits.flatten(0, -3)
     return z, (max(1, z.shape[1]), z.stride(0), z.stride(1))
 
-def _block(V): return min(4096, max(16, triton.next_power_of_2(V)))
+def _lanes(V, most): return min(most, max(16, triton.next_power_of_2(V)))
 
 def forward_rows(logits, index, temperature, entropy):  # as `rows.forward`'s
     "log pi, entropy, base and total of each row; NaN where the index is outside [0, V)."
@@ -68,17 +69,17 @@ def forward_rows(logits, index, temperature, entropy):  # as `rows.forward`'s
     with torch.cuda.device_of(z):
         if rows:
             _forward[(rows,)](z, index.contiguous(), *out, V, *layout, 1 / temperature,
-                              ENTROPY=entropy, BLOCK=_block(V), num_warps=8)
+                              ENTROPY=entropy, LANES=_lanes(V, 1024), num_warps=8)
     return out
 
 # %% ../../nbs/fast/kernels.ipynb #rows-backward
 @triton.jit(do_not_specialize=["per_part", "stride_part"])
-def _backward(Z, I, G, HG, H, BASE, TOTAL, OUT, V, per_part, stride_part, stride_row,
+def _backward(Z, I, G, HG, H, BASE, TOTAL, OUT, V, per_part, stride_part, stride_row, stride_out,
               inv_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < V
-    out = OUT + row * V + lanes
+    out = OUT + row * stride_out + lanes
     g, total, b = tl.load(G + row), tl.load(TOTAL + row), 0.0
     share = inv_temperature / total
     a = tl.where(g == 0, 0.0, -g * share)
@@ -103,13 +104,13 @@ def backward_rows(
 ):
     "Write 2^x (a + b x) + g 1[chosen]; rows of which nothing is asked are not read."
     z, layout = _layout(logits.detach())
-    rows, V, block = index.numel(), logits.shape[-1], _block(logits.shape[-1])
+    rows, V, block = index.numel(), logits.shape[-1], _lanes(logits.shape[-1], 4096)
     given = [x.contiguous() for x in (index, g, g if h is None else h, H, base, total)]
     with torch.cuda.device_of(z):
         if rows:
             _backward[(rows, triton.cdiv(V, block))](
-                z, *given, out, V, *layout, 1 / temperature, ENTROPY=h is not None, BLOCK=block,
-                num_warps=8)
+                z, *given, out, V, *layout, out.view(-1, V).stride(0), 1 / temperature,
+                ENTROPY=h is not None, BLOCK=block, num_warps=8)
 
 # %% ../../nbs/fast/kernels.ipynb #scan
 @triton.jit

@@ -10,6 +10,7 @@ from rlhf_notes import check
 from rlhf_notes.exercises import outcomes
 from rlhf_notes.exercises.engine import Exercise
 from rlhf_notes.exercises.relations import related, row_by_row
+from rlhf_notes.exercises.substitutes import varied
 
 
 def k3(d): return d.exp() - 1 - d
@@ -77,14 +78,23 @@ UNSEEN = [
     # a gradient
     ("importance_ratio", lambda a, b: (a - b).exp(), "gradient", "a gradient flows into logp_old: detach it"),
     ("microbatch_loss", lambda x, m: sum(float(a[b].sum()) for a, b in zip(x, m)) / sum(int(b.sum()) for b in m), "no_gradient", "no gradient flows into losses"),
-    ("microbatch_loss", last_microbatch_only, "constant", "Where yours is wrong, yours is 0 whatever comes in."),
+    ("microbatch_loss", last_microbatch_only, "constant", "Where yours is wrong, yours is 0 on every input tried."),
     # an edge
     ("microbatch_loss", lambda x, m: sum((a * b).sum() for a, b in zip(x, m)) / sum(b.sum() for b in m), "leak", "A value that does not count leaks"),
     ("one_step_target", lambda r, v, e, c, g: r + g * v * ~e, "leak", "A value that does not count leaks"),
-    ("importance_ratio", lambda a, b: a.exp() / b.detach().exp(), "nan", "Right, but NaN at the edges"),
+    ("importance_ratio", lambda a, b: a.exp() / b.detach().exp(), "nan", "Right on other inputs, but NaN on this one."),
+    ("clip_fraction", lambda r, A, eps: (r.log() * A.sign() > eps).float().mean(), None, "Right on other inputs, but not on this one."),
     ("horner", lambda f, c: sum(c_k * f ** k for k, c_k in enumerate(c)), "powers", "a power of f may overflow"),
     # listed, and right at the edges
     ("explained_variance", lambda V, R: 0.0 if R.var() < 1e-10 else 1 - ((R - V) ** 2).mean() / R.var(unbiased=False), "squared_error", "You use the mean squared error"),
+    # what holds by accident on few numbers is not told
+    ("no_spread", lambda r: (r.amax(0) == r.amin(0)).float().mean(), "argument", "with rows and columns exchanged"),      # 0 on the plain inputs
+    ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) | (kept(b - a, m).sum(1) / m.sum(1) > t)), None, "No mistake that is known here."),
+    ("data_rows", lambda d, r: torch.cat([r[None], d[:-1]]).cumsum(0) == 0, None, "No mistake that is known here."),      # right with True in place of done, as much else
+    ("token_logprob", lambda z, i, T: ((z / T).softmax(-1) + 1e-8).log().gather(-1, i[..., None])[..., 0], None, "No mistake that is known here."),      # and with a temperature of 1
+    ("control_loss", lambda r, A, V, R, H, eps, v, h: -(r * A).mean() + v * mse_loss(V, R) / 2 - h * H.mean(), "unused", "eps has no effect on yours.\n"),      # right with 1 / eps, which is large
+    ("dual_clip", lambda r, A, eps, c: check.dual_clip.reference(r, A, eps, c) * torch.where((A < 0) & (r == 0.5), 2.0, 1.0), None, "No mistake that is known here."),      # a factor, of one number
+    ("kl_loss", lambda a, b, m: -check.kl_loss.reference(a, b, m), "sign", "Any value is right, the gradient with respect to logp is not. The sign is flipped."),
     # nothing but the numbers
     ("masked_mean", lambda x, m: kept(x, m).sum() / (m.sum() + 1), None, "result: expected 1.5, yours is 1"),
     ("dual_clip", lambda r, A, eps, c: np.zeros(3), "constant", "yours has the shape (3,), expected (1,)"),
@@ -121,7 +131,26 @@ def test_a_hang_on_another_input_ends_the_search(monkeypatch):
     assert verdict.mistake is None and "expected 1.5, yours is 1" in verdict.text and len(hangs) == 1
 
 
+def test_the_input_that_is_shown_is_one_that_the_name_is_for():
+    def by_count(scores, logp, logp_ref, coef, mask):
+        out = kept(-coef * (logp - logp_ref), mask)
+        out[torch.arange(len(out)), mask.sum(1) - 1] += scores      # wrong without tokens, too
+        return out
+    verdict = check.token_rewards(by_count, draw=False)
+    assert verdict.mistake == "counts" and "mask = [[False, False, True, True]]" in verdict.text
+
+
+def test_copies_are_shuffled_and_the_answer_is_judged_by_them():
+    x = varied(dict(x=torch.arange(1.0, 9.0), n=torch.arange(8), mask=torch.arange(8) > 3, k=3), seed=0)
+    assert not all(i / 2 <= v <= 2 * i for i, v in enumerate(x["x"].tolist(), 1)) and 0.5 <= x["x"].min() and x["x"].max() <= 16
+    assert x["n"].tolist() != [*range(8)] == sorted(x["n"].tolist()) and x["mask"].tolist() == [i > 3 for i in range(8)] and x["k"] == 3
+    one = Exercise("one", "", lambda x: 2 * x, "f(x) -> x", "", [(torch.tensor([2.0]),)], {})
+    assert one(lambda x: x + x) and not one(lambda x: x ** 2)
+
+
 def test_few_numbers_say_nothing():
+    right = torch.arange(1.0, 6.0)
+    assert row_by_row([(torch.tensor([2.0]), torch.tensor([1.0])), (right, right)]) is None
     assert related([(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0]))]) is None
     assert row_by_row([(torch.tensor([2.0]), torch.tensor([1.0]))]) is None and row_by_row([(torch.tensor([2.0, 4.0, 6.0, 8.0]), torch.arange(1.0, 5.0))])[0] == "row_by_row"
 

@@ -62,9 +62,9 @@ def test_kernels_in_the_interpreter():
 def test_kernels_compile_for_gpus(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
-    numbers = {"per_part": "i32", "stride_part": "i64", "stride_row": "i32", "inv_temperature": "fp32", "gamma": "fp32", "decay": "fp32", "I": "*i64", "TERMINATED": "*i1", "DONE": "*i1"}
+    numbers = {"per_part": "i32", "stride_part": "i64", "stride_row": "i32", "stride_out": "i32", "inv_temperature": "fp32", "gamma": "fp32", "decay": "fp32", "I": "*i64", "TERMINATED": "*i1", "DONE": "*i1"}
     sizes = dict(BLOCK=256, COLUMNS=8)
-    for kernel, pointers, constants in ((kernels._forward, dict(Z="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)), (kernels._backward, dict(Z="*bf16", OUT="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)),
+    for kernel, pointers, constants in ((kernels._forward, dict(Z="*bf16", V="i32"), dict(ENTROPY=True, LANES=1024)), (kernels._backward, dict(Z="*bf16", OUT="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)),
                                         (kernels._scan, {}, sizes), (kernels._gae, {}, sizes)):
         names = kernel.arg_names
         known = numbers | pointers | {n: "i32" for n in names if n in ("T", "N") or n.endswith(("_t", "_n"))}

@@ -17,6 +17,7 @@ SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, ev
 
 
 slow = pytest.mark.slow  # `make test-all` alone
+second = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
 
 
 def config(**changes): return RLHFConfig(**SMALL | changes)
@@ -40,6 +41,7 @@ def test_bfloat16_is_as_near_to_the_cpu_as_bfloat16_is(algo):
 
 
 @slow
+@second
 def test_the_second_gpu_computes_by_itself(recwarn):
     "The first stays the current one: streams, graphs and kernels have to be asked for on the second."
     c = config(device="cuda:1")
@@ -105,11 +107,11 @@ def replays(device="cuda", precision="float32"):
     return found
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cuda:1", marks=second)])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_graph_gives_the_samples_of_its_code(device, precision):
     found = replays(device, precision)
-    assert found.kinds == {"item": 1}  # is the last column of the mask True?
+    assert found.kinds.total() == 1  # is the last column of the mask True?
 
 
 @slow

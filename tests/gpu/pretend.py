@@ -91,7 +91,7 @@ RealGenerator, real_tensor, real_as_tensor = torch.Generator, torch.tensor, torc
 PINNED = []  # weak references to tensors in pinned memory: a copy of one waits for nobody
 real_module_apply, real_set_swap = torch.nn.Module._apply, torch.__future__.set_swap_module_params_on_conversion
 EVENTS, LAUNCHES = Counter(), Counter()
-STATE = SimpleNamespace(graph=None, device=None, outside=0, kernels=0)  # a capture: into which graph, on which device, launches elsewhere; Triton's launches
+STATE = SimpleNamespace(real=False, graph=None, device=None, outside=0, kernels=0)  # a capture: into which graph, on which device, launches elsewhere; Triton's launches
 
 
 def place():

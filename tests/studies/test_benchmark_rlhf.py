@@ -125,7 +125,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, start):
 
 
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, capsys):
-    rlhf_gpu.main(["--device", "cpu", "--presets", "tiny", "--batch", "16", "--response-length", "16", "--iterations", "1", "--no-trl", "--out", str(tmp_path)])
+    rlhf_gpu.main(["--device", "cpu", "--sizes", "tiny", "--batch", "16", "--response-length", "16", "--iterations", "1", "--no-trl", "--out", str(tmp_path)])
     rows = [line.split(",") for line in (tmp_path / "gpu.csv").read_text().splitlines()]
     assert tuple(rows[0]) == rlhf_gpu.COLUMNS and [r[4] for r in rows[1:]] == ["ours-ppo", "ours-grpo"] and all(float(x) > 0 for r in rows[1:] for x in r[8:12])
     assert (tmp_path / "gpu.md").read_text().startswith("CPU, torch")
