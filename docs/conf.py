@@ -1,4 +1,5 @@
 """Sphinx settings of the site. `make site` prepares the notebooks (tools/site_pages.py) and builds from them."""
+import re
 import sys
 from pathlib import Path
 
@@ -34,9 +35,17 @@ html_theme_options = {"top_of_page_buttons": [], "footer_icons": []}
 copybutton_exclude = ".linenos, .gp, .go"
 
 
+def rooms(tree):
+    "The sidebar with a fold for each room; open is the one of this page, or the first."
+    tree = re.sub(r'<p class="caption".*?<span class="caption-text">(.*?)</span></p>\s*(<ul.*?</ul>)', r"<details><summary>\1</summary>\n\2</details>", tree, flags=re.S)
+    here = tree.find('current-page')
+    at = tree.rfind("<details", 0, here) if here > 0 else tree.find("<details")
+    return tree[:at] + tree[at:].replace("<details", "<details open", 1)
+
+
 def accessible(app, pagename, templatename, context, doctree):
-    "Say to assistive technology what the theme leaves out: the level of the sidebar's captions, the name of a fold."
-    if "furo_navigation_tree" in context: context["furo_navigation_tree"] = context["furo_navigation_tree"].replace('role="heading"', 'role="heading" aria-level="2"')
+    "A sidebar that folds, and a name for the theme's folds."
+    if "furo_navigation_tree" in context: context["furo_navigation_tree"] = rooms(context["furo_navigation_tree"])
     if "body" in context: context["body"] = context["body"].replace('<summary aria-label="Toggle hidden content">', "<summary>")
 
 

@@ -190,6 +190,19 @@ def test_a_small_figure_is_whole_on_a_phone(tab):
     assert page.locator("img.narrow").first.bounding_box()["width"] < 390
 
 
+@pytest.mark.parametrize("page", ["notation", "map", "words", "formulas/surrogate", "language/config"])
+def test_tables_of_words_fit_a_phone(tab, page):
+    page = tab(WIDTHS["phone"]).open(SITE / f"{page}.html").page
+    assert page.locator("table").count() and not page.eval_on_selector_all(
+        ".table-wrapper", "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 80))")
+
+
+def test_the_loop_stands_upright_on_a_phone(tab):
+    page = tab(WIDTHS["phone"]).open(SITE / "index.html").page
+    boxes = [a.bounding_box() for a in page.locator(".loop-steps a").all()]
+    assert not page.is_visible("svg.loop") and len(boxes) == 15 and len({b["x"] for b in boxes}) == 1
+
+
 FAULTS = {
     "console": "<script>console.error('planted')</script>",
     "error": "<script>null.planted</script>",

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from .language.rlhf import RLHF
 
 FORMULAS = {  # module -> its public names, separated by spaces
-    "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean centre masked_var "
-                        "aggregate_count aggregate_loss",
-    "formulas.logprob": "selective_log_softmax entropy_from_logits log_probs_and_entropy "
-                        "linear_log_probs gaussian_log_prob gaussian_entropy tanh_log_det",
+    "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean masked_share centre "
+                        "masked_var aggregate_count aggregate_loss",
+    "formulas.logprob": "log_softmax selective_log_softmax entropy_from_logits "
+                        "log_probs_and_entropy linear_log_probs gaussian_log_prob "
+                        "gaussian_entropy tanh_log_det",
     "formulas.ratio": "RATIO_LEVELS bounded_log_ratio importance_ratio effective_sample_size "
                       "truncated_importance_weight",
     "formulas.surrogate": "CLIP_KINDS clipped_surrogate clip_fraction",

@@ -1,4 +1,5 @@
 import inspect
+import itertools
 import math
 import re
 
@@ -9,6 +10,7 @@ import torch
 import rlhf_notes as rn
 from rlhf_notes.checks import at_least_float32, checked
 from rlhf_notes.formulas.kl import kl_estimate
+from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.formulas.masking import aggregate_loss, masked_mean, masked_sum, masked_var
 from strategies import normal, random_mask
 
@@ -99,6 +101,12 @@ def test_each_function_has_recompilations_of_its_own():
     for n in range(torch._dynamo.config.recompile_limit + 2):
         g = checked(x="float (...)")(lambda x, n=n: x + n)
         assert torch.compile(g, fullgraph=True, backend="eager")(X).sum() == 6 * (n + 1)
+
+
+@pytest.mark.parametrize("names", [*itertools.permutations(("logits", "index", "mask"))])
+def test_named_arguments_come_in_any_order(names):
+    given = dict(logits=normal(0, (2, 3, 5)), index=torch.zeros(2, 3, dtype=torch.long), mask=M)
+    assert torch.equal(selective_log_softmax(**{n: given[n] for n in names}), selective_log_softmax(*(given[n] for n in given if n != "mask"), mask=M))
 
 
 def test_passes_through_vmap_and_compile():

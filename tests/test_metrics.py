@@ -16,7 +16,7 @@ from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.training.runs import Run
 from test_words import NBS, code_names, linked, module_of, tables
 
-FILES = {"control `metrics.csv`": "control", "`sft.csv`": "sft", "`reward_model.csv`": "reward_model", "language `metrics.csv`": "rl"}
+FILES = {"control": "control", "`sft.csv`": "sft", "`reward_model.csv`": "reward_model", "language": "rl"}
 RESULTS = NBS / "results"
 
 
@@ -39,7 +39,7 @@ def logged(tmp_path_factory):
     return found
 
 
-def kinds(text): return [FILES[f] for f in re.findall("|".join(map(re.escape, FILES)), text.replace("both", "control `metrics.csv` language"))]
+def kinds(text): return [FILES[f] for f in re.findall("|".join(FILES), text.rpartition(")")[2].replace("both", "control, language"))]
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import nbformat
@@ -72,8 +74,14 @@ def test_every_notebook_is_a_page_in_the_sidebar(built, pages):
 
 def test_the_floors_stand_in_order(built):
     html = (built / "index.html").read_text(encoding="utf-8")
-    captions = re.findall(r'class="caption-text">([^<]+)', html[:html.index("<article")])
+    captions = re.findall(r"<summary>([^<]+)", html[:html.index("<article")])
     assert captions == [floor for floor in site_pages.FLOORS if floor in captions] and {"Start", "Formulas", "Workshop"} <= set(captions)
+
+
+@pytest.mark.parametrize("page, room", [("index", "Start"), ("formulas/kl", "Formulas"), ("checks", "Workshop"), ("search", "Start")])
+def test_one_room_of_the_sidebar_is_open(built, page, room):
+    html = (built / f"{page}.html").read_text(encoding="utf-8")
+    assert re.findall(r"<details open><summary>([^<]+)", html[:html.index("<article")]) == [room]
 
 
 def test_lessons_are_numbered_and_paths_have_minutes(built):
@@ -305,14 +313,30 @@ def drawing(*axes, unlabelled=()):
 
 def test_figures_are_cut_between_their_axes():
     two = (10, 40), (60, 95)
-    assert site_figures.panels(drawing(*two)) == [(0, 0, 44, 40), (44, 0, 56, 40)]
-    assert site_figures.panels(drawing(*two, (10, 95))) == [(0, 0, 100, 40)]               # one axes below both
-    assert site_figures.panels(drawing(*two, unlabelled={1})) == [(0, 0, 100, 40)]
+    assert site_figures.panels(drawing(*two)) == [[(0, 0, 44, 40)], [(44, 0, 56, 40)]]
+    assert site_figures.panels(drawing(*two, (10, 95))) == [[(0, 0, 100, 40)]]              # one axes below both
     assert site_figures.panels(drawing(*two, *two)) == site_figures.panels(drawing(*two))   # two rows of two
+    assert site_figures.panels(drawing(*two, (96, 99))) == [[(0, 0, 44, 40)], [(44, 0, 56, 40)]]            # a colour bar
+
+
+def test_labels_that_panels_share_stand_before_each():
+    assert site_figures.panels(drawing((10, 40), (60, 95), unlabelled={1})) == [[(0, 0, 44, 40)], [(0, 0, 6, 40), (44, 0, 56, 40)]]
+
+
+def test_the_frames_of_a_film_stay_side_by_side():
+    picture = '<img alt="film" src="_images/a.svg" />'
+    def shown(frames):
+        context = {"body": picture}
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "a.svg").write_text(drawing(*((10 + 40 * i, 45 + 40 * i) for i in range(frames))).replace("0 0 100", f"0 0 {20 + 40 * frames}"), encoding="utf-8")
+            app = SimpleNamespace(srcdir=folder, builder=SimpleNamespace(images={"a.svg": "a.svg"}))
+            site_figures.stack(app, "page", "page.html", context, None)
+        return context["body"]
+    assert shown(6).count("svgView") == 6 and 'class="narrow"' in shown(7) and "svgView" not in shown(7)
 
 
 def test_panels_are_parts_of_their_figure(built):
     html = (built / "formulas" / "surrogate.html").read_text(encoding="utf-8")
-    for whole, parts in re.findall(r'src="([^"]*\.svg)"[^>]*><div class="panels"[^>]*>(.*?)</div>', html):
+    for whole, parts in re.findall(r'src="([^"]*\.svg)"[^>]*><div class="panels"[^>]*>(.*?)</div></div>', html):
         assert {src.partition("#")[0] for src in re.findall(r'src="([^"]*)"', parts)} == {whole}
     assert html.count('class="panels"') >= 3

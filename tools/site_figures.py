@@ -6,8 +6,10 @@ from pathlib import Path
 AXES = re.compile(r'<g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="([^"]*)"')
 TICK = re.compile(r'<g id="ytick_\d+">')
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*/_images/([^"/]+\.svg)|_images/([^"/]+\.svg))"\s*/?>')
-NARROW = 400            # points: a figure that a narrow screen shows whole
+NARROW = 520            # points: a figure of one panel that a narrow screen shows whole
+STRIP = 6               # panels: more are the frames of a film, which stay side by side
 SPACE = 4               # points to the right of its axes that belong to a panel
+BAR = 30                # points: what is narrower is the colour bar of the axes to its left
 
 
 def spans(svg):
@@ -18,7 +20,7 @@ def spans(svg):
         found.append((min(x), max(x)))
     columns = []
     for left, right in sorted(found):
-        if columns and left < columns[-1][1]: columns[-1][1] = max(columns[-1][1], right)
+        if columns and (left < columns[-1][1] or right - left < BAR): columns[-1][1] = max(columns[-1][1], right)
         else: columns.append([left, right])
     return columns
 
@@ -30,18 +32,24 @@ def share_labels(svg):
 
 
 def panels(svg):
-    "The view boxes (x, y, width, height) of the panels of `svg`; one for a figure that cannot be cut."
+    "Each panel of `svg`, from left to right, as its view boxes (x, y, width, height): where axes share their labels, those come first."
     width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
-    columns = [] if share_labels(svg) else spans(svg)
+    columns = spans(svg)
     cuts = [0, *(min(a[1] + SPACE, b[0]) for a, b in zip(columns, columns[1:])), width]
-    return [(round(a, 1), 0, round(b - a, 1), height) for a, b in zip(cuts, cuts[1:])]
+    def box(left, right): return (round(left, 1), 0, round(right - left, 1), height)
+    whole = [[box(a, b)] for a, b in zip(cuts, cuts[1:])]
+    if not share_labels(svg): return whole
+    labels = box(0, columns[0][0] - SPACE)
+    return whole[:1] + [[labels, box(*cut)] for cut in zip(cuts[1:], cuts[2:])]
 
 
-def stacked(alt, src, boxes):
-    parts = "".join(
-        f'<img alt="" aria-hidden="true" loading="lazy" style="aspect-ratio: {w} / {h}" '
-        f'src="{src}#svgView(viewBox({x},{y},{w},{h}))">' for x, y, w, h in boxes)
-    return f'<div class="panels" role="img" aria-label="{alt}">{parts}</div>'
+def stacked(alt, src, rows):
+    "The panels above each other, none larger than in the whole figure."
+    def part(x, y, w, h):
+        view = f"svgView(viewBox({x},{y},{w},{h}))"
+        return f'<img alt="" aria-hidden="true" loading="lazy" style="aspect-ratio: {w} / {h}; flex: {w} {w} 0" src="{src}#{view}">'
+    drawn = "".join(f'<div style="max-width: {sum(box[2] for box in row):.0f}pt">{"".join(part(*box) for box in row)}</div>' for row in rows)
+    return f'<div class="panels" role="img" aria-label="{alt}">{drawn}</div>'
 
 
 def stack(app, pagename, templatename, context, doctree):
@@ -50,10 +58,10 @@ def stack(app, pagename, templatename, context, doctree):
 
     def change(m):
         alt, src, name = m[1], m[2], m[3] or m[4]
-        boxes = panels(files[html.unescape(name)].read_text(encoding="utf-8"))
-        if len(boxes) == 1 and boxes[0][2] <= NARROW: return m[0].replace("<img ", '<img class="narrow" ', 1)
-        if len(boxes) == 1: return m[0]
-        return m[0].replace("<img ", '<img class="side-by-side" ', 1) + stacked(alt, src, boxes)
+        rows = panels(files[html.unescape(name)].read_text(encoding="utf-8"))
+        if 1 < len(rows) <= STRIP: return m[0].replace("<img ", '<img class="side-by-side" ', 1) + stacked(alt, src, rows)
+        if len(rows) > STRIP or rows[0][0][2] <= NARROW: return m[0].replace("<img ", '<img class="narrow" ', 1)
+        return m[0]
     context["body"] = PICTURE.sub(change, context["body"])
 
 

@@ -9,6 +9,14 @@ window.addEventListener("load", () => (window.MathJax?.startup?.promise ?? Promi
 window.addEventListener("resize", reachable);
 document.addEventListener("toggle", reachable, true);
 
+// A table of many columns with sentences in them can become cards.
+window.addEventListener("DOMContentLoaded", () => document.querySelectorAll("article > section table.docutils").forEach((table) => {
+  const columns = [...table.querySelectorAll("thead th")].map((th) => th.textContent), cells = [...table.querySelectorAll("td")];
+  if (columns.length < 4 || !cells.some((td) => td.textContent.length > 40)) return;
+  table.classList.add("cards");
+  cells.forEach((td) => { if (columns[td.cellIndex] && td.textContent) td.dataset.column = columns[td.cellIndex]; });
+}));
+
 // A link into a fold opens it; on paper everything is open.
 function unfold() {
   const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['ppo_policy_data', 'ppo_policy_loss', 'ppo_info', 'ppo_policy_data_continuous',
            'ppo_value_data', 'ppo_data', 'ppo_loss', 'ppo_data_continuous',
-           'grpo_policy_data', 'grpo_info', 'rloo_policy_data', 'rloo_info',
-           'ppo_policy_error', 'calculate_kl_div', 'ppo_policy_error_continuous',
-           'ppo_value_error', 'ppo_error', 'ppo_error_continuous', 'shape_fn_ppo',
-           'naive_method', 'less_efficient_method', 'efficient_method',
+           'less_efficient_method', 'grpo_policy_data', 'grpo_info', 'rloo_policy_data',
+           'rloo_info', 'ppo_policy_error', 'calculate_kl_div',
+           'ppo_policy_error_continuous', 'ppo_value_error', 'ppo_error',
+           'ppo_error_continuous', 'shape_fn_ppo', 'naive_method', 'efficient_method',
            'grpo_policy_error', 'rloo_policy_error']
 
 # %% ../../nbs/compat/13_ding.ipynb #export-imports
@@ -17,11 +17,11 @@ from collections import namedtuple
 import torch
 from torch import Tensor
 
-from ..checks import check_value, checked, under_its_name
+from ..checks import check_value, checked, pick, under_its_name
 from ..formulas.advantage import rloo_advantage
 from ..formulas.kl import KL_KINDS, kl_estimate, kl_loss
 from ..formulas.logprob import (
-    _log_softmax, entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax)
+    entropy_from_logits, gaussian_entropy, gaussian_log_prob, log_softmax, selective_log_softmax)
 from ..formulas.masking import apply_mask, masked_mean, masked_sum
 from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
@@ -209,22 +209,10 @@ def naive_method(
     index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
 ) -> Tensor: # (B, S) or (S,) nats
     "Log-softmax of all tokens, then the chosen ones."
-    return _pick(_log_softmax(logits), index)
-
-def _pick(logp, index):
-    try:
-        return logp.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
-    except RuntimeError as e:
-        raise ValueError(f"index must be between 0 and {logp.shape[-1] - 1}: {e}") from e
+    return pick(log_softmax(logits), index.long().unsqueeze(-1)).squeeze(-1)
 
 # %% ../../nbs/compat/13_ding.ipynb #less-efficient
-@checked(logits="float (... S V)", index="int (... S)")
-def less_efficient_method(
-    logits: Tensor, # (B, S, V) or (S, V)
-    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
-) -> Tensor: # (B, S) or (S,) nats
-    "All logits normalised by their logsumexp, as a categorical distribution does; then the chosen."
-    return naive_method(logits, index)
+less_efficient_method = naive_method  # a categorical distribution's: the same numbers
 
 # %% ../../nbs/compat/13_ding.ipynb #efficient
 @checked(logits="raw (... S V)", index="int (... S)")

@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 from ..checks import checked
 from ..formulas.logprob import (entropy_from_logits, gaussian_entropy, gaussian_log_prob,
@@ -36,7 +37,7 @@ def mlp(inputs: int, # Width of the input
        ) -> nn.Sequential: # (..., inputs) -> (..., outputs)
     "A network with two hidden layers."
     widths = (inputs, hidden), (hidden, hidden), (hidden, outputs)
-    linears = [nn.Linear(*width, device="cpu", dtype=torch.float32) for width in widths]
+    linears = [skip_init(nn.Linear, *width) for width in widths]
     for linear, g in zip(linears, (2 ** 0.5, 2 ** 0.5, gain)):
         if init == "orthogonal":
             nn.init.orthogonal_(linear.weight, g, generator)
@@ -102,7 +103,7 @@ class Gaussian(nn.Module):
         self.shape, self.squash = space.shape, squash
         self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
         self.outputs = len(self.low)
-        self.log_std = nn.Parameter(torch.from_numpy(np.full(self.outputs, log_std, np.float32)))
+        self.log_std = nn.Parameter(torch.full((self.outputs,), float(log_std)))
 
     def sigma(self, out): # (..., N) -> (..., N)
         "Standard deviations, the same for each observation."
@@ -147,18 +148,14 @@ def distribution(space: gym.Space, # Of the actions of one environment
                          f"got {space}")
     with np.errstate(over="ignore", invalid="ignore"):
         span = space.high - space.low
+        far = (abs(space.high + space.low) > span) | (span < 0.2) | (span > 20)
     bounded = np.isfinite(span).all()
     if squash and not bounded:
         raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
-    if bounded and not squash:
-        _warn_of_bounds(space, span)
-    return Gaussian(space, log_std, squash)
-
-def _warn_of_bounds(space, span):
-    outside = abs(space.high + space.low) > span
-    if (outside | (span < 0.2) | (span > 20)).any():
+    if bounded and not squash and far.any():
         warnings.warn(f"the first actions are around 0, and {space} is far from [-1, 1]: "
                       "squash them, or rescale the environment's actions", stacklevel=2)
+    return Gaussian(space, log_std, squash)
 
 # %% ../../nbs/control/17_policy.ipynb #agent
 class Agent(nn.Module):

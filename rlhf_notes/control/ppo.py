@@ -31,7 +31,7 @@ from ..formulas.masking import masked_mean
 from ..formulas.ppo import ppo_loss, ppo_stats
 from ..formulas.value import explained_variance
 from ..formulas.whitening import RunningMoments, whiten
-from ..training.devices import pick_device
+from ..training.devices import pick_device, usual_defaults
 from ..training.runs import Run, write_atomically
 from ..training.signals import check_finite, diverged, progress_bar, stop_on_interrupt
 
@@ -94,6 +94,7 @@ SCORES = ("eval_return_mean", "eval_return_std",
 
 class PPO:
     "Proximal policy optimization (Schulman et al. 2017, algorithm 1)."
+    @usual_defaults()
     def __init__(self,
                  env="CartPole-v1", # A name, a function that makes one, or an environment
                  **options, # Fields of `PPOConfig`; Pendulum-v1 has defaults of its own
@@ -172,6 +173,7 @@ class PPO:
         return dict(iteration=self.iteration, steps=self.iteration * self.config.batch,
                     episodes=self.episodes, return_mean=returns[0], length_mean=returns[1], **means)
 
+    @usual_defaults()
     def learn(self, run: Run | None = None): # Directory to log and save to; None = nowhere
         "Train to the end of `steps`, or to Ctrl-C; `rows` holds the metrics. Returns itself."
         c, saved = self.config, time.perf_counter()
@@ -334,7 +336,7 @@ class Scaling:
         self.config = config
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
-        self.running = torch.from_numpy(np.zeros(config.num_envs, np.float32))  # and that return
+        self.running = torch.zeros(config.num_envs)  # and that return
 
     def obs(self, obs): # (N, obs_size) array -> the same
         "Observations for the policy; those of the first rollout are left as they are."
@@ -383,7 +385,7 @@ def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
         resetting = done & (autoreset_mode(envs) == "NextStep")
-    return torch.from_numpy(np.array(returns, np.float32))
+    return torch.from_numpy(np.float32(returns))
 
 # %% ../../nbs/control/19_ppo.ipynb #train
 def train(config: PPOConfig, # All options

@@ -126,5 +126,5 @@ def minibatches(size: int, # Number of rows
                 device="cpu", # Of the result
                ) -> tuple: # Of tensors of row numbers, as equal in length as can be
     "A fresh permutation of the rows, cut into parts: each row is in exactly one of them."
-    rows = torch.randperm(size, generator=generator, device="cpu").to(device)
+    rows = torch.randperm(size, generator=generator).to(device)
     return rows.tensor_split(min(parts, size))

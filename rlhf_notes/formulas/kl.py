@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_value, checked, widest_float
-from .logprob import _log_softmax
+from .logprob import log_softmax
 from .masking import apply_mask, masked_mean
 from .ratio import bounded_log_ratio
 
@@ -47,7 +47,7 @@ def exact_kl(
     logits_ref: Tensor,  # (..., V), of pi_ref; -inf = impossible
 ) -> Tensor:  # (...), in nats; +inf where pi can do what pi_ref cannot
     "sum_v p_v (log p_v - log p_ref_v), over all V actions (Kullback and Leibler 1951)."
-    logp, logp_ref = (_log_softmax(z.to(widest_float(z))) for z in (logits, logits_ref))
+    logp, logp_ref = (log_softmax(z.to(widest_float(z))) for z in (logits, logits_ref))
     p = logp.exp()
     possible = p.to(logits.dtype) > 0
     terms = p * (apply_mask(logp, possible) - apply_mask(logp_ref, possible))
@@ -68,8 +68,7 @@ def kl_loss(
     logp, logp_ref = apply_mask(logp, mask), apply_mask(logp_ref.detach(), mask)
     k = kl_estimate(logp, logp_ref, kind)
     if straight_through:
-        d, largest = logp - logp_ref, torch.finfo(logp.dtype).max
-        d = d.clamp(-largest, largest)  # infinity - infinity would be NaN
+        d = (logp - logp_ref).nan_to_num()  # infinity - infinity would be NaN
         k = k.detach() + d.detach() * (d - d.detach())  # value of k, slope d of k2
     if ratio is None: return masked_mean(k, mask)
     r = apply_mask(ratio, mask)

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'centre', 'masked_var',
-           'aggregate_count', 'aggregate_loss']
+           'aggregate_count', 'aggregate_loss', 'masked_share']
 
 # %% ../../nbs/formulas/01_masking.ipynb #export-imports
 import torch
 from torch import Tensor
 
-from ..checks import at_least_float32, check_value, checked
+from ..checks import at_least_float32, check_value, checked, sum_over
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
 @checked(x="real (...)", mask="bool (...)?")
@@ -30,11 +30,7 @@ def masked_sum(
     keepdim: bool = False,  # True keeps them, with size 1
 ) -> Tensor:  # float32 or better, without `dim`; 0-dim if `dim` is None
     "Sum of the elements that count; 0 where none does."
-    try:
-        return apply_mask(at_least_float32(x), mask).sum(dim, keepdim)
-    except (IndexError, RuntimeError, TypeError, ValueError) as e:
-        if not any(told in str(e).lower() for told in ("dim", "overflow")): raise
-        raise ValueError(f"dim must be None, or different dimensions of x, got {dim!r}: {e}")
+    return sum_over(apply_mask(at_least_float32(x), mask), dim, keepdim)
 
 # %% ../../nbs/formulas/01_masking.ipynb #mean
 @checked(x="real (...)", mask="bool (...)?", keepdim="flag")
@@ -45,11 +41,8 @@ def masked_mean(
     keepdim: bool = False,  # True keeps them, with size 1
 ) -> Tensor:  # float32 or better, without `dim`; 0-dim if `dim` is None
     "Mean of the elements that count; 0 where none does."
-    return masked_sum(x, mask, dim, keepdim) / _count(x, mask, dim, keepdim).clamp(min=1)
-
-def _count(x, mask, dim, keepdim=False):
-    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
-    return mask.sum(dim, keepdim)
+    total, count = (masked_sum(z, mask, dim, keepdim) for z in (x, torch.ones_like(x)))
+    return total / count.clamp(min=1)
 
 # %% ../../nbs/formulas/01_masking.ipynb #centre
 @checked(x="real (...)", mask="bool (...)?")
@@ -71,8 +64,8 @@ def masked_var(
     unbiased: bool = False,  # divide by n - 1 (Bessel) instead of n
 ) -> Tensor:  # float32 or better, in units of x squared, without `dim`; 0-dim if `dim` is None
     "Variance of the elements that count; 0 where fewer than one (unbiased: two) do."
-    squares = centre(x, mask, dim).square()
-    return masked_sum(squares, None, dim) / (_count(x, mask, dim) - int(unbiased)).clamp(min=1)
+    squares, count = centre(x, mask, dim).square(), masked_sum(torch.ones_like(x), mask, dim)
+    return masked_sum(squares, None, dim) / (count - int(unbiased)).clamp(min=1)
 
 # %% ../../nbs/formulas/01_masking.ipynb #aggregate
 AGGREGATION_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
@@ -110,3 +103,13 @@ def _total(total, mask, mode):
     if total is None: return aggregate_count(mask, mode)
     check_value("total", total, "real ()" if isinstance(total, Tensor) else "int [0, 1e18)")
     return torch.as_tensor(total, device=mask.device)
+
+# %% ../../nbs/formulas/01_masking.ipynb #share
+@checked(x="bool (...)", known="real (...)", mask="bool (...)?")
+def masked_share(
+    x: Tensor,  # (...) bool
+    known: Tensor,  # (...), NaN where x cannot be told
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # 0-dim, from 0 to 1; 0 where nothing counts
+    "Share of True among the elements that count; NaN if one of them cannot be told."
+    return masked_mean(x.float().masked_fill(known.isnan(), torch.nan), mask)

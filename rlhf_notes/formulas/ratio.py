@@ -35,10 +35,9 @@ def importance_ratio(
 @checked(log_ratio="float (...)")
 def bounded_log_ratio(log_ratio: Tensor) -> Tensor:  # (...) -> from -40 to 40 (float64: 350)
     "The log-ratio limited so that exp(x)^2 is finite; its gradient passes straight through."
-    x = log_ratio
-    limit, largest = 350 if x.dtype == torch.float64 else 40, torch.finfo(x.dtype).max
-    finite = x.clamp(-largest, largest)  # infinity - infinity would be NaN
-    return x.detach().clamp(-limit, limit) + (finite - finite.detach())
+    limit = 350 if log_ratio.dtype == torch.float64 else 40
+    x = log_ratio.nan_to_num()  # infinity - infinity would be NaN
+    return log_ratio.detach().clamp(-limit, limit) + (x - x.detach())
 
 # %% ../../nbs/formulas/03_ratio.ipynb #ess
 @checked(ratio="float (...)", mask="bool (...)?")

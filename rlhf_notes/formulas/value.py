@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import checked
-from .masking import apply_mask, masked_mean, masked_var
+from .masking import apply_mask, masked_mean, masked_share, masked_var
 
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
 _RULES = dict(value="float (...)", value_old="float (...)?", returns="float (...)",
@@ -27,19 +27,14 @@ def value_loss(
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
 ) -> Tensor:  # (...), in units of the return squared; 0 where nothing counts
     "0.5 max((V - R)^2, (clip(V) - R)^2) (Schulman et al. 2017, eq. 9; Engstrom et al. 2020)."
-    error, _ = _errors(value, value_old, returns, clip_range, mask)
-    return 0.5 * error.square()
-
-def _errors(value, value_old, returns, clip_range, mask):
-    "V - R, or clip(V) - R where that is the larger; and where it is."
     V, R = apply_mask(value, mask), apply_mask(returns.detach(), mask)
-    error = V - R
-    if clip_range is None: return error, torch.zeros_like(error, dtype=torch.bool)
-    if value_old is None: raise ValueError("value_old must be given if clip_range is, got None")
-    V_old = apply_mask(value_old.detach(), mask)
-    clipped = V.clamp(V_old - clip_range, V_old + clip_range) - R
-    binds = clipped.abs() > error.abs()
-    return torch.where(binds | clipped.isnan(), clipped, error), binds
+    error = (V - R).abs()
+    if clip_range is not None:
+        if value_old is None: raise ValueError("value_old must be given if clip_range is, got None")
+        V_old = apply_mask(value_old.detach(), mask)
+        clipped = V.clamp(V_old - clip_range, V_old + clip_range)
+        error = torch.maximum(error, (clipped - R).abs())
+    return 0.5 * error.square()
 
 # %% ../../nbs/formulas/05_value.ipynb #value-clip-fraction
 @checked(**_RULES)
@@ -51,8 +46,8 @@ def value_clip_fraction(
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
 ) -> Tensor:  # 0-dim: a share, from 0 to 1; 0 if nothing counts
     "Share of the elements where the clip stops the gradient of `value_loss`."
-    error, binds = _errors(value, value_old, returns, clip_range, mask)
-    return masked_mean(binds.float().masked_fill(error.isnan(), torch.nan), mask)
+    clipped = value_loss(value, value_old, returns, clip_range, mask)
+    return masked_share(clipped > value_loss(value, None, returns, None, mask), clipped, mask)
 
 # %% ../../nbs/formulas/05_value.ipynb #explained
 @checked(value="float (...)", returns="float (...)", mask="bool (...)?")

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..checks import check_value
+from ..fast import gpt2
 from ..fast.adam import BETAS, Adam
 from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
@@ -141,8 +142,8 @@ class RLHFLoop(Stage):
         "Log-probs, entropy and values of a microbatch under the current policy."
         c = self.config
         with autocast(self.device, c.precision):
-            return self.model(part.tokens, part.mask, c.response_length, c.temperature,
-                              part.response_mask)  # P1
+            return self.passes(part.tokens, part.mask, c.response_length, c.temperature,
+                               part.response_mask)  # P1
 
     def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple: # 2 results
         "Add a microbatch's gradient, weighted; what `forward` gave, and the log of `rl_loss`."
@@ -275,6 +276,7 @@ class RLHF(RLHFLoop):
         self.policy = Policy(lm if has_adapter(lm) else copy.deepcopy(lm))  # P2
         self.policy.value_head.requires_grad_(config.algo == "ppo")
         self.model = self.accelerator.prepare_model(self.policy)
+        self.passes = gpt2.Recorded(self.model)
         # last: preparing a model may move it
         self.optimizer = Adam(self.policy, config.adam_eps)
         self.kl = FixedKLController(config.kl_coef)

@@ -31,8 +31,9 @@ from ..formulas.logprob import (
 def copy_bandwidth(
     device: str, # where
 ) -> float: # bytes per second, read and written together
-    "Speed of memory: 128 MB copied onto a tensor that was used before, the best of nine times."
-    x = torch.ones(2**25, dtype=torch.float32, device=device)
+    "Speed of a copy of 128 MB (on a GPU, 1 GB) onto memory used before, the best of nine."
+    numbers = 2**25 if torch.device(device).type == "cpu" else 2**28
+    x = torch.ones(numbers, dtype=torch.float32, device=device)
     y = x.clone()
     return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(9))
 
@@ -242,7 +243,7 @@ def gae_cases(
 COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rounds",
            "milliseconds", "times_ours", "times_ours_low", "times_ours_high", "extra_megabytes",
            "extra_share", "bandwidth_share")
-LONG = 5e-3  # seconds: what takes less is repeated for so long
+LONG = 5e-3  # seconds: what takes less is repeated for so long; on a GPU, five times that
 
 def measure(
     case: Case, # what is computed
@@ -288,7 +289,8 @@ def _turn(run, restore, device):
     whole()
     first = seconds(run, device)
     whole()
-    runs = 1 if restore else max(1, int(LONG / first))
+    long = LONG if device == "cpu" else 5 * LONG  # launches are asynchronous
+    runs = 1 if restore else max(1, int(long / first))
     return seconds(lambda: [run() for _ in range(runs)], device) / runs
 
 def _numbers(times, ours, extra, case, backward, bandwidth):
@@ -337,7 +339,7 @@ def _cases(shapes, device, left_out, tasks):
                          f"{left / 1e9:.0f} are free")
                 continue
             yield from (case for case in logit_cases(shape, dtype, device) if case.task in tasks)
-            if dtype == torch.float32 and "log-probability" in tasks:
+            if dtype == torch.float32 and "log-probability" in tasks and device == "cpu":
                 yield _part_case(shape, device)
     if "GAE" in tasks:
         yield from gae_cases(device)
@@ -359,7 +361,7 @@ def _part_case(shape, device):
     methods = {
         "copy": lambda z: y.copy_(z),
         "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
-        "exp2 in the cache, compiled": powers if device == "cpu" and fast.HAS_NUMBA else None,
+        "exp2 in the cache, compiled": powers if fast.HAS_NUMBA else None,
         "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
         "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
         "ours": lambda z: y.fill_(1.0)}

@@ -20,6 +20,7 @@ CALLS = {
     "microbatch_weight": lambda: (lambda a: rn.microbatch_weight(m[:2], m, "token-mean") * a.sum(), x),
     "apply_mask": lambda: (lambda a: rn.apply_mask(a, m), x),
     "masked_sum": lambda: (lambda a: rn.masked_sum(a, m, 1), x),
+    "masked_share": lambda: (lambda a: rn.masked_share(a > 0, a, m), x),
     "masked_mean": lambda: (lambda a: rn.masked_mean(a, m), x),
     "centre": lambda: (lambda a: rn.centre(a, m, 1), x),
     "masked_var": lambda: (lambda a: rn.masked_var(a, m, unbiased=True), x),
@@ -28,6 +29,7 @@ CALLS = {
     "naive_method": lambda: (lambda a: rn.naive_method(a, index), logits),
     "less_efficient_method": lambda: (lambda a: rn.less_efficient_method(a, index), logits),
     "efficient_method": lambda: (lambda a: rn.efficient_method(a, index), logits),
+    "log_softmax": lambda: (lambda a: rn.log_softmax(a, 0.7), logits),
     "selective_log_softmax": lambda: (lambda a: rn.selective_log_softmax(a, index, 0.7), logits),
     "entropy_from_logits": lambda: (lambda a: rn.entropy_from_logits(a, 0.7), logits),
     "log_probs_and_entropy": lambda: (lambda a: sum(rn.log_probs_and_entropy(a, index, 0.7)), logits),
@@ -98,7 +100,7 @@ def test_compiles_and_stays_double(name):
     f, *inputs = CALLS[name]()
     leaves = [t.clone().requires_grad_(True) for t in inputs]
     expected, found = f(*leaves), torch.compile(f, fullgraph=name not in WITH_INFO, backend="aot_eager")(*leaves)
-    assert expected.dtype == torch.float64 or name in ("clip_fraction", "value_clip_fraction", "off_policy_sequence_mask")
+    assert expected.dtype == torch.float64 or name in ("masked_share", "clip_fraction", "value_clip_fraction", "off_policy_sequence_mask")
     torch.testing.assert_close(found, expected)
     if expected.requires_grad:
         torch.testing.assert_close(*(torch.autograd.grad(y.sum(), leaves, allow_unused=True, materialize_grads=True) for y in (found, expected)))

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from rlhf_notes import fast
 from rlhf_notes.fast import linear, rows
 from rlhf_notes.formulas.logprob import (
-    entropy_from_logits, gaussian_entropy, gaussian_log_prob, linear_log_probs, log_probs_and_entropy, selective_log_softmax, tanh_log_det)
+    entropy_from_logits, gaussian_entropy, gaussian_log_prob, linear_log_probs, log_probs_and_entropy, log_softmax, selective_log_softmax, tanh_log_det)
 from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
 
 TEMPERATURES = st.sampled_from([0.1, 0.5, 0.7, 1, 1.0, 2.0, 10.0])
@@ -666,3 +666,9 @@ def test_no_more_rows_of_logits_than_a_chunk(monkeypatch):
     monkeypatch.setattr(linear, "_product", lambda a, b: seen.append(len(a)) or product(a, b))
     with by_rows(): linear_log_probs(torch.randn(5, 3), torch.randn(7, 3), torch.zeros(5, dtype=torch.long), chunk=2)
     assert seen == [2, 2, 1]
+
+
+@pytest.mark.parametrize("V", [5, 128, 50_000])
+def test_a_distribution_keeps_its_digits(V):
+    z = 5 * torch.randn(4, V, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(log_softmax(z, 0.7).double(), (z.double() / 0.7).log_softmax(-1), rtol=1e-6, atol=1e-6)

@@ -19,7 +19,7 @@ def test_the_formulas(kernels, tmp_path, monkeypatch, request, capsys):
     monkeypatch.setattr(speed, "GAE_SHAPES", ((20, 6), (12, 40)))
     gpu.main(["--sizes", "2x3x64", "--rounds", "1", "--out", str(tmp_path)])
     rows = [*csv.DictReader((tmp_path / "speed_gpu.csv").open())]
-    assert {r["device"] for r in rows} == {NAME} and {r["task"] for r in rows} == {*speed.TASKS, "parts"}
+    assert {r["device"] for r in rows} == {NAME} and {r["task"] for r in rows} == {*speed.TASKS}
     text = (tmp_path / "speed_gpu.md").read_text()
     assert text.startswith(f"# {NAME}, torch ") and text.count("\n|") == len(rows) + 2
     assert f"Triton kernels: {'used' if kernels else 'not used'}" in capsys.readouterr().out

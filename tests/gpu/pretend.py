@@ -398,6 +398,7 @@ def patch():
     c.synchronize = lambda device=None: event("synchronize", index_of(device))
     c.Stream, c.CUDAGraph, c.graph, c.current_stream = Stream, CUDAGraph, capture, current_stream
     c.stream = lambda s: on_device(s.device.index)
+    c.make_graphed_callables = lambda f, inputs, **_: f
     c.is_current_stream_capturing = lambda: STATE.graph is not None
     c.amp.common.amp_definitely_not_available = lambda: False
     torch.Tensor.pin_memory = pin_memory
