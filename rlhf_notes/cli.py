@@ -156,17 +156,16 @@ def training(task: str, # A name in TASKS
                 reward: Reward = None, **options):
         if resume and (options or out or overwrite or seeds or prompts or reward):
             raise _UsageError("--resume must stand alone: the options come from config.json")
-        if seeds is not None and (prompts or reward):
+        if seeds and (prompts or reward):
             raise _UsageError("--seeds cannot go with a reward of your own")
         own = {k: str(x) for k, x in dict(prompts=prompts, reward=reward).items() if x}
-        begin = partial(new_training, **own)
-        if seeds is not None:
-            begin = partial(many_seeds, count=seeds)
         with _usage_errors():
             if resume:
                 train = old_training(task, resume)
+            elif seeds:
+                train = many_seeds(task, options, out, overwrite, track, seeds)
             else:
-                train = begin(task, options, out, overwrite, track)
+                train = new_training(task, options, out, overwrite, track, **own)
         return train()
 
 for task in TASKS:

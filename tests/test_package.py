@@ -101,7 +101,7 @@ def test_public_names_are_documented_and_tested(m, name):
     assert inspect.getdoc(thing), f"{name} has no docstring"
     source = Path(FORMULAS[m].__file__).read_text(encoding="utf-8")
     lines, tree = source.splitlines(), ast.parse(source)
-    top = next((n for n in tree.body if getattr(n, "name", None) == name), None)
+    top = next((n for n in tree.body if getattr(n, "name", None) == thing.__name__), None)
     if top is None: assert issubclass(thing, tuple) and thing._fields; return              # a namedtuple: its fields stand where it is used
     assert not uncommented([n for n in ast.walk(top) if isinstance(n, ast.FunctionDef) and (n is top or n.name == "__init__" or n.name[0] != "_")], lines)
 

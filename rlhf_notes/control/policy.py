@@ -148,18 +148,14 @@ def distribution(space: gym.Space, # Of the actions of one environment
                          f"got {space}")
     with np.errstate(over="ignore", invalid="ignore"):
         span = space.high - space.low
+        far = (abs(space.high + space.low) > span) | (span < 0.2) | (span > 20)
     bounded = np.isfinite(span).all()
     if squash and not bounded:
         raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
-    if bounded and not squash:
-        _warn_of_bounds(space, span)
-    return Gaussian(space, log_std, squash)
-
-def _warn_of_bounds(space, span):
-    outside = abs(space.high + space.low) > span
-    if (outside | (span < 0.2) | (span > 20)).any():
+    if bounded and not squash and far.any():
         warnings.warn(f"the first actions are around 0, and {space} is far from [-1, 1]: "
                       "squash them, or rescale the environment's actions", stacklevel=2)
+    return Gaussian(space, log_std, squash)
 
 # %% ../../nbs/control/17_policy.ipynb #agent
 class Agent(nn.Module):

@@ -12,7 +12,7 @@ from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
 from rlhf_notes.language import model
 from rlhf_notes.language.model import (PRESETS, Policy, Pretraining, RewardModel, autocast, check_context,
-                                       context_length, hidden_states, make_gpt2, next_token_loss, no_dropout,
+                                       hidden_states, make_gpt2, next_token_loss, no_dropout,
                                        position_ids, response_states, sum_of_squares, to_logits, warm_cosine)
 from strategies import SEEDS, random_mask
 
@@ -98,7 +98,6 @@ def test_weights_that_are_no_numbers_or_nearly_none_are_noticed():
 
 def test_context():
     lm = tiny(n_positions=12)
-    assert context_length(lm) == 12
     check_context(lm, tokens=12)
     lm = tiny(n_positions=12)
     tokens, mask = texts(0, 2, 13)
@@ -109,7 +108,7 @@ def test_context():
 def test_make_gpt2():
     lm = make_gpt2("tiny", 81)
     assert sum(p.numel() for p in lm.parameters()) == 109_376 and lm.config.activation_function == "gelu"
-    assert context_length(lm) == 64 and lm.lm_head.weight is lm.transformer.wte.weight
+    assert lm.config.max_position_embeddings == 64 and lm.lm_head.weight is lm.transformer.wte.weight
     assert make_gpt2("tiny", 37, n_positions=9).config.n_positions == 9
     assert tiny(eos_token_id=5).config.eos_token_id == 5
     assert lm.config.pad_token_id is None and lm.config.resid_pdrop == 0
