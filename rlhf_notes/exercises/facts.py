@@ -150,5 +150,5 @@ def _switched_off(exercise, f, pairs):
         right = exercise.outcomes(off(exercise.reference), plain=True)
         if told(right, 3) and all(map(alike, _yours(exercise, off(f)), right)):
             text = " and ".join(map(" in place of ".join, several))
-            return "term", f"Yours becomes right with {text}: look at what that changes."
+            return "term", f"Here yours becomes right with {text}: look at what that changes."
     return None

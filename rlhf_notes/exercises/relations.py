@@ -140,4 +140,4 @@ def only_where(
     told = joined(x for _, x in pairs) != 0                # a mask says nothing where all is 0
     found = [(int(test.sum()), text) for text, test in holds.items() if (told & ~test).any()
              and not (wrong & ~test).any() and 2 * wrong.sum() >= test.sum()]
-    return ("where", f"Yours is wrong only {min(found)[1]}.") if found else None
+    return ("where", f"Here yours is wrong only {min(found)[1]}.") if found else None

@@ -421,8 +421,8 @@ def test_a_name_does_not_hold_where_the_answer_is_right():
     ("token_logprob", lambda y, *_: y.mean(), "averaged", "Yours is the mean of what is asked for."),
     ("masked_mean", lambda y, x, m: torch.stack([y, y]), "not_averaged", "The mean of yours over its last dimension is right."),
     ("masked_mean", lambda y, x, m: torch.stack([y, y / 2]), None, "The result is not of the expected kind."),
-    ("clipped_surrogate", lambda y, r, A, eps: torch.where(A < 0, 0.3 * y * r, y), "where", "Yours is wrong only where advantage is negative."),
-    ("clipped_surrogate", lambda y, r, A, eps: torch.where(A > 0, 0.3 * y * r, y), "where", "Yours is wrong only where advantage is positive."),
+    ("clipped_surrogate", lambda y, r, A, eps: torch.where(A < 0, 0.3 * y * r, y), "where", "Here yours is wrong only where advantage is negative."),
+    ("clipped_surrogate", lambda y, r, A, eps: torch.where(A > 0, 0.3 * y * r, y), "where", "Here yours is wrong only where advantage is positive."),
     ("clipped_surrogate", lambda y, r, A, eps: y * r.cos() + 1, None, "No mistake that is known here.\n")])
 def test_what_nobody_listed_is_told_by_its_relation(exercise, change, mistake, words):
     e = EXERCISES[exercise]

@@ -69,12 +69,12 @@ UNSEEN = [
     ("merge_moments", lambda n, a, v, k, b, w: check.merge_moments.reference(n, a, v, k, b, w)[::-1], "order", "the results come in another order"),
     ("online_logsumexp", lambda z: z.logsumexp(0), "last", "not of the expected kind. Yours is the last of what is asked for."),
     # a place, a term
-    ("gae", lambda *x: advantages(*x, steps=1), "where", "Yours is wrong only at the beginning."),
-    ("token_rewards", lambda s, a, b, c, m: -c * (a - b) + check.token_rewards.reference(s, a, a, c, m), "where", "Yours is wrong only where mask is False."),
-    ("token_rewards", scores_one_late, "term", "Yours becomes right with 0 in place of scores"),
-    ("ppo_loss", lambda a, b, A, V, R, H, m, eps, v, h: (v * (V - R) ** 2 / 2 - surrogate((a - b.detach()).exp(), A, eps))[m].mean() - h * H.mean(), "term", "Yours becomes right with 0 in place of entropy"),
+    ("gae", lambda *x: advantages(*x, steps=1), "where", "Here yours is wrong only at the beginning."),
+    ("token_rewards", lambda s, a, b, c, m: -c * (a - b) + check.token_rewards.reference(s, a, a, c, m), "where", "Here yours is wrong only where mask is False."),
+    ("token_rewards", scores_one_late, "term", "Here yours becomes right with 0 in place of scores"),
+    ("ppo_loss", lambda a, b, A, V, R, H, m, eps, v, h: (v * (V - R) ** 2 / 2 - surrogate((a - b.detach()).exp(), A, eps))[m].mean() - h * H.mean(), "term", "Here yours becomes right with 0 in place of entropy"),
     ("ppo_loss", lambda a, b, A, V, R, H, m, eps, v, h: (v * (V - R) ** 2 - surrogate((a - b.detach()).exp(), A, eps) + h * H)[m].mean(), "term", "0 in place of entropy and 0 in place of value_coef"),
-    ("one_step_target", lambda r, v, e, c, g: r + g * torch.where(e & ~c, 0.0, v), "term", "Yours becomes right with 0 in place of next_values"),
+    ("one_step_target", lambda r, v, e, c, g: r + g * torch.where(e & ~c, 0.0, v), "term", "Here yours becomes right with 0 in place of next_values"),
     # a gradient
     ("importance_ratio", lambda a, b: (a - b).exp(), "gradient", "a gradient flows into logp_old: detach it"),
     ("microbatch_loss", lambda x, m: sum(float(a[b].sum()) for a, b in zip(x, m)) / sum(int(b.sum()) for b in m), "no_gradient", "no gradient flows into losses"),
