@@ -186,9 +186,8 @@ class Page:
             if "hide" in d or "default_exp" in d: continue
             if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.M): intro = False
             shown = self.cell(cell, d, names, intro)
-            if cells and is_imports(cells[-1]) and is_imports(shown):
-                cells[-1].source += f"\n\n{shown.source}"
-                continue
+            if cells and folded(shown) and folded(cells[-1]) == folded(shown) and not cells[-1].outputs:
+                shown.source = f"{cells.pop().source}\n\n{shown.source}"
             if not cells and self.page.name != "index": shown.source += self.sources()
             cells.append(shown)
             if things := self.exports.get(cell.id):
@@ -215,7 +214,9 @@ def prints_sentences(cell):
     return bool(long) and not any("  " in line for line in long)
 
 
-def is_imports(shown): return shown.cell_type == "code" and shown.metadata["mystnb"].get("code_prompt_show") == "Imports"
+def folded(shown):
+    "The name of the fold that a cell's code is in, if any; folds that follow each other become one."
+    return shown.cell_type == "code" and shown.metadata["mystnb"].get("code_prompt_show")
 
 
 def only_imports(source):

@@ -14,7 +14,7 @@ window.addEventListener("DOMContentLoaded", () => document.querySelectorAll("art
   const columns = [...table.querySelectorAll("thead th")].map((th) => th.textContent), cells = [...table.querySelectorAll("td")];
   if (columns.length < 4 || !cells.some((td) => td.textContent.length > 40)) return;
   table.classList.add("cards");
-  cells.forEach((td) => { if (columns[td.cellIndex] && td.textContent) td.dataset.column = columns[td.cellIndex]; });
+  for (const td of cells) if (td.textContent.trim()) td.dataset.column = columns[td.cellIndex];
 }));
 
 // A link into a fold opens it; on paper everything is open.
