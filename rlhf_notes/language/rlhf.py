@@ -37,8 +37,7 @@ from .reward_model import score
 from .prompts import Prompts
 from .rollout import Rollout, rollout_stats, treat_overlong, with_advantages
 from .sampling import Samples, sample
-from ..training.devices import (
-    check_processes, make_accelerator, process_device, to_device, usual_defaults)
+from ..training.devices import make_accelerator, process_device, to_device, usual_defaults
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -270,7 +269,7 @@ class RLHF(RLHFLoop):
     def _begin(self, config, lm, task, reward):
         self.config, self.task, self.reward = config, task, reward
         self.device, self.accelerator = next(lm.parameters()).device, make_accelerator()
-        check_processes(config, self.accelerator.num_processes)
+        config.check_processes(self.accelerator.num_processes)
         check_trainable(lm, type(lm).__name__)
         self.reference = no_dropout(lm)  # P4
         self.policy = Policy(lm if has_adapter(lm) else copy.deepcopy(lm))  # P2
