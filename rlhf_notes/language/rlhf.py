@@ -144,16 +144,21 @@ class RLHFLoop(Stage):
             return self.passes(part.tokens, part.mask, c.response_length, c.temperature,
                                part.response_mask)  # P1
 
-    def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple: # 2 results
-        "Add a microbatch's gradient, weighted; what `forward` gave, and the log of `rl_loss`."
+    def accumulate(self, part, batch, sync: bool) -> tuple: # Of `loss`: outputs and log
+        "Add a microbatch's gradient."
         with nullcontext() if sync else self.accelerator.no_sync(self.model):
-            logp, entropy, values = self.forward(part)
-            loss, stats = rl_loss(self.config, part, logp, values, self.kl.coef)
-            mode = POLICY_VARIANTS[self.config.variant][0]
-            weight = microbatch_weight(part.response_mask, batch.response_mask, mode)
+            loss, outputs, stats = self.loss(part, batch)
             # DDP takes the mean over processes
-            self.accelerator.backward(loss * weight * self.accelerator.num_processes)
-        return (logp.detach(), entropy, values.detach()), stats
+            self.accelerator.backward(loss * self.accelerator.num_processes)
+        return [x.detach() for x in outputs], stats
+
+    def loss(self, part: Rollout, batch: Rollout) -> tuple: # (0-dim, outputs of `forward`, log)
+        "A microbatch's share of the minibatch's loss."
+        logp, entropy, values = self.forward(part)
+        loss, stats = rl_loss(self.config, part, logp, values, self.kl.coef)
+        mode = POLICY_VARIANTS[self.config.variant][0]
+        weight = microbatch_weight(part.response_mask, batch.response_mask, mode)
+        return loss * weight, (logp, entropy, values), stats
 
     def update(self):
         "One step of Adam, at the learning rate of this iteration."
