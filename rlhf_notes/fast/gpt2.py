@@ -234,9 +234,7 @@ def _record(loop, lm, buffers, temperature):
 class Recorded:
     "A policy's forward pass and its gradient; of a plain GPT-2 on the first GPU they are replayed."
     def __init__(self, policy):  # `Policy`, or what a distributed training makes of it
-        self.policy, self.key, parameters = policy, None, policy.parameters()
-        # made here, so that gradients are added on this stream and not on that of the recording
-        self.nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+        self.policy, self.key = policy, None
 
     def __call__(self, tokens, mask, length, temperature, response_mask):  # as `Policy.forward`'s
         "As `Policy.forward`; the gradient must be taken before the next call."
@@ -249,6 +247,9 @@ class Recorded:
         key = tokens.shape, numbers, _dtype(lm), *(p.data_ptr() for p in self.policy.parameters())
         with torch.cuda.device_of(tokens):
             if key != self.key:
+                # made here: gradients are added on this stream, not on that of the recording
+                self.nodes = [get_gradient_edge(p).node for p in self.policy.parameters()
+                              if p.requires_grad]
                 self.replay, self.key = _passes(self.policy, numbers, inputs), key
             return [x.clone() for x in self.replay(*inputs)]
 
