@@ -219,6 +219,12 @@ def test_backticks_are_links_where_they_name_something():
     for left in ("```python\n`whiten`\n```", "# `whiten`", "[`whiten`](x)", "`train`", "`mask`", "`float32`", "`whiten(x)`", "``a `whiten` b``", "`compare`"): assert refer(left) == left, left
 
 
+def test_every_option_has_its_meaning():
+    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "21_config")
+    params = {name: comment for t in page.things if t.name == "RLHFConfig" for name, *_, comment in t.params}
+    assert params["lora"].startswith("rank") and all(params.values()), params
+
+
 def test_formulas_are_numbered_and_labels_kept():
     page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
     text = page.numbered("$$a$$\n\n```text\n$$b$$\n```\n\n$$c\\\\\nd$$ (eq-d)\n\nsee [it](#eq-d) and $e$\n\n$$f$$")
