@@ -10,7 +10,7 @@ EXPECT ?= $(shell $(PYTHON) -c 'import sys; print("stable-baselines3" + ",trl" *
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED  ?= 0
 
-.PHONY: demo test test-all crosscheck newcomer install export outputs check site docs lab clean breaks
+.PHONY: demo test test-all test-gpu crosscheck newcomer install export outputs check site docs lab clean breaks
 
 demo: $(READY)          ## train with the embedded defaults, print what came of it
 	$(BIN)/rlhf-notes demo
@@ -20,6 +20,9 @@ test: $(READY)          ## modules, notebooks and README agree; every notebook r
 
 test-all: export HYPOTHESIS_PROFILE = thorough
 test-all: test breaks   ## the same with ten times the examples, and every deliberate break
+
+test-gpu: $(READY)      ## what tests/gpu shows on a pretended GPU, on the one that is here
+	PYTHONPATH=tests/gpu $(BIN)/python -m pytest -p real tests/gpu/inside_formulas.py tests/gpu/inside_control.py tests/gpu/inside_language.py tests/gpu/inside_benchmarks.py
 
 crosscheck: $(PEERS)/.ready ## our formulas against those of other libraries; fails if one of EXPECT is missing
 	$(PEERS)/bin/python -m pytest tests/crosscheck --expect '$(EXPECT)'

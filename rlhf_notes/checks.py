@@ -112,7 +112,7 @@ def _tensor(name, kind, dims):
         device, first = seen.setdefault("device", (x.device, name))
         if device != x.device:
             raise ValueError(f"{name} must be on the device of {first}, {device}, got {x.device}")
-        absent = is_open and x.ndim == len(seen["..."][0]) + len(one) - 1
+        absent = is_open and "..." in seen and x.ndim == len(seen["..."][0]) + len(one) - 1
         dims = one if absent else many
         if dims not in seen:
             _match(name, x, dims, seen)

@@ -107,6 +107,7 @@ def test_each_function_has_recompilations_of_its_own():
 def test_named_arguments_come_in_any_order(names):
     given = dict(logits=normal(0, (2, 3, 5)), index=torch.zeros(2, 3, dtype=torch.long), mask=M)
     assert torch.equal(selective_log_softmax(**{n: given[n] for n in names}), selective_log_softmax(*(given[n] for n in given if n != "mask"), mask=M))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'logits'"): selective_log_softmax(index=given["index"])
 
 
 def test_passes_through_vmap_and_compile():

@@ -197,7 +197,8 @@ def shape_fn_ppo(
     kwargs: dict, # its keyword arguments
 ) -> torch.Size: # (B, N), the shape of logit_new
     "Shape of the problem, which DI-engine hands to its compiled kernels."
-    data = args[0] if isinstance(args, tuple) and args else dict(kwargs or {}).get("data")
+    named = kwargs.get("data") if isinstance(kwargs, dict) else None
+    data = args[0] if isinstance(args, tuple) and args else named
     if isinstance(data, tuple) and data: return data[0].shape
     raise TypeError("args must begin with data, or kwargs hold it: a tuple that begins with "
                     f"logits, got {type(data).__name__}")

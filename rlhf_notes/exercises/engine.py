@@ -30,8 +30,8 @@ class Verdict:
     def _ipython_display_(self): pass  # it has been printed
 
 # %% ../../nbs/exercises/engine.ipynb #exercise-class
-LEAK = ("A value that does not count leaks: NaN times 0 is NaN. Select with "
-        "torch.where(mask, x, 0) before you compute, instead of multiplying by the mask.")
+LEAK = ("A value that does not count leaks: NaN times 0 is NaN, in a gradient too. Put 0 "
+        "in its place with torch.where before you compute.")
 CHANGED = "The result is right, but your function changes {} in place. Work on a copy."
 
 @dataclass(repr=False)
@@ -106,7 +106,10 @@ class Exercise:
 
     def _explain(self, got, wrong, name, says):
         expected, known = self.known()
-        named = [i for i in wrong if name in known and alike(got[i], known[name][i])]
+        def shows(i):
+            if name == "leak": return _leaks(got[i], self.cases[i])
+            return name in known and alike(got[i], known[name][i])
+        named = [*filter(shows, wrong)]
         i = min(named or wrong, key=lambda i: (i >= len(self.inputs), len(str(self.cases[i]))))
         what = difference(got[i], expected[i], self.wrt)
         case = "\n          ".join(f"{k} = {show(v)}" for k, v in self.cases[i].items())

@@ -99,9 +99,9 @@ def _of_edges(both):
     both = [pair for pair in both if not alike(*pair)]
     if all(close(*pair) for o, x in both for pair in zip(o.values, x.values)):
         return "gradient", "The value is right, but not the gradient on this input."
-    nan = any(v.isnan().any() for o, _ in both for v in o.values)
-    if nan: return "nan", "Right on other inputs, but NaN on this one."
-    return None, "Right on other inputs, but not on this one."
+    nan = all(any(v.isnan().any() for v in o.values) for o, _ in both)
+    if nan: return "nan", "Right on ordinary inputs, but NaN on this one."
+    return None, "Right on ordinary inputs, but not on this one."
 
 def _of_wrong(pairs):
     "A relation between the elements that are wrong."

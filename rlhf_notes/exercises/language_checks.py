@@ -82,6 +82,6 @@ exercise("no_spread", "40_checkable", lambda r: (r.amax(1) == r.amin(1)).float()
     "f(rewards (P, G)) -> the share of the P groups whose G rewards are all the same, 0-dim",
     "Compare the largest reward of a group with the smallest.",
     inputs=[(vec([[0., 0., 0.], [1., 1., 1.], [1., 1., 0.], [0., 1., 0.], [0., 0., 0.]]),),
-            (vec([[0.5, 0.2], [0.3, 0.3], [0.3, 0.3], [0.4, 0.4]]),)],
+            (vec([[0.5, 0.25, 0.75], [0.3, 0.3, 0.3], [0.4, 0.4, 0.4]]),)],
     all_failed=(lambda r: (r == 0).all(1).float().mean(),
         "You count groups of zeros: a group that is right throughout has no spread either."))

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attention
 
 from .. import fast
@@ -91,9 +92,12 @@ def states(
     out = layer_norm(x, *_norm(trunk.ln_f))
     return x.new_zeros(B * T, x.shape[1]).index_copy(0, rows, out).view(B, T, -1)
 
+def _takes_masks(trunk):
+    return trunk.config._attn_implementation == "sdpa"
+
 def _unseen(trunk, tokens, mask, positions):
     "transformers' pass with a mask (B, 1, T, T), which it does not wait for a GPU to look at."
-    if trunk.config._attn_implementation != "sdpa": return NotImplemented
+    if not _takes_masks(trunk): return NotImplemented
     itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
     seen = (mask[:, None, None] & torch.ones_like(itself).tril()) | itself
     return trunk(input_ids=tokens, attention_mask=seen, use_cache=False,
@@ -228,7 +232,7 @@ def _record(loop, lm, buffers, temperature):
 
 # %% ../../nbs/fast/gpt2.ipynb #recorded
 class Recorded:
-    "The forward pass of a policy and its gradient; of a plain GPT-2 on CUDA they are replayed."
+    "A policy's forward pass and its gradient; of a plain GPT-2 on the first GPU they are replayed."
     def __init__(self, policy):  # `Policy`, or what a distributed training makes of it
         self.policy, self.key = policy, None
 
@@ -236,14 +240,17 @@ class Recorded:
         "As `Policy.forward`; the gradient must be taken before the next call."
         inputs, numbers = (tokens, mask, response_mask), (length, temperature)
         lm = getattr(self.policy, "lm", None)
-        usable = fast.is_open and tokens.is_cuda and torch.is_grad_enabled() and lm is not None
-        if not (usable and is_plain(lm)):
+        first = tokens.is_cuda and tokens.get_device() == 0  # PyTorch records on one stream
+        usable = fast.is_open and first and torch.is_grad_enabled() and lm is not None
+        if not (usable and is_plain(lm) and _takes_masks(lm)):
             return self.policy(tokens, mask, *numbers, response_mask)
         key = tokens.shape, numbers, _dtype(lm), *(p.data_ptr() for p in self.policy.parameters())
         with torch.cuda.device_of(tokens):
             if key != self.key:
-                buffers = tuple(x.clone() for x in inputs)
-                self.replay, self.key = _passes(self.policy, numbers, buffers), key
+                # made here: gradients are added on this stream, not on that of the recording
+                self.nodes = [get_gradient_edge(p).node for p in self.policy.parameters()
+                              if p.requires_grad]
+                self.replay, self.key = _passes(self.policy, numbers, inputs), key
             return [x.clone() for x in self.replay(*inputs)]
 
 class _Numbered(nn.Module):
@@ -255,8 +262,9 @@ class _Numbered(nn.Module):
     def forward(self, tokens, mask, response_mask):
         return self.policy(tokens, mask, *self.numbers, response_mask)
 
-def _passes(policy, numbers, buffers):
-    "Both passes, recorded; they read their inputs from the buffers."
+def _passes(policy, numbers, inputs):
+    "Both passes, recorded with memory of their own for the inputs."
+    buffers = tuple(x.clone() for x in inputs)
     dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
         return torch.cuda.make_graphed_callables(_Numbered(policy, numbers), buffers,

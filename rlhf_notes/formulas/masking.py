@@ -41,7 +41,8 @@ def masked_mean(
     keepdim: bool = False,  # True keeps them, with size 1
 ) -> Tensor:  # float32 or better, without `dim`; 0-dim if `dim` is None
     "Mean of the elements that count; 0 where none does."
-    total, count = (masked_sum(z, mask, dim, keepdim) for z in (x, torch.ones_like(x)))
+    total = masked_sum(x, mask, dim, keepdim)
+    count = (torch.ones_like(x, dtype=torch.bool) if mask is None else mask).sum(dim, keepdim)
     return total / count.clamp(min=1)
 
 # %% ../../nbs/formulas/01_masking.ipynb #centre

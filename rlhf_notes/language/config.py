@@ -150,3 +150,14 @@ class RLHFConfig:
     def kl_adapts(self) -> bool: # A coefficient of 0 never changes
         "True if the coefficient of the KL is adaptive."
         return self.kl_target > 0 and self.kl_coef > 0
+
+    def check_processes(self,
+                        count: int, # Processes that train together
+                       ):
+        "ValueError unless the batch and its parts fall to the processes in equal parts."
+        minibatch = self.batch // self.minibatches
+        for whole, part, what in ((self.batch, self.answers_per_query, "responses to a prompt"),
+                                  (minibatch, self.microbatches, "microbatches")):
+            if whole % (count * part):
+                raise ValueError(f"batch must divide into {self.minibatches} minibatches, {count} "
+                                 f"processes and {part} {what}, got {self.batch}")

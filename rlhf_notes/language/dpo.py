@@ -8,7 +8,6 @@ __all__ = ['choice_loss', 'Choices', 'DPO', 'own_choices']
 # %% ../../nbs/language/30_dpo.ipynb #export-imports
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,15 +118,11 @@ class DPO(RLHF):
         with adapter_off(self.reference):
             return self.forward(part, Policy(self.reference))
 
-    def accumulate(self, part: Choices, batch: Choices, sync: bool) -> tuple: # 2 results
-        "Add a microbatch's gradient, weighted; what `forward` gave, (log pi (b, N),), and None."
-        with nullcontext() if sync else self.accelerator.no_sync(self.model):
-            logp = self.forward(part, self.model)
-            loss = choice_loss(logp, part.logp_ref, self.config.dpo_beta)
-            # DDP takes the mean over processes
-            weight = len(part) / len(batch) * self.accelerator.num_processes
-            self.accelerator.backward(loss * weight)
-        return (logp.detach(),), None
+    def loss(self, part: Choices, batch: Choices) -> tuple: # (0-dim, (log pi (b, N),), None)
+        "A microbatch's share of the minibatch's loss."
+        logp = self.forward(part, self.model)
+        loss = choice_loss(logp, part.logp_ref, self.config.dpo_beta)
+        return loss * (len(part) / len(batch)), (logp,), None
 
     def diagnose(self, batch: Choices, _, logp: torch.Tensor) -> dict: # Name -> 0-dim tensor
         "Loss, and how far the implicit rewards of chosen and rejected responses are apart."

@@ -26,9 +26,7 @@ from .reward_model import RewardTraining
 from .rlhf import RLHF
 from .rollout import Rollout, rollout_stats, sample_table
 from .task import WORDS, Reviews, make_tokenizer
-from rlhf_notes.training.devices import (
-    check_processes, make_accelerator, process_device, to_device,
-)
+from ..training.devices import make_accelerator, process_device, to_device
 from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -54,7 +52,7 @@ class Training:
 
     def _begin(self, config, steps):
         self.config, self.steps, self.accelerator = config, steps, make_accelerator()
-        check_processes(config, self.accelerator.num_processes)
+        config.check_processes(self.accelerator.num_processes)
         self.learned, self.samples = {}, []
         self.rows = {name: [] for name in STAGES}
         self.seconds, self.started = dict.fromkeys(STAGES, 0.0), time.perf_counter()

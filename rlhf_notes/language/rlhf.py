@@ -37,8 +37,7 @@ from .reward_model import score
 from .prompts import Prompts
 from .rollout import Rollout, rollout_stats, treat_overlong, with_advantages
 from .sampling import Samples, sample
-from ..training.devices import (
-    check_processes, make_accelerator, process_device, to_device, usual_defaults)
+from ..training.devices import make_accelerator, process_device, to_device, usual_defaults
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -145,16 +144,21 @@ class RLHFLoop(Stage):
             return self.passes(part.tokens, part.mask, c.response_length, c.temperature,
                                part.response_mask)  # P1
 
-    def accumulate(self, part: Rollout, batch: Rollout, sync: bool) -> tuple: # 2 results
-        "Add a microbatch's gradient, weighted; what `forward` gave, and the log of `rl_loss`."
+    def accumulate(self, part, batch, sync: bool) -> tuple: # Of `loss`: outputs and log
+        "Add a microbatch's gradient."
         with nullcontext() if sync else self.accelerator.no_sync(self.model):
-            logp, entropy, values = self.forward(part)
-            loss, stats = rl_loss(self.config, part, logp, values, self.kl.coef)
-            mode = POLICY_VARIANTS[self.config.variant][0]
-            weight = microbatch_weight(part.response_mask, batch.response_mask, mode)
+            loss, outputs, stats = self.loss(part, batch)
             # DDP takes the mean over processes
-            self.accelerator.backward(loss * weight * self.accelerator.num_processes)
-        return (logp.detach(), entropy, values.detach()), stats
+            self.accelerator.backward(loss * self.accelerator.num_processes)
+        return [x.detach() for x in outputs], stats
+
+    def loss(self, part: Rollout, batch: Rollout) -> tuple: # (0-dim, outputs of `forward`, log)
+        "A microbatch's share of the minibatch's loss."
+        logp, entropy, values = self.forward(part)
+        loss, stats = rl_loss(self.config, part, logp, values, self.kl.coef)
+        mode = POLICY_VARIANTS[self.config.variant][0]
+        weight = microbatch_weight(part.response_mask, batch.response_mask, mode)
+        return loss * weight, (logp, entropy, values), stats
 
     def update(self):
         "One step of Adam, at the learning rate of this iteration."
@@ -270,7 +274,7 @@ class RLHF(RLHFLoop):
     def _begin(self, config, lm, task, reward):
         self.config, self.task, self.reward = config, task, reward
         self.device, self.accelerator = next(lm.parameters()).device, make_accelerator()
-        check_processes(config, self.accelerator.num_processes)
+        config.check_processes(self.accelerator.num_processes)
         check_trainable(lm, type(lm).__name__)
         self.reference = no_dropout(lm)  # P4
         self.policy = Policy(lm if has_adapter(lm) else copy.deepcopy(lm))  # P2

@@ -412,7 +412,7 @@ def test_data_of_the_other_kind_are_refused():
     (lambda: shape_fn_ppo((), {}), TypeError, "args must begin with data, or kwargs hold it: .*, got NoneType"),
     (lambda: shape_fn_ppo((torch.ones(2),), {}), TypeError, "args must begin with data, .*, got Tensor"),
     *[(lambda args=args: shape_fn_ppo(args, {}), TypeError, "args must begin with data") for args in (None, 5, [1], torch.ones(2))],
-    (lambda: shape_fn_ppo((), None), TypeError, "args must begin with data, or kwargs hold it"),
+    (lambda: shape_fn_ppo((), torch.ones(2)), TypeError, "args must begin with data, or kwargs hold it"), (lambda: shape_fn_ppo((), None), TypeError, "args must begin with data, or kwargs hold it"),
     (lambda: ppo_policy_error_continuous(G._replace(mu_sigma_new=torch.ones(2, 4, 2))), TypeError, "mu_sigma_new must be a dict with mu and sigma, or the pair of them, got Tensor"),
     (lambda: ppo_policy_error_continuous(G._replace(logit_pretrained=torch.ones(2))), TypeError, "logit_pretrained must be a dict with mu and sigma"),
     (lambda: ppo_value_error(V._replace(return_=torch.ones(3))), ValueError, r"return_ must have the shape of value_new, \(4,\), got \(3,\)"),

@@ -82,12 +82,15 @@ UNSEEN = [
     # an edge
     ("microbatch_loss", lambda x, m: sum((a * b).sum() for a, b in zip(x, m)) / sum(b.sum() for b in m), "leak", "A value that does not count leaks"),
     ("one_step_target", lambda r, v, e, c, g: r + g * v * ~e, "leak", "A value that does not count leaks"),
-    ("importance_ratio", lambda a, b: a.exp() / b.detach().exp(), "nan", "Right on other inputs, but NaN on this one."),
-    ("clip_fraction", lambda r, A, eps: (r.log() * A.sign() > eps).float().mean(), None, "Right on other inputs, but not on this one."),
+    ("masked_mean", lambda x, m: (x * m).sum() / m.sum(), "leak", "x = [1, nan, 4]"),      # NaN for an empty mask, too
+    ("importance_ratio", lambda a, b: a.exp() / b.detach().exp(), "nan", "Right on ordinary inputs, but NaN on this one."),
+    ("explained_variance", lambda V, R: 1 - (R - V).var() / R.var(), None, "Right on ordinary inputs, but not on this one."),      # -inf, and NaN on another
+    ("clip_fraction", lambda r, A, eps: (r.log() * A.sign() > eps).float().mean(), None, "Right on ordinary inputs, but not on this one."),
     ("horner", lambda f, c: sum(c_k * f ** k for k, c_k in enumerate(c)), "powers", "a power of f may overflow"),
     # listed, and right at the edges
     ("explained_variance", lambda V, R: 0.0 if R.var() < 1e-10 else 1 - ((R - V) ** 2).mean() / R.var(unbiased=False), "squared_error", "You use the mean squared error"),
     # what holds by accident on few numbers is not told
+    ("no_spread", lambda r: (r.mean(1) == r[:, 0]).float().mean(), None, "yours is 1"),
     ("no_spread", lambda r: (r.amax(0) == r.amin(0)).float().mean(), "argument", "with rows and columns exchanged"),      # 0 on the plain inputs
     ("off_policy_sequence_mask", lambda a, b, A, m, t: ~((A < 0) | (kept(b - a, m).sum(1) / m.sum(1) > t)), None, "No mistake that is known here."),
     ("data_rows", lambda d, r: torch.cat([r[None], d[:-1]]).cumsum(0) == 0, None, "No mistake that is known here."),      # right with True in place of done, as much else

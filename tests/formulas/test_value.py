@@ -79,7 +79,7 @@ def test_what_is_not_a_number_shows():
     assert value_clip_fraction(*broken).isnan() and value_clip_fraction(*broken, torch.tensor([False, True])) == 1
     for broken in (nan, math.inf, -math.inf):
         y = torch.tensor([1.0, broken, 3.0])
-        assert explained_variance(x, y).isnan() and explained_variance(y, x).isnan()
+        assert explained_variance(x, y).isnan() and explained_variance(y, x).isnan() and explained_variance(y, torch.ones(3)).isnan()
         kept = torch.tensor([True, False, True])
         assert explained_variance(x, y, kept) == explained_variance(y, x, kept) == 1
 

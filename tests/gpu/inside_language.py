@@ -26,8 +26,10 @@ def config(**changes): return RLHFConfig(**SMALL | changes)
 @pytest.mark.parametrize("algo", [pytest.param("ppo", marks=slow), "grpo"])
 def test_float32_gives_the_metrics_of_the_cpu(algo, tmp_path):
     c = config(algo=algo, device="cuda", kl_in_loss=algo == "grpo")
+    before = STATE.recorded
     trainer, rows, summary = pipeline.train(pipeline.Training(c), Run.create(tmp_path / "run", {"task": "rlhf", **asdict(c)}))
     assert trainer.device.type == "cuda" and summary["device"] == "cuda:0" and not summary["interrupted"]
+    assert STATE.recorded == before + 1  # its step, once
     assert_rows(rows, pipeline.train(pipeline.Training(replace(c, device="cpu")))[1])
     from transformers import AutoModelForCausalLM
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")

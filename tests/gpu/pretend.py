@@ -91,7 +91,7 @@ RealGenerator, real_tensor, real_as_tensor = torch.Generator, torch.tensor, torc
 PINNED = []  # weak references to tensors in pinned memory: a copy of one waits for nobody
 real_module_apply, real_set_swap = torch.nn.Module._apply, torch.__future__.set_swap_module_params_on_conversion
 EVENTS, LAUNCHES = Counter(), Counter()
-STATE = SimpleNamespace(real=False, graph=None, device=None, outside=0, kernels=0)  # a capture: into which graph, on which device, launches elsewhere; Triton's launches
+STATE = SimpleNamespace(real=False, graph=None, device=None, outside=0, kernels=0, recorded=0)  # a capture: into which graph, on which device, launches elsewhere; Triton's launches; recordings of a training step
 
 
 def place():
@@ -332,6 +332,14 @@ def capture(graph, stream=None):
     if not graph.records: warnings.warn("The CUDA Graph is empty")
 
 
+def make_graphed_callables(f, inputs, allow_unused_input=False):
+    "The same function, if neither it nor its gradient waits while it is recorded."
+    with capture(CUDAGraph()): outputs = f(*inputs)
+    with capture(CUDAGraph()): torch.autograd.grad(sum(y.sum() for y in outputs if y.requires_grad), [p for p in f.parameters() if p.requires_grad], allow_unused=allow_unused_input)
+    STATE.recorded += 1
+    return f
+
+
 class Launcher:
     "A Triton kernel: interpreted, on the inner tensors, if their device is the current one."
     def __init__(self, kernel): self.kernel = kernel
@@ -398,7 +406,7 @@ def patch():
     c.synchronize = lambda device=None: event("synchronize", index_of(device))
     c.Stream, c.CUDAGraph, c.graph, c.current_stream = Stream, CUDAGraph, capture, current_stream
     c.stream = lambda s: on_device(s.device.index)
-    c.make_graphed_callables = lambda f, inputs, **_: f
+    c.make_graphed_callables = make_graphed_callables
     c.is_current_stream_capturing = lambda: STATE.graph is not None
     c.amp.common.amp_definitely_not_available = lambda: False
     torch.Tensor.pin_memory = pin_memory

@@ -14,7 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 sys.modules["pretend"] = sys.modules[__name__]
-STATE = SimpleNamespace(real=True, outside=0, kernels=0)
+STATE = SimpleNamespace(real=True, outside=0, kernels=0, recorded=0)
+REAL_GRAPHS = torch.cuda.make_graphed_callables
 
 
 def moved(tree, device): return pytree.tree_map(lambda x: x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, tree)
@@ -42,6 +43,14 @@ def counted():
         if "synchronizing CUDA operation" not in str(w.message): continue
         found.kinds["wait"] += 1
         found.lines["wait", f"{os.path.relpath(w.filename)}:{w.lineno}"] += 1
+
+
+def make_graphed_callables(*args, **kwargs):
+    STATE.recorded += 1
+    return REAL_GRAPHS(*args, **kwargs)
+
+
+torch.cuda.make_graphed_callables = make_graphed_callables
 
 
 class Launcher:

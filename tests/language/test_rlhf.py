@@ -404,8 +404,8 @@ def test_the_parts_of_all_processes_are_the_minibatch(microbatches):
 
 @pytest.mark.parametrize("options, count", [(dict(), 3), (dict(minibatches=8), 4), (dict(algo="rloo", group=8), 4), (dict(microbatches=4), 4)])
 def test_batches_that_processes_do_not_divide_are_refused(options, count):
-    with pytest.raises(ValueError, match="^batch must .*got 16"): R.check_processes(replace(TINY, **options), count)
-    R.check_processes(replace(TINY, **options), 1)
+    with pytest.raises(ValueError, match="^batch must .*got 16"): replace(TINY, **options).check_processes(count)
+    replace(TINY, **options).check_processes(1)
 
 
 def test_one_process_keeps_its_device_and_its_rows():
