@@ -271,7 +271,8 @@ def code(source, output=None):
 @pytest.mark.parametrize("text, kept, folded", [
     ("**Predict.** What?\n> f() -> 3\nThree.\nMore.", "What? f() More.", "3 Three."),
     ("Predict before you run. What?\n> f()\n> g() -> 3\n# Next\nMore.", "What? f() g() Next More.", "3"),
-    ("Predict before you run: what?\nWait.\n# Next\n> f() -> 3\nThree, as the formula:", "what? Wait. Next f() formula:", "3"),
+    ("Predict before you run: what?\nWait.\n# Next\n> f() -> 3\nThree.", "what? Wait. Next f() 3 Three.", ""),
+    ("Predict before you run: what?\nWait.\n> f() -> 3\nThree, as the formula:", "what? Wait. f() formula:", "3"),
     ("Predict before you move it. What?\n> f() -> <i data-slider>\nThree.", "What? f() data-slider", "Three."),
     ("He will predict. What?\n> f() -> 3\nThree.", "What? f() 3 Three.", ""),
     ("# More proofs\nAll of it.\n> f() -> 3\n# Next\nMore.", "proofs Next More.", "All f() 3"),
