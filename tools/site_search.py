@@ -20,7 +20,7 @@ def defines():
     "{term: the page that defines it}, from the page of words."
     cells = nbformat.read(ROOT / "nbs" / "words.ipynb", as_version=4).cells
     rows = [row for c in cells for row in TERM.findall(c.source)]
-    return {term.strip("`").lower(): re.sub(r"(^|/)\d+_", r"\1", page) for term, page in rows}
+    return {name.strip("`").lower(): re.sub(r"(^|/)\d+_", r"\1", page) for names, page in rows for name in names.split(", ")}
 
 
 def context(app, pagename, templatename, context, doctree):
