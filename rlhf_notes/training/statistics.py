@@ -7,37 +7,34 @@ __all__ = ['bootstrap_interval', 'wilson_interval']
 
 # %% ../../nbs/training/statistics.ipynb #export-imports
 import math
-from statistics import NormalDist
 
 import numpy as np
 
 from ..checks import checked
 
 # %% ../../nbs/training/statistics.ipynb #interval
-@checked(level="(0, 1)", resamples="int [1, inf)", statistic=("mean", "median"))
+@checked(resamples="int [1, inf)", statistic=("mean", "median"))
 def bootstrap_interval(values, # Numbers, one for each seed
-                       level: float = 0.95, # Share of the resamples inside, in (0, 1)
                        resamples: int = 10_000, # Number of resamples, >= 1
                        statistic: str = "mean", # "mean" or "median"
-                      ) -> tuple[float, float]: # (low, high)
+                      ) -> tuple[float, float]: # (low, high), 95%
     "Return the percentile bootstrap interval (Efron 1979), always the same for the same values."
     x = np.asarray(values)
     if x.ndim != 1 or not x.size or x.dtype.kind not in "iuf" or not np.isfinite(x).all():
         raise ValueError(f"values must be finite numbers, at least one, got {values!r}")
     samples = np.random.default_rng(0).choice(x.astype(float), (resamples, len(x)))
     results = getattr(np, statistic)(samples, axis=1)
-    low, high = np.quantile(results, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(results, [0.025, 0.975])
     return float(low), float(high)
 
 # %% ../../nbs/training/statistics.ipynb #share
-@checked(count="int [0, inf)", total="int [1, inf)", level="(0, 1)")
+@checked(count="int [0, inf)", total="int [1, inf)")
 def wilson_interval(count: int, # Number of successes, in [0, total]
                     total: int, # Number of trials, >= 1
-                    level: float = 0.95, # Share of the experiments that hold the truth, in (0, 1)
-                   ) -> tuple[float, float]: # (low, high), in [0, 1]
+                   ) -> tuple[float, float]: # (low, high), in [0, 1], 95%
     "Return the interval of a share (Wilson 1927); it holds for 0 and for all successes too."
     if count > total: raise ValueError(f"count must be at most total = {total}, got {count}")
-    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    z2 = 1.959963984540054**2  # 95% of a normal distribution lie within so many deviations
     center = count + z2 / 2
     half = math.sqrt(z2 * (count * (total - count) / total + z2 / 4))
     low = (center - half) / (total + z2) if count else 0.0
