@@ -219,6 +219,12 @@ def test_backticks_are_links_where_they_name_something():
     for left in ("```python\n`whiten`\n```", "# `whiten`", "[`whiten`](x)", "`train`", "`mask`", "`float32`", "`whiten(x)`", "``a `whiten` b``", "`compare`"): assert refer(left) == left, left
 
 
+def test_every_option_has_its_meaning():
+    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "21_config")
+    params = {name: comment for t in page.things if t.name == "RLHFConfig" for name, *_, comment in t.params}
+    assert params["lora"].startswith("rank") and all(params.values()), params
+
+
 def test_formulas_are_numbered_and_labels_kept():
     page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
     text = page.numbered("$$a$$\n\n```text\n$$b$$\n```\n\n$$c\\\\\nd$$ (eq-d)\n\nsee [it](#eq-d) and $e$\n\n$$f$$")
@@ -265,7 +271,8 @@ def code(source, output=None):
 @pytest.mark.parametrize("text, kept, folded", [
     ("**Predict.** What?\n> f() -> 3\nThree.\nMore.", "What? f() More.", "3 Three."),
     ("Predict before you run. What?\n> f()\n> g() -> 3\n# Next\nMore.", "What? f() g() Next More.", "3"),
-    ("Predict before you run: what?\nWait.\n# Next\n> f() -> 3\nThree, as the formula:", "what? Wait. Next f() formula:", "3"),
+    ("Predict before you run: what?\nWait.\n# Next\n> f() -> 3\nThree.", "what? Wait. Next f() 3 Three.", ""),
+    ("Predict before you run: what?\nWait.\n> f() -> 3\nThree, as the formula:", "what? Wait. f() formula:", "3"),
     ("Predict before you move it. What?\n> f() -> <i data-slider>\nThree.", "What? f() data-slider", "Three."),
     ("He will predict. What?\n> f() -> 3\nThree.", "What? f() 3 Three.", ""),
     ("# More proofs\nAll of it.\n> f() -> 3\n# Next\nMore.", "proofs Next More.", "All f() 3"),

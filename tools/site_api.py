@@ -69,10 +69,11 @@ def _signature(f, comments):
 
 
 def _fields(node, comments):
-    "Fields of a dataclass: the comment behind each, or the help text of its `option(default, help)`."
-    for f in node.body:
+    "Fields of a dataclass: the comment behind each, the text below it, or the help text of its `option(default, help)`."
+    for f, below in zip(node.body, [*node.body[1:], None]):
         if not isinstance(f, ast.AnnAssign): continue
         default, comment = f.value, comments.get(f.end_lineno, ("", True))[0]
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant): comment = below.value.value
         if isinstance(default, ast.Call) and ast.unparse(default.func) == "option":
             default, comment = default.args[0], ast.literal_eval(default.args[1])
         yield ast.unparse(f.target), ast.unparse(f.annotation), _text(default), comment

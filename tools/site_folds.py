@@ -46,13 +46,10 @@ def is_question(node): return isinstance(node, (nodes.paragraph, nodes.bullet_li
 
 def answer(blocks):
     "(code cells, paragraph or None) that answer a question, given the blocks that follow it."
-    cells, answered, headings = [], False, 0
+    cells, answered = [], False
     for before, node in zip([None, *blocks], blocks):
-        if is_question(node) or headings > 1: break
-        if isinstance(node, nodes.title):
-            headings += 1
-            if answered: break
-        elif is_code(node):
+        if is_question(node) or isinstance(node, nodes.title): break
+        if is_code(node):
             cells.append(node)
             answered = answered or len(node.children) > 1
         elif isinstance(node, nodes.paragraph) and (answered or cells and before is cells[-1]):
