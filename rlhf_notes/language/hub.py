@@ -100,7 +100,6 @@ class Classifier:
 
     def __init__(self,
                  model, # A sequence classifier with one label: directory, name, or the model itself
-                 tokenizer=None, # None = the model's own
                  device="cpu", # Where a model that is loaded is to live
                 ):
         name = model.config._name_or_path if isinstance(model, nn.Module) else str(model)
@@ -110,7 +109,7 @@ class Classifier:
         if model.config.num_labels != 1:
             raise ValueError(f"reward must be a model with one label, got {name!r} with "
                              f"{model.config.num_labels}")
-        tokenizer = tokenizer or _load("tokenizer", "AutoTokenizer", name, "reward")
+        tokenizer = _load("tokenizer", "AutoTokenizer", name, "reward")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if model.config.pad_token_id is None:

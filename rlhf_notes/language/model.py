@@ -245,10 +245,9 @@ def next_token_loss(lm: nn.Module, # A causal language model of transformers
 # %% ../../nbs/language/23_model.ipynb #warm-cosine
 def warm_cosine(step: int, # From 0
                 steps: int, # In all
-                warm_up: float = 0.075, # Share of the steps in which it rises
                ) -> float: # From 0 to 1
-    "Share of the peak learning rate: a linear rise, then a cosine down to 0."
-    rise = min(1.0, (step + 1) / max(1.0, warm_up * steps))
+    "Share of the peak learning rate: a rise over 7.5% of the steps, then a cosine down to 0."
+    rise = min(1.0, (step + 1) / max(1.0, 0.075 * steps))
     return rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 # %% ../../nbs/language/23_model.ipynb #autocast

@@ -68,10 +68,9 @@ def ask_human(config, # labels, human_temperature, temperature and precision of 
 # %% ../../nbs/language/25_reward_model.ipynb #warm-linear
 def warm_linear(step: int, # From 0
                 steps: int, # In all
-                warm_up: float = 0.1, # Share of the steps in which it rises
                ) -> float: # From 0 to 1
-    "Share of the peak learning rate: a linear rise, then a linear fall to 0."
-    rise, fall = (step + 1) / max(1.0, warm_up * steps), (steps - step) / ((1 - warm_up) * steps)
+    "Share of the peak learning rate: a rise over a tenth of the steps, then a linear fall to 0."
+    rise, fall = (step + 1) / max(1.0, 0.1 * steps), (steps - step) / (0.9 * steps)
     return min(1.0, rise, fall) # G5
 
 # %% ../../nbs/language/25_reward_model.ipynb #training

@@ -41,10 +41,9 @@ def pass_at_k(correct: torch.Tensor, # Correct responses to each prompt, among n
 DIGITS = tuple("0123456789")
 
 def make_questions(n: int = 3500, # Number of distinct prompts
-                   seed: int = 0, # Which prompts
                   ) -> list: # Of dicts with "prompt" and "solution"
     "Three or four digits to sort or to reverse."
-    rng, found = random.Random(seed), {}
+    rng, found = random.Random(0), {}
     while len(found) < n:
         task, digits = rng.choice(("sort", "reverse")), rng.choices(DIGITS, k=rng.choice((3, 4)))
         right = sorted(digits) if task == "sort" else digits[::-1]
@@ -73,7 +72,6 @@ def _response_loss(lm, tokens):
 def pretrain(questions: list, # From `make_questions`
              seed: int = 0, # Of weights and texts
              steps: int = 700, # Gradient steps on 64 texts
-             wrong: float = 0.75, # Share of the solutions with a random digit
             ) -> nn.Module: # A tiny GPT-2
     "A model that has read many solutions, most of them wrong."
     rng, lm = random.Random(seed), make_gpt2("tiny", len(TOKENS), eos_token_id=0, seed=seed)
@@ -81,7 +79,7 @@ def pretrain(questions: list, # From `make_questions`
     tokenizer.pad_token = "<eos>"
     def text(q):
         digits = q["solution"].split()
-        if rng.random() < wrong:
+        if rng.random() < 0.75:  # a random digit
             digits[rng.randrange(len(digits))] = rng.choice(DIGITS)
         return " ".join([q["prompt"], *digits, "<eos>"])
     for step in range(steps):
