@@ -9,7 +9,7 @@ from functools import cache
 
 from notebooks import ROOT, directives, settings
 
-WORDS = {"float32"}                     # names of ours that mean something else in prose
+WORDS = {"float32", "generate", "log_softmax"}     # names of ours that mean something else in prose
 
 
 @dataclass
