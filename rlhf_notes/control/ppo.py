@@ -135,6 +135,7 @@ class PPO:
         self.rng = np.random.default_rng(seed)  # of the actions
         self.generator = torch.Generator().manual_seed(seed)  # of the minibatches
 
+    @usual_defaults()
     def iterate(self) -> dict: # Metrics: column -> number
         "One iteration: collect, estimate advantages, take gradient steps on minibatches."
         c = self.config
@@ -173,7 +174,6 @@ class PPO:
         return dict(iteration=self.iteration, steps=self.iteration * self.config.batch,
                     episodes=self.episodes, return_mean=returns[0], length_mean=returns[1], **means)
 
-    @usual_defaults()
     def learn(self, run: Run | None = None): # Directory to log and save to; None = nowhere
         "Train to the end of `steps`, or to Ctrl-C; `rows` holds the metrics. Returns itself."
         c, saved = self.config, time.perf_counter()
