@@ -7,9 +7,8 @@ sampling, scoring and update, and peak memory.
 The sizes are the tiny GPT-2, GPT-2's own 124M architecture, and a Llama as large as Qwen2-0.5B,
 which transformers computes. Writes gpu.csv and gpu.md into nbs/studies/results, with the name of the
 device. It needs no network and no weights: models are made here and are not trained before, which
-changes none of these numbers. TRL is left out where it
-is not installed, and with `--no-trl`. Its trainer takes all GPUs it sees: with several, set
-CUDA_VISIBLE_DEVICES to one.
+changes none of these numbers. TRL is left out where it is not installed, and with `--no-trl`. Its
+trainer takes all GPUs it sees: with several, set CUDA_VISIBLE_DEVICES to one.
 """
 import argparse
 import time
@@ -19,6 +18,7 @@ from jobs import RESULTS, write
 
 COLUMNS = ("device", "torch", "size", "precision", "contender", "batch", "response_length",
            "iterations", "tokens_per_second", "sampling", "scoring", "update", "peak_memory_MiB")
+SIZES = "tiny", "gpt2-small", "llama-0.5b"
 LLAMA = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
              num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
 PARTS = dict(sampling="respond", scoring="score", update="step")  # methods of the trainer
@@ -106,8 +106,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "gpt2-small", "llama-0.5b"],
-                        choices=("tiny", "gpt2-small", "llama-0.5b"), help="default: all three")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, choices=SIZES,
+                        help="default: all three")
     parser.add_argument("--precision", default="bfloat16", choices=("float32", "bfloat16"),
                         help="default: bfloat16")
     parser.add_argument("--batch", type=int, default=512,

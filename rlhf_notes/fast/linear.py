@@ -47,8 +47,8 @@ def _chunks(hidden, weight, bias, size):
 # %% ../../nbs/fast/linear.ipynb #aligned
 def aligned(weight):  # (V, d)
     "Rows of zeros up to a multiple of 64 on a GPU, whose products read 16 bytes at a time."
-    return pad(weight, (0, 0, 0, -len(weight) % 64)) if weight.is_cuda else weight
-
+    more = -len(weight) % 64
+    return pad(weight, (0, 0, 0, more)) if weight.is_cuda and more else weight
 
 # %% ../../nbs/fast/linear.ipynb #backward
 @torch.library.custom_op("rlhf_notes::head_backward", mutates_args=())

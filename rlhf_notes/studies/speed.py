@@ -340,7 +340,7 @@ def _cases(shapes, device, left_out, tasks):
                 continue
             yield from (case for case in logit_cases(shape, dtype, device) if case.task in tasks)
             if dtype == torch.float32 and "log-probability" in tasks and device == "cpu":
-                yield _part_case(shape, device)
+                yield _part_case(shape)
     if "GAE" in tasks:
         yield from gae_cases(device)
 
@@ -349,11 +349,10 @@ def _memory_left(device):
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
-def _part_case(shape, device):
-    "Parts of the bill: single operations on as many numbers as there are logits."
-    z = torch.rand(shape, device=device)
-    y, small = torch.zeros_like(z), torch.rand(2**16, device=device)
-    many, out = z.numel() // 2**16, torch.empty(2**16, device=device)
+def _part_case(shape):
+    "Parts of a CPU's bill: single operations on as many numbers as there are logits."
+    z, small, out = (torch.rand(size, device="cpu") for size in (shape, 2**16, 2**16))
+    y, many = torch.zeros_like(z), z.numel() // 2**16
     def powers(z):
         from rlhf_notes.fast import row_loops
         for _ in range(many):

@@ -2,8 +2,9 @@
 import pytest
 import torch
 
-from pretend import assert_rows, inner
+from pretend import inner
 from rlhf_notes.control.ppo import PPO
+from same import assert_rows
 
 SMALL = {"CartPole-v1": dict(num_envs=8, num_steps=16, steps=8 * 16 * 3), "Pendulum-v1": dict(num_envs=4, num_steps=32, steps=4 * 32 * 3)}
 each_env = pytest.mark.parametrize("env", SMALL)

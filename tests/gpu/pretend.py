@@ -171,13 +171,6 @@ def inner(x): return x._inner if isinstance(x, CudaTensor) else x
 def on_cpu(tree): return pytree.tree_map(lambda x: inner(x).detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
-def assert_rows(rows, others, tolerance=2e-3):
-    "Two lists of metrics are as good as equal, times apart."
-    for row, other in zip(rows, others, strict=True):
-        a, b = ({k: v for k, v in r.items() if v is not None and k != "tokens_per_second"} for r in (row, other))
-        assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
-
-
 def to_gpu(tree, index=0):
     "Copies on the device; not counted."
     def copied(x):

@@ -224,6 +224,6 @@ def test_the_plain_code_is_timed_with_the_doors_shut(monkeypatch):
 
 
 def test_what_exponentials_cost_in_a_loop_is_measured_where_they_are_used():
-    case = speed._part_case((2, 4, 65536), "cpu")
+    case = speed._part_case((2, 4, 65536))
     assert (case.methods["exp2 in the cache, compiled"] is not None) == fast.HAS_NUMBA
     for f in filter(None, case.methods.values()): f(*case.inputs)
