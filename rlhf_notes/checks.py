@@ -31,14 +31,18 @@ def checked(**rules):  # name of an argument -> what it must be
     """
     def decorate(f):
         names = tuple(inspect.signature(f).parameters)
-        check = {name: _rule(name, rules[name]) for name in names if name in rules}
+        checks = [(i, name, _rule(name, rules[name]))
+                  for i, name in enumerate(names) if name in rules]
 
         @functools.wraps(f)
         def call(*args, **kwargs):
-            seen = {}
-            values = [check[n](x, seen) if n in check else x for n, x in zip(names, args)]
-            named = {n: check[n](kwargs[n], seen) for n in check if n in kwargs}
-            return f(*values, *args[len(names):], **kwargs | named)
+            values, seen = list(args), {}
+            for i, name, check in checks:
+                if i < len(args):
+                    values[i] = check(args[i], seen)
+                elif name in kwargs:
+                    kwargs[name] = check(kwargs[name], seen)
+            return f(*values, **kwargs)
         # torch.compile counts recompilations by code object
         call.__code__ = call.__code__.replace(co_name=f.__name__)
         return call
@@ -103,6 +107,7 @@ KINDS = {
 def _tensor(name, kind, dims):
     is_kind, wanted = KINDS[kind]
     one, many = dims[:-1], tuple(dim.removesuffix("?") for dim in dims)
+    at = next((i for i, dim in enumerate(many) if dim.startswith("...")), None)
     is_open = dims != many
 
     def check(x, seen):
@@ -115,27 +120,29 @@ def _tensor(name, kind, dims):
         absent = is_open and "..." in seen and x.ndim == len(seen["..."][0]) + len(one) - 1
         dims = one if absent else many
         if dims not in seen:
-            _match(name, x, dims, seen)
-        shape, first = seen.setdefault(dims, (x.shape, name))
+            _match(name, x, dims, at, seen)
+        shape, first = seen[dims]
         if shape != x.shape:
             raise ValueError(f"{name} must have the shape of {first}, {tuple(shape)}, "
                              f"got {tuple(x.shape)}")
         return at_least_float32(x) if kind == "float" else x
     return check
 
-def _match(name, x, dims, seen):
+def _match(name, x, dims, at, seen):
     "Match the shape of x with the pattern, and with the sizes of its letters seen before."
-    wanted, got = f"the shape ({', '.join(dims)})", list(x.shape)
-    at = next((i for i, dim in enumerate(dims) if dim.startswith("...")), None)
-    if at is not None and x.ndim >= len(dims) - 1:
-        extra = x.ndim - len(dims) + 1
-        got[at:at + extra] = [tuple(got[at:at + extra])]
-    if len(got) != len(dims): raise ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
-    for dim, size in zip(dims, got):
+    sizes, extra = list(x.shape), x.ndim - len(dims) + 1
+    if at is not None and extra >= 0:
+        sizes[at:at + extra] = [tuple(sizes[at:at + extra])]
+    if len(sizes) != len(dims): raise _misfit(name, x, dims)
+    for dim, size in zip(dims, sizes):
         known, first = seen.setdefault(dim, (size, name))
         if known != size:
-            raise ValueError(f"{name} must have {wanted} with {dim} = {known}, as {first} has, "
-                             f"got {tuple(x.shape)}")
+            raise _misfit(name, x, dims, f" with {dim} = {known}, as {first} has")
+    seen[dims] = x.shape, name
+
+def _misfit(name, x, dims, where=""):
+    wanted = f"the shape ({', '.join(dims)}){where}"
+    return ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
 
 # %% ../nbs/checks.ipynb #value
 def check_value(name, value, rule):  # name of the argument, what came, a rule as for `checked`
