@@ -42,8 +42,8 @@ def masked_mean(
 ) -> Tensor:  # float32 or better, without `dim`; 0-dim if `dim` is None
     "Mean of the elements that count; 0 where none does."
     total = masked_sum(x, mask, dim, keepdim)
-    count = (torch.ones_like(x, dtype=torch.bool) if mask is None else mask).sum(dim, keepdim)
-    return total / count.clamp(min=1)
+    if mask is None: return total / max(x.numel() // max(total.numel(), 1), 1)
+    return total / mask.sum(dim, keepdim).clamp(min=1)
 
 # %% ../../nbs/formulas/01_masking.ipynb #centre
 @checked(x="real (...)", mask="bool (...)?")
