@@ -28,12 +28,12 @@ def value_loss(
 ) -> Tensor:  # (...), in units of the return squared; 0 where nothing counts
     "0.5 max((V - R)^2, (clip(V) - R)^2) (Schulman et al. 2017, eq. 9; Engstrom et al. 2020)."
     V, R = apply_mask(value, mask), apply_mask(returns.detach(), mask)
-    error = (V - R).abs()
+    error = V - R
     if clip_range is not None:
         if value_old is None: raise ValueError("value_old must be given if clip_range is, got None")
         V_old = apply_mask(value_old.detach(), mask)
         clipped = V.clamp(V_old - clip_range, V_old + clip_range)
-        error = torch.maximum(error, (clipped - R).abs())
+        error = torch.maximum(error.abs(), (clipped - R).abs())
     return 0.5 * error.square()
 
 # %% ../../nbs/formulas/05_value.ipynb #value-clip-fraction
