@@ -66,7 +66,7 @@ class Batch:
     returns: torch.Tensor    # Targets of the values, (B,)
 
     def __len__(self): return len(self.logp)
-    def __getitem__(self, rows): return Batch(*(getattr(self, f.name)[rows] for f in fields(self)))
+    def __getitem__(self, rows): return Batch(*(x[rows] for x in vars(self).values()))
 
 # %% ../../nbs/control/19_ppo.ipynb #make-batch
 @torch.no_grad()
