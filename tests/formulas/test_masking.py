@@ -38,7 +38,7 @@ def test_equals_the_list_of_what_counts(name, xm):
 def test_no_mask_is_one_of_true(name, xm):
     x, _ = xm
     for t in (x, x[:0]): torch.testing.assert_close(REDUCTIONS[name](t, None), REDUCTIONS[name](t, torch.ones_like(t, dtype=torch.bool)), rtol=0, atol=0)
-    assert REDUCTIONS[name](x[:0], None) == 0
+    assert REDUCTIONS[name](x[:0], None) == 0 and REDUCTIONS[name](torch.ones(0, 3), None, 1).shape == (0,)
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
