@@ -51,7 +51,6 @@ def four_of(index):  # (...) int64
     return tuple(index.new_empty(index.shape, dtype=torch.float32) for _ in range(4))
 
 # %% ../../nbs/fast/rows.ipynb #op
-#| output: false
 @torch.library.custom_op("rlhf_notes::rows", mutates_args=())
 def rows(
     logits: Tensor, index: Tensor, temperature: float, entropy: bool,  # as for `forward`
@@ -70,7 +69,6 @@ def new_like(x):  # any tensor
     return torch.from_numpy(memory).view(x.dtype).view(x.shape)
 
 # %% ../../nbs/fast/rows.ipynb #op-backward
-#| output: false
 @torch.library.custom_op("rlhf_notes::rows_backward", mutates_args=())
 def rows_backward(
     logits: Tensor, index: Tensor, temperature: float,  # as for `forward`
