@@ -61,6 +61,7 @@ def _run(argv):
     except FloatingPointError as e:
         message, code = e, 1
     except OSError as e:
+        if e.filename is None: raise  # of an environment or a reward of one's own
         message, code = f"cannot use {e.filename}: {e.strerror}", 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130

@@ -410,6 +410,26 @@ def test_of_an_environment_that_is_the_only_one_there_may_be_many_seeds(monkeypa
     assert cli.main(["train", "--env", "Only-v0", "--num-envs", "1", "--steps", "64", "--eval-episodes", "2", "--seeds", "2"]) == 0
 
 
+class Breaking(gym.Env):
+    observation_space, action_space, left = gym.spaces.Box(-9, 9, (2,)), gym.spaces.Discrete(2), 700
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def step(self, action):
+        Breaking.left -= 1
+        if Breaking.left == 0: raise self.error("the sensor is gone")
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("error", [ValueError, ConnectionError])
+def test_an_environment_that_breaks_loses_no_run(error, monkeypatch, capsys):
+    monkeypatch.setitem(gym.registry, "Breaking-v0", gym.envs.registration.EnvSpec("Breaking-v0", Breaking, max_episode_steps=9))
+    monkeypatch.setattr(control, "CHECKPOINT_EVERY", 0)
+    monkeypatch.setattr(Breaking, "left", 700)
+    monkeypatch.setattr(Breaking, "error", error, raising=False)
+    with pytest.raises(error, match="^the sensor is gone$"): cli.main(["train", "--env", "Breaking-v0", *QUICK, "--eval-episodes", "2", "--out", "run"])
+    assert capsys.readouterr() == ("", "continue with: rlhf-notes train --resume run\n")
+    assert cli.main(["train", "--resume", "run"]) == 0 and len(Path("run/metrics.csv").read_text().splitlines()) == 9
+
+
 def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):
     (tmp_path / "walk_env.py").write_text("import gymnasium as gym\ngym.register('Walk-v0', 'gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=9)")
     command = [str(Path(sys.executable).with_name("rlhf-notes")), "train", "--env", "walk_env:Walk-v0", *QUICK, "--eval-episodes", "2", "--out", "run"]
