@@ -52,7 +52,7 @@ BAD = [
     ("cartpole --steps 100", "--steps must be at least num_envs * num_steps = 1024, got 100"), ("cartpole --minibatches 7", "--minibatches must divide num_envs * num_steps = 1024, got 7"),
     ("cartpole --hidden 1000000", "--hidden must be less than or equal to 16384, got 1000000"), ("cartpole --num-envs 2000000", "--num-envs must be less"), ("cartpole --gamma 1.5", "--gamma must be less than or equal to 1, got 1.5"), ("cartpole --learning-rate nan", "--learning-rate must be a finite number, got nan"),
     ("cartpole --activation gelu", 'Invalid value "gelu" for --activation. Choose from: "tanh", "relu", "silu"'), ("cartpole --squash=3", "Invalid value for --squash"),
-    ("cartpole --sed 3", "Unknown option: --sed. Did you mean --seed?"), ("cartpole word", "Unused Tokens: ['word']"), ("cartpole --env CartPole-v1", "Unknown option: --env"),
+    ("cartpole --sed 3", "Unknown option: --sed. Did you mean --seed?"), ("cartpole word", "expected an option after cartpole, got word"), ("train --seed 3 --squash false --gamma 1", "expected an option after --squash, got false (a yes or no is --x or --no-x)"), ("cartpole --env CartPole-v1", "Unknown option: --env"),
     ("cartpole --device gpu", "--device must be auto, cpu, cuda or mps, got 'gpu'"), ("cartpole --device cuda:99", "--device must be one that torch sees, got 'cuda:99'"),
     *([("cartpole --track wandb", "--track must be a tracker that is installed, got wandb (pip install rlhf_notes[track] brings it)")] if find_spec("wandb") is None else []),
     ("cartpole --track paper", 'Invalid value "paper" for --track. Choose from: "tensorboard", "wandb", "trackio"'),
