@@ -114,7 +114,7 @@ def test_search_finds(tab, words, page, title):
     assert any(href == page and title.lower() in text.lower() for href, text, _ in found[:10]), found[:10]
 
 
-@pytest.mark.parametrize("term, page", [("advantage", "formulas/advantage.html"), ("gae", "formulas/advantage.html"), ("reward model", "language/reward_model.html")])
+@pytest.mark.parametrize("term, page", [("advantage", "formulas/advantage.html"), ("gae", "formulas/advantage.html"), ("reward model", "language/reward_model.html"), ("own reward function", "language/prompts.html"), ("reward function", "language/prompts.html")])
 def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
     (href, _, line), *rest = search(tab(WIDTHS["desktop"]), term)
     assert href == page and term in line.lower() and sum(bool(line) for *_, line in rest[:10]) >= 5

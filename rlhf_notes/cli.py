@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter, validators
+from cyclopts import (App, CycloptsError, Group, Parameter, UnusedCliTokensError,
+                      validators)
 
 from . import __version__
 from .studies.trainings import (TASKS, many_seeds, new_training, old_training,
@@ -50,11 +51,17 @@ def _run(argv):
     quiet = dict(exit_on_error=False, print_error=False, result_action="return_value")
     try:
         return app(argv, **quiet) or 0
+    except UnusedCliTokensError as e:
+        given, stray = e.root_input_tokens, e.unused_tokens[0]
+        before = given[given.index(stray) - 1]
+        message = f"expected an option after {before}, got {stray} (a yes or no is --x or --no-x)"
+        code = 2
     except (CycloptsError, _UsageError) as e:
         message, code = e, 2
     except FloatingPointError as e:
         message, code = e, 1
     except OSError as e:
+        if e.filename is None: raise  # of an environment or a reward of one's own
         message, code = f"cannot use {e.filename}: {e.strerror}", 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130

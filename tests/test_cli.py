@@ -52,7 +52,7 @@ BAD = [
     ("cartpole --steps 100", "--steps must be at least num_envs * num_steps = 1024, got 100"), ("cartpole --minibatches 7", "--minibatches must divide num_envs * num_steps = 1024, got 7"),
     ("cartpole --hidden 1000000", "--hidden must be less than or equal to 16384, got 1000000"), ("cartpole --num-envs 2000000", "--num-envs must be less"), ("cartpole --gamma 1.5", "--gamma must be less than or equal to 1, got 1.5"), ("cartpole --learning-rate nan", "--learning-rate must be a finite number, got nan"),
     ("cartpole --activation gelu", 'Invalid value "gelu" for --activation. Choose from: "tanh", "relu", "silu"'), ("cartpole --squash=3", "Invalid value for --squash"),
-    ("cartpole --sed 3", "Unknown option: --sed. Did you mean --seed?"), ("cartpole word", "Unused Tokens: ['word']"), ("cartpole --env CartPole-v1", "Unknown option: --env"),
+    ("cartpole --sed 3", "Unknown option: --sed. Did you mean --seed?"), ("cartpole word", "expected an option after cartpole, got word"), ("train --seed 3 --squash false --gamma 1", "expected an option after --squash, got false (a yes or no is --x or --no-x)"), ("cartpole --env CartPole-v1", "Unknown option: --env"),
     ("cartpole --device gpu", "--device must be auto, cpu, cuda or mps, got 'gpu'"), ("cartpole --device cuda:99", "--device must be one that torch sees, got 'cuda:99'"),
     *([("cartpole --track wandb", "--track must be a tracker that is installed, got wandb (pip install rlhf_notes[track] brings it)")] if find_spec("wandb") is None else []),
     ("cartpole --track paper", 'Invalid value "paper" for --track. Choose from: "tensorboard", "wandb", "trackio"'),
@@ -408,6 +408,26 @@ def test_of_an_environment_that_is_the_only_one_there_may_be_many_seeds(monkeypa
         def close(self): self.there.clear()
     monkeypatch.setitem(gym.registry, "Only-v0", gym.envs.registration.EnvSpec("Only-v0", Only, max_episode_steps=9))
     assert cli.main(["train", "--env", "Only-v0", "--num-envs", "1", "--steps", "64", "--eval-episodes", "2", "--seeds", "2"]) == 0
+
+
+class Breaking(gym.Env):
+    observation_space, action_space, left = gym.spaces.Box(-9, 9, (2,)), gym.spaces.Discrete(2), 700
+    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def step(self, action):
+        Breaking.left -= 1
+        if Breaking.left == 0: raise self.error("the sensor is gone")
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("error", [ValueError, ConnectionError])
+def test_an_environment_that_breaks_loses_no_run(error, monkeypatch, capsys):
+    monkeypatch.setitem(gym.registry, "Breaking-v0", gym.envs.registration.EnvSpec("Breaking-v0", Breaking, max_episode_steps=9))
+    monkeypatch.setattr(control, "CHECKPOINT_EVERY", 0)
+    monkeypatch.setattr(Breaking, "left", 700)
+    monkeypatch.setattr(Breaking, "error", error, raising=False)
+    with pytest.raises(error, match="^the sensor is gone$"): cli.main(["train", "--env", "Breaking-v0", *QUICK, "--eval-episodes", "2", "--out", "run"])
+    assert capsys.readouterr() == ("", "continue with: rlhf-notes train --resume run\n")
+    assert cli.main(["train", "--resume", "run"]) == 0 and len(Path("run/metrics.csv").read_text().splitlines()) == 9
 
 
 def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):

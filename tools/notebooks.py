@@ -101,9 +101,11 @@ def execute(path, also=(), timeout=None):
 
 
 def cleaned(nb):
-    "The text of `nb` without execution counts, widget views and metadata that change from run to run."
+    "The text of `nb` without execution counts, widget views, functions that a call hands back, and metadata that change from run to run."
     nb = copy.deepcopy(nb)
     for cell in nb["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [o for o in cell["outputs"] if not "".join(o.get("data", {}).get("text/plain", "")).startswith("<function ")]
         for out in cell.get("outputs", []):
             out.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     clean_nb(nb, allowed_cell_metadata_keys=settings().get("allowed_cell_metadata_keys", "jupyter").split(), clean_ids=False)

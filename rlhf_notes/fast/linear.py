@@ -110,7 +110,7 @@ def log_probs(
 ):
     "Values and gradients of `linear_log_probs`, or NotImplemented."
     V, kind = len(weight), hidden.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         cast = [t if t is None or t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind))
                 for t in (hidden, weight, bias)]
         hidden, weight, bias = cast

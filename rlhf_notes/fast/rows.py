@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LARGE', 'FEW', 'forward', 'backward', 'four_of', 'rows', 'new_like', 'rows_backward',
            'usable', 'check_inplace', 'log_prob', 'entropy', 'log_prob_and_entropy',
-           'log_softmax']
+           'draw', 'log_softmax']
 
 # %% ../../nbs/fast/rows.ipynb #export-imports
 from importlib import import_module
@@ -157,6 +157,13 @@ def log_prob_and_entropy(
     "Values and gradients of `log_probs_and_entropy`, or NotImplemented."
     if not usable(logits, temperature): return NotImplemented
     return tuple(_call(logits, index, temperature, mask, True, inplace_backward))
+
+# %% ../../nbs/fast/rows.ipynb #draw
+def draw(logits, temperature, u):  # as the formula's
+    "Tokens, or NotImplemented where no kernel draws them."
+    here = usable(logits, temperature) and fast.has_kernels(logits)
+    if not here or torch.compiler.is_compiling(): return NotImplemented
+    return _backend(logits).draw_rows(logits, temperature, u)
 
 # %% ../../nbs/fast/rows.ipynb #few
 FEW = 128  # tokens that PyTorch's own adds up without a loss

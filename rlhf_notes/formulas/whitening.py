@@ -106,7 +106,8 @@ class RunningMoments:
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"count", "mean", "m2"}:
             raise ValueError(f"state must have the keys 'count', 'mean', 'm2', got {state!r}")
-        mean, m2 = (torch.as_tensor(state[k]).to("cpu", torch.float64) for k in ("mean", "m2"))
+        mean, m2 = (torch.as_tensor(state[k], dtype=torch.float64, device="cpu")
+                    for k in ("mean", "m2"))
         same_shape = mean.shape == m2.shape == self.mean.shape
         if not (same_shape and state["count"] >= 0 and mean.isfinite().all() and (m2 >= 0).all()):
             raise ValueError("state must hold count >= 0, finite mean and m2 >= 0 of shape "

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ..checks import checked
-from ..fast import door, gpt2
+from ..fast import door, gpt2, rows
 from ..formulas.logprob import selective_log_softmax
 from .model import body, check_context, position_ids, to_logits
 
 # %% ../../nbs/language/24_sampling.ipynb #draw
+@door(rows.draw)
 def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this token cannot be drawn
          temperature: float, # What the logits are divided by, > 0
          u: torch.Tensor, # Uniform in [0, 1), (...)

@@ -65,7 +65,12 @@ def _train(config, train, run, is_main):
     np.random.seed(config.seed % 2**32)
     if is_main and isinstance(config, RLHFConfig):
         print("processes:", os.environ.get("WORLD_SIZE", 1), flush=True)
-    summary = train(run)[2]
+    try:
+        summary = train(run)[2]
+    except BaseException:  # of an environment or a reward of one's own, say
+        if (run.path / "checkpoint.pt").exists():
+            print(_next_command(run.config["task"], run.path), file=sys.stderr)
+        raise
     if is_main:
         report(summary, run.path)
     return 130 if summary["interrupted"] else 0
@@ -103,11 +108,13 @@ def report(s: dict, # The summary of a run
     "Print what came of a run."
     print(f"{s['task']}, seed {s['seed']}: {s['steps']} steps in {s['wall_seconds']:.1f} s", end="")
     if s["interrupted"]:
-        print(f", interrupted\ncontinue with: rlhf-notes {s['task']} --resume {path}")
+        print(", interrupted", _next_command(s["task"], path), sep="\n")
         return
     outcome = _control if s["task"] != "rlhf" else _reviews if "true_score" in s else _own_task
     curve = [f"curve: {path / 'curve.svg'}"] * (path / "curve.svg").exists()
     print("", *outcome(s, path), *curve, sep="\n", flush=True)
+
+def _next_command(task, path): return f"continue with: rlhf-notes {task} --resume {path}"
 
 def _own_task(s, path):
     yield f"score {s['score_first']:.3g} at first, {s['score']:.3g} at last"

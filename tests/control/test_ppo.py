@@ -823,11 +823,12 @@ def test_a_film_in_mp4(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_the_callers_default_dtype_and_device_change_nothing(dtype):
+def test_the_callers_default_dtype_and_device_change_nothing(dtype, tmp_path):
     def trained():
         ppo, by_hand = (PPO("CartPole-v1", steps=128, num_envs=2, num_steps=32, minibatches=2, epochs=1, normalize_obs=True, normalize_rewards=True) for _ in range(2))
-        ppo.learn()
-        return by_hand.iterate()["policy_loss"], ppo.rows[-1], ppo.evaluate(3).tolist(), ppo.predict(np.zeros(4, np.float32))
+        ppo.learn().save(tmp_path / "ppo.pt")
+        again = PPO.load(tmp_path / "ppo.pt")
+        return by_hand.iterate()["policy_loss"], ppo.rows[-1], ppo.evaluate(3).tolist(), ppo.predict(np.zeros(4, np.float32)), again.evaluate(3).tolist(), again.scaling.seen.mean.tolist()
     expected = trained()
     torch.set_default_dtype(dtype)
     try:

@@ -11,6 +11,7 @@ from rlhf_notes import fast
 from rlhf_notes.fast import linear, rows
 from rlhf_notes.formulas import advantage
 from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
+from rlhf_notes.language.sampling import draw
 from strategies import normal, random_mask, value_and_grad
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,7 +54,7 @@ def test_triton_that_cannot_work_is_left_aside_with_one_warning(monkeypatch, rec
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_kernels_in_the_interpreter():
     p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(__file__), timeout=300)
-    assert p.returncode == 0 and "11 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
+    assert p.returncode == 0 and "12 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
 
 
 @triton
@@ -62,9 +63,9 @@ def test_kernels_in_the_interpreter():
 def test_kernels_compile_for_gpus(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
-    numbers = {"per_part": "i32", "stride_part": "i64", "stride_row": "i32", "stride_out": "i32", "inv_temperature": "fp32", "gamma": "fp32", "decay": "fp32", "I": "*i64", "TERMINATED": "*i1", "DONE": "*i1"}
+    numbers = {"per_part": "i32", "stride_part": "i64", "stride_row": "i32", "stride_out": "i32", "inv_temperature": "fp32", "gamma": "fp32", "decay": "fp32", "I": "*i64", "TOKEN": "*i64", "TERMINATED": "*i1", "DONE": "*i1"}
     sizes = dict(BLOCK=256, COLUMNS=8)
-    for kernel, pointers, constants in ((kernels._forward, dict(Z="*bf16", V="i32"), dict(ENTROPY=True, LANES=1024)), (kernels._backward, dict(Z="*bf16", OUT="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)),
+    for kernel, pointers, constants in ((kernels._forward, dict(Z="*bf16", V="i32"), dict(ENTROPY=True, LANES=1024)), (kernels._backward, dict(Z="*bf16", OUT="*bf16", V="i32"), dict(ENTROPY=True, BLOCK=4096)), (kernels._draw, dict(Z="*bf16", V="i32"), dict(BLOCK=4096)),
                                         (kernels._scan, {}, sizes), (kernels._gae, {}, sizes)):
         names = kernel.arg_names
         known = numbers | pointers | {n: "i32" for n in names if n in ("T", "N") or n.endswith(("_t", "_n"))}
@@ -142,6 +143,24 @@ def test_impossible_words_masks_and_nan():
     _, (g,) = value_and_grad(lambda z: selective_log_softmax(z, i.clamp(max=1), mask=m)[[0, 2, 3]], z)
     assert g.isfinite().all() and (g[[1, 2, 4]] == 0).all() and g[0, 2] == 0
     assert selective_log_softmax(z, i + 3)[:1].isnan().all()                     # beyond the vocabulary
+
+
+@inside
+def test_a_token_is_the_first_at_which_the_sum_reaches_1_minus_u():
+    "Whatever the layout, and never one that is impossible, at the ends of u neither."
+    u = torch.cat([torch.tensor([0.0, 1 - 2.0**-24]), torch.arange(1, 23) / 23]).view(4, 6)
+    whole = normal(0, (4, 6, 9000), scale=3.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for z, temperature in ((whole[..., :37], 1.0), (whole[:, :, 64:], 0.7), (whole[..., :4097], 2.0), (whole.mT.contiguous().mT, 1.0), (whole[..., :1], 1.0), (whole + 1e3, 1.0)):
+            possible = torch.arange(z.shape[-1]) % 7 % 3 == 0
+            z = z.to(dtype).masked_fill(~possible, -math.inf)
+            tokens = draw(z, temperature, u)
+            p = (z.double() / temperature).softmax(-1)
+            at, here = (x.gather(-1, tokens[..., None])[..., 0] for x in (p.cumsum(-1), p))
+            assert tokens.dtype == torch.int64 and tokens.shape == u.shape and possible[tokens].all()
+            assert (at >= 1 - u.double() - 1e-6).all() and (at - here <= 1 - u.double() + 1e-6).all()
+    nothing = torch.stack([torch.full((300,), math.nan), torch.full((300,), -math.inf)])
+    assert draw(nothing, 1.0, torch.zeros(2)).tolist() == [299, 299]                # as the formula's
 
 
 @inside

@@ -49,7 +49,9 @@ def test_the_default_device_changes_nothing(name):
 def test_moments_stay_where_they_are_and_in_double_precision():
     torch.set_default_dtype(torch.float16)
     try:
-        with torch.device("meta"): moments = rn.RunningMoments((2,))
+        with torch.device("meta"):
+            moments = rn.RunningMoments((2,))
+            moments.load_state_dict(rn.RunningMoments((2,)).state_dict())
     finally: torch.set_default_dtype(torch.float32)
     moments.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     assert moments.mean.dtype == torch.float64 and moments.mean.tolist() == [2, 4] and moments.var.tolist() == [1, 4]

@@ -297,6 +297,15 @@ def test_the_default_dtype_and_device_change_nothing(way, dtype):
 
 
 @ways
+@pytest.mark.parametrize("R", [3, 3000])
+def test_meta_tensors_give_shapes(way, R):
+    with torch.device("meta"): h, W, b, i, m = torch.empty(R, 8, dtype=torch.bfloat16), torch.empty(999, 8, dtype=torch.bfloat16), torch.empty(999), torch.empty(R, dtype=torch.int64), torch.empty(R, dtype=torch.bool)
+    with way():
+        for y in (*linear_log_probs(h, W, i, b, entropy=True, mask=m), linear_log_probs(h, W, i, chunk=7), *log_probs_and_entropy(h @ W.T, i, mask=m)):
+            assert (y.shape, y.dtype, y.device.type) == ((R,), torch.float32, "meta")
+
+
+@ways
 @pytest.mark.parametrize("call, error, words", [
     (lambda z, i: selective_log_softmax(z.tolist(), i), TypeError, "logits must be a torch.Tensor, got list"),
     (lambda z, i: selective_log_softmax(z.long(), i), TypeError, "logits must have a floating-point dtype, got torch.int64"),

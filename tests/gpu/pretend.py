@@ -426,7 +426,7 @@ def with_kernels(pretended, monkeypatch):
     from rlhf_notes import fast
     from rlhf_notes.fast import kernels, rows
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("_forward", "_backward", "_scan", "_gae"): monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
+    for name in ("_forward", "_backward", "_draw", "_scan", "_gae"): monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
     monkeypatch.setattr(rows, "LARGE", 0)
     fast._runs.cache_clear()
     yield
