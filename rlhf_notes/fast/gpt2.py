@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attention
 
 from .. import fast
@@ -247,26 +247,18 @@ class Recorded:
         key = tokens.shape, numbers, _dtype(lm), *(p.data_ptr() for p in self.policy.parameters())
         with torch.cuda.device_of(tokens):
             if key != self.key:
-                # made here: gradients are added on this stream, not on that of the recording
-                self.nodes = [get_gradient_edge(p).node for p in self.policy.parameters()
-                              if p.requires_grad]
                 self.replay, self.key = _passes(self.policy, numbers, inputs), key
-            return [x.clone() for x in self.replay(*inputs)]
-
-class _Numbered(nn.Module):
-    "A policy whose numbers are given."
-    def __init__(self, policy, numbers):
-        super().__init__()
-        self.policy, self.numbers = policy, numbers
-
-    def forward(self, tokens, mask, response_mask):
-        return self.policy(tokens, mask, *self.numbers, response_mask)
+            return [x.clone() for x in self.replay(*inputs, *self.policy.parameters())]
 
 def _passes(policy, numbers, inputs):
-    "Both passes, recorded with memory of their own for the inputs."
-    buffers = tuple(x.clone() for x in inputs)
+    "Both passes, recorded with memory of their own for the inputs, and with that of the weights."
+    names, weights = zip(*policy.named_parameters())
+    def forward(tokens, mask, response_mask, *weights):
+        call = tokens, mask, *numbers, response_mask
+        return functional_call(policy, dict(zip(names, weights)), call)
+    # other leaves: a weight's own adds up its gradient on the stream that saw it first
+    leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
     dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
-        return torch.cuda.make_graphed_callables(_Numbered(policy, numbers), buffers,
-                                                 allow_unused_input=True)
-
+        buffers = *(x.clone() for x in inputs), *leaves
+        return torch.cuda.make_graphed_callables(forward, buffers, allow_unused_input=True)

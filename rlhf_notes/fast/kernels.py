@@ -142,7 +142,7 @@ def draw_rows(
     with torch.cuda.device_of(z):
         if rows:
             _draw[(rows,)](z, u.contiguous(), base, total, token, V, *layout, 1 / temperature,
-                           BLOCK=_lanes(V, 4096), num_warps=8)
+                           BLOCK=_lanes(V, 4096), num_warps=4)
     return token
 
 # %% ../../nbs/fast/kernels.ipynb #scan

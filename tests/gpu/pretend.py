@@ -328,7 +328,7 @@ def capture(graph, stream=None):
 def make_graphed_callables(f, inputs, allow_unused_input=False):
     "The same function, if neither it nor its gradient waits while it is recorded."
     with capture(CUDAGraph()): outputs = f(*inputs)
-    with capture(CUDAGraph()): torch.autograd.grad(sum(y.sum() for y in outputs if y.requires_grad), [p for p in f.parameters() if p.requires_grad], allow_unused=allow_unused_input)
+    with capture(CUDAGraph()): torch.autograd.grad(sum(y.sum() for y in outputs if y.requires_grad), [x for x in inputs if x.requires_grad], allow_unused=allow_unused_input)
     STATE.recorded += 1
     return f
 
