@@ -8,6 +8,7 @@ __all__ = ['is_plain', 'Block', 'states', 'Fused', 'Elementwise', 'Decoder', 'de
 
 # %% ../../nbs/fast/gpt2.ipynb #export-imports
 import functools
+import warnings
 from weakref import WeakKeyDictionary
 
 import torch
@@ -259,6 +260,7 @@ def _passes(policy, numbers, inputs):
     # other leaves: a weight's own adds up its gradient on the stream that saw it first
     leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
     dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-    with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+    with torch.autocast("cuda", dtype, enabled, cache_enabled=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The AccumulateGrad node")  # of PyTorch's warming up
         buffers = *(x.clone() for x in inputs), *leaves
         return torch.cuda.make_graphed_callables(forward, buffers, allow_unused_input=True)

@@ -48,6 +48,7 @@ torch.cuda.make_graphed_callables = make_graphed_callables
 
 def pytest_collection_modifyitems(items):
     "A recording must not change the stream on which a weight's gradient is added up."
+    torch.set_warn_always(True)
     for item in items: item.add_marker(pytest.mark.filterwarnings("error:The AccumulateGrad node"))
 
 
