@@ -52,12 +52,13 @@ def _check_envs(envs, env):
     if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
         envs.close()
         raise ValueError(f"env must have Box observations of at least one number, got {env!r} "
-                         f"with {space}")
+                         f"with {space} (gymnasium.wrappers.FlattenObservation makes them)")
     singles = [id(single.unwrapped) for single in getattr(envs, "envs", ())]
     if len(set(singles)) < len(singles):
         raise ValueError(f"env must make a new environment at each call, got {env!r}, "
                          "which returns the same one again")
-    with _naming(env, "whose reset and step are as Gymnasium's API has them"):
+    with _naming(env, "whose reset and step are as Gymnasium's API has them, "
+                     f"with observations of shape {space.shape}"):
         obs = envs.reset(seed=0)[0].copy()
         after, reward, *_ = envs.step(envs.action_space.sample())
         for name, x in ("observation", obs), ("observation", after), ("reward", reward):

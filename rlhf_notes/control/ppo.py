@@ -9,10 +9,8 @@ __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'batch_loss', 'Batch', 'make_
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import math
-import pickle
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import gymnasium as gym
@@ -295,9 +293,11 @@ class PPO:
     @classmethod
     def load(cls, path, **options): # From `save`; env if it was no name, device="cpu" if need be
         "A trainer as it was saved, to predict, evaluate or learn on."
-        saved = None
-        with suppress(pickle.UnpicklingError, RuntimeError, EOFError):
+        try:
             saved = torch.load(path, weights_only=True, map_location="cpu")
+        except OSError: raise
+        except Exception:  # whatever torch says of another file
+            saved = None
         if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
             raise ValueError(f"path must be a file that PPO.save has written, got {path}")
         ppo = cls(**{**saved["config"], **options})

@@ -152,11 +152,14 @@ def own_choices(task: Prompts, # Of the prompts of `rows`, in their order
     names, ids = ("chosen", "rejected"), []
     end, T = [task.tokenizer.eos_token_id], task.response_length
     if end == [None]: raise ValueError("tokenizer must have a token for the end of a text")
+    if not rows[0].keys() >= set(names):
+        raise ValueError("prompts must have the columns prompt, chosen and rejected, got "
+                         f"{', '.join(rows[0])}")
     for i, row in enumerate(rows):
         for name in names:
-            if not isinstance(row.get(name), str):
+            if not isinstance(row[name], str):
                 raise ValueError(f"prompts must have a {name} response, a string, got "
-                                 f"{row.get(name)!r} in prompts[{i}]")
+                                 f"{row[name]!r} in prompts[{i}]")
         texts = task.tokenizer([row[name] for name in names], add_special_tokens=False)
         ids += [text + end for text in texts["input_ids"]]
         longest = max(map(len, ids[-2:]))

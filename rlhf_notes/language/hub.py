@@ -38,7 +38,8 @@ def load_model(model: str | Path | nn.Module, # A directory, a name on the hub, 
         lm, name = _from_directory(str(model)), str(model)
         tokenizer = tokenizer or name
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = _load("tokenizer", "AutoTokenizer", str(tokenizer))
+        option = "model" if tokenizer == name else "tokenizer"
+        tokenizer = _load("tokenizer", "AutoTokenizer", str(tokenizer), option)
     if tokenizer is None:
         raise ValueError(f"tokenizer must come with a model that is a module, got None for {name}")
     head = getattr(lm, "get_output_embeddings", lambda: None)()

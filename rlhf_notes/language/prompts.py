@@ -131,7 +131,9 @@ class Prompts:
 
     def score(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
         "The sum of the user's rewards; NaN where there is none."
-        if not self.rewards: raise ValueError("reward must be a function to learn from, got None")
+        if not self.rewards:
+            raise ValueError("reward must be a function to learn from, got none (DPO learns from "
+                             "pairs)")
         rows = [self.row_of[tuple(p)] for p in prompts.tolist()]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         given, said = columns.pop("prompt"), self.decode(responses)
@@ -179,7 +181,7 @@ def reward_functions(reward, # A function or a reward model; or a list of those 
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in parts]
     for part in parts:
         known = len(part) == 2 and (callable(part[0]) or isinstance(part[0], (str, Path)))
-        if not known or not isinstance(part[1], (int, float)):
+        if not (known and isinstance(part[1], (int, float)) and math.isfinite(part[1])):
             raise ValueError("reward must be a function or a reward model, or a list of those and "
                              f"of pairs (function, weight), got {part!r}")
     def is_model(f): return isinstance(f, (str, Path)) or hasattr(f, "config")

@@ -65,12 +65,18 @@ def test_autoreset_mode():
     (lambda: make_envs("CartPole", 2), r"got 'CartPole': No registered env with id: CartPole \(one of your own is module:Name-v0\)$"),
     (lambda: make_envs("no_such_module:CartPole-v1", 2), "env must be an environment that Gymnasium can make"),
     (lambda: make_envs("FrozenLake-v1", 2), "env must have Box observations of at least one number, got 'FrozenLake-v1' with Discrete"),
-    (lambda: make_envs("Blackjack-v1", 2), "env must have Box observations of at least one number, got 'Blackjack-v1' with Tuple"),
+    (lambda: make_envs("Blackjack-v1", 2), "env must have Box observations of at least one number, got 'Blackjack-v1' with Tuple.* \\(gymnasium.wrappers.FlattenObservation makes them\\)$"),
     (lambda: make_envs("CartPole-v1", 2, "threads"), "vectorization must be one of 'auto', 'sync', 'async', got 'threads'"),
     (lambda: make_envs("CartPole-v1", 0), "num_envs must be .* got 0"),
 ])
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words): call()
+
+
+def test_a_wrapper_makes_numbers_of_any_observation():
+    make = lambda **options: gym.wrappers.FlattenObservation(gym.make("Blackjack-v1", **options))
+    envs = make_envs(make, 2)
+    assert envs.reset(seed=0)[0].shape == (2, 32 + 11 + 2)
 
 
 def test_an_observation_has_a_number(monkeypatch):
@@ -140,7 +146,7 @@ def test_an_environment_with_another_api_is_named(monkeypatch, name, wrong, requ
     if "reward" in request.node.name and np.lib.NumpyVersion(np.__version__) < "2.4.0": pytest.skip("an older NumPy takes an array of one number for a number")
     kind = type("Odd", (Guessed,), {name: wrong})
     monkeypatch.setitem(gym.registry, "Odd-v0", gym.envs.registration.EnvSpec("Odd-v0", kind, disable_env_checker=True, order_enforce=False))
-    with pytest.raises(ValueError, match="^env must be an environment whose reset and step are as Gymnasium's API has them, got 'Odd-v0': ."): make_envs("Odd-v0", 2)
+    with pytest.raises(ValueError, match="^env must be an environment whose reset and step are as Gymnasium's API has them, with observations of shape \\(2,\\), got 'Odd-v0': ."): make_envs("Odd-v0", 2)
 
 
 @pytest.mark.parametrize("env", [None, 3, b"CartPole-v1", gym.make_vec("CartPole-v1", 2)])

@@ -672,9 +672,11 @@ def test_load_may_change_options_and_refuses_other_files(tmp_path):
     assert PPO.load(tmp_path / "ppo.pt", epochs=1).config == replace(SMALL, epochs=1)
     torch.save({"agent": 1}, tmp_path / "other.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "hi.pt").write_text("hi")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "ppo.pt").read_bytes()[:2000])
     (tmp_path / "empty.pt").touch()
-    for name in ("other", "text", "cut", "empty"):
+    with pytest.raises(FileNotFoundError): PPO.load(tmp_path / "nowhere.pt")
+    for name in ("other", "text", "hi", "cut", "empty"):
         with pytest.raises(ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"): PPO.load(tmp_path / f"{name}.pt")
     for options in (dict(hidden=32), dict(env="Pendulum-v1")):
         with pytest.raises(ValueError, match="^the options are not those of the saved networks: "): PPO.load(tmp_path / "ppo.pt", **options)

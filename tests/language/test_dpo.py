@@ -143,7 +143,7 @@ def test_a_trained_policy_loads(tmp_path):
 
 
 @pytest.mark.parametrize("rows, words", [
-    ([dict(prompt="about")], r"prompts must have a chosen response, a string, got None in prompts\[0\]"),
+    ([dict(prompt="about", chosen="about", rejectd="about")], "prompts must have the columns prompt, chosen and rejected, got prompt, chosen, rejectd$"),
     ([OWN[0], OWN[0] | dict(rejected=3)], r"prompts must have a rejected response, a string, got 3 in prompts\[1\]"),
     ([OWN[0], OWN[1] | dict(chosen="it was good and it was good .")], r"max_new_tokens must hold each response with its end, 9 tokens in prompts\[1\], got 6"),
     ([], "prompts must not be empty"), ([7], r"prompts must be strings.*prompts\[0\]")])

@@ -222,6 +222,7 @@ def test_a_model_that_looks_ahead_or_forgets_is_refused():
     (lambda d: load_model(str(d / "nothing")), "model must be a directory or a name on the hub .* got '.*nothing'"),
     (lambda d: load_model(""), "got ''"),
     (lambda d: load_model(saved(tiny(), d)), "model must have a tokenizer of its own|with a tokenizer that transformers can load"),
+    (lambda d: load_model(tiny(), str(d / "nothing")), "^tokenizer must be a directory or a name on the hub .* got '.*nothing'"),
     (lambda d: load_model(tiny()), "tokenizer must come with a model that is a module, got None for GPT2LMHeadModel"),
     (lambda d: load_model(tiny().requires_grad_(False), tokenizer()), "must have weights to train, got 'GPT2LMHeadModel' with all of them frozen"),
     (lambda d: load_model(saved(tiny(), d, tokenizer([f"w{i}" for i in range(50)]))), "must have a tokenizer of its own, got one with tokens up to 49 for a model with 37 tokens"),
