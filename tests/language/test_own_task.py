@@ -175,6 +175,7 @@ def test_prompts_from_a_file(tmp_path):
     (tmp_path / "p.txt").write_text("w3\n\nw4 w5\n")
     assert read_prompts(tmp_path / "p.jsonl") == rows == read_prompts(iter(rows))
     assert read_prompts(str(tmp_path / "p.txt")) == [dict(prompt="w3"), dict(prompt="w4 w5")]
+    with pytest.raises(ValueError, match="prompts must be a .jsonl file or a text with a prompt on each line, got p.csv"): read_prompts("p.csv")
     (tmp_path / "windows.JSON").write_bytes(b'\xef\xbb\xbf{"prompt": "w3", "n": 1}\r\n\r\n{"prompt": "w4", "n": 2}\r\n')
     assert read_prompts(tmp_path / "windows.JSON") == rows
 
