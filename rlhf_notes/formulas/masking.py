@@ -10,7 +10,7 @@ __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'cent
 import torch
 from torch import Tensor
 
-from ..checks import at_least_float32, check_value, checked, sum_over
+from ..checks import at_least_float32, check_value, checked, over_dim
 
 # %% ../../nbs/formulas/01_masking.ipynb #apply-mask
 @checked(x="real (...)", mask="bool (...)?")
@@ -30,7 +30,7 @@ def masked_sum(
     keepdim: bool = False,  # True keeps them, with size 1
 ) -> Tensor:  # float32 or better, without `dim`; 0-dim if `dim` is None
     "Sum of the elements that count; 0 where none does."
-    return sum_over(apply_mask(at_least_float32(x), mask), dim, keepdim)
+    return over_dim(torch.sum, apply_mask(at_least_float32(x), mask), dim, keepdim)
 
 # %% ../../nbs/formulas/01_masking.ipynb #mean
 @checked(x="real (...)", mask="bool (...)?", keepdim="flag")
@@ -41,9 +41,9 @@ def masked_mean(
     keepdim: bool = False,  # True keeps them, with size 1
 ) -> Tensor:  # float32 or better, without `dim`; 0-dim if `dim` is None
     "Mean of the elements that count; 0 where none does."
+    if mask is None and x.numel(): return over_dim(torch.mean, at_least_float32(x), dim, keepdim)
     total = masked_sum(x, mask, dim, keepdim)
-    if mask is None: return total / max(x.numel() // max(total.numel(), 1), 1)
-    return total / mask.sum(dim, keepdim).clamp(min=1)
+    return total if mask is None else total / mask.sum(dim, keepdim).clamp(min=1)
 
 # %% ../../nbs/formulas/01_masking.ipynb #centre
 @checked(x="real (...)", mask="bool (...)?")
