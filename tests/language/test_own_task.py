@@ -158,6 +158,9 @@ def test_any_kind_of_tokenizer_reads_as_it_does_alone(kind, tmp_path):
     t.save(tmp_path / "policy")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")(prompts)["input_ids"] == expected
     assert RLHF.load(tmp_path / "policy").generate(prompts) == t.generate(prompts)
+    (tmp_path / "policy" / "rlhf.json").write_text("{")
+    for path in (tmp_path / "policy", tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=f"^path must be a directory that RLHF.save has written, got {path}: "): RLHF.load(path)
 
 
 def test_chats_take_the_tokenizers_template_and_no_second_bos():
