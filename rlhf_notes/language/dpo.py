@@ -19,7 +19,7 @@ from .config import RLHFConfig
 from .model import Policy, adapter_off, autocast
 from .reward_model import ask_human
 from .rlhf import RLHF
-from .prompts import Prompts, read_prompts
+from .prompts import Prompts, read_prompts, token_ids
 from ..training.devices import usual_defaults
 from ..training.seeds import seeded_generator
 
@@ -160,8 +160,8 @@ def own_choices(task: Prompts, # Of the prompts of `rows`, in their order
             if not isinstance(row[name], str):
                 raise ValueError(f"prompts must have a {name} response, a string, got "
                                  f"{row[name]!r} in prompts[{i}]")
-        texts = task.tokenizer([row[name] for name in names], add_special_tokens=False)
-        ids += [text + end for text in texts["input_ids"]]
+        texts = token_ids(task.tokenizer, [row[name] for name in names], special=False)
+        ids += [text + end for text in texts]
         longest = max(map(len, ids[-2:]))
         if longest > T:
             raise ValueError(f"max_new_tokens must hold each response with its end, {longest} "

@@ -146,6 +146,7 @@ def test_a_trained_policy_loads(tmp_path):
     ([dict(prompt="about", chosen="about", rejectd="about")], "prompts must have the columns prompt, chosen and rejected, got prompt, chosen, rejectd$"),
     ([OWN[0], OWN[0] | dict(rejected=3)], r"prompts must have a rejected response, a string, got 3 in prompts\[1\]"),
     ([OWN[0], OWN[1] | dict(chosen="it was good and it was good .")], r"max_new_tokens must hold each response with its end, 9 tokens in prompts\[1\], got 6"),
+    ([OWN[0], OWN[1] | dict(chosen="it was delightful .")], "prompts must be texts that the tokenizer can read, got 'it was delightful .'"),
     ([], "prompts must not be empty"), ([7], r"prompts must be strings.*prompts\[0\]")])
 def test_preferences_that_cannot_be_used(rows, words):
     with pytest.raises(ValueError, match=words): D.DPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")

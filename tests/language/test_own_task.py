@@ -21,6 +21,7 @@ from rlhf_notes.language.model import make_gpt2, no_dropout
 from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
 from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
+from rlhf_notes.language.task import make_tokenizer
 from rlhf_notes.studies.trainings import new_training, old_training
 from rlhf_notes.training.runs import Run
 
@@ -206,6 +207,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
     (lambda: own(prompts=dict(prompt=["w3"])), "prompts must be a list, a dataset or the path of a file, got {'prompt'"),
     (lambda: own(prompts=None), "prompts must be a list, a dataset or the path of a file, got None"),
     (lambda: own(prompts=[CHAT], tok=tokenizer("{{ raise_exception('no') }}")), "prompts must be chats that the tokenizer's template takes, got TemplateError: no"),
+    (lambda: Prompts(make_tokenizer(), ["about the film", "about the new cook"], count, 4), "prompts must be texts that the tokenizer can read, got 'about the new cook' .*WordLevel error"),
     (lambda: own().generate("w3 w4"), "prompts must be a list or the path of a file, got w3 w4"),
     (lambda: own().generate([]), "prompts must not be empty, got none"),
     (lambda: own(prompts=[], reward=count).learn(), "prompts must not be empty, got none to learn from"),
@@ -221,7 +223,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
     (lambda: own(reward=lambda p, r: [10**400] * len(r)).learn(), r"reward must return a list of numbers, .* got .*OverflowError"),
     (lambda: own(reward=lambda p, r: [-math.inf] * len(r)).learn(), r"reward must return finite numbers, .* got \[-inf"),
     (lambda: own(reward=lambda p, r: 1.0).learn(), "reward must return a list of numbers, .* got 1.0"),
-    (lambda: own(reward=lambda p, r: {}["x"]).learn(), r"reward must return a list of numbers, .* got nothing \(KeyError: 'x'\)"),
+    (lambda: own(reward=lambda p, r: {}["x"]).learn(), r"reward must return a list of numbers, .* got nothing \(KeyError: 'x', line \d+ of .*test_own_task.py\)"),
 ])
 def test_what_cannot_be_is_refused_by_name(call, words):
     with pytest.raises(ValueError, match=words): call()
