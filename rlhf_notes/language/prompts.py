@@ -43,6 +43,9 @@ def read_prompts(prompts, # Prompts or dicts with a "prompt"; or the path of a f
     return found
 
 def _lines(path):
+    if path.suffix.lower() == ".csv":
+        raise ValueError("prompts must be a .jsonl file or a text with a prompt on each line, got "
+                         f"{path}")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeError) as e:

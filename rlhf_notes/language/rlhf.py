@@ -333,8 +333,12 @@ class RLHF(RLHFLoop):
              reward=None, # As for `RLHF`
             ) -> "RLHF": # The saved policy is the new reference
         "A saved policy, ready to generate; with prompts and a reward, to learn further."
-        trainer = cls.__new__(cls)
-        config = RLHFConfig(**json.loads((Path(path) / "rlhf.json").read_text(encoding="utf-8")))
+        try:
+            saved = json.loads((Path(path) / "rlhf.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise ValueError("path must be a directory that RLHF.save has written, got "
+                             f"{path}: {e}") from e
+        trainer, config = cls.__new__(cls), RLHFConfig(**saved)
         trainer._from_prompts(config, path, None, prompts, reward)
         return trainer
 

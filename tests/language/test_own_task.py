@@ -158,6 +158,9 @@ def test_any_kind_of_tokenizer_reads_as_it_does_alone(kind, tmp_path):
     t.save(tmp_path / "policy")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")(prompts)["input_ids"] == expected
     assert RLHF.load(tmp_path / "policy").generate(prompts) == t.generate(prompts)
+    (tmp_path / "policy" / "rlhf.json").write_text("{")
+    for path in (tmp_path / "policy", tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=f"^path must be a directory that RLHF.save has written, got {path}: "): RLHF.load(path)
 
 
 def test_chats_take_the_tokenizers_template_and_no_second_bos():
@@ -175,6 +178,7 @@ def test_prompts_from_a_file(tmp_path):
     (tmp_path / "p.txt").write_text("w3\n\nw4 w5\n")
     assert read_prompts(tmp_path / "p.jsonl") == rows == read_prompts(iter(rows))
     assert read_prompts(str(tmp_path / "p.txt")) == [dict(prompt="w3"), dict(prompt="w4 w5")]
+    with pytest.raises(ValueError, match="prompts must be a .jsonl file or a text with a prompt on each line, got p.csv"): read_prompts("p.csv")
     (tmp_path / "windows.JSON").write_bytes(b'\xef\xbb\xbf{"prompt": "w3", "n": 1}\r\n\r\n{"prompt": "w4", "n": 2}\r\n')
     assert read_prompts(tmp_path / "windows.JSON") == rows
 
