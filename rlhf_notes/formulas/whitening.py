@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_value, checked
-from .masking import apply_mask, centre, masked_mean
+from .masking import apply_mask, centre, masked_mean, masked_sum
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
 @checked(x="float (...)", mask="bool (...)?", shift_mean="flag", unbiased="flag", eps="[0, inf)")
@@ -23,11 +23,11 @@ def whiten(
     eps: float = 1e-8,  # added to the variance, in units of x squared, >= 0
 ) -> Tensor:  # (...), float32 or better: variance 1 over what counts; 0 where the mask is False
     "(x - mean) / sqrt(var + eps), the mean removed or kept (code of Ziegler et al. 2019)."
-    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    count = masked_sum(torch.ones_like(x), mask)
     mean, deviation = masked_mean(x, mask), centre(x, mask)
     size = pad(deviation.detach().abs().flatten(), (0, 1)).amax().clamp(min=max(eps**0.5, 1e-20))
     deviation, eps = deviation / size, eps / size / size
-    var = deviation.square().sum() / (mask.sum() - int(unbiased)).clamp(min=1)
+    var = deviation.square().sum() / (count - int(unbiased)).clamp(min=1)
     whitened = deviation * (var + eps).clamp(min=1e-20).rsqrt()
     return whitened if shift_mean else apply_mask(whitened + mean, mask)
 
