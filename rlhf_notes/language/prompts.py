@@ -66,7 +66,7 @@ def _is_prompt(x):
     messages = isinstance(x, list) and x and all(isinstance(m, dict) for m in x)
     return isinstance(x, str) or messages and all({"role", "content"} <= m.keys() for m in x)
 
-# %% ../../nbs/language/31_prompts.ipynb #prompts
+# %% ../../nbs/language/31_prompts.ipynb #token-ids
 def token_ids(tokenizer, # Of transformers
               texts: list, # Strings
               special: bool, # Put the tokenizer's tokens around each text?
@@ -79,6 +79,7 @@ def token_ids(tokenizer, # Of transformers
         raise ValueError("prompts must be texts that the tokenizer can read, got "
                          f"{texts[0]!r} ({e})") from e
 
+# %% ../../nbs/language/31_prompts.ipynb #prompts
 class Prompts:
     "Prompts and a reward function as a task for `RLHF`."
     special_tokens = True
