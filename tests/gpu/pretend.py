@@ -326,7 +326,8 @@ def capture(graph, stream=None):
 
 
 def make_graphed_callables(f, inputs, allow_unused_input=False):
-    "The same function, if neither it nor its gradient waits while it is recorded."
+    "The same function, if neither it nor its gradient waits while it is recorded; no leaf is a weight that learns, whose gradient would be added up on the recording's stream."
+    assert all(x.grad is None for x in inputs)
     with capture(CUDAGraph()): outputs = f(*inputs)
     with capture(CUDAGraph()): torch.autograd.grad(sum(y.sum() for y in outputs if y.requires_grad), [x for x in inputs if x.requires_grad], allow_unused=allow_unused_input)
     STATE.recorded += 1
