@@ -121,8 +121,8 @@ def _tensor(name, kind, dims):
         dims = one if absent else many
         if dims not in seen:
             _match(name, x, dims, at, seen)
-        shape, first = seen[dims]
-        if shape != x.shape:
+        elif x.shape != seen[dims][0]:
+            shape, first = seen[dims]
             raise ValueError(f"{name} must have the shape of {first}, {tuple(shape)}, "
                              f"got {tuple(x.shape)}")
         return at_least_float32(x) if kind == "float" else x
@@ -130,9 +130,10 @@ def _tensor(name, kind, dims):
 
 def _match(name, x, dims, at, seen):
     "Match the shape of x with the pattern, and with the sizes of its letters seen before."
-    sizes, extra = list(x.shape), x.ndim - len(dims) + 1
-    if at is not None and extra >= 0:
-        sizes[at:at + extra] = [tuple(sizes[at:at + extra])]
+    sizes = tuple(x.shape)
+    if at is not None and x.ndim >= len(dims) - 1:
+        end = at + x.ndim - len(dims) + 1
+        sizes = *sizes[:at], sizes[at:end], *sizes[end:]
     if len(sizes) != len(dims): raise _misfit(name, x, dims)
     for dim, size in zip(dims, sizes):
         known, first = seen.setdefault(dim, (size, name))
