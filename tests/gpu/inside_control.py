@@ -7,6 +7,7 @@ from rlhf_notes.control.ppo import PPO
 from same import assert_rows
 
 SMALL = {"CartPole-v1": dict(num_envs=8, num_steps=16, steps=8 * 16 * 3), "Pendulum-v1": dict(num_envs=4, num_steps=32, steps=4 * 32 * 3)}
+slow = pytest.mark.slow  # `make test-all` alone
 each_env = pytest.mark.parametrize("env", SMALL)
 
 
@@ -14,7 +15,7 @@ def make(env, device): return PPO(env, device=device, eval_episodes=4, **SMALL[e
 
 
 @each_env
-@pytest.mark.parametrize("device", ["cuda", pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU"))])
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cuda:1", marks=[slow, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")])])
 def test_the_first_iterations_are_those_of_the_cpu(env, device):
     ours, cpu = make(env, device), make(env, "cpu")
     for _ in range(2): assert_rows([ours.iterate()], [cpu.iterate()])
@@ -23,7 +24,7 @@ def test_the_first_iterations_are_those_of_the_cpu(env, device):
 
 
 @each_env
-@pytest.mark.parametrize("start, then", [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+@pytest.mark.parametrize("start, then", [("cuda", "cpu"), ("cpu", "cuda"), pytest.param("cuda", "cuda", marks=slow)])
 def test_a_saved_training_goes_on_where_it_is_loaded(env, start, then, tmp_path):
     ppo = make(env, start)
     ppo.iterate()
