@@ -64,8 +64,7 @@ class Batch:
     returns: torch.Tensor    # Targets of the values, (B,)
 
     def __len__(self): return len(self.logp)
-    def __getitem__(self, rows):
-        return Batch(*(x.index_select(0, rows) for x in vars(self).values()))
+    def __getitem__(self, rows): return Batch(*(x[rows] for x in vars(self).values()))
 
 # %% ../../nbs/control/19_ppo.ipynb #make-batch
 @torch.no_grad()
