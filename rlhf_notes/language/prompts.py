@@ -177,8 +177,9 @@ def _call(function, prompts, responses, columns):
         # + 0.0, since float takes strings
         numbers = torch.tensor([math.nan if x is None else float(x + 0.0) for x in values])
     except Exception as e:
-        last = traceback.extract_tb(e.__traceback__)[-1]
-        here = "" if last.filename == __file__ else f", line {last.lineno} of {last.filename}"
+        frames = traceback.extract_tb(e.__traceback__)
+        last, theirs = frames[-1], frames[-1].filename != frames[0].filename
+        here = f", line {last.lineno} of {last.filename}" if theirs else ""
         error = shorten(f"{type(e).__name__}: {e}", 250) + here
         raise ValueError("reward must return a list of numbers, with None where there is no score, "
                          f"got {shorten(str(values), 80)} ({error})") from e
