@@ -245,11 +245,12 @@ class Recorded:
         usable = fast.is_open and first and torch.is_grad_enabled() and lm is not None
         if not (usable and is_plain(lm) and _takes_masks(lm)):
             return self.policy(tokens, mask, *numbers, response_mask)
-        key = tokens.shape, numbers, _dtype(lm), *(p.data_ptr() for p in self.policy.parameters())
+        weights = [*self.policy.parameters()]
+        key = tokens.shape, numbers, _dtype(lm), *(w.data_ptr() for w in weights)
         with torch.cuda.device_of(tokens):
             if key != self.key:
                 self.replay, self.key = _passes(self.policy, numbers, inputs), key
-            return [x.clone() for x in self.replay(*inputs, *self.policy.parameters())]
+            return [x.clone() for x in self.replay(*inputs, *weights)]
 
 def _passes(policy, numbers, inputs):
     "Both passes, recorded with memory of their own for the inputs, and with that of the weights."
