@@ -22,11 +22,15 @@ def _bounded(x):
 def _finite(top):
     return tl.where(top == float("-inf"), 0.0, top)
 
+@triton.jit
+def _start(Z, row, per_part, stride_part, stride_row):
+    return Z + (row // per_part) * stride_part + (row % per_part) * stride_row
+
 @triton.jit(do_not_specialize=["per_part", "stride_part"])
 def _forward(Z, I, LOGP, H, BASE, TOTAL, V, per_part, stride_part, stride_row, inv_temperature,
              ENTROPY: tl.constexpr, LANES: tl.constexpr):
     row, scale = tl.program_id(0).to(tl.int64), inv_temperature * _LOG2_E
-    z_row = Z + (row // per_part) * stride_part + (row % per_part) * stride_row
+    z_row = _start(Z, row, per_part, stride_part, stride_row)
     at = tl.arange(0, 4)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     top = tl.full([LANES], float("-inf"), tl.float32)
     s, u = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
@@ -91,7 +95,7 @@ def _backward(Z, I, G, HG, H, BASE, TOTAL, OUT, V, per_part, stride_part, stride
     if (g == 0) & (a == 0) & (b == 0):  # nothing is asked of this row
         tl.store(out, tl.zeros([BLOCK], OUT.dtype.element_ty), mask=inside)
     else:
-        z_row = Z + (row // per_part) * stride_part + (row % per_part) * stride_row
+        z_row = _start(Z, row, per_part, stride_part, stride_row)
         z = tl.load(z_row + lanes, mask=inside, other=float("-inf")).to(tl.float32)
         x = _bounded((z - tl.load(BASE + row)) * (inv_temperature * _LOG2_E))
         chosen = tl.where(lanes == tl.load(I + row), g * inv_temperature, 0.0)
@@ -117,7 +121,7 @@ def backward_rows(
 def _draw(Z, U, BASE, TOTAL, TOKEN, V, per_part, stride_part, stride_row, inv_temperature,
           BLOCK: tl.constexpr):
     row, scale = tl.program_id(0).to(tl.int64), inv_temperature * _LOG2_E
-    z_row = Z + (row // per_part) * stride_part + (row % per_part) * stride_row
+    z_row = _start(Z, row, per_part, stride_part, stride_row)
     base, aim = tl.load(BASE + row), (1 - tl.load(U + row)) * tl.load(TOTAL + row)
     first, below, last, found = 0, 0.0, -1, False
     while (first < V) & (not found):
