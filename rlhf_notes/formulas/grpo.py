@@ -34,25 +34,26 @@ POLICY_VARIANTS = {  # aggregation,        eps_low, eps_high
 @checked(logp="float (B T)", logp_old="float (B T)", advantage="float (B ...)", mask="bool (B T)?",
          variant=POLICY_VARIANTS, logp_ref="float (B T)?", beta="[0, inf)", kl_kind=KL_KINDS,
          eps_low="(0, inf)?", eps_high="(0, inf)?", aggregation=(*AGGREGATION_MODES, None),
-         weight="float (B W)?")
+         weight="float (B W)?", kl_weighted="flag")
 def policy_loss(
-    logp: Tensor, # (B, T) nats, log pi of the tokens, with gradient
-    logp_old: Tensor, # (B, T) nats, log pi_old of the tokens; a constant
-    advantage: Tensor, # (B,), (B, 1) or (B, T): of each response, or each token; a constant
-    mask: Tensor | None = None, # (B, T) bool, True = counts; None = everything counts
-    variant: str = "ppo", # one of `POLICY_VARIANTS`
-    logp_ref: Tensor | None = None, # (B, T) nats, log pi_ref of the tokens; None = no KL
-    beta: float = 0.04, # weight of the KL
-    kl_kind: str = "k3", # its estimator, one of `KL_KINDS`
-    eps_low: float | None = None, # how far below 1 the ratio may go ("gmpo": the log-ratio below 0)
-    eps_high: float | None = None, # how far above; None = `eps_low`, if given; else the variant's
-    dual_clip: float | None = None, # as in `clipped_surrogate`; not for "cispo", "sapo", "gmpo"
-    tau: tuple[float, float] = (1.0, 1.05), # "sapo": steepness for A > 0, and for the rest
-    aggregation: str | None = None, # one of `AGGREGATION_MODES`; None = the variant's
-    length: int | None = None, # for "constant": the length to divide by, in tokens; default T
-    weight: Tensor | None = None, # (B, 1) or (B, T), factor of each token's objective; a constant
-    total: int | Tensor | None = None, # `aggregate_count` of a whole batch of which this is a part
-) -> tuple[Tensor, dict]: # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
+    logp: Tensor,  # (B, T) nats, log pi of the tokens, with gradient
+    logp_old: Tensor,  # (B, T) nats, log pi_old of the tokens; a constant
+    advantage: Tensor,  # (B,), (B, 1) or (B, T): of each response, or each token; a constant
+    mask: Tensor | None = None,  # (B, T) bool, True = counts; None = everything counts
+    variant: str = "ppo",  # one of `POLICY_VARIANTS`
+    logp_ref: Tensor | None = None,  # (B, T) nats, log pi_ref of the tokens; None = no KL
+    beta: float = 0.04,  # weight of the KL
+    kl_kind: str = "k3",  # its estimator, one of `KL_KINDS`
+    eps_low: float | None = None,  # how far below 1 the ratio may go ("gmpo": the log-ratio below 0)
+    eps_high: float | None = None,  # how far above; None = `eps_low`, if given; else the variant's
+    dual_clip: float | None = None,  # as in `clipped_surrogate`; not for "cispo", "sapo", "gmpo"
+    tau: tuple[float, float] = (1.0, 1.05),  # "sapo": steepness for A > 0, and for the rest
+    aggregation: str | None = None,  # one of `AGGREGATION_MODES`; None = the variant's
+    length: int | None = None,  # for "constant": the length to divide by, in tokens; default T
+    weight: Tensor | None = None,  # (B, 1) or (B, T), factor of each token's objective; a constant
+    total: int | Tensor | None = None,  # `aggregate_count` of a whole batch of which this is a part
+    kl_weighted: bool = False,  # multiply the KL by the ratio: k1 and k3 then have the KL's gradient
+) -> tuple[Tensor, dict]:  # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
     "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO or GMPO."
     aggregation = aggregation or POLICY_VARIANTS[variant][0]
     low, high = _bounds(variant, eps_low, eps_high, dual_clip, tau)
@@ -66,6 +67,8 @@ def policy_loss(
     kl = policy.new_zeros(())
     if logp_ref is not None:
         k = kl_estimate(logp, apply_mask(logp_ref.detach(), mask), kl_kind)
+        if kl_weighted:
+            k = r * k
         kl = aggregate_loss(k, mask, aggregation, length, total)
     loss = policy + beta * kl if beta else policy
     ratio = masked_mean(r.detach(), mask)

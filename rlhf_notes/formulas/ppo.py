@@ -20,26 +20,28 @@ from .value import value_loss
 @checked(logp="float (...)", logp_old="float (...)", advantage="float (...)", value="float (...)?",
          value_old="float (...)?", returns="float (...)?", entropy="float (...)?",
          mask="bool (...)?", value_coef="[0, inf)", entropy_coef="[0, inf)",
-         logp_ref="float (...)?", beta="[0, inf)", kl_kind=KL_KINDS, value_clip="(0, inf)?")
+         logp_ref="float (...)?", beta="[0, inf)", kl_kind=KL_KINDS, value_clip="(0, inf)?",
+         kl_weighted="flag")
 def ppo_loss(
-    logp: Tensor, # (...) nats, log pi of the actions, with gradient
-    logp_old: Tensor, # (...) nats, log pi_old of the actions; a constant
-    advantage: Tensor, # (...) a constant
-    value: Tensor | None = None, # (...) V, units of the return; None = no value loss
-    value_old: Tensor | None = None, # (...) V when the data were collected, for `value_clip`
-    returns: Tensor | None = None, # (...) target of V, needed with `value`
-    entropy: Tensor | None = None, # (...) nats, with gradient; None = no entropy bonus
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    eps_low: float = 0.2, # as in `clipped_surrogate`
-    eps_high: float | None = None, # as in `clipped_surrogate`
-    dual_clip: float | None = None, # as in `clipped_surrogate`
-    value_clip: float | None = None, # as `clip_range` in `value_loss`
-    value_coef: float = 0.5, # c_v, weight of the value loss
-    entropy_coef: float = 0.01, # c_e, weight of the entropy
-    logp_ref: Tensor | None = None, # (...) nats, log pi_ref of the actions; None = no KL
-    beta: float = 0.04, # weight of the KL
-    kl_kind: str = "k2", # as in `kl_loss`
-) -> tuple[Tensor, dict]: # 0-dim loss; its parts, detached: policy_loss, value_loss, entropy, kl
+    logp: Tensor,  # (...) nats, log pi of the actions, with gradient
+    logp_old: Tensor,  # (...) nats, log pi_old of the actions; a constant
+    advantage: Tensor,  # (...) a constant
+    value: Tensor | None = None,  # (...) V, units of the return; None = no value loss
+    value_old: Tensor | None = None,  # (...) V when the data were collected, for `value_clip`
+    returns: Tensor | None = None,  # (...) target of V, needed with `value`
+    entropy: Tensor | None = None,  # (...) nats, with gradient; None = no entropy bonus
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    eps_low: float = 0.2,  # as in `clipped_surrogate`
+    eps_high: float | None = None,  # as in `clipped_surrogate`
+    dual_clip: float | None = None,  # as in `clipped_surrogate`
+    value_clip: float | None = None,  # as `clip_range` in `value_loss`
+    value_coef: float = 0.5,  # c_v, weight of the value loss
+    entropy_coef: float = 0.01,  # c_e, weight of the entropy
+    logp_ref: Tensor | None = None,  # (...) nats, log pi_ref of the actions; None = no KL
+    beta: float = 0.04,  # weight of the KL
+    kl_kind: str = "k2",  # as in `kl_loss`
+    kl_weighted: bool = False,  # multiply the KL by the ratio, as in `policy_loss`
+) -> tuple[Tensor, dict]:  # 0-dim loss; its parts, detached: policy_loss, value_loss, entropy, kl
     "PPO's loss: policy + c_v value - c_e entropy + beta KL (Schulman et al. 2017, eq. 9)."
     ratio = importance_ratio(logp, logp_old, mask)
     advantage = apply_mask(advantage.detach(), mask)
@@ -54,7 +56,7 @@ def ppo_loss(
         parts["entropy"] = masked_mean(entropy, mask)
         loss = loss - entropy_coef * parts["entropy"]
     if logp_ref is not None:
-        parts["kl"] = kl_loss(logp, logp_ref, kl_kind, mask=mask)
+        parts["kl"] = kl_loss(logp, logp_ref, kl_kind, ratio if kl_weighted else None, mask)
         loss = loss + beta * parts["kl"]
     return loss, {name: x.detach() for name, x in parts.items()}
 

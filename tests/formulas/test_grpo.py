@@ -219,6 +219,59 @@ def test_kl_is_aggregated_like_the_loss(variant, seed, kind, beta, keep):
     if kind == "k3" and beta == 0.04: torch.testing.assert_close(policy_loss(logp, old, A, m, variant, ref)[0], got[0])      # the defaults
 
 
+ENUMERATED = [1, 2, 3, 4, 6], [4, 1, 5, 2, 4], [5, 4, 3, 3, 1]  # of 16, by pi, pi_old, pi_ref
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+@pytest.mark.parametrize("variant", [v for v in POLICY_VARIANTS])
+def test_the_weighted_kl_has_the_gradient_of_the_kl(variant, kind):
+    p, old, ref = (torch.tensor(n, dtype=F64) / 16 for n in ENUMERATED)
+    sampled = torch.arange(5).repeat_interleave(torch.tensor(ENUMERATED[1]))  # just as pi_old does
+    logits = p.log().requires_grad_()
+    def exact():
+        logp = logits.log_softmax(0)
+        return (logp.exp() * (logp - ref.log())).sum()
+    def by_loss(**options):
+        rows = [x[sampled, None] for x in (logits.log_softmax(0), old.log(), ref.log())]
+        A = torch.zeros(16, dtype=F64)
+        return policy_loss(*rows[:2], A, None, variant, rows[2], 1.0, kl_kind=kind, **options)
+    expected, = torch.autograd.grad(exact(), logits)
+    got, = torch.autograd.grad(by_loss(kl_weighted=True)[0], logits)
+    close(got, expected); close(by_loss(kl_weighted=True)[1]["kl"], exact().detach())
+    biased, = torch.autograd.grad(by_loss()[0], logits)
+    assert (biased - expected).norm() > 0.1 * expected.norm()
+
+
+@given(variant=VARIANTS, seed=SEEDS, kind=st.sampled_from(["k1", "k2", "k3"]), junk=JUNK,
+       keep=st.sampled_from([0.0, 0.6, 1.0]))
+def test_the_weighted_kl_is_aggregated_like_the_loss(variant, seed, kind, junk, keep):
+    logp, old, A, m = batch(seed, keep=keep)
+    ref = logp - normal(seed + 4, logp.shape)
+    c = torch.tensor(token_weights(m.tolist(), AGGREGATION[variant]), dtype=F64)[:, None] * m
+    r, d = (logp - old).exp(), logp - ref
+    k = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kind]
+    slope = {"k1": 1, "k2": d, "k3": 1 - torch.exp(-d)}[kind]
+    def f(x, old, ref, **kl):
+        return policy_loss(x, old, A, m, variant, **kl | dict(logp_ref=ref) if kl else {})[0]
+    kl = dict(beta=0.5, kl_kind=kind, kl_weighted=True)
+    x, old_x, ref_x = (torch.where(m, t, junk) for t in (logp, old, ref))
+    plain = value_and_grad(lambda x: f(x, old, None), logp)
+    got = value_and_grad(lambda x: f(x, old_x, ref_x, **kl), x)
+    close(got[0] - plain[0], 0.5 * (c * r * k).sum())
+    close(got[1][0] - plain[1][0], 0.5 * c * r * (k + slope))
+
+
+@pytest.mark.parametrize("size", [100.0, 1e3, 1e6, -100.0, -1e3, -1e6])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_weighted_kl_is_finite_at_any_log_ratio(kind, size):
+    old = torch.full((2, 3), -2.0)
+    for ref in (old, old - size, torch.full((2, 3), size)):
+        loss, (grad,) = value_and_grad(
+            lambda x: policy_loss(x, old, torch.ones(2), None, "grpo", ref, 1.0, kind,
+                                  kl_weighted=True)[0], old + size)
+        assert loss.isfinite() and grad.isfinite().all()
+
+
 @given(variant=VARIANTS, seed=SEEDS, junk=JUNK, keep=st.sampled_from([0.0, 0.5, 0.8]), dtype=DTYPES)
 def test_nothing_leaks_from_under_the_mask(variant, seed, junk, keep, dtype):
     logp, old, A, m = (x.to(dtype) if x.is_floating_point() else x for x in batch(seed, keep=keep))
@@ -316,6 +369,7 @@ def test_vmap_and_compile(variant):
     (dict(variant="sapo", tau=(1.0, 0.0)), ValueError, r"tau must be in \(0, inf\), got 0.0"),
     (dict(beta=-0.1), ValueError, r"beta must be in \[0, inf\), got -0.1"), (dict(kl_kind="k4"), ValueError, "kl_kind must be one of 'k1', 'k2', 'k3', got 'k4'"),
     (dict(aggregation="mean"), ValueError, "aggregation must be one of 'token-mean', .* got 'mean'"), (dict(length=0), ValueError, "length must be in"),
+    (dict(kl_weighted=1), TypeError, "kl_weighted must be True or False, got 1"),
     (dict(mask=torch.ones(2, 3)), TypeError, "mask must be boolean"), (dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask must have the shape of logp, \(2, 3\), got \(2,\)"),
     (dict(logp_ref=torch.zeros(2)), ValueError, r"logp_ref must have the shape of logp, \(2, 3\), got \(2,\)"), (dict(logp_ref=1.0), TypeError, "logp_ref must be a torch.Tensor, got float"),
     (dict(logp_old=torch.zeros(3, 2)), ValueError, r"logp_old must have the shape of logp"), (dict(logp_old=torch.zeros(2, 3).long()), TypeError, "logp_old must have a floating-point dtype"),

@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from rlhf_notes.formulas.kl import kl_loss
 from rlhf_notes.formulas.ppo import clip_cov_mask, kl_cov_penalty, ppo_loss, ppo_stats, top_entropy_mask
+from rlhf_notes.formulas.ratio import importance_ratio
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 SHAPES = st.sampled_from([(4,), (1,), (2, 3), (2, 2, 3)])
@@ -50,6 +52,20 @@ def test_loss_parts_and_gradient_are_the_loops(seed, shape, keep, low, high, dua
         torch.testing.assert_close(grads.pop(name).flatten(), torch.tensor([s[k] for s in slopes], dtype=torch.float64), rtol=1e-9, atol=1e-12)
     assert all(g is None for g in grads.values()), "the rest are constants"
     assert all(torch.equal(before[name], t) for name, t in x.items())
+
+
+@given(seed=SEEDS, keep=MASKS, kind=st.sampled_from(["k1", "k2", "k3"]))
+def test_the_weighted_kl_is_that_of_kl_loss(seed, keep, kind):
+    x, mask = case(seed, (3, 4)), None if keep is None else random_mask(seed + 9, (3, 4), keep)
+    three = x["logp"], x["logp_old"], x["advantage"]
+    kl = dict(mask=mask, logp_ref=x["logp_ref"], beta=0.2, kl_kind=kind)
+    def by_hand(logp):
+        weight = importance_ratio(logp, x["logp_old"])
+        return ppo_loss(logp, *three[1:], mask=mask)[0] + 0.2 * kl_loss(
+            logp, x["logp_ref"], kind, weight, mask)
+    expected = value_and_grad(by_hand, three[0])
+    got = value_and_grad(lambda y: ppo_loss(y, *three[1:], kl_weighted=True, **kl)[0], three[0])
+    torch.testing.assert_close(got, expected)
 
 
 @given(seed=SEEDS, keep=MASKS, low=st.sampled_from([0.05, 0.2]), high=st.sampled_from([None, 0.5]))
