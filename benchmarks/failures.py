@@ -36,7 +36,7 @@ PRETRAINED = "pretrained"
 BASES = {  # the intact trainings: options of `RLHFConfig`
     "ppo": {},
     "cooler": dict(temperature=0.7),
-    "grpo": dict(algo="grpo", kl_in_loss=True, kl_coef=0.2, kl_target=0.0),
+    "grpo": dict(algo="grpo", kl_target=0.0),
 }
 DIALS = ("score", "kl_k1", "entropy", "length", "valid", "approx_kl", "clip_fraction", "ratio",
          "value_loss", "value_clip_fraction", "explained_variance", "grad_norm", "kl_coef")
@@ -214,9 +214,10 @@ def paid_everywhere(token_rewards): # `reward.token_rewards`, which pays the las
     return rewards
 
 
-def k1_in_loss(policy_loss): # `grpo.policy_loss`, which takes k3
-    "The KL in the loss is estimated by k1."
-    return lambda *args, **kwargs: policy_loss(*args, **kwargs | dict(kl_kind="k1"))
+def k1_in_loss(policy_loss): # `grpo.policy_loss`, which takes k3 times the ratio
+    "The KL in the loss is estimated by k1, without the ratio."
+    changed = dict(kl_kind="k1", kl_weighted=False)
+    return lambda *args, **kwargs: policy_loss(*args, **kwargs | changed)
 
 
 def reversed_estimate(kl_estimate): # `kl.kl_estimate`, of log pi - log pi_ref
@@ -341,7 +342,8 @@ FAILURES = {
                                 swaps=((rollout, "token_rewards", paid_at_the_edge),)),
     "paid everywhere": Failure("every token gets the whole score", "P8",
                                swaps=((rollout, "token_rewards", paid_everywhere),)),
-    "KL in the loss": Failure("the KL is a term of the loss, by k3", "P8", dict(kl_in_loss=True)),
+    "KL in the loss": Failure("the KL is a term of the loss, at the same price", "P8",
+                              dict(kl_in_loss=True, kl_coef=0.1)),
     "rewards unwhitened": Failure("rewards as they come", "P9", dict(whiten_rewards=False)),
     "rewards centred": Failure("whitening takes the mean of the rewards too", "P9",
                                swaps=((rollout, "whiten", centred),)),
@@ -365,7 +367,7 @@ FAILURES = {
     "lambda 1": Failure("the rewards alone are trusted", "", dict(lam=1.0)),
     "rate x 5": Failure("five times the learning rate", "", dict(learning_rate=5e-3)),
     "long gradients": Failure("gradients of any length", "", dict(max_grad_norm=1e9)),
-    "GRPO: k1 in the loss": Failure("GRPO's KL is estimated by k1", "",
+    "GRPO: k1 in the loss": Failure("GRPO's KL is k1, without the ratio", "",
                                     swaps=((rlhf, "policy_loss", k1_in_loss),), base="grpo"),
     "GRPO: k3 reversed": Failure("GRPO's k3 has the wrong sign inside", "",
                                  swaps=((grpo, "kl_estimate", reversed_estimate),), base="grpo"),

@@ -44,7 +44,7 @@ def trl_ppo(start, config):
                          total_episodes=c.iterations * c.batch,
                          local_rollout_forward_batch_size=c.batch, gamma=c.gamma, lam=c.lam,
                          response_length=c.response_length, missing_eos_penalty=None,
-                         kl_coef=c.kl_coef, cliprange=c.clip, cliprange_value=c.value_clip,
+                         kl_coef=c.beta, cliprange=c.clip, cliprange_value=c.value_clip,
                          vf_coef=c.value_coef, whiten_rewards=c.whiten_rewards)
         judge = classifier(start, start.reward_model.trunk, gain * head.weight,
                            gain * head.bias + start.norm.bias)

@@ -140,7 +140,9 @@ def test_every_option_of_a_config_is_offered(config):
 
     def words(name, value):
         flag = name.replace("_", "-")
-        return ["--" * value + "--no-" * (not value) + flag] if isinstance(value, bool) else ["--" + flag, "null" if value is None else str(value)]
+        if value is None: return [f"--{flag}=null"]
+        if isinstance(value, bool): return ["--" * value + "--no-" * (not value) + flag]
+        return ["--" + flag, str(value)]
     line = [w for name in config.__dataclass_fields__ for w in words(name, getattr(config(), name))]
     options = app(line, result_action="return_value", exit_on_error=False)
     assert list(options) == list(config.__dataclass_fields__) and config(**options) == config()

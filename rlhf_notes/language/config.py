@@ -102,14 +102,14 @@ class RLHFConfig:
     "whiten advantages (P9); for ppo"
     group_scale: Literal["std", "batch", "none"] = "std"
     "grpo divides advantages by the standard deviation of the group (std), the batch, or nothing"
-    kl_coef: NonNegative = 0.1
-    "reward for each nat of KL saved, at the start (P8)"
+    kl_coef: NonNegative | None = None
+    "price of a nat of KL at the start (P8); by default 0.1 in the rewards, 0.2 in the loss"
     kl_target: NonNegative = 6.0
     "KL of a response, in nats, to which the coefficient adapts (P11); 0 = constant coefficient"
     kl_horizon: Count = 10_000
     "responses within which the coefficient changes by a factor of at most about 1.2 (P11)"
-    kl_in_loss: bool = False
-    "put the KL (estimator k3) into the loss, as in GRPO, instead of the rewards"
+    kl_in_loss: bool | None = None
+    "put the KL into the loss, not into the rewards (P8); by default for grpo alone"
     penalty: float = -1.0
     "score of a response without an end (P5), or what subtract takes from it"
     overlong: Literal["replace", "subtract", "filter", "soft", "keep"] = "replace"
@@ -147,9 +147,20 @@ class RLHFConfig:
         return self.group if self.algo in ("grpo", "rloo") else 1
 
     @property
+    def loss_has_kl(self) -> bool:  # else the rewards have it
+        "True if the KL is a term of the loss, as in GRPO's paper."
+        return self.algo == "grpo" if self.kl_in_loss is None else self.kl_in_loss
+
+    @property
+    def beta(self) -> float:  # reward per nat; in the loss, normalised advantage per nat
+        "The coefficient of the KL at the start."
+        default = 0.2 if self.loss_has_kl else 0.1
+        return default if self.kl_coef is None else self.kl_coef
+
+    @property
     def kl_adapts(self) -> bool: # A coefficient of 0 never changes
         "True if the coefficient of the KL is adaptive."
-        return self.kl_target > 0 and self.kl_coef > 0
+        return self.kl_target > 0 and self.beta > 0
 
     def check_processes(self,
                         count: int, # Processes that train together

@@ -204,16 +204,18 @@ class RLHFLoop(Stage):
             tokens_per_second=tokens / (time.perf_counter() - start))
 
 # %% ../../nbs/language/27_rlhf.ipynb #losses
-def rl_loss(config: RLHFConfig, # algo, variant, clip, value_clip, value_coef, kl_in_loss
-            batch: Rollout, # With advantages
-            logp: torch.Tensor, # log pi of its tokens, now, (b, T)
-            values: torch.Tensor, # V, now, (b, T)
-            kl_coef: float, # beta; enters the loss if `kl_in_loss`
-           ) -> tuple: # (0-dim loss; dict of detached numbers for the log)
+def rl_loss(
+    config: RLHFConfig,  # algo, variant, clip, value_clip, value_coef, kl_in_loss
+    batch: Rollout,  # with advantages
+    logp: torch.Tensor,  # log pi of its tokens, now, (b, T)
+    values: torch.Tensor,  # V, now, (b, T)
+    kl_coef: float,  # beta; enters the loss if the config says so
+) -> tuple:  # (0-dim loss; dict of detached numbers for the log)
     "The loss of the variant; with a value head, PPO's."
     c, mask, old = config, batch.response_mask, (batch.logp, batch.advantages)
     clip = c.clip if c.variant in ("ppo", "grpo", "dr_grpo") else None
-    kl = dict(logp_ref=batch.logp_ref if c.kl_in_loss else None, beta=kl_coef, kl_kind="k3")
+    kl = dict(logp_ref=batch.logp_ref if c.loss_has_kl else None, beta=kl_coef, kl_kind="k3",
+              kl_weighted=True)  # P8
     loss, stats = policy_loss(logp, *old, mask, c.variant, eps_low=clip, **kl)
     if batch.returns is None: return loss, stats
     loss, parts = ppo_loss(logp, *old, values, batch.values, batch.returns, mask=mask, eps_low=clip,
@@ -283,9 +285,9 @@ class RLHF(RLHFLoop):
         self.passes = gpt2.Recorded(self.model)
         # last: preparing a model may move it
         self.optimizer = Adam(self.policy, config.adam_eps)
-        self.kl = FixedKLController(config.kl_coef)
+        self.kl = FixedKLController(config.beta)
         if config.kl_adapts:
-            self.kl = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
+            self.kl = AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         self.iteration, self.iterations, self.steps, self.rows = 0, config.iterations, 0, []
 
     @usual_defaults()

@@ -14,7 +14,7 @@ import torch
 
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.kl import kl_estimate
-from ..formulas.masking import masked_mean, masked_sum
+from ..formulas.masking import centre, masked_mean, masked_sum
 from rlhf_notes.formulas.reward import (
     PENALTY_MODES, apply_penalty, overlong_penalty, token_rewards,
 )
@@ -67,32 +67,38 @@ def ppo_advantages(config: RLHFConfig, # whiten_rewards, whiten_advantages, gamm
     return whiten(advantages, mask), returns  # P9
 
 # %% ../../nbs/language/26_rollout.ipynb #group-advantages
-def group_advantages(config: RLHFConfig, # algo, group, group_scale
-                     rollout: Rollout, # With token rewards; the responses to a prompt are adjacent
-                    ) -> tuple: # (advantages (B, T), constant over a response; None)
+def group_advantages(
+    config: RLHFConfig,  # algo, group, group_scale
+    rollout: Rollout,  # with token rewards; the responses to a prompt are adjacent
+) -> tuple:  # (advantages (B, T), constant over a response; None)
     "Compare with the other responses (RLOO: Ahmadian et al. 2024; GRPO: Shao et al. 2024)."
-    total = masked_sum(rollout.rewards, rollout.response_mask, dim=1).view(-1, config.group)
-    scored = rollout.is_scored.view(-1, config.group)
+    total = masked_sum(rollout.rewards, rollout.response_mask, dim=1)
+    score, total, scored = (x.view(-1, config.group)
+                            for x in (rollout.scores, total, rollout.is_scored))
     if config.algo == "rloo":
         advantages = rloo_advantage(total, scored)
     else:
         scale = None if config.group_scale == "none" else config.group_scale
-        advantages = group_advantage(total, scale, mask=scored)
+        # the KL joins after the division: among equal scores its noise would become the scale
+        advantages = group_advantage(score, scale, mask=scored) + centre(total - score, scored, 1)
     return advantages.reshape(-1, 1).expand_as(rollout.logp), None
 
+
 # %% ../../nbs/language/26_rollout.ipynb #with-advantages
-def with_advantages(config: RLHFConfig, # What the update does not need
-                    rollout: Rollout, # The whole batch, of all processes
-                    kl_coef: float, # beta, reward per nat
-                   ) -> Rollout: # With rewards, advantages and returns
+def with_advantages(
+    config: RLHFConfig,  # what the update does not need
+    rollout: Rollout,  # the whole batch, of all processes
+    kl_coef: float,  # beta, reward per nat
+) -> Rollout:  # with rewards, advantages and returns
     "Token rewards, and how much better than expected each token was."
-    beta = 0.0 if config.kl_in_loss else kl_coef
+    beta = 0.0 if config.loss_has_kl else kl_coef
     rewards, _ = token_rewards(rollout.scores, rollout.logp, rollout.logp_ref, beta,
                                rollout.response_mask)  # P8
     rollout = replace(rollout, rewards=rewards)
     compare = ppo_advantages if config.algo == "ppo" else group_advantages
     advantages, returns = compare(config, rollout)
     return replace(rollout, advantages=advantages, returns=returns)
+
 
 # %% ../../nbs/language/26_rollout.ipynb #overlong
 def treat_overlong(config: RLHFConfig, # overlong, penalty, overlong_buffer

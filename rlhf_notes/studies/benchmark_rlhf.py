@@ -59,7 +59,7 @@ def trl_grpo(start: Start, # Where to begin
                           steps_per_generation=c.minibatches, num_iterations=c.epochs,
                           max_steps=c.iterations * steps, num_generations=c.group,
                           max_completion_length=c.response_length, top_k=0, top_p=1.0,
-                          beta=c.kl_coef, epsilon=c.clip, loss_type="grpo")
+                          beta=c.beta, epsilon=c.clip, loss_type="grpo")
         trainer = GRPOTrainer(model=AutoModelForCausalLM.from_pretrained(tmp), reward_funcs=reward,
                               args=args, processing_class=tokenizer,
                               train_dataset=Dataset.from_dict({"prompt": review_prompts()}))
@@ -109,7 +109,7 @@ def ours(start: Start, # Where to begin
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #field
 def contenders() -> dict: # Name -> (function, changes of the config)
     "All that can be raced here: TRL's GRPO if it is installed and can be imported."
-    grpo = dict(algo="grpo", kl_in_loss=True)
+    grpo = dict(algo="grpo")
     found = {"ours-grpo": (ours, grpo), "ours-ppo": (ours, dict(algo="ppo"))}
     if importlib.util.find_spec("trl") is None: return found
     try:

@@ -56,6 +56,16 @@ def test_groups_are_for_those_without_a_value_head():
     assert [RLHFConfig(algo=a, group=8).answers_per_query for a in ("ppo", "grpo", "rloo", "dpo")] == [1, 8, 8, 1]
 
 
+def test_the_kl_stands_where_the_paper_of_the_algorithm_has_it():
+    def places(x):
+        return [RLHFConfig(algo=a, kl_in_loss=x).loss_has_kl for a in ("ppo", "grpo", "rloo")]
+    assert places(None) == [False, True, False] and places(True) == [True] * 3
+    assert places(False) == [False] * 3
+    assert [RLHFConfig(algo=a).beta for a in ("ppo", "grpo", "rloo")] == [0.1, 0.2, 0.1]
+    assert RLHFConfig(algo="grpo", kl_in_loss=False).beta == 0.1
+    assert RLHFConfig(algo="grpo", kl_coef=0.0).beta == 0.0
+
+
 def test_the_coefficient_adapts_only_if_it_can():
     assert RLHFConfig().kl_adapts and not RLHFConfig(kl_target=0.0).kl_adapts and not RLHFConfig(kl_coef=0.0).kl_adapts
 

@@ -129,12 +129,25 @@ def test_loss_by_hand():
     assert R.rl_loss(replace(TINY, value_clip=0.0), x, logp, values, 0.1)[1]["value_loss"] < value
 
 
-def test_the_kl_in_the_loss_is_k3_times_the_coefficient():
-    x = with_advantages(replace(TINY, algo="rloo", group=2), handmade(), 0.1)
-    c, logp = replace(TINY, algo="rloo"), x.logp + 0.1
-    d = (logp - x.logp_ref)[x.response_mask]
-    with_kl, without = R.rl_loss(replace(c, kl_in_loss=True), x, logp, x.values, 0.4)[0], R.rl_loss(c, x, logp, x.values, 0.4)[0]
-    assert (with_kl - without).item() == pytest.approx(0.4 * (torch.exp(-d) - 1 + d).mean().item(), rel=1e-4)
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
+def test_the_kl_in_the_loss_is_k3_times_the_ratio(algo):
+    x = with_advantages(replace(TINY, algo=algo, group=2), handmade(), 0.1)
+    logp = x.logp + 0.1 * torch.arange(4)
+    def loss(**options):
+        return R.rl_loss(replace(TINY, algo=algo, **options), x, logp, x.values, 0.4)[0]
+    r, d = ((logp - y)[x.response_mask] for y in (x.logp, x.logp_ref))
+    expected = 0.4 * (r.exp() * (torch.exp(-d) - 1 + d)).mean()
+    torch.testing.assert_close(loss(kl_in_loss=True) - loss(kl_in_loss=False), expected)
+    assert loss() == loss(kl_in_loss=algo == "grpo")  # what each algorithm's paper does
+
+
+def test_a_reward_that_is_always_the_same_leaves_the_policy_where_it_is():
+    t = trainer(replace(TINY, algo="grpo", iterations=8), noise=0)
+    t.reward = lambda prompts, mask, responses, counts: torch.ones(len(prompts))
+    t.config = replace(t.config, overlong="keep")
+    before = weights(t).clone()
+    norms = [t.iterate()["grad_norm"] for _ in range(8)]
+    assert max(norms) < 1e-5 and (weights(t) - before).abs().max() < 1e-4
 
 
 def test_no_value_loss_without_a_value_head():

@@ -49,12 +49,41 @@ def test_nothing_is_discounted_unless_asked():                                  
     torch.testing.assert_close(half.returns[1], x.scores[1] * torch.tensor([0.125, 0.25, 0.5, 1.0]))
 
 
-@pytest.mark.parametrize("algo, options, formula", [("rloo", {}, rloo_advantage), ("grpo", {}, group_advantage), ("grpo", dict(group_scale="none"), lambda x: group_advantage(x, None)),
-                                                    ("grpo", dict(group_scale="batch"), lambda x: group_advantage(x, "batch"))])
-def test_groups_compare_whole_rewards(algo, options, formula):
+def in_groups(x, **options):
+    "Advantages of two groups of two, one number a response, at a coefficient of 0.2; their KLs."
+    b = with_advantages(replace(TINY, group=2, **options), x, 0.2)
+    assert b.returns is None and (b.advantages == b.advantages[:, :1]).all()
+    return b.advantages[:, 0].view(2, 2), ((x.logp - x.logp_ref) * x.response_mask).sum(1).view(2, 2)
+
+
+def test_rloo_compares_whole_rewards():
     x = handmade()
-    c = replace(TINY, algo=algo, group=2, **options)
-    b = with_advantages(c, x, 0.2)
-    total = x.scores - 0.2 * ((x.logp - x.logp_ref) * x.response_mask).sum(1)
-    torch.testing.assert_close(b.advantages, formula(total.view(2, 2)).reshape(4, 1).expand(4, 4))
-    assert b.returns is None
+    A, kl = in_groups(x, algo="rloo")
+    torch.testing.assert_close(A, rloo_advantage(x.scores.view(2, 2) - 0.2 * kl))
+
+
+@pytest.mark.parametrize("scale", ["std", "batch", "none"])
+def test_grpo_normalises_the_score_and_then_takes_off_the_kl(scale):
+    x = handmade()
+    normalised = group_advantage(x.scores.view(2, 2), None if scale == "none" else scale)
+    A, kl = in_groups(x, algo="grpo", group_scale=scale, kl_in_loss=False)
+    torch.testing.assert_close(A, normalised - 0.2 * (kl - kl.mean(1, keepdim=True)))
+    assert torch.equal(in_groups(x, algo="grpo", group_scale=scale)[0], normalised)  # as the paper
+
+
+@pytest.mark.parametrize("scale", ["std", "batch", "none"])
+@pytest.mark.parametrize("score", [0.0, 1.0, 0.1])
+def test_equal_scores_teach_nothing_but_the_kl(scale, score):
+    x = replace(handmade(), scores=torch.full((4,), score))
+    options = dict(algo="grpo", group_scale=scale)
+    assert not in_groups(x, **options)[0].any()
+    A, kl = in_groups(x, kl_in_loss=False, **options)
+    torch.testing.assert_close(A, -0.2 * (kl - kl.mean(1, keepdim=True)), rtol=1e-4, atol=1e-6)
+
+
+def test_what_has_no_score_is_not_in_its_group():
+    x = handmade()
+    x.scores[2], x.response_mask[2] = torch.nan, False
+    for kl_in_loss in (True, False):
+        A, _ = in_groups(x, algo="grpo", kl_in_loss=kl_in_loss)
+        assert not A[1].any() and A[0].all()
