@@ -5,10 +5,10 @@ sampling, scoring and update, and peak memory.
     python benchmarks/rlhf_gpu.py --device cpu --sizes tiny    # the same on a CPU
 
 The sizes are the tiny GPT-2, GPT-2's own 124M architecture, and a Llama as large as Qwen2-0.5B,
-which transformers computes. Writes gpu.csv and gpu.md into nbs/studies/results, with the name of the
-device. It needs no network and no weights: models are made here and are not trained before, which
-changes none of these numbers. TRL is left out where it is not installed, and with `--no-trl`. Its
-trainer takes all GPUs it sees: with several, set CUDA_VISIBLE_DEVICES to one.
+which transformers computes. Writes gpu.csv and gpu.md into nbs/studies/results, with the name of
+the device. It needs no network and no weights: models are made here and are not trained before,
+which changes none of these numbers. TRL is left out where it is not installed, and with `--no-
+trl`. Its trainer takes all GPUs it sees: with several, set CUDA_VISIBLE_DEVICES to one.
 """
 import argparse
 import time

@@ -44,7 +44,7 @@ def policy_loss(
     logp_ref: Tensor | None = None,  # (B, T) nats, log pi_ref of the tokens; None = no KL
     beta: float = 0.04,  # weight of the KL
     kl_kind: str = "k3",  # its estimator, one of `KL_KINDS`
-    eps_low: float | None = None,  # how far below 1 the ratio may go ("gmpo": the log-ratio below 0)
+    eps_low: float | None = None,  # how far below 1 the ratio may go ("gmpo": log-ratio below 0)
     eps_high: float | None = None,  # how far above; None = `eps_low`, if given; else the variant's
     dual_clip: float | None = None,  # as in `clipped_surrogate`; not for "cispo", "sapo", "gmpo"
     tau: tuple[float, float] = (1.0, 1.05),  # "sapo": steepness for A > 0, and for the rest
@@ -52,7 +52,7 @@ def policy_loss(
     length: int | None = None,  # for "constant": the length to divide by, in tokens; default T
     weight: Tensor | None = None,  # (B, 1) or (B, T), factor of each token's objective; a constant
     total: int | Tensor | None = None,  # `aggregate_count` of a whole batch of which this is a part
-    kl_weighted: bool = False,  # multiply the KL by the ratio: k1 and k3 then have the KL's gradient
+    kl_weighted: bool = False,  # multiply the KL by the ratio: then k1 and k3 have its gradient
 ) -> tuple[Tensor, dict]:  # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
     "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO or GMPO."
     aggregation = aggregation or POLICY_VARIANTS[variant][0]
