@@ -155,6 +155,62 @@ def test_an_adapter_on_a_gpt2_leaves_the_fast_way(tmp_path):
     assert any("lora_" in n for n, _ in lm.named_parameters())                      # it has not been merged itself
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_a_tied_matrix_is_not_merged(target, tmp_path):
+    "One matrix cannot be both sums; untied, or saved by itself, it can."
+    for tied in (True, False):
+        lm = lora(make("Llama", tie_word_embeddings=tied), target_modules=["q_proj", target])
+        with torch.no_grad():
+            for n, p in lm.named_parameters():
+                if "lora_" in n: p.normal_()
+        tokens = torch.arange(10).view(2, 5)
+        lm, _ = load_model(lm, tokenizer())
+        save_model(tmp_path / f"adapter {tied}", lm, tokenizer())
+        if tied:
+            with pytest.raises(ValueError, match="^merge must be False for an adapter on an embed"):
+                save_model(tmp_path / "merged", lm, tokenizer(), merge=True)
+            assert not (tmp_path / "merged").exists()
+            continue
+        save_model(tmp_path / "merged", lm, tokenizer(), merge=True)
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        with torch.no_grad(): logits = merged(tokens).logits, lm(tokens).logits
+        torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_is_not_put_over_its_base(tmp_path):
+    lm = lora(base("Llama", tmp_path / "base", tokenizer()))
+    before = {p.name: p.read_bytes() for p in (tmp_path / "base").iterdir()}
+    words = "^path must be a directory without a model, to hold an adapter, got '.*base'$"
+    with pytest.raises(ValueError, match=words): save_model(tmp_path / "base", lm, tokenizer())
+    assert {p.name: p.read_bytes() for p in (tmp_path / "base").iterdir()} == before
+    own = [tmp_path / "own" / name for name in ("README.md", "notes.txt", "model.safetensors")]
+    own[0].parent.mkdir()
+    for path in own: path.write_text("work")
+    for _ in range(2): save_model(tmp_path / "own", lm, tokenizer())
+    assert {path.read_text() for path in own} == {"work"}
+    load_model(tmp_path / "own")
+
+
+def test_an_adapter_in_half_precision_is_trained_in_float32():
+    "Its base stays as it is."
+    lm = lora(make("Llama").bfloat16())
+    for p in lm.parameters(): p.data = p.data.bfloat16()
+    got, _ = load_model(lm, tokenizer())
+    found = {"lora_" in n: p.dtype for n, p in got.named_parameters()}
+    assert found == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_an_adapter_without_one_of_its_matrices_is_refused(tmp_path):
+    "peft would fill it up, and warn."
+    from safetensors.torch import load_file, save_file
+    lora(base("Llama", tmp_path / "base", tokenizer())).save_pretrained(tmp_path / "adapter")
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    del weights[min(weights)]
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="LoRA adapter .* got '.*adapter': Found missing adapter"):
+        load_model(tmp_path / "adapter", tokenizer())
+
+
 def added(lm):
     lm.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
     return lm
@@ -180,6 +236,8 @@ def test_an_adapter_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"model must be without an adapter where peft is missing \(pip install rlhf_notes\[peft\] brings it\), got '.*adapter'"):
         load_model(tmp_path / "adapter")
     load_model(tmp_path / "base")
+    words = r"^lora must be 0 where peft is missing \(pip install rlhf_notes\[peft\] brings it\), got 4$"
+    with pytest.raises(ValueError, match=words): RLHF(str(tmp_path / "base"), lora=4, device="cpu")
 
 
 @pytest.mark.parametrize("change, words", [

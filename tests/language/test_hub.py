@@ -6,6 +6,8 @@ import math
 import signal
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 import torch
@@ -77,6 +79,39 @@ def test_transformers_is_silent_while_a_model_is_loaded(tmp_path):
     finally: logger.removeHandler(keep); transformers.utils.logging.set_verbosity(level)
 
 
+def test_overlapping_trainings_leave_transformers_as_loud_as_it_was():
+    "The first to be quiet may be the first to end."
+    said = transformers.utils.logging
+    before = said.get_verbosity(), said.is_progress_bar_enabled(), warnings.filters[:]
+    inside, first_is_done = threading.Event(), threading.Event()
+    def second():
+        with hub.quiet_transformers():
+            inside.set()
+            first_is_done.wait(10)
+    thread = threading.Thread(target=second)
+    with hub.quiet_transformers():
+        thread.start()
+        assert inside.wait(10)
+    assert said.get_verbosity() == logging.ERROR and not said.is_progress_bar_enabled()
+    first_is_done.set()
+    thread.join()
+    assert (said.get_verbosity(), said.is_progress_bar_enabled(), warnings.filters[:]) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_trained_in_float32(dtype):
+    "At this learning rate bfloat16 rounds 99 of 100 updates away."
+    lm = make("Llama").to(dtype)
+    t = RLHF(lm, tokenizer(), prompts=["w1"], reward=lambda p, r: [len(x) for x in r], batch=8,
+             minibatches=1, iterations=3, max_new_tokens=4, learning_rate=1e-6, device="cpu")
+    before = [p.detach().clone() for p in t.policy.lm.parameters()]
+    t.learn()
+    moved = [(p != b).float().mean() for p, b in zip(t.policy.lm.parameters(), before)]
+    assert {p.dtype for p in t.policy.parameters()} == {torch.float32} and min(moved) > 0.5
+    with pytest.raises(ValueError, match=f"must train weights in float32, got 'x' with {dtype}"):
+        hub.check_trainable(make("Llama").to(dtype), "x")
+
+
 # --- padding
 
 @pytest.mark.parametrize("words, pad, expected", [(37, None, 37), (37, "w0", 37), (37, "mine", 37), (30, None, 37),
@@ -128,6 +163,68 @@ def test_a_pipeline_samples_as_the_training_did_and_stops_where_it_stopped(tmp_p
     responses = [text[0]["generated_token_ids"][2:] for text in texts]
     first = [next((i for i, x in enumerate(r) if x in ends), None) for r in responses]
     assert {0, 1, 2} < set(first) and all(len(r) == 9 if i is None else set(r[i + 1:]) <= {0} for r, i in zip(responses, first))
+
+
+def test_what_was_sampled_from_is_what_is_saved(tmp_path):
+    "Whatever the model came with, be it invalid."
+    lm = tiny()
+    theirs = dict(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, min_p=0.1,
+                  suppress_tokens=[3], no_repeat_ngram_size=2, do_sample=False)
+    lm.generation_config.update(**theirs)
+    save_model(tmp_path, lm, tokenizer(), temperature=0.9, max_new_tokens=5)
+    assert lm.generation_config.top_p == 0.8 and lm.config.pad_token_id is None
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    expected = dict(temperature=0.9, top_k=0, max_new_tokens=5, do_sample=True, eos_token_id=[0])
+    assert {k: found[k] for k in expected} == expected
+    assert not {k for k in theirs.keys() - expected.keys() if found.get(k) is not None}
+
+
+# --- where it is saved
+
+def files(path): return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*.*")}
+
+
+def test_other_files_of_the_directory_stay(tmp_path):
+    for name in ("notes.txt", "README.md", "model_of_mine.safetensors", "deep/er.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("work")
+    before = files(tmp_path)
+    save_model(tmp_path, tiny(), tokenizer())
+    save_reward_model(tmp_path / "deep", RewardModel(tiny()), RewardNorm(), load_model(tmp_path)[1])
+    assert before.items() < files(tmp_path).items()
+    assert (tmp_path / "deep" / "model.safetensors").exists() and load_model(tmp_path)
+
+
+def test_an_earlier_model_leaves_nothing_that_is_read(tmp_path):
+    tok = tokenizer()
+    tok.chat_template = "{{ messages }}"
+    save_model(tmp_path, rough(tiny()), tok)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    lm = rough(tiny(), 1)
+    save_model(tmp_path, lm, tokenizer())
+    again, tok = load_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(lm.parameters(), again.parameters()))
+    assert tok.chat_template is None and not list(tmp_path.glob("*-of-*"))
+    save_model(tmp_path, rough(tiny(), 2), tokenizer())
+    again, _ = load_model(tmp_path)
+    assert not torch.equal(lm.lm_head.weight, again.lm_head.weight)
+
+
+@pytest.mark.parametrize("place, words", [
+    (".", "with a name of its own, got '.'"), ("", "with a name of its own, got '.'"),
+    ("file.txt", "and not a file, got 'file.txt'"),
+    ("adapter", "without an adapter, to hold a whole model, got 'adapter'"),
+    ("run", "without a config.json that is no model's, got 'run'")])
+def test_places_where_no_model_can_be_saved(place, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("file.txt", "x"), ("adapter/adapter_config.json", "{}"),
+                       ("run/config.json", '{"task": "rlhf"}')):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=f"^path must be a directory {words}$"):
+        RLHF(tiny(), tokenizer(), prompts=["w1"], max_new_tokens=2, device="cpu").save(place)
+    assert files(tmp_path) == before
 
 
 # --- the reward model of others
