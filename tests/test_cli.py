@@ -234,17 +234,6 @@ def test_a_full_disk_is_told_in_a_line(tmp_path):
     assert (done.returncode, done.stderr) == (1, "rlhf-notes: cannot use run/checkpoint.pt: File too large\n")
 
 
-def test_a_training_takes_one_thread_unless_it_is_told(capsys, monkeypatch):
-    before = torch.get_num_threads()
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(2)
-            assert cli.main(["cartpole", *QUICK, "--out", str(threads)]) == 0 and torch.get_num_threads() == threads
-            monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    finally: torch.set_num_threads(before)
-
-
 def test_a_training_that_diverges_says_so(capsys):
     assert cli.main(["cartpole", *QUICK, "--learning-rate", "1e30"]) == 1
     out, err = capsys.readouterr()

@@ -133,7 +133,7 @@ class PPO:
         self.rng = np.random.default_rng(seed)  # of the actions
         self.generator = torch.Generator().manual_seed(seed)  # of the minibatches
 
-    @usual_defaults()
+    @usual_defaults("agent")
     def iterate(self) -> dict: # Metrics: column -> number
         "One iteration: collect, estimate advantages, take gradient steps on minibatches."
         c = self.config

@@ -86,7 +86,7 @@ class DPO(RLHF):
         trainer.learn_from(_choices(*texts, best))
         return trainer
 
-    @usual_defaults()
+    @usual_defaults("model")
     @torch.no_grad()
     def learn_from(self, choices: Choices): # Without `logp_ref`
         "Compute the reference's log-probs, once, and the order of the prompts."
@@ -99,6 +99,7 @@ class DPO(RLHF):
         order = torch.cat([torch.randperm(n, generator=generator) for _ in range(passes)])
         self.order = order.split(c.batch)
 
+    @usual_defaults("model")
     def iterate(self) -> dict: # Column -> number
         "One iteration: `batch` prompts in `minibatches` gradient steps."
         start, rows = time.perf_counter(), self.order[self.iteration]

@@ -26,7 +26,7 @@ from .reward_model import RewardTraining
 from .rlhf import RLHF
 from .rollout import Rollout, rollout_stats, sample_table
 from .task import WORDS, Reviews, make_tokenizer
-from ..training.devices import make_accelerator, process_device, to_device
+from ..training.devices import make_accelerator, process_device, to_device, usual_defaults
 from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar, stop_on_interrupt
@@ -94,6 +94,7 @@ class Training:
         "True if the last stage is complete."
         return self.name == "rl" and self.stage.iteration >= self.stage.iterations
 
+    @usual_defaults("lm")
     def iterate(self) -> tuple: # (name of the stage, what to log)
         "One step."
         self.advance()
@@ -224,6 +225,7 @@ class Evaluation:
                     valid=stats["valid"], win=win.mean().item())
 
 # %% ../../nbs/language/28_pipeline.ipynb #evaluate
+@usual_defaults("model")
 @torch.no_grad()
 def evaluate(trainer: RLHF, # In training or after it
              lm: nn.Module | None = None, # The model to look at; None = the policy as it is now

@@ -48,6 +48,7 @@ class RLHFLoop(Stage):
     PARTS = "policy", "optimizer", "kl"
     reward_model = None
 
+    @usual_defaults("model")
     def iterate(self) -> dict: # Column -> number
         "One iteration of the algorithm; returns what is logged."
         c, start = self.config, time.perf_counter()
@@ -290,7 +291,6 @@ class RLHF(RLHFLoop):
             self.kl = AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         self.iteration, self.iterations, self.steps, self.rows = 0, config.iterations, 0, []
 
-    @usual_defaults()
     def learn(self,
               log=None, # Called with the row of each iteration
              ) -> "RLHF": # Itself
@@ -305,7 +305,7 @@ class RLHF(RLHFLoop):
         bar.close()
         return self
 
-    @usual_defaults()
+    @usual_defaults("model")
     @torch.no_grad()
     def generate(self,
                  prompts: list, # Strings, or chats

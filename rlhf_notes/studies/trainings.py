@@ -58,9 +58,6 @@ def _trainer(task, options, run=None, **own):
 
 def _train(config, train, run, is_main):
     import numpy as np
-    import torch
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     random.seed(config.seed)  # for an environment or reward that draws from these
     np.random.seed(config.seed % 2**32)
     if is_main and isinstance(config, RLHFConfig):

@@ -838,6 +838,22 @@ def test_the_callers_default_dtype_and_device_change_nothing(dtype, tmp_path):
     finally: torch.set_default_dtype(torch.float32)
 
 
+def test_a_small_policy_learns_on_one_thread(monkeypatch):
+    "Two wait for one another at every operation, where other programs take the cores."
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = []
+    forward = Agent.forward
+    monkeypatch.setattr(Agent, "forward", lambda *args: (
+        threads.append(torch.get_num_threads()), forward(*args))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        PPO(**SHAPE).learn()
+        PPO(**SHAPE).iterate()
+        assert {*threads} == {1} and torch.get_num_threads() == 2
+    finally: torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("call, error, words", [
     (lambda p: p.evaluate(0), ValueError, r"episodes must be in \[1, inf\), got 0"), (lambda p: p.evaluate(2.5), TypeError, "episodes must be an integer, got 2.5"),
     (lambda p: p.evaluate(2, seed=-1), ValueError, r"seed must be in \[0, inf\), got -1"), (lambda p: p.evaluate(2, 1), TypeError, "deterministic must be True or False, got 1"),

@@ -69,6 +69,24 @@ def test_the_callers_default_dtype_and_device_change_nothing(algo, tmp_path):
         finally: torch.set_default_dtype(torch.float32)
 
 
+def test_a_small_model_learns_and_generates_on_one_thread(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = []
+
+    def reward(prompts, responses):
+        threads.append(torch.get_num_threads())
+        return count(prompts, responses)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        t = own("GPT2", reward=reward, iterations=1, batch=8).learn()
+        decode = t.task.decode
+        t.task.decode = lambda *args: (threads.append(torch.get_num_threads()), decode(*args))[1]
+        t.generate(["w3"])
+        assert len(threads) == 2 and {*threads} == {1} and torch.get_num_threads() == 2
+    finally: torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind, algo", [("GPT2", "ppo"), ("Llama", "grpo"), ("Qwen2", "rloo")])
 def test_a_model_learns_and_loads_elsewhere_with_the_same_logits(kind, algo, tmp_path):
     t = own(kind, reward=count, algo=algo, iterations=20, batch=32).learn()

@@ -1,7 +1,10 @@
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rlhf_notes.training.devices import pick_device
+from rlhf_notes.training.devices import DTYPE, SMALL, THREADS, pick_device, usual_defaults
 
 
 @pytest.mark.parametrize("name, gpus, auto, expected", [
@@ -24,3 +27,75 @@ def test_pick_an_apple_gpu(monkeypatch, is_there):
     if is_there: assert pick_device("mps") == "mps"
     else:
         with pytest.raises(ValueError, match="got 'mps': torch .* sees 0 of mps; use cpu or auto"): pick_device("mps")
+
+
+# the caller's settings
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_a_thread(function):
+    "What a function returns in a new thread, which inherits the setting of the process."
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def overlap(setting, value):
+    "Of two trainings the first ends first: what is set after it, and after the second, per thread."
+    began, ended, found = threading.Event(), threading.Event(), {}
+
+    def second():
+        with setting.held(value):
+            began.set()
+            ended.wait()
+            found["while"] = setting.get()
+        found["second"] = setting.get()
+    with setting.held(value):
+        thread = threading.Thread(target=second)
+        thread.start()
+        began.wait()
+    ended.set()
+    thread.join()
+    return found | dict(first=setting.get(), new=in_a_thread(setting.get))
+
+
+def test_the_last_of_two_trainings_restores_the_default_dtype():
+    torch.set_default_dtype(torch.float16)
+    try: found = overlap(DTYPE, torch.float32)
+    finally: torch.set_default_dtype(torch.float32)
+    half = torch.float16
+    assert found == {"while": torch.float32, "second": half, "first": half, "new": half}
+
+
+def test_each_thread_gets_back_its_number_of_threads(two_threads):
+    assert overlap(THREADS, 1) == {"while": 1, "second": 2, "first": 2, "new": 2}
+
+
+def test_a_setting_within_itself_ends_with_the_outer_one(two_threads):
+    with THREADS.held(1):
+        with THREADS.held(1): pass
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+def test_an_error_restores_the_setting(two_threads):
+    with pytest.raises(ValueError), THREADS.held(1): raise ValueError
+    assert torch.get_num_threads() == 2 and not THREADS.holders
+
+
+@pytest.mark.parametrize("weights, threads", [(SMALL - 1, 1), (SMALL, 2)])
+def test_a_small_model_computes_on_one_thread(weights, threads, two_threads, monkeypatch):
+    model = torch.nn.Linear(weights, 1, bias=False, device="meta")
+    count = usual_defaults("model")(lambda trainer: torch.get_num_threads())
+    assert count(SimpleNamespace(model=model)) == threads and torch.get_num_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert count(SimpleNamespace(model=model)) == 2
