@@ -23,7 +23,7 @@ from ..fast import gpt2
 from ..fast.adam import BETAS, Adam
 from ..formulas.grpo import POLICY_VARIANTS, microbatch_weight, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
-from ..formulas.masking import masked_mean
+from ..formulas.masking import aggregate_count, masked_mean
 from ..formulas.ppo import ppo_loss
 from ..formulas.reward import RewardNorm
 from ..formulas.value import explained_variance, value_clip_fraction
@@ -157,7 +157,7 @@ class RLHFLoop(Stage):
         "A microbatch's share of the minibatch's loss."
         logp, entropy, values = self.forward(part)
         loss, stats = rl_loss(self.config, part, logp, values, self.kl.coef)
-        mode = POLICY_VARIANTS[self.config.variant][0]
+        mode = _count_mode(self.config)
         weight = microbatch_weight(part.response_mask, batch.response_mask, mode)
         return loss * weight, (logp, entropy, values), stats
 
@@ -217,11 +217,18 @@ def rl_loss(
     clip = c.clip if c.variant in ("ppo", "grpo", "dr_grpo") else None
     kl = dict(logp_ref=batch.logp_ref if c.loss_has_kl else None, beta=kl_coef, kl_kind="k3",
               kl_weighted=True)  # P8
-    loss, stats = policy_loss(logp, *old, mask, c.variant, eps_low=clip, **kl)
+    total = aggregate_count(mask, _count_mode(c))
+    loss, stats = policy_loss(logp, *old, mask, c.variant, eps_low=clip, total=total, **kl)
     if batch.returns is None: return loss, stats
     loss, parts = ppo_loss(logp, *old, values, batch.values, batch.returns, mask=mask, eps_low=clip,
                            value_clip=c.value_clip or None, value_coef=c.value_coef, **kl)  # P10
     return loss, stats | parts
+
+def _count_mode(config):
+    "The aggregation whose count is that of the variant over what has a score."
+    mode = POLICY_VARIANTS[config.variant][0]
+    return "seq-mean-token-sum" if mode == "constant" else mode
+
 
 # %% ../../nbs/language/27_rlhf.ipynb #interface
 class RLHF(RLHFLoop):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from language.parts import TINY, After, handmade, trainer, without_times
 from language_models import WORDS, make
 from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
+from rlhf_notes.language.config import Variant
 from rlhf_notes.language.hub import check_model, end_tokens
 from rlhf_notes.language.model import make_gpt2, no_dropout
 from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
@@ -436,6 +438,24 @@ def test_what_is_not_scored_counts_nowhere(algo, variant):
     assert a.rows[0]["unscored"] == 4
     for x, y in zip(a.policy.parameters(), b.policy.parameters()): torch.testing.assert_close(x, y)
     for name in set(a.rows[0]) - {"tokens_per_second"}: assert a.rows[0][name] == pytest.approx(b.rows[0][name]), name
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("variant", get_args(Variant))
+def test_a_batch_with_unscored_responses_teaches_what_the_others_teach(variant, microbatches):
+    t = own(reward=count, variant=variant, group=4, kl_coef=0.3, microbatches=microbatches)
+    batch = with_advantages(t.config, t.collect(), 0.3)
+    batch.scores, batch.logp_ref = torch.arange(16.0) % 5, batch.logp_ref - 0.5
+    unscored = torch.arange(16) % 4 == 3
+    batch.response_mask = batch.response_mask & ~unscored[:, None]
+    batch = with_advantages(t.config, batch, 0.3)
+    def gradient(batch, parts):
+        t.optimizer.zero_grad()
+        for part in parts: t.accumulate(part, batch, True)
+        return t.optimizer.vector.grad.clone()
+    found, scored = gradient(batch, t.microbatches(batch)), batch[~unscored]
+    torch.testing.assert_close(found, gradient(scored, [scored]), rtol=1e-4, atol=1e-6)
+    assert found.any()
 
 
 def test_means_and_groups_leave_them_out():
