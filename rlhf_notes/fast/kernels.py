@@ -151,8 +151,12 @@ def draw_rows(
 
 # %% ../../nbs/fast/kernels.ipynb #scan
 @triton.jit
+_TINY = tl.constexpr(1.1754943508222875e-38)
+
 def _combine(x_late, d_late, x_here, d_here):
-    return x_here + tl.where(d_here == 0, 0.0, d_here * x_late), d_here * d_late
+    cut = (d_here == 0) | (d_late == 0)
+    d = tl.where(cut, 0.0, tl.maximum(d_here * d_late, _TINY))  # 0 is a cut, not an underflow
+    return x_here + tl.where(d_here == 0, 0.0, d_here * x_late), d
 
 @triton.jit
 def _steps(x, d, carry, BLOCK: tl.constexpr):

@@ -30,7 +30,7 @@ def _gae_loop(r, v, next_v, terminated, done, gamma, decay, A):
     zero, last = r.dtype.type(0), len(r) - 1
     for t in range(last, -1, -1):
         for n in range(r.shape[1]):
-            cut = t == last or done[t, n]
+            cut = t == last or done[t, n] or decay == 0
             delta = r[t, n] + (zero if terminated[t, n] else gamma * next_v[t, n]) - v[t, n]
             A[t, n] = delta + (zero if cut else decay * A[min(t + 1, last), n])
 

@@ -54,7 +54,7 @@ def test_triton_that_cannot_work_is_left_aside_with_one_warning(monkeypatch, rec
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_kernels_in_the_interpreter():
     p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(__file__), timeout=300)
-    assert p.returncode == 0 and "12 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
+    assert p.returncode == 0 and "15 passed" in p.stdout, p.stdout[-3000:] + p.stderr[-1000:]
 
 
 @triton
@@ -205,3 +205,24 @@ def test_gae_equals_the_formula():
         with fast.off(): exact = advantage.gae(r.double(), v.double(), nv.double(), terminated, done, 0.9, 0.8)[0]
         torch.testing.assert_close(kernels.gae(r, v.T.contiguous().T, nv, terminated, done, 0.9, 0.8).double(), exact, atol=2e-5, rtol=1e-5)
     assert kernels.gae(*[torch.zeros(0, 2)] * 3, *[torch.zeros(0, 2, dtype=torch.bool)] * 2, 0.9, 0.8).shape == (0, 2)
+
+
+@inside
+@pytest.mark.parametrize("gamma, lam", [(0.9, 0.0), (0.5, 0.5)])
+def test_a_decay_of_0_cuts_and_one_that_underflows_does_not(gamma, lam):
+    "0.25^70 is 0 in float32, but an infinity 2000 steps later still counts."
+    for bad in (math.inf, -math.inf, math.nan):
+        r, zero = torch.ones(2500, 1), torch.zeros(2500, 1)
+        end = zero > 0
+        r[2200], end[100] = bad, True
+        with fast.off(): plain = advantage.gae(r, zero, zero, end, end, gamma, lam)[0]
+        quick = kernels.gae(r, zero, zero, end, end, gamma, lam)
+        torch.testing.assert_close(quick, plain, equal_nan=True)
+
+
+@inside
+def test_a_row_without_a_possible_token_has_no_gradient():
+    z, i = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    z[1] = -math.inf
+    y, (g,) = value_and_grad(lambda z: selective_log_softmax(z, i), z)
+    assert y.isnan().tolist() == [False, True, False] and g.isfinite().all() and (g[1] == 0).all()

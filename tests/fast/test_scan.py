@@ -109,3 +109,15 @@ def test_nothing_passes_a_cut_not_even_nan(many):
     rewards[4, 0], done[2, 0] = math.nan, True
     returns = discounted_returns(rewards, done, 0.5)
     assert many and torch.equal(returns[:3, 0], torch.tensor([1.75, 1.5, 1.0])) and returns[3:5, 0].isnan().all()
+
+
+@needs_numba
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("gamma, lam", [(0.9, 0.0), (0.0, 0.9), (1e-30, 1e-30), (0.9, 0.8)])
+def test_a_decay_of_0_cuts_whatever_comes_later(many, gamma, lam, bad):
+    r, zero, end = torch.ones(8, 2), torch.zeros(8, 2), torch.zeros(8, 2, dtype=torch.bool)
+    r[5, 0] = bad
+    quick = gae(r, zero, zero, end, end, gamma, lam)[0]
+    with fast.off(): plain = gae(r, zero, zero, end, end, gamma, lam)[0]
+    torch.testing.assert_close(quick, plain, equal_nan=True)
+    assert many and (~quick.isfinite()).sum() == (6 if gamma == 0.9 and lam else 1)
