@@ -84,7 +84,8 @@ def _backward(Z, I, G, HG, H, BASE, TOTAL, OUT, V, per_part, stride_part, stride
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < V
     out = OUT + row * stride_out + lanes
-    g, total, b = tl.load(G + row), tl.load(TOTAL + row), 0.0
+    total, b = tl.load(TOTAL + row), 0.0
+    g = tl.where(total == 0, 0.0, tl.load(G + row))  # no token is possible
     share = inv_temperature / total
     a = tl.where(g == 0, 0.0, -g * share)
     if ENTROPY:
@@ -150,9 +151,9 @@ def draw_rows(
     return token
 
 # %% ../../nbs/fast/kernels.ipynb #scan
-@triton.jit
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
+@triton.jit
 def _combine(x_late, d_late, x_here, d_here):
     cut = (d_here == 0) | (d_late == 0)
     d = tl.where(cut, 0.0, tl.maximum(d_here * d_late, _TINY))  # 0 is a cut, not an underflow

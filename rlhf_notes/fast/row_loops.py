@@ -124,18 +124,19 @@ def backward(
     block, scale = np.empty(BLOCK, z.dtype), _f32(_LOG2_E / temperature)
     for r in range(len(z)):
         row, grad, base, a, b = z[r], out[r], bases[r], _f32(0), _f32(0)
-        share = 1 / (temperature * totals[r])
-        if g[r] != 0:
-            a = _f32(-g[r] * share)
-        if h[r] != 0 and totals[r] != 0:
+        share, possible = 1 / (temperature * totals[r]), totals[r] != 0
+        up = g[r] if possible else _f32(0)
+        if up != 0:
+            a = _f32(-up * share)
+        if h[r] != 0 and possible:
             a -= _f32(h[r] * (H[r] - np.log(totals[r])) * share)
             b = _f32(-h[r] * _LN2 * share)
-        if a == 0 and b == 0 and g[r] == 0:  # nothing is asked of this row
+        if a == 0 and b == 0 and up == 0:  # nothing is asked of this row
             for j in range(len(row)):
                 _store(grad, j, _f32(0))
             continue
         x = (_load(row[index[r]]) - base) * scale
-        chosen = exp2(x) * (a + b * max(x, _f32(-1e4))) + _f32(g[r] / temperature)
+        chosen = exp2(x) * (a + b * max(x, _f32(-1e4))) + _f32(up / temperature)
         for first in range(0, len(row), BLOCK):
             part = row[first:first + BLOCK]
             to = block if inplace else grad[first:first + BLOCK]  # no overlap: vectorised

@@ -172,4 +172,5 @@ def log_softmax(logits, temperature=1.0):  # as the formula's
     "log softmax(logits / temperature) of few tokens in fewer launches, or NotImplemented."
     if logits.shape[-1] > FEW: return NotImplemented
     z = at_least_float32(logits)
-    return ((z - z.detach().amax(-1, keepdim=True)) / temperature).log_softmax(-1)
+    top = z.detach().amax(-1, keepdim=True)
+    return ((z - top) / temperature).masked_fill(top == -torch.inf, torch.nan).log_softmax(-1)

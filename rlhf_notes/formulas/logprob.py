@@ -22,10 +22,11 @@ from .masking import apply_mask
 def log_softmax(
     logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
     temperature: float = 1.0, # what the logits are divided by
-) -> Tensor: # (..., V) nats, float32 or better
+) -> Tensor: # (..., V) nats, float32 or better; NaN without gradient where no token is possible
     "log softmax(logits / temperature); PyTorch's own loses digits: it adds in float32."
     z = at_least_float32(logits)
-    z = (z - z.detach().amax(-1, keepdim=True)) / temperature
+    top = z.detach().amax(-1, keepdim=True)
+    z = ((z - top) / temperature).masked_fill(top == -torch.inf, torch.nan)
     return z - z.exp().sum(-1, keepdim=True, dtype=widest_float(z)).log().to(z)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #selective

@@ -218,6 +218,23 @@ def test_impossible_tokens_infinite_logits_and_nan(way, dtype):
 
 
 @ways
+@ways
+@pytest.mark.parametrize("V", [5, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_row_without_a_possible_token_has_no_gradient(way, V, dtype):
+    "Whether it is masked, left out afterwards, or asked for: its log-probability is NaN then."
+    z, i, m = normal(0, (3, V), dtype), torch.arange(3), torch.tensor([True, False, True])
+    z[1] = -math.inf
+    ways_to_ask = (lambda z: selective_log_softmax(z, i, mask=m),
+                   lambda z: torch.where(m, selective_log_softmax(z, i), 0),
+                   lambda z: torch.stack(log_probs_and_entropy(z, i))[:, m],
+                   lambda z: selective_log_softmax(z, i, 0.7))
+    for f in ways_to_ask:
+        with way(): y, (g,) = value_and_grad(f, z)
+        assert g.isfinite().all() and (g[1] == 0).all() and g[0].any() and g[2].any()
+    assert y.isnan().tolist() == [False, True, False]
+
+
 def test_a_token_that_is_all_but_impossible(way):
     "Measured by its own logit, what all tokens weigh is 1 / pi, which float32 cannot hold; its neighbours must not notice."
     z, i = normal(0, (7, 40), torch.float32, 4.0), words(1, (7,), 40)
