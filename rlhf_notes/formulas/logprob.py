@@ -114,7 +114,7 @@ def gaussian_entropy(
 @checked(x="float (... N)")
 def tanh_log_det(x: Tensor) -> Tensor: # (..., N) before the tanh -> (...) nats
     "log |d tanh(x) / dx|, summed over N dimensions: log density of x less that of tanh(x)."
-    return 2 * (math.log(2) - x - torch.nn.functional.softplus(-2 * x)).sum(-1)
+    return 2 * (math.log(2) - x + torch.nn.functional.logsigmoid(2 * x)).sum(-1)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #linear
 @checked(hidden="raw (... d)", weight="raw (V d)", index="int (...)", bias="raw (V)?",

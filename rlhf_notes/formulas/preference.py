@@ -9,7 +9,7 @@ __all__ = ['DPO_KINDS', 'bradley_terry_loss', 'best_of_n_loss', 'dpo_loss', 'imp
 # %% ../../nbs/formulas/12_preference.ipynb #export-imports
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid
 
 from ..checks import check_value, checked, under_its_name
 from .logprob import selective_log_softmax
@@ -91,7 +91,8 @@ def simpo_loss(
 # %% ../../nbs/formulas/12_preference.ipynb #orpo
 def _log_odds(logp):
     "log(p / (1 - p)) of p = exp(logp)."
-    logp = logp - (logp + 1e-7).clamp(min=0).detach()  # p = 1 has infinite odds
+    eps = torch.finfo(logp.dtype).eps
+    logp = logp - (logp + eps).clamp(min=0).detach()  # p = 1 has infinite odds
     return logp - (-torch.expm1(logp)).log()
 
 @checked(chosen_logp="float (...)", rejected_logp="float (...)", weight="[0, inf)")
@@ -102,7 +103,7 @@ def orpo_loss(
 ) -> Tensor: # 0-dim, nats per token
     "-chosen - weight log sigmoid(log odds ratio) (Hong et al. 2024, eq. 6 and 7)."
     odds_ratio = _log_odds(chosen_logp) - _log_odds(rejected_logp)
-    return masked_mean(weight * softplus(-odds_ratio) - chosen_logp)
+    return masked_mean(-chosen_logp - weight * logsigmoid(odds_ratio))
 
 # %% ../../nbs/formulas/12_preference.ipynb #kto
 @checked(logp="float (...)", logp_ref="float (...)", desirable="bool (...)", kl="float ()",

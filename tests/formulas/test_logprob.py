@@ -480,6 +480,12 @@ def test_tanh_log_det_by_hand_and_in_the_limits():
 
 
 @given(seed=SEEDS)
+def test_tanh_log_det_in_float64_from_end_to_end():
+    x = torch.linspace(-40, 40, 321, dtype=torch.float64)
+    exact = torch.tensor([sixty_digits(v) for v in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(tanh_log_det(x[:, None]), exact, atol=1e-14, rtol=1e-14)
+
+
 def test_tanh_log_det_against_torch_distributions_and_finite_differences(seed):
     x = normal(seed, (5, 3), torch.float64, 2.0)
     torch.testing.assert_close(tanh_log_det(x), torch.distributions.TanhTransform().log_abs_det_jacobian(x, x.tanh()).sum(-1))

@@ -1,4 +1,6 @@
+import itertools
 import math
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -243,6 +245,18 @@ def test_orpo_is_the_plain_formula(seed, n, weight):
     got, grads = value_and_grad(lambda a, b: orpo_loss(a, b, weight), w, l)
     close(got, loss); close(grads[0], slopes[0]); close(grads[1], slopes[1])
     if weight == 0.1: assert torch.equal(got, orpo_loss(w, l))
+
+
+def test_orpo_in_float64_at_any_odds():
+    "Against 60 decimal digits; probabilities from 1 - 1e-14 to e^-60."
+    sizes = [-1e-14, -1e-9, -1e-5, -0.1, -1.0, -10.0, -30.0, -60.0]
+    for w, l in itertools.product(sizes, repeat=2):
+        with localcontext() as context:
+            context.prec = 60
+            odds = [Decimal(x) - (1 - Decimal(x).exp()).ln() for x in (w, l)]
+            exact = float((1 + (odds[1] - odds[0]).exp()).ln() / 10 - Decimal(w))
+        got = orpo_loss(torch.tensor([w], dtype=F64), torch.tensor([l], dtype=F64)).item()
+        assert got == pytest.approx(exact, rel=1e-13, abs=1e-25), (w, l)
 
 
 @pytest.mark.parametrize("w, l", [(0.0, -1.0), (-1e-12, -1.0), (-200.0, -0.1), (-0.1, -1e4), (-1e-30, -1e-30), (-1.0, 0.0)])
