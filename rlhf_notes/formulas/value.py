@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import checked
-from .masking import apply_mask, masked_mean, masked_share, masked_var
+from .masking import apply_mask, centre, masked_mean, masked_share, masked_var
 
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
 _RULES = dict(value="float (...)", value_old="float (...)?", returns="float (...)",
@@ -59,8 +59,10 @@ def explained_variance(
     "1 - Var(R - V) / Var(R): share of the variance of the returns that V explains."
     V, R = apply_mask(value, mask), apply_mask(returns, mask)
     precision = torch.finfo(R.dtype)
-    size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=precision.tiny)
-    R, error = R / size, (R - V) / size  # so that no square overflows or vanishes
+    size = pad(R.detach().abs().flatten(), (0, 1)).amax().clamp(min=4 * precision.tiny)
+    # by a power of 2, so that no square overflows or vanishes, and nothing is rounded
+    size = (size / 2).log2().floor().exp2()
+    R, error = R / size, centre(R / size, mask) - centre(V / size, mask)
     variance, rounding = masked_var(R, mask), 8 * precision.eps
     constant = (variance <= rounding**2 * masked_mean(R.square(), mask)) & V.isfinite().all()
     left = masked_var(torch.where(constant, 0, error), mask)

@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -121,6 +122,23 @@ def test_explained_variance_equals_the_definition(seed, n, scale, shift, dtype):
     torch.testing.assert_close(explained_variance(V, R), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(explained_variance(V + 5 * scale, R), expected, rtol=1e-3, atol=1e-3)       # blind to a constant
     assert explained_variance(R, R) == 1 and explained_variance(V, R) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [0.0, 1e2, 1e4, 1e8, 1e12])
+def test_a_value_far_from_the_returns_explains_what_is_in_its_digits(dtype, shift):
+    def variance(x): return sum((v - sum(x) / len(x)) ** 2 for v in x) / len(x)
+    m, offset = random_mask(3, (40,)), 100 * (shift > 1e3)
+    for a in (0.0, 0.5, 1.0):
+        R = normal(0, (40,), dtype) + offset
+        V = a * R + 0.3 * normal(1, (40,), dtype) + shift
+        for mask in (None, m):
+            pairs = zip(V.tolist(), R.tolist(), m.tolist())
+            v, r = zip(*[(Fraction(x), Fraction(y)) for x, y, kept in pairs if kept or mask is None])
+            exact = float(1 - variance([y - x for x, y in zip(v, r)]) / variance(r))
+            got = explained_variance(V, R, mask).item()
+            assert got == pytest.approx(exact, rel=1e-4, abs=1e-4), (a, mask)
+    assert explained_variance(torch.full_like(R, shift), R) == 0
 
 
 @given(seed=SEEDS, n=st.integers(0, 300), constant=st.one_of(EXTREMES.map(lambda x: max(-1e15, min(1e15, x))), st.floats(-1e6, 1e6, width=32)), dtype=DTYPES)
