@@ -133,7 +133,8 @@ def linear_log_probs(
     "`selective_log_softmax` of hidden @ weight.T + bias, its products accumulated in float32."
     if mask is not None:
         hidden = hidden.masked_fill(~mask[..., None], 0)
-    bias = None if bias is None else at_least_float32(bias)
-    logits = torch.nn.functional.linear(at_least_float32(hidden), at_least_float32(weight), bias)
+    tensors = [at_least_float32(x) for x in (hidden, weight, bias) if x is not None]
+    double = any(x.dtype == torch.float64 for x in tensors)
+    logits = torch.nn.functional.linear(*(x.double() if double else x for x in tensors))
     both = log_probs_and_entropy(logits, index, temperature, mask)
     return both if entropy else both[0]

@@ -1,3 +1,4 @@
+import itertools
 import math
 from contextlib import contextmanager, nullcontext
 from decimal import Decimal, localcontext
@@ -218,7 +219,6 @@ def test_impossible_tokens_infinite_logits_and_nan(way, dtype):
 
 
 @ways
-@ways
 @pytest.mark.parametrize("V", [5, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_row_without_a_possible_token_has_no_gradient(way, V, dtype):
@@ -235,6 +235,7 @@ def test_a_row_without_a_possible_token_has_no_gradient(way, V, dtype):
     assert y.isnan().tolist() == [False, True, False]
 
 
+@ways
 def test_a_token_that_is_all_but_impossible(way):
     "Measured by its own logit, what all tokens weigh is 1 / pi, which float32 cannot hold; its neighbours must not notice."
     z, i = normal(0, (7, 40), torch.float32, 4.0), words(1, (7,), 40)
@@ -479,13 +480,13 @@ def test_tanh_log_det_by_hand_and_in_the_limits():
             assert y.isfinite() and y.item() == pytest.approx(math.log(4) - 2 * v, rel=1e-6) and g.item() == pytest.approx(-2 * sign)
 
 
-@given(seed=SEEDS)
 def test_tanh_log_det_in_float64_from_end_to_end():
     x = torch.linspace(-40, 40, 321, dtype=torch.float64)
     exact = torch.tensor([sixty_digits(v) for v in x.tolist()], dtype=torch.float64)
     torch.testing.assert_close(tanh_log_det(x[:, None]), exact, atol=1e-14, rtol=1e-14)
 
 
+@given(seed=SEEDS)
 def test_tanh_log_det_against_torch_distributions_and_finite_differences(seed):
     x = normal(seed, (5, 3), torch.float64, 2.0)
     torch.testing.assert_close(tanh_log_det(x), torch.distributions.TanhTransform().log_abs_det_jacobian(x, x.tanh()).sum(-1))
@@ -636,6 +637,21 @@ def test_linear_under_autocast(way):
     for g, e in zip(grads, exact_grads): assert g.dtype == torch.float32 and (g - e).norm() / e.norm() < 2e-2
     with way(), torch.autocast("cpu", torch.bfloat16): y = linear_log_probs(h.double(), W.double(), i, chunk=3)
     assert y.dtype == torch.float64 and (y - truth).abs().max() < 1e-5
+
+
+@ways
+def test_linear_takes_any_dtypes_side_by_side(way):
+    h, W, b = (normal(k, s) for k, s in enumerate([(3, 4), (7, 4), (7,)]))
+    i, kinds = words(3, (3,), 7), (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for dtypes in itertools.product(kinds, repeat=3):
+        given = [x.to(d) for x, d in zip((h, W, b), dtypes)]
+        wide = [x.double() for x in given]
+        exact = (wide[0] @ wide[1].T + wide[2]).log_softmax(-1)[range(3), i]
+        with way(): y, grads = value_and_grad(lambda h, W, b: linear_log_probs(h, W, i, b), *given)
+        assert y.dtype == (torch.float64 if torch.float64 in dtypes else torch.float32)
+        assert [g.dtype for g in grads] == [*dtypes]
+        close(y, exact, atol=1e-12 if torch.float64 in dtypes else 1e-5)
+        with way(), torch.autocast("cpu", torch.bfloat16): linear_log_probs(*given[:2], i, given[2])
 
 
 def test_linear_never_holds_the_logits():
