@@ -193,12 +193,12 @@ def ppo_error_continuous(
 
 # %% ../../nbs/compat/13_ding.ipynb #shape-fn
 def shape_fn_ppo(
-    args: tuple, # positional arguments of a call of `ppo_error` or `ppo_policy_error`
+    args: tuple | list, # positional arguments of a call of `ppo_error` or `ppo_policy_error`
     kwargs: dict, # its keyword arguments
 ) -> torch.Size: # (B, N), the shape of logit_new
     "Shape of the problem, which DI-engine hands to its compiled kernels."
     named = kwargs.get("data") if isinstance(kwargs, dict) else None
-    data = args[0] if isinstance(args, tuple) and args else named
+    data = args[0] if isinstance(args, (tuple, list)) and args else named
     if isinstance(data, tuple) and data: return data[0].shape
     raise TypeError("args must begin with data, or kwargs hold it: a tuple that begins with "
                     f"logits, got {type(data).__name__}")

@@ -210,7 +210,7 @@ def test_names_order_and_defaults_are_those_of_the_seed():
 
 def test_shape_fn():
     data = ppo_data(*[torch.zeros(3, 4)] * 2, *[None] * 6)
-    assert shape_fn_ppo((data, 0.2), {}) == shape_fn_ppo((), {"data": data}) == shape_fn_ppo((tuple(data),), {}) == (3, 4)
+    assert shape_fn_ppo((data, 0.2), {}) == shape_fn_ppo((), {"data": data}) == shape_fn_ppo((tuple(data),), {}) == shape_fn_ppo([data], {}) == (3, 4)
     policy = ppo_policy_data(*data[:2], *[None] * 3)
     assert shape_fn_ppo((policy,), {}) == shape_fn_ppo((tuple(policy),), {}) == (3, 4)
 
