@@ -53,6 +53,13 @@ def own(kind="GPT2", prompts=("w3 w4", "w5"), reward=None, tok=None, seed=0, **o
 def count(prompts, responses): return [r.split().count("w9") for r in responses]
 
 
+def with_token(name):
+    "A tokenizer with a token that the model has no row for."
+    tok = tokenizer()
+    tok.add_tokens([name])
+    return tok
+
+
 # --- models
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])
@@ -218,7 +225,22 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
 @pytest.mark.parametrize("call, words", [
     (lambda: own(prompts=["w3", dict(text="w4")]), r"prompts must be strings, .* in prompts\[1\]"),
     (lambda: own(prompts=[[dict(role="user")]]), r"lists of messages with role and content, .* in prompts\[0\]"),
-    (lambda: own(prompts=[dict(prompt="w3", n=1), dict(prompt="w3", n=2)]), "prompts must not be the same tokens with other columns, got 'w3' and 'w3'"),
+    (lambda: own(prompts=["w3 w99"], tok=with_token("w99")),
+     "^prompts must have tokens among the 37 of the model, got 'w99', number 37$"),
+    (lambda: own(tok=with_token("w99")).generate(["w99"]), "prompts must have tokens among the 37"),
+    (lambda: own(reward="of_mine.size"),
+     r"a text with a dot, of_mine.size \(on the command line: of_mine:size\)$"),
+    (lambda: own(reward=lambda p, r, word: r),
+     r"^reward must take prompts, .* got the argument 'word' beside the columns \[\]$"),
+    (lambda: own(reward=lambda texts: texts),
+     r"^reward must take prompts and responses, got a function of \(texts\)$"),
+    (lambda: own(reward=lambda prompts, **columns: 0), "^reward must take prompts and responses"),
+    (lambda: own(prompts=[dict(prompt="w3", responses=1)], reward=count),
+     "^prompts must have no column responses"),
+    (lambda: own(reward=lambda p, r: {i: 1.0 for i in range(len(r))}).learn(),
+     "reward must return a list of numbers, .* got {0: 1.0.*a dict is no list"),
+    (lambda: own(reward=lambda p, r: {float(i) for i in range(len(r))}).learn(),
+     "a set is no list"),
     (lambda: own(max_new_tokens=30), r"max_new_tokens must fit into the model's context of 32 tokens, got 3 \+ 30"),
     (lambda: own(prompts=["w3 " * 40]), r"prompts must fit into the model's context of 32 tokens, got 41 \+ 4"),
     (lambda: own(query_length=40), r"query_length must fit into the model's context of 32 tokens, got 40 \+ 4"),
@@ -348,7 +370,74 @@ def test_prompts_may_be_a_dataset():
 def test_columns_may_be_arrays():
     rows = [dict(prompt="w3", n=torch.ones(2)), dict(prompt="w3", n=torch.ones(2))]
     own(prompts=rows, reward=lambda prompts, responses, n: [x.sum() for x in n]).learn()
-    with pytest.raises(ValueError, match="same tokens with other columns"): own(prompts=[*rows, dict(prompt="w3", n=torch.zeros(2))])
+
+
+def test_the_same_prompt_may_have_other_columns():
+    "Each group of responses has the columns of the row that was sampled, be they long arrays."
+    heard = []
+    def reward(p, r, n):
+        heard.append([int(x.argmax()) for x in n])
+        return [0.0] * len(r)
+    rows = [dict(prompt=p, n=torch.eye(2000)[i]) for i, p in enumerate(["w3", "w3", "w4", "w3"])]
+    t = own(prompts=rows, reward=reward, batch=64)
+    while t.iteration < 2:
+        t.iterate()
+        assert heard[-1] == t.task.sampled.repeat_interleave(4).tolist()
+    assert set(heard[0]) == {0, 1, 2, 3}
+    assert t.task.rows_of(t.task.tokens[[3, 2]]) == [rows[0], rows[2]]         # no sample
+
+
+def test_rewards_get_what_they_name():
+    "Prompts and responses by either name, in any order; under other names, in turn."
+    task = own(prompts=[dict(prompt="w3", n=1, m=2)], reward=count).task
+    said, _ = task.encode(["w9 w9"])
+    class Module(torch.nn.Module):
+        def forward(self, completions, prompts): return seen(prompts, completions)
+    def seen(*given, **more): got.append((*given, more)); return [1.0]
+    p, r, ids = ["w3"], ["w9 w9"], [[1, 9, 9]]
+    for reward, expected in (
+        (lambda prompts, responses: seen(prompts, responses), (p, r, {})),
+        (lambda completions, prompts: seen(prompts, completions), (p, r, {})),
+        (Module(), (p, r, {})), (lambda a, b: seen(a, b), (p, r, {})),
+        (lambda responses, x, n: seen(x, responses, n), (p, r, [1], {})),
+        (lambda completions, **kwargs: seen(completions, **kwargs), (r, dict(n=[1], m=[2]))),
+        (lambda a, b, /, m, **more: seen(a, b, m, **more), (p, r, [2], dict(n=[1]))),
+        (lambda *args, **more: seen(*args, **more), (p, r, dict(n=[1], m=[2]))),
+        (lambda completions, scale=2, *, completion_ids, m=0: seen(scale, completion_ids, m),
+         (2, ids, [2], {})),
+    ):
+        got, task.rewards = [], reward_functions(reward)
+        assert task.score(task.tokens, task.mask, said, None).tolist() == [1] and got == [expected]
+    task.rewards = reward_functions(max)                                       # has no signature
+    with pytest.raises(ValueError, match="reward must return"):
+        task.score(task.tokens, task.mask, said, None)
+
+
+def test_prompts_may_be_a_dataframe(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    rows = [dict(prompt="w3 w4", word="w9"), dict(prompt="w5", word="w8")]
+    assert read_prompts(pandas.DataFrame(rows)) == rows
+    assert read_prompts(pandas.Series(["w3", "w5"])) == [dict(prompt="w3"), dict(prompt="w5")]
+    chats = pandas.DataFrame(dict(prompt=[CHAT, CHAT]))
+    as_parquet_has_it = [pandas.array(x, dtype=object).to_numpy() for x in chats["prompt"]]
+    chats["prompt"] = as_parquet_has_it
+    assert read_prompts(chats) == [dict(prompt=CHAT), dict(prompt=CHAT)]
+    def table(p, r): return pandas.DataFrame({i: [1.0] for i in range(len(r))})
+    with pytest.raises(ValueError, match="a DataFrame is no list"): own(reward=table).learn()
+
+
+def test_a_template_gets_tools_and_its_own_options():
+    template = "{% if tools %}w8 {% endif %}{% if think is defined and not think %}w9 {% endif %}"
+    off = dict(chat_template_kwargs=dict(think=False, other=None), tools=[dict(name="f")])
+    def reward(prompts, responses, tools): return [len(t or []) for t in tools]
+    rows = [dict(prompt=CHAT) | off, dict(prompt=CHAT, tools=None, chat_template_kwargs=None)]
+    t = own(prompts=rows, reward=reward, tok=tokenizer(template + TEMPLATE), batch=64)
+    asked = [row[m].tolist() for row, m in zip(t.task.tokens, t.task.mask)]
+    assert asked == [[8, 9, 1, 5, 6, 7], [1, 5, 6, 7]] and len(t.generate(rows)) == 2
+    assert 0 < t.learn().rows[0]["score"] < 1
+    wrong = [dict(prompt=CHAT, chat_template_kwargs=3)]
+    with pytest.raises(ValueError, match="^prompts must be chats that the tokenizer's template"):
+        own(prompts=wrong, tok=tokenizer(TEMPLATE))
 
 
 def classifier(path=None, template=None, labels=1, kind="Llama"):
@@ -404,6 +493,10 @@ def test_a_reward_model_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="prompts must be strings for a tokenizer without a chat template"):
         own(prompts=[CHAT], reward=str(tmp_path / "rm"), tok=tokenizer(TEMPLATE)).learn()
     with pytest.raises(ValueError, match="reward must fit into the model's context of 32 tokens, got 41"): Classifier(tmp_path / "rm")(["w3 " * 40])
+    f = Classifier(tmp_path / "rm")
+    f.tokenizer.add_tokens(["w99"])
+    with pytest.raises(ValueError, match="^reward must have tokens among the 37 .* got 'w99'"):
+        f(["w3 w99"])
 
 
 def test_a_table_of_samples():
