@@ -76,12 +76,12 @@ class RLHFConfig:
     "parts of a minibatch whose gradients are summed, to save memory (P7)"
     group: Annotated[Count, Field(ge=2)] = 4
     "responses to each prompt, for grpo and rloo"
-    learning_rate: Positive = 1e-3
-    "of Adam, at the start; falls linearly to 0 (G5)"
+    learning_rate: Positive | None = 1e-3
+    "of Adam, at the start; falls linearly to 0 (G5); with a model of your own, by its size"
     adam: Literal["tensorflow", "pytorch"] = "tensorflow"
     "where Adam adds epsilon: tensorflow before the bias correction (P12), pytorch after"
     adam_eps: Positive = 1e-5
-    "epsilon of Adam"
+    "epsilon of Adam; with a model of your own 1e-8, added as by pytorch"
     max_grad_norm: Positive = 1.0
     "maximum gradient norm"
     gamma: Fraction = 1.0

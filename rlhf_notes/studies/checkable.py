@@ -96,8 +96,8 @@ ALGORITHMS = {"PPO": dict(algo="ppo"), "RLOO": dict(algo="rloo"), "GRPO": dict(v
               "Dr. GRPO": dict(variant="dr_grpo", group_scale="none"),
               "DAPO": dict(variant="dapo"), "GSPO": dict(variant="gspo"),
               "CISPO": dict(variant="cispo"), "GRPO, dynamic": dict(variant="grpo", resample=3)}
-OPTIONS = dict(batch=256, group=8, epochs=1, learning_rate=1e-3, kl_coef=0.0, max_new_tokens=5,
-               iterations=110)
+OPTIONS = dict(batch=256, group=8, epochs=1, learning_rate=1e-3, adam="tensorflow", adam_eps=1e-5,
+               kl_coef=0.0, max_new_tokens=5, iterations=110)
 
 def _no_spread(rollout, group):
     "(P,): True for the groups whose responses all have the same reward."

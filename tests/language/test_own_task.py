@@ -21,6 +21,7 @@ from rlhf_notes.language.config import Variant
 from rlhf_notes.language.hub import check_model, end_tokens
 from rlhf_notes.language.model import make_gpt2, no_dropout
 from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
+from rlhf_notes.language.rlhf import rate_by_size
 from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
 from rlhf_notes.language.task import make_tokenizer
@@ -58,6 +59,51 @@ def with_token(name):
     tok = tokenizer()
     tok.add_tokens([name])
     return tok
+
+# --- Adam
+
+BARE = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", iterations=2)
+
+
+def by_place(prompts, responses): return list(range(len(responses)))
+
+
+def bare(**options):
+    "A training on a model of one's own, with what it takes by itself."
+    torch.manual_seed(0)
+    return RLHF(make("GPT2"), tokenizer(), ["w3 w4"], by_place, **BARE | options)
+
+
+def test_a_model_of_ones_own_gets_pytorchs_adam_and_a_rate_by_its_size():
+    t = bare()
+    size = sum(p.numel() for p in t.policy.parameters() if p.requires_grad)
+    assert (t.config.adam, t.config.adam_eps) == ("pytorch", 1e-8)
+    assert t.config.learning_rate == rate_by_size(size)
+    before = t.optimizer.vector.detach().clone()
+    t.step(with_advantages(t.config, t.collect(), t.kl.coef))
+    moved = (t.optimizer.vector.detach() - before).abs()[t.optimizer.vector.grad != 0]
+    assert t.optimizer.eps == 1e-8
+    torch.testing.assert_close(moved.median(), torch.tensor(t.config.learning_rate), rtol=0.01, atol=0)
+
+
+def test_what_is_named_is_taken(tmp_path):
+    named = dict(adam="tensorflow", adam_eps=1e-5, learning_rate=2e-3)
+    t = bare(**named)
+    assert {name: getattr(t.config, name) for name in named} == named
+    u = bare().learn()
+    u.save(tmp_path / "policy")
+    again = RLHF.load(tmp_path / "policy", prompts=["w3"], reward=count)
+    assert again.config == u.config and isinstance(u.config.learning_rate, float)
+    assert trainer().config.learning_rate == 1e-3 and TINY.adam == "tensorflow"  # the reviews
+
+
+def test_the_rate_falls_with_the_size():
+    sizes = 10 ** torch.arange(1, 12)
+    rates = [rate_by_size(int(n)) for n in sizes]
+    assert rates[:5] == [1e-3] * 5 and all(a > b for a, b in zip(rates[4:], rates[5:]))
+    assert 5e-6 < rate_by_size(124_000_000) < 3e-5  # Ziegler et al. 2019: 1e-5
+    assert 3e-7 < rate_by_size(7_000_000_000) < 3e-6
+    assert trainer(replace(TINY, learning_rate=None)).config.learning_rate == 1e-3
 
 
 # --- models
