@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from language.parts import TINY, After, Pretend, tiny_lm, vector, weights, without_times
+from language_models import make
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language import dpo as D, pipeline as P
 from rlhf_notes.language.model import Policy
@@ -153,9 +156,85 @@ def test_preferences_that_cannot_be_used(rows, words):
 
 
 def test_preferences_need_an_end():
-    tokenizer = make_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="tokenizer must have a token for the end of a text"): D.DPO(tiny_lm(), tokenizer, OWN, max_new_tokens=6, device="cpu")
+    tokenizer, lm = make_tokenizer(), tiny_lm()
+    tokenizer.eos_token = lm.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="tokenizer must have a token for the end of a text"):
+        D.DPO(lm, tokenizer, OWN, max_new_tokens=6, device="cpu")
+
+
+# --- a response as it stands behind its prompt
+
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789+=: ", "\n"]
+TURNS = ("{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
+         "{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
+
+
+def spelling(merges=(), space=False, template=None):
+    "A tokenizer of letters; `space` puts one before each text, as Llama 2's does."
+    vocab = ["<eos>", "<turn>", "<end>", *LETTERS, "\u2581", *map("".join, merges)]
+    t = Tokenizer(models.BPE({x: i for i, x in enumerate(vocab)}, list(merges)))
+    if space:
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                             normalizers.Replace(" ", "\u2581")])
+        t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(),
+                                       decoders.Strip(" ", 1, 0)])
+    else:
+        t.decoder = decoders.Fuse()
+    tok = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<eos>", chat_template=template)
+    tok.add_special_tokens({"additional_special_tokens": ["<turn>", "<end>"]})
+    return tok
+
+
+def chosen(tok, prompt, response, ends=0, **options):
+    "The text that DPO reads, and the tokens of its response."
+    lm = make("Llama", vocab_size=len(tok), max_position_embeddings=128)
+    lm.generation_config.eos_token_id = ends
+    row = dict(prompt=prompt, chosen=response, rejected="no") | options
+    t = D.DPO(lm, tok, [row], max_new_tokens=24, batch=1, minibatches=1, device="cpu")
+    keep, c = t.choices.response_mask[0, 0], t.choices
+    whole = c.tokens[0, 0][c.mask[0, 0]]
+    return tok.decode(whole[:len(whole) - int((~keep).sum())]), c.tokens[0, 0, -24:][keep].tolist()
+
+
+@pytest.mark.parametrize("space", [False, True])
+@pytest.mark.parametrize("prompt, response", [
+    ("2+3=", "5"), ("say: ", "hi"), ("ab", "cd"), ("a", "\nb")])
+def test_a_response_continues_the_text_of_its_prompt(space, prompt, response):
+    "Also where a token would reach across the border, as `bc` does."
+    tok = spelling([("b", "c"), ("\u2581", "h")], space)
+    text, ids = chosen(tok, prompt, response)
+    assert text == f"{prompt}{response}<eos>" and tok.convert_tokens_to_ids("bc") not in ids
+
+
+USER = [dict(role="user", content="what is 2")]
+
+
+def test_a_chat_ends_as_generation_would_end_it():
+    "With the end of the turn, where it is one of the ends; else with that of the text."
+    asked = "<turn>user\nwhat is 2<end>\n<turn>assistant\n"
+    tok = spelling(template=TURNS)
+    assert chosen(tok, USER, "five", [0, 2])[0] == f"{asked}five<end>"
+    assert chosen(spelling(template=TURNS), USER, "five")[0] == f"{asked}five<end>\n<eos>"
+    assert chosen(spelling(template=TURNS), USER, "five<eos>ab")[0] == f"{asked}five<eos>"
+
+
+def test_a_template_is_read_with_its_options():
+    template = "{% if tools %}t{% endif %}{% if loud %}l{% endif %}" + TURNS
+    options = dict(tools=[dict(name="f")], chat_template_kwargs=dict(loud=True))
+    text, _ = chosen(spelling(template=template), USER, "five", 2, **options)
+    assert text == "tl<turn>user\nwhat is 2<end>\n<turn>assistant\nfive<end>"
+    other = TURNS.replace("<turn>assistant\n{%", "<turn>assistant\nhm{%")
+    with pytest.raises(ValueError, match="template begins alike with and without a response, got"):
+        chosen(spelling(template=other), USER, "five")
+
+
+def test_a_response_has_tokens_of_the_model():
+    tok = spelling()
+    tok.add_tokens(["THINK"])
+    lm = make("Llama", vocab_size=len(tok) - 1)
+    rows = [dict(prompt="a", chosen="THINK", rejected="b")]
+    with pytest.raises(ValueError, match="^prompts must have tokens among .* got 'THINK'"):
+        D.DPO(lm, tok, rows, device="cpu")
 
 
 def test_dpo_does_not_learn_from_a_reward():
