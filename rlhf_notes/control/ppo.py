@@ -30,7 +30,7 @@ from ..formulas.ppo import ppo_loss, ppo_stats
 from ..formulas.value import explained_variance
 from ..formulas.whitening import RunningMoments, whiten
 from ..training.devices import pick_device, usual_defaults
-from ..training.runs import Run, write_atomically
+from ..training.runs import Run, load_checked, save_checked
 from ..training.signals import check_finite, diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/control/19_ppo.ipynb #loss
@@ -286,19 +286,18 @@ class PPO:
 
     def save(self, path): # The file to write
         "Save config, networks and optimizer."
-        saved = dict(config=vars(self.config), state=self.state_dict())
-        write_atomically(path, lambda file: torch.save(saved, file))
+        save_checked(path, dict(config=vars(self.config), state=self.state_dict()))
 
     @classmethod
     def load(cls, path, **options): # From `save`; env if it was no name, device="cpu" if need be
         "A trainer as it was saved, to predict, evaluate or learn on."
         try:
-            saved = torch.load(path, weights_only=True, map_location="cpu")
+            saved, why = load_checked(path), ""
         except OSError: raise
-        except Exception:  # whatever torch says of another file
-            saved = None
+        except Exception as e:  # whatever is said of another file
+            saved, why = None, f" ({e})"
         if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
-            raise ValueError(f"path must be a file that PPO.save has written, got {path}")
+            raise ValueError(f"path must be a file that PPO.save has written, got {path}{why}")
         ppo = cls(**{**saved["config"], **options})
         ppo.load_state_dict(saved["state"])
         return ppo

@@ -668,15 +668,20 @@ def test_new_episodes_have_earned_nothing_so_far():
 
 
 def test_load_may_change_options_and_refuses_other_files(tmp_path):
-    PPO(**vars(SMALL)).save(tmp_path / "ppo.pt")
+    saved = PPO(**vars(SMALL))
+    saved.save(tmp_path / "ppo.pt")
     assert PPO.load(tmp_path / "ppo.pt", epochs=1).config == replace(SMALL, epochs=1)
     torch.save({"agent": 1}, tmp_path / "other.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     (tmp_path / "hi.pt").write_text("hi")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "ppo.pt").read_bytes()[:2000])
     (tmp_path / "empty.pt").touch()
+    damaged = bytearray((tmp_path / "ppo.pt").read_bytes())
+    weights = next(saved.agent.parameters()).detach().numpy().tobytes()
+    damaged[damaged.index(weights) + 3] ^= 64  # the exponent of the first
+    (tmp_path / "damaged.pt").write_bytes(damaged)
     with pytest.raises(FileNotFoundError): PPO.load(tmp_path / "nowhere.pt")
-    for name in ("other", "text", "hi", "cut", "empty"):
+    for name in ("other", "text", "hi", "cut", "empty", "damaged"):
         with pytest.raises(ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"): PPO.load(tmp_path / f"{name}.pt")
     for options in (dict(hidden=32), dict(env="Pendulum-v1")):
         with pytest.raises(ValueError, match="^the options are not those of the saved networks: "): PPO.load(tmp_path / "ppo.pt", **options)

@@ -288,6 +288,69 @@ def test_samples_are_a_table_in_tensorboard(tmp_path):
     assert event.step == 1 and event.tensor_proto.string_val[0] == b"| prompt | score |\n| --- | --- |\n| about | 2 |"
 
 
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    "A flipped bit or zeroed bytes, wherever they are, change nothing or are noticed."
+    run = Run.create(tmp_path, CONFIG)
+    run.log(row(2), 2)
+    random = torch.Generator().manual_seed(0)
+    run.save_checkpoint({"w": torch.randn(99, generator=random).tolist(), "n": 3, "s": "adam",
+                         "deep": [{"v": torch.randn(200, generator=random)}]})
+    file = tmp_path / "checkpoint.pt"
+    good = file.read_bytes()
+
+    def loaded():
+        try: again = Run.resume(tmp_path)
+        except ValueError as e: return "resume must be a run directory" in str(e) or str(e)
+        return again.rows, {**again.checkpoint, "deep": again.checkpoint["deep"][0]["v"].tolist()}
+    expected = loaded()
+    flips = [good[:i] + bytes([good[i] ^ 1 << i % 8]) + good[i + 1:]
+             for i in range(0, len(good), 11)]
+    gaps = [good[:i] + bytes(64) + good[i + 64:] for i in range(0, len(good) - 64, 64)]
+    found = []
+    for bad in flips + gaps + [good[:len(good) // 2], b""]:
+        file.write_bytes(bad)
+        found.append(loaded())
+    assert expected[0] == [row(2)] and all(x in (True, expected) for x in found)
+    assert found.count(True) > 0.75 * len(found)  # the rest is padding
+
+
+def test_a_checkpoint_of_plain_torch_is_read(tmp_path):
+    "As earlier versions wrote it."
+    run = Run.create(tmp_path, CONFIG)
+    torch.save({"metrics": [row(2)], "state": {"n": 3}}, tmp_path / "checkpoint.pt")
+    again = Run.resume(run.path)
+    assert (again.rows, again.checkpoint) == ([row(2)], {"n": 3})
+
+
+def test_what_a_kill_left_is_cleared_when_the_run_goes_on(tmp_path):
+    run = Run.create(tmp_path / "run", CONFIG)
+    run.save_checkpoint({})
+    left, mine = run.path / f".checkpoint.pt.{'0a' * 8}.tmp", run.path / ".notes.tmp"
+    for begin in (lambda: Run.resume(run.path).lock(),
+                  lambda: Run.create(run.path, CONFIG, overwrite=True)):
+        left.write_text("half")
+        mine.write_text("mine")
+        begin()
+        assert not left.exists() and mine.exists()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / f".config.json.{'0a' * 8}.tmp").write_text("half")
+    assert {p.name for p in Run.create(tmp_path / "new", CONFIG).path.iterdir()} == {
+        ".lock", "config.json"}
+
+
+def test_a_run_stays_where_it_began(tmp_path, monkeypatch):
+    "Also if an environment changes the directory."
+    monkeypatch.chdir(tmp_path)
+    run = Run.create("run", CONFIG)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run.log(row(1), 1)
+    run.save_checkpoint({})
+    run.finish({})
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert (tmp_path / "run" / "summary.json").exists() and Run.resume("../run").rows == [row(1)]
+
+
 @pytest.mark.parametrize("spoil", [
     lambda p: (p / "checkpoint.pt").unlink(), lambda p: (p / "config.json").unlink(), lambda p: (p / "checkpoint.pt").write_bytes(b"junk"),
     lambda p: (p / "config.json").write_text("{"), lambda p: torch.save({"metrics": [], "state": os.system}, p / "checkpoint.pt")])
