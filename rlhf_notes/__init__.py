@@ -7,6 +7,8 @@ __version__ = "0.1.0"
 
 from difflib import get_close_matches as _get_close_matches
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from sys import _getframe
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,11 +72,18 @@ def __getattr__(name):
     elif name in _MODULE_OF:
         value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)
     else:
-        near = " or ".join(map(repr, _get_close_matches(name, __all__)))
-        hint = f"; did you mean {near}?" if near else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        raise _missing(name, _getframe(1).f_code.co_name == "_handle_fromlist")
     globals()[name] = value
     return value
+
+
+def _missing(name, imported):
+    "The error, with a hint; `from rlhf_notes import` would replace an AttributeError by its own."
+    near = " or ".join(map(repr, _get_close_matches(name, __all__)))
+    hint = f"; did you mean {near}?" if near else ""
+    if imported and _find_spec(f"{__name__}.{name}") is None:
+        return ImportError(f"cannot import name {name!r} from {__name__!r}{hint}", name=name)
+    return AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__():

@@ -36,6 +36,23 @@ def test_top_level_offers_every_formula():
     with pytest.raises(AttributeError, match="no attribute 'xyzzy'$"): rlhf_notes.xyzzy
 
 
+def test_a_name_that_is_not_there_is_told_with_its_neighbour_by_import_too():
+    with pytest.raises(ImportError, match="^cannot import name 'clip_surrogate' from 'rlhf_notes'; "
+                                          "did you mean 'clipped_surrogate'"):
+        from rlhf_notes import clip_surrogate  # noqa: F401
+    with pytest.raises(ImportError, match="^cannot import name 'xyzzy' from 'rlhf_notes'$"):
+        from rlhf_notes import xyzzy  # noqa: F401
+    assert not hasattr(rlhf_notes, "xyzzy") and getattr(rlhf_notes, "xyzzy", None) is None
+    assert python("from rlhf_notes import formulas, cli; print(cli.main.__name__)") == "main"
+
+
+def test_the_package_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "rlhf_notes", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"rlhf-notes {rlhf_notes.__version__}\n")
+    done = subprocess.run([sys.executable, "-m", "rlhf_notes", "cartpole", "--seed", "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--seed" in done.stderr
+
+
 def test_importing_is_lazy():
     loaded = python("import sys, rlhf_notes; print([m for m in ('torch', 'numpy', 'gymnasium', 'transformers', 'matplotlib') if m in sys.modules])")
     assert loaded == "[]"
