@@ -6,23 +6,32 @@ import functools
 import os
 import warnings
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 
 import torch
 
-is_open = os.environ.get("RLHF_NOTES_FAST", "1") != "0"
-HAS_NUMBA, HAS_TRITON = (find_spec(name) is not None for name in ("numba", "triton"))
+HAS_TRITON = find_spec("triton") is not None
+_open = ContextVar("open", default=os.environ.get("RLHF_NOTES_FAST", "1") != "0")
+_inside = [] if _open.get() else [None]  # one entry for each `off` that is entered, in any thread
 
 
 @contextmanager
 def off():
-    "Inside, plain code runs everywhere."
-    global is_open
-    before, is_open = is_open, False
+    "Inside, plain code runs everywhere; other threads and tasks are left alone."
+    before = _open.get()
+    _open.set(False)
+    _inside.append(None)
     try:
         yield
     finally:
-        is_open = before
+        _inside.pop()
+        _open.set(before)
+
+
+def is_open():
+    "True outside `off`. torch.compile cannot read a ContextVar: a graph asks for all threads."
+    return not _inside if torch.compiler.is_compiling() else _open.get()
 
 
 def door(quick):  # with the arguments of the plain function
@@ -31,7 +40,7 @@ def door(quick):  # with the arguments of the plain function
         quick.plain = plain
         @functools.wraps(plain)
         def call(*args, **kwargs):
-            if is_open and (out := quick(*args, **kwargs)) is not NotImplemented:
+            if is_open() and (out := quick(*args, **kwargs)) is not NotImplemented:
                 return out
             return plain(*args, **kwargs)
         # torch.compile counts recompilations by code object
@@ -40,14 +49,53 @@ def door(quick):  # with the arguments of the plain function
     return decorate
 
 
+def has_numba():
+    "True if Numba is installed, and compiles."
+    return _numba_works()
+
+
+has_numba._dynamo_marked_constant = True  # torch.compile calls it, instead of looking into it
+
+
+@functools.cache
+def _numba_works():
+    "True if Numba compiles; warns, once, if it is installed and does not."
+    if find_spec("numba") is None: return False
+    try:
+        from numba import config
+        if not config.DISABLE_JIT: return True
+        why = "NUMBA_DISABLE_JIT is set"
+    except Exception as e:  # it asks for another NumPy, for example
+        why = repr(e)
+    warnings.warn(f"the Numba loops cannot be compiled, the plain code runs: {why}")
+    return False
+
+
 def compiled(loop, **options):  # a function of arrays; options of `numba.njit`
     "Compile a loop with Numba when it is first called; keep the result on disk where it can be."
     from numba import njit
     options = dict(nogil=True, error_model="numpy", **options)
     try:
-        return njit(cache=True, **options)(loop)
+        made = njit(cache=True, **options)(loop)
     except RuntimeError:  # no folder for the cache
         return njit(**options)(loop)
+    for name in ("load_overload", "save_overload"):
+        setattr(made._cache, name, _forgiving(made._cache, getattr(made._cache, name)))
+    return made
+
+
+def _forgiving(cache, method):
+    "A method of Numba's cache that warns of damaged or unwritable files, and does without them."
+    def call(*args):
+        try:
+            return method(*args)
+        except Exception as e:
+            warnings.warn(f"Numba's cache in {cache.cache_path} is made anew: {e!r}")
+        try:
+            cache.flush()
+        except OSError:
+            cache.disable()
+    return call
 
 
 def transformed():

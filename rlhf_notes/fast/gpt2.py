@@ -202,7 +202,7 @@ def replayed(loop):  # loop(lm, prompts, mask, u, temperature) -> tensors
     "Decorate a sampling loop: for a plain GPT-2 on CUDA it is recorded once and then replayed."
     @functools.wraps(loop)
     def call(lm, prompts, mask, u, temperature=1.0):
-        if not (fast.is_open and u.is_cuda and is_plain(lm)):
+        if not (fast.is_open() and u.is_cuda and is_plain(lm)):
             return loop(lm, prompts, mask, u, temperature)
         known, inputs = _graphs.setdefault(lm, {}), (prompts, mask, u)
         key = (prompts.shape, u.shape, temperature, _dtype(lm),
@@ -242,7 +242,7 @@ class Recorded:
         inputs, numbers = (tokens, mask, response_mask), (length, temperature)
         lm = getattr(self.policy, "lm", None)
         first = tokens.is_cuda and tokens.get_device() == 0  # PyTorch records on one stream
-        usable = fast.is_open and first and torch.is_grad_enabled() and lm is not None
+        usable = fast.is_open() and first and torch.is_grad_enabled() and lm is not None
         if not (usable and is_plain(lm) and _takes_masks(lm)):
             return self.policy(tokens, mask, *numbers, response_mask)
         weights = [*self.policy.parameters()]

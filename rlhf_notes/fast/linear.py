@@ -116,9 +116,9 @@ def log_probs(
         hidden, weight, bias = cast
     many = index.numel() * V > rows.LARGE or chunk is not None and index.numel() > 0
     same = all(t.dtype == hidden.dtype for t in (weight, bias) if t is not None)
-    loops = hidden.dtype != torch.float64 and kind == "cpu" and fast.HAS_NUMBA
-    if fast.transformed() or not (many and same and (loops or fast.has_kernels(hidden))):
-        return NotImplemented
+    if fast.transformed() or not (many and same): return NotImplemented
+    loops = hidden.dtype != torch.float64 and kind == "cpu" and fast.has_numba()
+    if not (loops or fast.has_kernels(hidden)): return NotImplemented
     if mask is not None:
         index, hidden = torch.where(mask, index, 0), torch.where(mask[..., None], hidden, 0)
     size = chunk or max(1, CHUNK * (8 if hidden.is_cuda else 1) // V)

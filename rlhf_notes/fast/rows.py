@@ -114,7 +114,7 @@ def usable(logits, temperature=1.0):  # (..., V), > 0
     "True if there are many logits, and a loop or a kernel for them."
     if logits.numel() <= LARGE or temperature < 1e-30 or fast.transformed(): return False
     loops = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
-    return loops and fast.HAS_NUMBA or fast.has_kernels(logits)
+    return loops and fast.has_numba() or fast.has_kernels(logits)
 
 # %% ../../nbs/fast/rows.ipynb #check-inplace
 def check_inplace(logits, inplace_backward):  # a tensor and a flag

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import fast
-from . import HAS_NUMBA, compiled
+from . import compiled
 
 # %% ../../nbs/fast/scan.ipynb #loops
 def _scan_loop(x, decay, y):
@@ -84,7 +84,7 @@ _scan.register_autograd(_derive, setup_context=_keep)
 SMALL = 2**10  # numbers; for fewer the plain loop will do
 
 def _pays(x, *others):
-    on_cpu = x.device.type == "cpu" and HAS_NUMBA and x.numel() >= SMALL
+    on_cpu = x.device.type == "cpu" and x.numel() >= SMALL and fast.has_numba()
     usable = not fast.transformed() and (on_cpu or x.is_cuda and fast.has_kernels(x))
     return usable and all(t.dtype in (x.dtype, torch.bool) for t in others)
 

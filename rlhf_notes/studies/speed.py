@@ -79,7 +79,7 @@ def code_that_runs(
     device: str, # "cpu" or "cuda"
 ) -> str: # a sentence
     "Which code computes many logits there: loops, kernels or the plain formulas."
-    if not fast.is_open: return "the plain formulas: fast is switched off"
+    if not fast.is_open(): return "the plain formulas: fast is switched off"
     many = torch.empty(rows.LARGE + 1, dtype=torch.float32, device=device)
     if not rows.usable(many): return "the plain formulas"
     return "Triton kernels" if device != "cpu" else "Numba loops"
@@ -360,7 +360,7 @@ def _part_case(shape):
     methods = {
         "copy": lambda z: y.copy_(z),
         "exp in the cache": lambda z: [torch.exp(small, out=out) for _ in range(many)],
-        "exp2 in the cache, compiled": powers if fast.HAS_NUMBA else None,
+        "exp2 in the cache, compiled": powers if fast.has_numba() else None,
         "fill new memory in 4 KiB pages": lambda z: torch.empty_like(z).fill_(1.0),
         "fill new memory in 2 MiB pages": lambda z: rows.new_like(z).fill_(1.0),
         "ours": lambda z: y.fill_(1.0)}

@@ -10,7 +10,7 @@ from rlhf_notes.fast import scan
 from rlhf_notes.formulas.advantage import accumulate, discounted_returns, gae, gae_tokens, reinforce_pp_advantage
 from strategies import SEEDS, normal, random_mask, value_and_grad
 
-needs_numba = pytest.mark.skipif(not fast.HAS_NUMBA, reason="needs Numba")
+needs_numba = pytest.mark.skipif(not fast.has_numba(), reason="needs Numba")
 
 
 @pytest.fixture

@@ -697,7 +697,7 @@ def test_a_few_tokens_above_many_equal_ones(size, tops):
     for context in (nullcontext(), fast.off()):
         with context:
             added = 256 if size > rows.LARGE else size if size <= rows.FEW else 1  # in float32, if fast is open
-            allowed = 1e-7 + 6e-8 * (added - 1) * fast.is_open
+            allowed = 1e-7 + 6e-8 * (added - 1) * fast.is_open()
             for i in (0, size - 1): assert abs(selective_log_softmax(logits, torch.tensor([i]))[0].double() - right[i]) < allowed + 6e-8 * abs(right[i])
             assert abs(entropy_from_logits(logits)[0].double() + (right.exp() * right).sum()) < 4e-7 + allowed
 
@@ -708,7 +708,7 @@ def test_the_operator_promises_float32_whatever_the_default():
     finally: torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.skipif(not (fast.is_open and fast.HAS_NUMBA), reason="the plain code takes all rows")
+@pytest.mark.skipif(not (fast.is_open() and fast.has_numba()), reason="the plain code takes all rows")
 def test_no_more_rows_of_logits_than_a_chunk(monkeypatch):
     seen, product = [], linear._product
     monkeypatch.setattr(linear, "_product", lambda a, b: seen.append(len(a)) or product(a, b))

@@ -1,0 +1,144 @@
+"The door itself: who may shut it, and whether Numba works."
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_notes import fast
+
+needs_numba = pytest.mark.skipif(not fast.has_numba(), reason="needs Numba")
+
+
+def python(code, **env):
+    "What a process of its own prints, and its warnings."
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], text=True,
+                          capture_output=True, env={**os.environ, **env})
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip(), done.stderr
+
+
+def test_off_is_for_the_thread_that_asks_and_ends_in_any_order():
+    a_is_in, b_is_in, a_is_out = (threading.Event() for _ in range(3))
+    seen = {}
+
+    def b():
+        a_is_in.wait()
+        seen["b, while a is inside"] = fast.is_open()
+        with fast.off():
+            b_is_in.set()
+            a_is_out.wait()
+            seen["b, inside"] = fast.is_open()
+        seen["b, after"] = fast.is_open()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(b)
+        with fast.off():
+            a_is_in.set()
+            b_is_in.wait()
+            seen["a, inside"] = fast.is_open()
+        seen["a, after"] = fast.is_open()
+        a_is_out.set()
+        other.result()
+    assert [name for name, is_open in seen.items() if not is_open] == ["a, inside", "b, inside"]
+    assert fast.is_open()
+
+
+def test_off_is_for_the_task_that_asks():
+    async def plain():
+        with fast.off():
+            await asyncio.sleep(0)
+            return fast.is_open()
+
+    async def quick():
+        before = fast.is_open()
+        await asyncio.sleep(0)
+        return before, fast.is_open()
+
+    async def both(): return await asyncio.gather(plain(), quick())
+    assert asyncio.run(both()) == [False, (True, True)]
+
+
+def test_a_compiled_graph_takes_the_plain_code_inside_off():
+    torch._dynamo.reset()
+    quick = fast.door(lambda x: x + 1)(lambda x: x - 1)
+    f, x = torch.compile(quick, fullgraph=True, backend="eager"), torch.zeros(2)
+    assert f(x).tolist() == [1, 1]
+    with fast.off(), fast.off(): assert f(x).tolist() == [-1, -1]
+    assert f(x).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("value, is_open", [("0", False), ("1", True)])
+def test_the_environment_shuts_the_door_in_every_thread(value, is_open):
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from rlhf_notes import fast
+with ThreadPoolExecutor(1) as pool: print(fast.is_open(), pool.submit(fast.is_open).result())
+"""
+    assert python(code, RLHF_NOTES_FAST=value)[0] == f"{is_open} {is_open}"
+
+
+WITHOUT = """
+import torch, numba
+from rlhf_notes.fast import rows
+from rlhf_notes.formulas.advantage import gae
+from rlhf_notes.formulas.logprob import linear_log_probs, log_probs_and_entropy
+rows.LARGE, r = 0, torch.randn(2000)
+z, i = torch.randn(3, 5, requires_grad=True), torch.arange(3)
+for _ in range(2):
+    sum(log_probs_and_entropy(z, i)).sum().backward()
+    linear_log_probs(z, torch.randn(6, 5), i, chunk=2).sum().backward()
+    gae(r, r, r, r > 1, r > 1)
+torch.compile(gae, fullgraph=True, backend="eager")(r, r, r, r > 1, r > 1)
+"""
+BROKEN = """
+import sys, types
+sys.modules["numba"] = numba = types.ModuleType("numba")
+numba.__spec__ = sys.__spec__
+"""
+
+
+@needs_numba
+@pytest.mark.parametrize("before, env, why", [
+    ("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT is set"), (BROKEN, {}, "ImportError")])
+def test_where_numba_cannot_work_the_plain_code_does_with_one_warning(before, env, why):
+    told = python(before + WITHOUT, **env)[1]
+    lines = [line for line in told.splitlines() if "UserWarning: the Numba loops" in line]
+    assert len(lines) == 1 and why in lines[0]
+
+
+@needs_numba
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+@pytest.mark.parametrize("kept", [0, 20])
+def test_a_damaged_file_of_numbas_cache_is_made_anew_with_one_warning(tmp_path, ending, kept):
+    code = """
+import torch
+from rlhf_notes.formulas.advantage import discounted_returns
+x = torch.ones(1024)
+print(discounted_returns(x, x < 0, 0.5)[0].item(), discounted_returns(x, x < 0, 0.5)[1].item())
+"""
+    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)) == ("2.0 2.0", "")
+    damaged, = tmp_path.rglob(f"*{ending}")
+    damaged.write_bytes(damaged.read_bytes()[:kept])
+    out, told = python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert out == "2.0 2.0" and told.count("UserWarning: Numba's cache in") == 1
+    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)) == ("2.0 2.0", "")
+
+
+@needs_numba
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    def full(self, *_): raise OSError(28, "No space left on device")
+    from numba.core.caching import IndexDataCacheFile
+    monkeypatch.setattr(IndexDataCacheFile, "_save_index", full)
+    def twice(x): return 2 * x
+    f = fast.compiled(twice)
+    with pytest.warns(UserWarning, match="No space left"): assert f(3) == 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert f(3) == 6 and f(np.ones(2)).tolist() == [2, 2]
