@@ -9,6 +9,7 @@ __all__ = ['MAX_SEED', 'Seed', 'Whole', 'Count', 'Size', 'Positive', 'Temperatur
 
 # %% ../../nbs/training/options.ipynb #export-imports
 import functools
+from difflib import get_close_matches
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -48,5 +49,8 @@ def _line(cls, fault):
     if own := fault.get("ctx", {}).get("error"): return str(own)
     name = fault["loc"][0]
     if fault["type"] == "unexpected_keyword_argument":
-        return f"{name} must be an option of {cls.__name__}: {', '.join(cls.__dataclass_fields__)}"
+        options = cls.__dataclass_fields__
+        close = get_close_matches(name, options, n=1)
+        hint = f"did you mean {close[0]}?" if close else ", ".join(options)
+        return f"{name} must be an option of {cls.__name__}: {hint}"
     return f"{name} {fault['msg'].replace('Input should', 'must')}, got {fault['input']!r}"

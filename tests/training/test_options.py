@@ -49,7 +49,8 @@ class Options:
     (dict(device=3), "device must be a valid string, got 3"),
     (dict(scale=1), "scale must be a valid boolean, got 1"),
     (dict(scale="yes"), "scale must be a valid boolean, got 'yes'"),
-    (dict(sed=3), "sed must be an option of Options: seed, count,"),
+    (dict(sed=3), "sed must be an option of Options: did you mean seed?"),
+    (dict(xyz=3), "xyz must be an option of Options: seed, count,"),
     (dict(seed=-1, gamma=2), "seed must be greater than or equal to 0, got -1\ngamma must be less than or equal to 1, got 2"),
 ])
 def test_faults_are_named_one_per_line(bad, words):
