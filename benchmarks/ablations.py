@@ -239,7 +239,7 @@ def attempt(task, name, seed, every=4, **options):
         while ppo.iteration < config.iterations and name != UNTRAINED:
             rows.append(ppo.iterate())
             if first is None and ppo.iteration % every == 0 and is_solved():
-                first = rows[-1]["steps"]
+                first = ppo.iteration * config.batch  # resets included
         final = ppo.scores()
     return dict(greedy=final["eval_return_mean"], sampled=final["eval_sampled_return_mean"],
                 first_sampled_steps=first,

@@ -16,8 +16,8 @@ Any option of `rlhf-notes TASK` may follow. Writes NAME_seeds.csv, a row for eac
                reach the threshold
     train_seconds, steps_per_second     of training alone, without the evaluations
     first_greedy_*, first_sampled_*     when the mean over 100 fresh episodes first reached the
-                                        threshold, in steps and in seconds of training; blank if
-                                        never
+                                        threshold, in steps (of the budget, which counts resets
+                                        too) and in seconds of training; blank if never
 
 and NAME_curves.csv, a row for each iteration, with those evaluations in every second of them
 (`--every`). With `--final` only the final policy is evaluated, and there are no curves. Each
@@ -55,6 +55,7 @@ def run(config, every):
     while ppo.iteration < config.iterations:
         start = time.perf_counter()
         row = ppo.iterate()
+        row["steps"] = ppo.iteration * config.batch  # of the budget, which counts resets too
         seconds += time.perf_counter() - start
         evaluated = {"greedy": None, "sampled": None}
         if every and (ppo.iteration % every == 0 or ppo.iteration == config.iterations):

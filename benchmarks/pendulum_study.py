@@ -56,7 +56,8 @@ def trained(config, shift=0.0, fixed_std=False):
     if fixed_std: ppo.agent.head.log_std.requires_grad_(False)
     for _ in range(config.iterations):
         row = ppo.iterate()
-        curve.append((row["steps"], row["return_mean"], ppo.agent.head.log_std.exp().item()))
+        spent = ppo.iteration * config.batch  # with resets
+        curve.append((spent, row["return_mean"], ppo.agent.head.log_std.exp().item()))
     return ppo, curve
 
 
@@ -70,7 +71,7 @@ def old_program(seed, steps=50_000, bootstrap=False):
     from torch import nn
     from rlhf_notes.control.ppo import episode_returns, seeds
     from rlhf_notes.control.envs import make_envs
-    from rlhf_notes.control.rollout import float32
+    from rlhf_notes.control.rollout import row_maker
     from rlhf_notes.formulas.advantage import gae
     from rlhf_notes.formulas.logprob import gaussian_log_prob
     from rlhf_notes.formulas.surrogate import clipped_surrogate
@@ -81,6 +82,7 @@ def old_program(seed, steps=50_000, bootstrap=False):
         mean, value = nn.Linear(64, 1), nn.Linear(64, 1)
     adam = torch.optim.Adam([p for net in (trunk, mean, value) for p in net.parameters()], lr=1e-3)
     rng, envs, curve = np.random.default_rng(agent_seed), make_envs("Pendulum-v1", 10), []
+    rows = row_maker(envs.single_observation_space)
 
     @torch.no_grad()
     def act(obs, rng=None):
@@ -92,10 +94,10 @@ def old_program(seed, steps=50_000, bootstrap=False):
         actions, rewards = np.empty((200, 10, 1), np.float32), np.empty((200, 10), np.float32)
         now, _ = envs.reset(seed=env_seed if update == 0 else None)
         for t in range(200):
-            obs[t] = float32(now)
+            obs[t] = rows(now)
             actions[t] = act(obs[t], rng)
             now, rewards[t], _, _, _ = envs.step(np.clip(actions[t], -2, 2))
-            after[t] = float32(now)
+            after[t] = rows(now)
         obs, after, actions, rewards = map(torch.from_numpy, (obs, after, actions, rewards))
         done = torch.zeros(200, 10, dtype=torch.bool)
         done[-1] = True

@@ -31,7 +31,7 @@ class PPOConfig:
     vectorization: Literal["auto", "sync", "async"] = "auto"
     "environments side by side: auto (their own way, else sync), sync (in turn), async (processes)"
     steps: Count = 40_000
-    "environment steps in all; an incomplete last iteration is left out"
+    "environment steps in all, with those that only reset; an incomplete last iteration is left out"
     num_envs: Size = 32
     "environments side by side"
     num_steps: Annotated[Size, Field(ge=2)] = 32

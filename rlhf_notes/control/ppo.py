@@ -8,21 +8,28 @@ __all__ = ['RECENT', 'CHECKPOINT_EVERY', 'SCORES', 'batch_loss', 'Batch', 'make_
            'seeds', 'health', 'Scaling', 'episode_returns', 'train']
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
+import io
 import math
 import time
+import warnings
+import weakref
+import zipfile
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec
 
+from .. import __version__
 from ..checks import checked
 from . import plots
 from .config import PendulumConfig, PPOConfig
-from .envs import autoreset_mode, find_spec, make_envs, threshold
+from .envs import autoreset_mode, env_name, identify, make_envs, threshold
 from .policy import Agent
-from .rollout import Collector, Rollout, float32, minibatches
+from .rollout import Collector, Rollout, minibatches, row_maker
 from ..fast.adam import Adam
 from ..formulas.advantage import gae
 from ..formulas.masking import masked_mean
@@ -93,31 +100,40 @@ SCORES = ("eval_return_mean", "eval_return_std",
 class PPO:
     "Proximal policy optimization (Schulman et al. 2017, algorithm 1)."
     @usual_defaults()
-    def __init__(self,
-                 env="CartPole-v1", # A name, a function that makes one, or an environment
-                 **options, # Fields of `PPOConfig`; Pendulum-v1 has defaults of its own
-                ):
-        recipe = PendulumConfig if env == "Pendulum-v1" else PPOConfig
-        self.env, name = env, env if isinstance(env, str) else find_spec(env).id
-        self.config = c = recipe(env=name, **options)
+    def __init__(
+        self,
+        env="CartPole-v1",  # a name, a function that makes one, or an environment
+        **options,  # fields of `PPOConfig`; Pendulum-v1 has defaults of its own
+    ):
+        self.spec, make = identify(env, options.get("env_kwargs"))
+        self._setup(env, make, env_name(env), options)
+        self.collector  # raises what is wrong with `stagger`
+
+    def _setup(self, env, make, name, options, spaces=None):
+        "Networks and counters; `spaces` None = those of the environments, which are made now."
+        recipe = PendulumConfig if self.spec.id == "Pendulum-v1" else PPOConfig
+        self.env, self._make, self.config = env, make, recipe(env=name, **options)
+        self._envs, c = None, self.config
         self.device = pick_device(c.device)
-        self.envs = make_envs(env, c.num_envs, c.vectorization, c.env_kwargs)
-        obs_size = math.prod(self.envs.single_observation_space.shape)
+        single = "single_observation_space", "single_action_space"
+        self.spaces = spaces or [getattr(self.envs, space) for space in single]
+        obs_size, self._flat = math.prod(self.spaces[0].shape), row_maker(self.spaces[0])
         weights = torch.Generator().manual_seed(seeds(c.seed)[1])
-        agent = Agent(obs_size, self.envs.single_action_space, c, weights)
-        self.agent = agent.to(self.device)
+        self.agent = Agent(obs_size, self.spaces[1], c, weights).to(self.device)
         self.optimizer = Adam(self.agent, c.adam_eps)
         self.scaling = Scaling(c, obs_size)
-        self.iteration, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
+        self.iteration, self.last = 0, c.iterations  # the rate falls to 0 at the last
+        self.steps, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
         self.rows = []  # of metrics, one for each iteration
         self.clock = dict(wall_seconds=0.0, steps_to_solve=None, seconds_to_solve=None)
         self._begin_episodes()
 
     @classmethod
-    def begin(cls,
-              config: PPOConfig, # All options
-              run: Run | None = None, # To continue, if it has a checkpoint
-             ) -> "PPO": # Ready to `learn`
+    def begin(
+        cls,
+        config: PPOConfig,  # all options
+        run: Run | None = None,  # to continue, if it has a checkpoint
+    ) -> "PPO":  # ready to `learn`
         "A trainer at the start of its training, or where its run stopped."
         ppo = cls(**vars(config))
         if run is None or run.checkpoint is None: return ppo
@@ -125,26 +141,52 @@ class PPO:
         ppo.rows = list(run.rows)
         return ppo
 
+    @property
+    def envs(self) -> gym.vector.VectorEnv:  # made when they are needed
+        "The environments of the training."
+        if self._envs is None:
+            c = self.config
+            self._envs = make_envs(self._make, c.num_envs, c.vectorization, c.env_kwargs)
+            self._closing = weakref.finalize(self, self._envs.close)
+            self._closing.atexit = False
+        return self._envs
+
+    def close(self):
+        "Close the environments; what needs them later makes new ones, with new episodes."
+        if self._envs is not None:
+            self._closing()
+        self._envs = None
+        self._begin_episodes()
+
+    @property
+    def collector(self) -> Collector:  # in the middle of its episodes
+        "Plays the environments of the training."
+        if self._collector is None:
+            env_seed = seeds(self.config.seed, self.iteration)[0]
+            self._collector = Collector(self.envs, env_seed, self.config.stagger)
+        return self._collector
+
     def _begin_episodes(self):
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
-        env_seed, seed = seeds(self.config.seed, self.iteration)[:2]
-        self.collector = Collector(self.envs, env_seed, self.config.stagger)
+        self._collector, seed = None, seeds(self.config.seed, self.iteration)[1]
         self.scaling.running.zero_()
         self.rng = np.random.default_rng(seed)  # of the actions
         self.generator = torch.Generator().manual_seed(seed)  # of the minibatches
 
     @usual_defaults("agent")
-    def iterate(self) -> dict: # Metrics: column -> number
+    def iterate(self) -> dict:  # metrics: column -> number
         "One iteration: collect, estimate advantages, take gradient steps on minibatches."
         c = self.config
-        left = 1 - self.iteration / c.iterations
+        left = 1 - self.iteration / max(self.last, self.iteration + 1)
         learning_rate = c.learning_rate * left ** c.lr_anneal
         clip = c.clip * left ** c.clip_anneal
 
-        if self.collector is None:
-            self._begin_episodes()
         act, for_env = self.policy(self.rng), self.agent.head.for_env
-        rollout, episodes = self.collector.collect(act, c.num_steps, for_env)
+        try:
+            rollout, episodes = self.collector.collect(act, c.num_steps, for_env)
+        except BaseException:
+            self.close()  # an episode that broke off cannot go on
+            raise
         batch = make_batch(self.agent, self.scaling(rollout).to(self.device), c)
 
         logs = []
@@ -161,23 +203,34 @@ class PPO:
 
         means = dict(zip(parts, torch.stack(logs).mean(0).tolist()))
         means |= health(self.agent, batch, c, clip)
-        return self._row(episodes, **means, learning_rate=learning_rate)
+        return self._row(len(batch), episodes, **means, learning_rate=learning_rate)
 
-    def _row(self, episodes, **means):
+    def _row(self, steps, episodes, **means):
         "Count an iteration; its metrics."
         self.iteration += 1
+        self.steps += steps
         self.episodes += len(episodes)
         self.recent.extend(episodes)
         returns = np.mean(self.recent, axis=0).tolist() if self.recent else (None, None)
-        return dict(iteration=self.iteration, steps=self.iteration * self.config.batch,
-                    episodes=self.episodes, return_mean=returns[0], length_mean=returns[1], **means)
+        return dict(iteration=self.iteration, steps=self.steps, episodes=self.episodes,
+                    return_mean=returns[0], length_mean=returns[1], **means)
 
-    def learn(self, run: Run | None = None): # Directory to log and save to; None = nowhere
-        "Train to the end of `steps`, or to Ctrl-C; `rows` holds the metrics. Returns itself."
+    @checked(steps="int [1, inf)?")
+    def learn(
+        self,
+        steps: int | None = None,  # at least so many more; None = to the end of the option `steps`
+        run: Run | None = None,  # directory to log and save to; None = nowhere
+    ) -> "PPO":  # itself, with the metrics in `rows`
+        "Train, until Ctrl-C at most; rate and clip fall to the end of `steps`, whichever is later."
         c, saved = self.config, time.perf_counter()
-        done, total = self.iteration * c.batch, c.iterations * c.batch
+        end = c.iterations if steps is None else self.iteration + math.ceil(steps / c.batch)
+        goal, self.last = self.steps + (steps or 0), max(c.iterations, end)
+        if self.iteration >= end:
+            warnings.warn(f"nothing is left of {c.steps} steps; learn(steps=...) goes on",
+                          stacklevel=3)
+        total, done = end * c.batch, self.iteration * c.batch
         with stop_on_interrupt() as stop, progress_bar(total, done, c.env) as bar:
-            while self.iteration < c.iterations and not stop.is_set():
+            while (self.iteration < end or steps and self.steps < goal) and not stop.is_set():
                 start, where = time.perf_counter(), f"iteration {self.iteration + 1}"
                 try:
                     row = self.iterate()
@@ -199,65 +252,76 @@ class PPO:
 
     def _note_time(self, row, seconds):
         "Add to the clock; note when the recent episodes first reached the threshold."
-        clock, solve = self.clock, threshold(self.env)
+        clock, solve = self.clock, threshold(self.spec)
         clock["wall_seconds"] += seconds
         if clock["steps_to_solve"] or solve is None or len(self.recent) < RECENT: return
         if row["return_mean"] >= solve:
             clock.update(steps_to_solve=row["steps"], seconds_to_solve=clock["wall_seconds"])
 
-    def policy(self, rng=None): # A NumPy generator to draw actions; None = the most probable ones
+    def policy(
+        self,
+        rng=None,  # a NumPy generator to draw actions with; None = the most probable ones
+    ):  # function: (N, obs_size) array -> actions
         "The policy as it is now, in NumPy, for observations as the environment gives them."
         actor = self.agent.actor(rng)
         return lambda obs: actor(self.scaling.obs(obs))
 
-    def predict(self,
-                obs, # One observation, or a batch of them
-                deterministic: bool = True, # The most probable action; False = drawn
-               ): # An action for the environment, or a batch of them
+    def predict(
+        self,
+        obs,  # one observation, or a batch of them
+        deterministic: bool = True,  # the most probable action; False = drawn
+    ):  # an action for the environment, or a batch of them
         "Choose an action."
-        shape, obs = self.envs.single_observation_space.shape, np.asarray(obs)
+        shape, obs = self.spaces[0].shape, np.asarray(obs)
         if obs.shape[obs.ndim - len(shape):] != shape or obs.ndim > len(shape) + 1:
             raise ValueError(f"obs must have shape {shape}, or be a batch of that, got {obs.shape}")
         if not np.isfinite(obs).all(): raise ValueError(f"obs must be finite, got {obs}")
-        rows = float32(obs.reshape(-1, *shape))
+        rows = self._flat(obs.reshape(-1, *shape))
         actions = self.agent.head.for_env(self.policy(None if deterministic else self.rng)(rows))
         return actions[0] if obs.ndim == len(shape) else actions
 
     @checked(episodes="int [1, inf)", deterministic="flag", seed="int [0, inf)?")
-    def evaluate(self,
-                 episodes: int = 100, # Each played whole
-                 deterministic: bool = True, # The most probable actions; False = drawn
-                 seed: int | None = None, # Of the episodes; None = the run's own for evaluation
-                 envs=None, # To play in; None = fresh ones by name, else the training's
-                ) -> torch.Tensor: # (episodes,)
+    def evaluate(
+        self,
+        episodes: int = 100,  # each played whole
+        deterministic: bool = True,  # the most probable actions; False = drawn
+        seed: int | None = None,  # of the episodes; None = the run's own for evaluation
+        envs=None,  # to play in; None = fresh ones by name, else the training's
+    ) -> torch.Tensor:  # (episodes,)
         "Return of each of some episodes; in the training's environments, training begins new ones."
         own = seeds(self.config.seed)[2 if deterministic else 3]
         seed = own if seed is None else seed
         # `seed` alone would give the environments' own random numbers
         policy = self.policy(None if deterministic else np.random.default_rng((seed, 1)))
-        choose = lambda obs: self.agent.head.for_env(policy(obs))
+        size = math.prod(self.spaces[0].shape)
+        def choose(obs):
+            if obs.shape[1] == size: return self.agent.head.for_env(policy(obs))
+            raise ValueError(f"envs must have observations of size {size}, got {obs.shape[1]}")
         if envs is None and isinstance(self.env, str):
-            envs = make_envs(self.env, episodes, env_kwargs=self.config.env_kwargs)
-        elif envs in (None, self.envs):
-            envs, self.collector = self.envs, None
+            with closing(make_envs(self.env, episodes, env_kwargs=self.config.env_kwargs)) as fresh:
+                return episode_returns(choose, seed, episodes, fresh)
+        if envs in (None, self._envs):
+            envs = self.envs
+            self._begin_episodes()
         return episode_returns(choose, seed, episodes, envs)
 
-    def scores(self) -> dict: # For the summary
+    def scores(self) -> dict:  # for the summary
         "Mean and standard deviation of the return, greedy and sampled; solved if both are."
         # in the training's environments: there may be one only, and wrappers may hold moments
         how = dict(episodes=self.config.eval_episodes, envs=self.envs)
         greedy, sampled = self.evaluate(**how), self.evaluate(**how, deterministic=False)
         numbers = greedy.mean(), greedy.std(), sampled.mean(), sampled.std()
-        solve = threshold(self.env)
+        solve = threshold(self.spec)
         solved = None if solve is None else bool(min(greedy.mean(), sampled.mean()) >= solve)
         scores = dict(zip(SCORES, map(float, numbers)))
         return scores | dict(eval_episodes=len(greedy), solved=solved)
 
-    def film(self,
-             path, # The file to write, .gif or .mp4
-             seed: int = 0, # Of the episode
-             deterministic: bool = True, # The most probable actions; False = drawn
-            ): # The path
+    def film(
+        self,
+        path,  # the file to write, .gif or .mp4
+        seed: int = 0,  # of the episode
+        deterministic: bool = True,  # the most probable actions; False = drawn
+    ):  # the path
         "Film one episode."
         return plots.film(self.env, lambda obs: self.predict(obs, deterministic), path, seed,
                           env_kwargs=self.config.env_kwargs)
@@ -266,41 +330,111 @@ class PPO:
         return dict(agent=self.agent, optimizer=self.optimizer,
                     obs=self.scaling.seen, rewards=self.scaling.earned)
 
-    def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
+    def state_dict(self) -> dict:  # tensors, numbers, strings, and lists and dicts of those
         "Everything a training continues from, but the episodes: those begin anew."
         learned = {name: x.state_dict() for name, x in self._learned().items()}
-        return learned | dict(iteration=self.iteration, episodes=self.episodes,
-                              recent=[*self.recent], clock=dict(self.clock))
+        return learned | dict(spent=self.iteration * self.config.batch, steps=self.steps,
+                              episodes=self.episodes, recent=[*self.recent], clock=dict(self.clock))
 
-    def load_state_dict(self, state: dict): # From `state_dict` of a PPO with the same config
-        "Continue from a checkpoint, with new episodes."
+    def load_state_dict(
+        self,
+        state: dict,  # from `state_dict` of a PPO with the same networks
+    ):
+        "Continue from a checkpoint, with new episodes; other `num_envs` share what was spent."
+        if missing := self.state_dict().keys() - state.keys():
+            raise ValueError(f"the state is of another version, without {min(missing)}")
         try:
             for name, x in self._learned().items():
                 x.load_state_dict(state[name])
         except RuntimeError as e:
             raise ValueError(f"the options are not those of the saved networks: {e}") from e
-        self.iteration, self.episodes = state["iteration"], state["episodes"]
+        self.iteration = round(state["spent"] / self.config.batch)
+        self.steps, self.episodes = state["steps"], state["episodes"]
         self.recent.extend(state["recent"])
         self.clock.update(state["clock"])
         self._begin_episodes()
 
-    def save(self, path): # The file to write
+    def save(
+        self,
+        path,  # the file to write
+    ):
         "Save config, networks and optimizer."
-        save_checked(path, dict(config=vars(self.config), state=self.state_dict()))
+        for name, x in (self.config.env_kwargs or {}).items():
+            _check_kept(name, x)
+        saved = dict(version=__version__, config=vars(self.config), state=self.state_dict(),
+                     spaces=[_numbers(space) for space in self.spaces])
+        save_checked(path, saved)
 
     @classmethod
-    def load(cls, path, **options): # From `save`; env if it was no name, device="cpu" if need be
-        "A trainer as it was saved, to predict, evaluate or learn on."
+    @usual_defaults()
+    def load(
+        cls,
+        path,  # from `save`
+        env=None,  # as for `PPO`; None = made when it is needed, if the saved name is registered
+        **options,  # that change; device="cpu" if need be
+    ) -> "PPO":  # as it was saved; to predict needs no environment
+        "A trainer to predict, evaluate or learn on; nothing is imported that the file names."
+        saved = _read(path)
+        options = {**saved["config"], **options}
+        name = options.pop("env")
+        if env is not None:
+            ppo = cls(env, **options)
+        else:
+            ppo, known = cls.__new__(cls), name if name in gym.registry else None
+            ppo.spec = gym.registry.get(name, EnvSpec("Unknown"))
+            ppo._setup(known, known, name, options, [_space(x) for x in saved["spaces"]])
         try:
-            saved, why = load_checked(path), ""
-        except OSError: raise
-        except Exception as e:  # whatever is said of another file
-            saved, why = None, f" ({e})"
-        if not isinstance(saved, dict) or saved.keys() != {"config", "state"}:
-            raise ValueError(f"path must be a file that PPO.save has written, got {path}{why}")
-        ppo = cls(**{**saved["config"], **options})
-        ppo.load_state_dict(saved["state"])
+            ppo.load_state_dict(saved["state"])
+        except ValueError as e:
+            raise ValueError(f"path must fit the options and the version, got {path}: {e}") from e
         return ppo
+
+# %% ../../nbs/control/19_ppo.ipynb #saved
+def _read(path):
+    "The content of a file of `PPO.save`; ValueError that says what else it is."
+    try:
+        saved, why = load_checked(path), None
+    except OSError: raise
+    except Exception as e:  # whatever is said of another file
+        saved, why = None, e
+    parts = {"version", "config", "state", "spaces"}
+    if not isinstance(saved, dict) or not parts <= saved.keys():
+        raise ValueError("path must be a file that PPO.save has written, "
+                         f"got {path}, {_kind(path, saved, why)}")
+    if unknown := saved["config"].keys() - PPOConfig.__dataclass_fields__.keys():
+        raise ValueError(f"path must be a file of rlhf_notes {__version__}, got {path} of another "
+                         f"version, {saved['version']}, with the option {min(unknown)}")
+    return saved
+
+def _kind(path, saved, why):
+    if isinstance(why, ValueError): return str(why)  # damaged
+    if isinstance(saved, dict) and "config" in saved: return "which an earlier version has written"
+    if isinstance(saved, dict): return f"a file of PyTorch with {list(saved)[:9]}"
+    if saved is not None: return f"a file of PyTorch with {type(saved).__name__}"
+    if zipfile.is_zipfile(path): return f"an archive of {zipfile.ZipFile(path).namelist()[:4]}"
+    with open(path, "rb") as file:
+        return f"which begins with {file.read(20)!r}"
+
+def _check_kept(name, x):
+    "ValueError unless an argument of the environment comes back from a file as it was."
+    file = io.BytesIO()
+    try:
+        torch.save(x, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as e:  # whatever pickle says
+        raise ValueError("env_kwargs must hold numbers, strings, lists and dicts to be saved, "
+                         f"got {name}={x!r}") from e
+
+def _numbers(space):
+    "A space as numbers and tensors."
+    if isinstance(space, gym.spaces.Discrete): return dict(n=int(space.n), start=int(space.start))
+    return dict(low=torch.from_numpy(space.low), high=torch.from_numpy(space.high))
+
+def _space(numbers):
+    if "n" in numbers: return gym.spaces.Discrete(**numbers)
+    low, high = (numbers[bound].numpy() for bound in ("low", "high"))
+    return gym.spaces.Box(low, high, dtype=low.dtype.type)
 
 # %% ../../nbs/control/19_ppo.ipynb #seeds
 def seeds(seed: int, # The one seed of a run
@@ -328,22 +462,24 @@ def health(agent: Agent, # After the update
 class Scaling:
     "Observations and rewards at unit scale, if so configured, by running moments."
     LIMIT = 10.0  # in standard deviations
-    def __init__(self,
-                 config: PPOConfig, # normalize_obs, normalize_rewards, reward_scale, gamma
-                 obs_size: int, # Numbers in an observation
-                ):
+    def __init__(
+        self,
+        config: PPOConfig,  # normalize_obs, normalize_rewards, reward_scale, gamma
+        obs_size: int,  # numbers in an observation
+    ):
         self.config = config
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
         self.running = torch.zeros(config.num_envs)  # and that return
 
-    def obs(self, obs): # (N, obs_size) array -> the same
+    def obs(self, obs):  # (N, obs_size) array -> the same, float32
         "Observations for the policy; those of the first rollout are left as they are."
-        if not self.config.normalize_obs or self.seen.count == 0: return obs
-        white = self.seen.whiten(torch.from_numpy(obs))
-        return white.clamp(-self.LIMIT, self.LIMIT).numpy()
+        if self.config.normalize_obs and self.seen.count:
+            white = self.seen.whiten(torch.from_numpy(obs))
+            obs = white.clamp(-self.LIMIT, self.LIMIT).numpy()
+        return obs.astype(np.float32, copy=False)
 
-    def __call__(self, rollout): # A rollout -> one with the policy's observations, scaled rewards
+    def __call__(self, rollout):  # a rollout -> one with the policy's observations, scaled rewards
         "Scale a rollout, then learn from it for the next."
         c, is_step = self.config, rollout.is_step
         rows = (x.flatten(0, 1).numpy() for x in (rollout.obs, rollout.next_obs))
@@ -362,28 +498,33 @@ class Scaling:
 
 # %% ../../nbs/control/19_ppo.ipynb #evaluate
 @checked(episodes="int [1, inf)")
-def episode_returns(choose, # choose(obs (N, obs_size) array) -> actions for the environments
-                    seed: int, # Of the environments
-                    episodes: int = 100, # Each played from start to end
-                    env="CartPole-v1", # As for `make_envs`, an episode in each; or such a result
-                    longest: int = 10_000, # Steps, where the environment has no limit of its own
-                   ) -> torch.Tensor: # (episodes,), in the order in which they ended
+def episode_returns(
+    choose,  # choose(obs (N, obs_size) array) -> actions for the environments
+    seed: int,  # of the environments
+    episodes: int = 100,  # each played from start to end
+    env="CartPole-v1",  # as for `make_envs`, an episode in each; or such a result
+    longest: int = 100_000,  # steps after which an episode is given up, with a warning
+) -> torch.Tensor:  # (episodes,), in the order in which they ended
     "Return of whole episodes."
-    envs = env if isinstance(env, gym.vector.VectorEnv) else make_envs(env, episodes)
-    N, limit = envs.num_envs, envs.spec.max_episode_steps or longest
+    if not isinstance(env, gym.vector.VectorEnv):
+        with closing(make_envs(env, episodes)) as envs:
+            return episode_returns(choose, seed, episodes, envs, longest)
+    N, rows = env.num_envs, row_maker(env.single_observation_space)
     left = (episodes + np.arange(N)) // N  # for each its share: the first to end are the short ones
     total, length, resetting, returns = np.zeros(N), np.zeros(N, int), np.zeros(N, bool), []
-    obs, _ = envs.reset(seed=seed)
+    obs, _ = env.reset(seed=seed)
     while left.any():
-        obs, reward, terminated, truncated, _ = envs.step(choose(float32(obs)))
+        obs, reward, terminated, truncated, _ = env.step(choose(rows(obs)))
         total += np.where(resetting, 0, reward)
         length += ~resetting
         done = terminated | truncated
-        over = done | (length >= limit)
+        over = done | (length >= longest)
+        if (over & ~done & (left > 0)).any():
+            warnings.warn(f"an episode has no end after {longest} steps, and counts as ended")
         returns.extend(total[over & (left > 0)])
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
-        resetting = done & (autoreset_mode(envs) == "NextStep")
+        resetting = done & (autoreset_mode(env) == "NextStep")
     return torch.from_numpy(np.float32(returns))
 
 # %% ../../nbs/control/19_ppo.ipynb #train
@@ -391,7 +532,7 @@ def train(config: PPOConfig, # All options
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
          ) -> tuple[PPO, list, dict]: # The trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
-    ppo = PPO.begin(config, run).learn(run)
+    ppo = PPO.begin(config, run).learn(run=run)
     interrupted = ppo.iteration < config.iterations
     scores = dict.fromkeys([*SCORES, "eval_episodes"])
     scores["solved"] = None if threshold(config.env) is None else False
@@ -401,10 +542,10 @@ def train(config: PPOConfig, # All options
         interrupted = True
     task = config.env if run is None else run.config["task"]
     summary = dict(task=task, env=config.env, algo="ppo", seed=config.seed, device=ppo.device,
-                   steps=ppo.iteration * config.batch, interrupted=interrupted,
+                   steps=ppo.steps, interrupted=interrupted,
                    **ppo.clock, **scores)
     if run is not None:
-        ppo.envs.close()  # the next seed may need the only one there is
+        ppo.close()  # the next seed may need the only one there is
         run.finish(summary)
         ppo.save(run.path / "ppo.pt")
         run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))

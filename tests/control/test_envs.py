@@ -1,12 +1,15 @@
+import random
 import sys
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.envs.classic_control import PendulumEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from rlhf_notes.control.envs import autoreset_mode, find_spec, make_envs, threshold
+from rlhf_notes.control.envs import (
+    autoreset_mode, env_name, find_spec, identify, make_envs, threshold)
 
 
 class Still(gym.Env):
@@ -115,8 +118,12 @@ def test_an_environment_of_ones_own_needs_no_name():
         assert envs.reset(seed=0)[0].std(0).min() > 0
     assert make_envs(made, 1).envs[0].unwrapped is made.unwrapped and len(made.unwrapped.state) == 2
     balance = gym.make("CartPole-v1")
-    assert (find_spec(balance).max_episode_steps, threshold(balance), find_spec(balance).id) == (500, 475, "CartPoleEnv") and isinstance(make_envs(balance, 2), SyncVectorEnv)
-    assert threshold(made) is None and find_spec(lambda: made).id == "lambda" and find_spec(PendulumEnv()).max_episode_steps is None
+    assert (threshold(balance), find_spec(balance).id) == (475, "CartPole-v1")
+    assert isinstance(make_envs(balance, 2), SyncVectorEnv)
+    assert make_envs(balance, 2).spec.max_episode_steps == 500
+    assert threshold(made) == -200 and threshold(PendulumEnv()) is None
+    assert [env_name(env) for env in ("A-v0", made, PendulumEnv, lambda: made)] == [
+        "A-v0", "PendulumEnv", "PendulumEnv", "lambda"]
     envs = make_envs(made, 2, "async")
     assert isinstance(envs, AsyncVectorEnv) and envs.get_attr("g") == (5, 5)
     envs.close()
@@ -161,3 +168,134 @@ def test_an_environment_of_nan_is_refused_before_a_training(what, bad):
         def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.full(2, bad if what == "reset" else 0, np.float32), {}
         def step(self, action): return np.full(2, bad if what == "observation" else 0, np.float32), bad if what == "reward" else 0.0, False, False, {}
     with pytest.raises(ValueError, match=f"^env must be an environment whose .* its {what.replace('reset', 'observation')} is NaN or infinite$"): make_envs(Broken, 2)
+
+
+@pytest.mark.parametrize("env, kwargs, limit", [
+    ("Pendulum-v1", {}, 200), ("Pendulum-v1", {"max_episode_steps": 80}, 80),
+    ("Pendulum-v1", {"max_episode_steps": -1}, None), (PendulumEnv, {}, None),
+    (gym.make("Pendulum-v1"), {}, 200), (gym.make("Pendulum-v1", max_episode_steps=300), {}, 300),
+    (gym.make("Pendulum-v1", max_episode_steps=-1), {}, None),
+    (lambda: gym.make("Pendulum-v1", max_episode_steps=20), {}, 20)])
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_the_time_limit_is_that_of_the_environment(env, kwargs, limit, way):
+    "Not that of the registry; and the environments end then."
+    envs = make_envs(env, 2, way, kwargs)
+    assert envs.spec.max_episode_steps == limit
+    envs.reset(seed=0)
+    ends = [envs.step(np.zeros((2, 1), np.float32))[3].all() for _ in range(310)]
+    assert (ends.index(True) + 1 if True in ends else None) == limit
+    envs.close()
+
+
+class Drawn(Still):
+    "Draws from generators that it made in its constructor, or from those of the process."
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (6,))
+    def __init__(self):
+        self.rngs = [np.random.default_rng(5), np.random.RandomState(5), random.Random(5)]
+        self.deep = {"torch": torch.Generator().manual_seed(5)}
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.look(), {}
+    def step(self, action): return self.look(), 0.0, False, False, {}
+    def look(self):
+        a, b, c = self.rngs
+        d = torch.rand((), generator=self.deep["torch"]).item()
+        return np.array([a.random(), b.rand(), c.random(), d, np.random.rand(),
+                         torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("way, columns", [("sync", 4), ("async", 6)])
+def test_copies_draw_numbers_of_their_own(way, columns):
+    "Of a generator made in the constructor, and with processes of the global ones too."
+    one = Drawn()
+    def seen():
+        envs = make_envs(one, 4, way)
+        first, (second, *_) = envs.reset(seed=3)[0].copy(), envs.step(np.zeros(4, int))
+        both = np.stack([first, second])
+        envs.close()
+        return both[..., :columns]
+    before = np.random.get_state()[1].copy(), random.getstate(), torch.get_rng_state()
+    a, b = seen(), seen()
+    assert all(len(np.unique(a[:, :, k])) == 8 for k in range(columns))
+    assert np.array_equal(a, b)                      # the same in each run
+    if way == "async":
+        assert (np.random.get_state()[1] == before[0]).all() and random.getstate() == before[1]
+        assert torch.equal(torch.get_rng_state(), before[2])
+    assert one.rngs[0].random() == np.random.default_rng(5).random()       # it was left alone
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_an_info_that_changes_its_shape_is_no_ones_business(way):
+    class Path(Still):
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.t = 0
+            return np.zeros(2, np.float32), {"path": 0.0}
+        def step(self, action):
+            self.t += 1
+            return np.zeros(2, np.float32), 0.0, False, False, {"path": np.zeros(self.t)}
+    envs = make_envs(Path, 3, way)
+    for _ in range(4): assert envs.step(np.zeros(3, int))[-1] == {}
+    envs.close()
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("error, words", [
+    (KeyError("clock"), "KeyError: 'clock'"), (AssertionError(), "AssertionError$"),
+    (FileNotFoundError(2, "No such file", "asset.bin"), "FileNotFoundError: .*'asset.bin'")])
+def test_an_error_of_the_environment_says_whose_it_is(way, error, words):
+    class Fails(Still):
+        def __init__(self): self.t = 0
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return np.zeros(2, np.float32), {}
+        def step(self, action):
+            self.t += 1
+            if self.t > 2: raise error
+            return np.zeros(2, np.float32), 0.0, False, False, {}
+    envs = make_envs(Fails, 2, way)
+    envs.step(np.zeros(2, int))
+    with pytest.raises(RuntimeError, match=f"^the environment's step raised {words}"):
+        envs.step(np.zeros(2, int))
+    envs.close()
+    with pytest.raises(ValueError, match="got <function .*>: KeyError: 'clock'$"):
+        make_envs(lambda: {}["clock"], 2)
+
+
+@pytest.mark.parametrize("space, helps", [
+    (gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), True), (gym.spaces.MultiBinary(3), True),
+    (gym.spaces.Sequence(gym.spaces.Discrete(2)), False), (gym.spaces.Box(-1, 1, (0,)), False),
+    (gym.spaces.Graph(gym.spaces.Box(-1, 1), gym.spaces.Discrete(2)), False)])
+def test_flattening_is_proposed_where_it_helps(space, helps):
+    Odd = type("Odd", (Still,), {"observation_space": space, "reset": lambda self, **how: (0, {})})
+    with pytest.raises(ValueError, match="env must have Box observations") as e: make_envs(Odd, 1)
+    assert ("FlattenObservation" in str(e.value)) == helps
+
+
+@pytest.mark.parametrize("bad", [{"observation_space": gym.spaces.Discrete(2)}, {"step": None}])
+def test_environments_that_are_refused_are_closed(bad):
+    closed = []
+    class Closes(Guessed):
+        def close(self): closed.append(self)
+    with pytest.raises(ValueError, match="^env must "): make_envs(type("Bad", (Closes,), bad), 3)
+    assert len(closed) == 3
+
+
+def test_a_function_is_looked_at_once_and_what_it_made_is_used():
+    made = []
+    def make(): made.append(gym.make("Pendulum-v1")); return made[-1]
+    spec, again = identify(make)
+    envs = make_envs(again, 3)
+    assert (spec.id, len(made), env_name(again)) == ("Pendulum-v1", 3, "make")
+    assert [single.unwrapped for single in envs.envs] == [env.unwrapped for env in made]
+    assert identify("CartPole-v1") == (gym.spec("CartPole-v1"), "CartPole-v1")
+    assert identify(PendulumEnv)[0].id == "PendulumEnv"
+    with pytest.raises(ValueError, match="^env must be an environment that Gymnasium can make, got "):
+        identify(lambda: None)
+
+
+def test_a_reward_is_a_number():
+    if np.lib.NumpyVersion(np.__version__) < "2.4.0": pytest.skip("it is taken for one")
+    class Odd(Guessed):
+        def step(self, action): return np.zeros(2, np.float32), np.ones(1), False, False, {}
+    with pytest.raises(ValueError, match="its reward has shape \\(1,\\)$"): make_envs(Odd, 2, "async")

@@ -37,7 +37,7 @@ def test_the_copy_is_the_network(activation, init, seed, hidden, outputs, scale)
     with torch.no_grad(): there = net(torch.from_numpy(obs)).numpy()
     here = forward(obs)
     assert here.dtype == np.float32 and here.shape == (64, outputs)
-    assert np.abs(here - there).max() <= 1e-6 * max(1.0, np.abs(there).max())
+    assert np.abs(here - there).max() <= 5e-6 * max(1.0, np.abs(there).max())
     assert np.abs(forward(obs[0]) - there[0]).max() <= 1e-6 * max(1.0, np.abs(there).max())
     with torch.no_grad():
         for p in net.parameters(): p.add_(1.0)

@@ -1,10 +1,14 @@
+import gc
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
 import warnings
+import zipfile
 from dataclasses import fields, replace
+from pathlib import Path
 
 import gymnasium as gym
 import matplotlib
@@ -441,14 +445,16 @@ def test_the_rows_count_what_happened():
     episodes = []
     collect = p.collector.collect
     def spy(*args):
-        r, e = collect(*args); episodes.extend(e); return r, e
-    p.collector.collect = spy
+        r, e = collect(*args)
+        episodes.extend(e); steps.append(r.is_step.sum().item())
+        return r, e
+    p.collector.collect, steps = spy, []
     for i in range(8):
         row = p.iterate()
-        assert (row["iteration"], row["steps"], row["episodes"]) == (i + 1, (i + 1) * 128, len(episodes))
+        assert (row["iteration"], row["steps"], row["episodes"]) == (i + 1, sum(steps), len(episodes))
         if episodes: assert row["return_mean"] == pytest.approx(np.mean([r for r, _ in episodes[-20:]])) and row["length_mean"] == pytest.approx(np.mean([l for _, l in episodes[-20:]]))
         else: assert row["return_mean"] is None
-    assert len(episodes) > 20
+    assert len(episodes) > 20 and 900 < sum(steps) < 8 * 128               # a reset is no step
 
 
 HARD = replace(PENDULUM, normalize_obs=True, normalize_rewards=True)
@@ -497,7 +503,7 @@ def test_a_training_that_comes_to_nan_ends_there(tmp_path, monkeypatch, what, wo
     run, config = Run.create(tmp_path / "run", {"task": "some"}), replace(SMALL, env="Broken-v0") if what != "rate" else replace(SMALL, learning_rate=1e30)
     with pytest.raises(FloatingPointError, match=words + ".*the last checkpoint, if there is one, is from before"): train(config, run)
     assert not (run.path / "summary.json").exists()
-    if what != "rate": assert Run.resume(run.path).checkpoint["ppo"]["iteration"] == 3 and len((run.path / "metrics.csv").read_text().splitlines()) == 4
+    if what != "rate": assert Run.resume(run.path).checkpoint["ppo"]["spent"] == 3 * 128 and len((run.path / "metrics.csv").read_text().splitlines()) == 4
 
 
 def test_numbers_of_a_reset_may_be_anything():
@@ -518,8 +524,21 @@ class Endless(gym.Env):
 
 def test_an_evaluation_without_a_time_limit_ends(tmp_path, monkeypatch):
     monkeypatch.setitem(gym.registry, "Endless-v0", gym.envs.registration.EnvSpec("Endless-v0", Endless))
-    assert episode_returns(lambda obs: np.zeros(len(obs), int), 0, 3, "Endless-v0", longest=50).tolist() == [50.0] * 3
-    assert (episode_returns(lambda obs: np.zeros((len(obs), 1)), 0, 2, "Pendulum-v1", longest=5) < -100).all()               # one that has its own ends there
+    with pytest.warns(UserWarning, match="^an episode has no end after 50 steps, and counts as ended$"):
+        got = episode_returns(lambda obs: np.zeros(len(obs), int), 0, 3, "Endless-v0", longest=50)
+    assert got.tolist() == [50.0] * 3
+
+
+@pytest.mark.parametrize("registered", [None, 50, 500])
+@pytest.mark.parametrize("limit", [20, 80, 1000, 15_000])
+def test_an_episode_ends_where_its_environment_ends_it(monkeypatch, registered, limit):
+    "Each step earns 1, so a return is a length."
+    spec = gym.envs.registration.EnvSpec("Endless-v0", Endless, max_episode_steps=registered)
+    monkeypatch.setitem(gym.registry, "Endless-v0", spec)
+    p = PPO("Endless-v0", num_envs=2, num_steps=32, steps=64, minibatches=4, eval_episodes=3,
+            env_kwargs=dict(max_episode_steps=limit))
+    assert p.evaluate(2).tolist() == [limit] * 2
+    assert p.scores()["eval_return_mean"] == p.scores()["eval_sampled_return_mean"] == limit
 
 
 def test_the_summary_says_what_was_promised(tmp_path, monkeypatch):
@@ -529,7 +548,7 @@ def test_the_summary_says_what_was_promised(tmp_path, monkeypatch):
     assert {"task", "env", "algo", "seed", "device", "steps", "wall_seconds", "eval_return_mean", "eval_return_std", "eval_episodes", "solved", "steps_to_solve", "seconds_to_solve", "interrupted",
             "eval_sampled_return_mean", "eval_sampled_return_std"} == set(s)
     assert json.loads((run.path / "summary.json").read_text()) == s
-    assert (s["task"], s["env"], s["algo"], s["seed"], s["device"], s["steps"], s["eval_episodes"]) == ("cartpole", "CartPole-v1", "ppo", 3, "cpu", 1024, 100)
+    assert (s["task"], s["env"], s["algo"], s["seed"], s["device"], s["steps"], s["eval_episodes"]) == ("cartpole", "CartPole-v1", "ppo", 3, "cpu", rows[-1]["steps"], 100)
     first = next((r["steps"] for r in rows if r["episodes"] >= 10 and r["return_mean"] >= 22), None)
     assert s["steps_to_solve"] == first and first is not None and 0 < s["seconds_to_solve"] <= s["wall_seconds"]
     assert s["solved"] == (min(s["eval_return_mean"], s["eval_sampled_return_mean"]) >= 22) and isinstance(s["solved"], bool)
@@ -656,7 +675,8 @@ def test_same_seed_same_run_and_a_saved_one_goes_on_with_new_episodes(tmp_path, 
     assert not np.array_equal(one.collector.obs, p.collector.obs) and not np.array_equal(one.collector.obs, fresh.collector.obs)
     assert (one.collector.until_cut == fresh.collector.until_cut).all() and not one.scaling.running.any()
     assert one.learn().rows == two.learn().rows and len(one.rows) == 5 and one.iteration == 8
-    assert [r["steps"] for r in one.rows] == [r["steps"] for r in a[3:]] and [r["learning_rate"] for r in one.rows] == [r["learning_rate"] for r in a[3:]]
+    assert rows[-1]["steps"] < one.rows[0]["steps"] <= rows[-1]["steps"] + 128
+    assert [r["learning_rate"] for r in one.rows] == [r["learning_rate"] for r in a[3:]]
 
 
 def test_new_episodes_have_earned_nothing_so_far():
@@ -684,7 +704,7 @@ def test_load_may_change_options_and_refuses_other_files(tmp_path):
     for name in ("other", "text", "hi", "cut", "empty", "damaged"):
         with pytest.raises(ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"): PPO.load(tmp_path / f"{name}.pt")
     for options in (dict(hidden=32), dict(env="Pendulum-v1")):
-        with pytest.raises(ValueError, match="^the options are not those of the saved networks: "): PPO.load(tmp_path / "ppo.pt", **options)
+        with pytest.raises(ValueError, match="ppo.pt: the options are not those of the saved networks: "): PPO.load(tmp_path / "ppo.pt", **options)
 
 
 def interrupt_after(monkeypatch, iteration, error=None):
@@ -703,14 +723,14 @@ def test_an_interrupted_run_leaves_a_whole_directory_and_goes_on(tmp_path, monke
     with monkeypatch.context() as m:
         interrupt_after(m, 5)
         _, _, summary = train(SMALL, run)
-    assert summary["interrupted"] and summary["solved"] is False and summary["eval_return_mean"] is None and summary["steps"] == 5 * 128
+    assert summary["interrupted"] and summary["solved"] is False and summary["eval_return_mean"] is None and 4 * 128 < summary["steps"] < 5 * 128
     assert json.loads((run.path / "summary.json").read_text()) == summary
     assert {"checkpoint.pt", "curve.svg", "config.json", "metrics.csv"} <= {p.name for p in run.path.iterdir()}
     before = (run.path / "metrics.csv").read_bytes()
     PPO.begin(SMALL, Run.resume(run.path)).envs.close()
     ppo, rows, summary = train(SMALL, Run.resume(run.path))
     after = (run.path / "metrics.csv").read_bytes()
-    assert after.startswith(before) and len(after.splitlines()) == 9 == len(rows) + 1 and summary["steps"] == 1024 and not summary["interrupted"]
+    assert after.startswith(before) and len(after.splitlines()) == 9 == len(rows) + 1 and summary["steps"] == rows[-1]["steps"] and not summary["interrupted"]
     assert [r["iteration"] for r in rows] == list(range(1, 9)) and summary["wall_seconds"] >= ppo.clock["wall_seconds"] > 0
 
 
@@ -720,7 +740,7 @@ def test_killed_between_two_checkpoints_it_continues_from_the_last(tmp_path, mon
         m.setattr(control, "CHECKPOINT_EVERY", -1.0)
         interrupt_after(m, 4, MemoryError)
         with pytest.raises(MemoryError): train(SMALL, run)
-    assert Run.resume(run.path).checkpoint["ppo"]["iteration"] == 3
+    assert Run.resume(run.path).checkpoint["ppo"]["spent"] == 3 * 128
     _, rows, _ = train(SMALL, Run.resume(run.path))
     assert len(rows) == 8 and len((run.path / "metrics.csv").read_text().splitlines()) == 9
 
@@ -768,10 +788,9 @@ def test_an_environment_of_ones_own(tmp_path):
     p = PPO(env, **SHAPE, stagger=True).learn()
     assert len(p.rows) == 8 and p.config.env == "PendulumEnv"
     assert len(p.evaluate(6)) == 6 and torch.equal(p.evaluate(6, seed=1), p.evaluate(6, seed=1)) and p.evaluate(6, deterministic=False).std() > 0
-    assert p.scores()["solved"] is None
+    assert p.scores()["solved"] is False                              # a Pendulum by its spec
     p.save(tmp_path / "own.pt")
     assert np.array_equal(PPO.load(tmp_path / "own.pt", env=env).predict(np.ones(3)), p.predict(np.ones(3)))
-    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got 'PendulumEnv'"): PPO.load(tmp_path / "own.pt")
     assert p.film(tmp_path / "own.gif").exists()
 
 
@@ -870,3 +889,244 @@ def test_a_bad_argument_is_named(call, error, words):
 
 def test_no_observation_gets_no_action():
     assert PPO(**vars(SMALL)).predict(np.zeros((0, 4))).shape == (0,)
+
+
+# files
+
+TINY = dict(num_envs=4, num_steps=32, steps=256, minibatches=4)
+
+
+def changed(path, change):
+    "A copy of a saved file after `change`."
+    saved = torch.load(path, weights_only=True)
+    change(saved)
+    torch.save(saved, other := path.with_name("changed.pt"))
+    return other
+
+
+def test_a_file_is_loaded_without_an_environment_and_without_what_it_names(tmp_path, monkeypatch):
+    (tmp_path / "evil.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.syspath_prepend(tmp_path); monkeypatch.chdir(tmp_path)
+    p, obs = PPO("Pendulum-v1", **SHAPE), np.ones((3, 3))
+    p.save(path := tmp_path / "ppo.pt")
+    monkeypatch.setattr(control, "make_envs", lambda *args: 1 / 0)
+    assert np.array_equal(PPO.load(path).predict(obs), p.predict(obs))
+    assert PPO.load(path).predict(obs, deterministic=False).shape == (3, 1)
+    for name in "evil:Pendulum-v1", "lambda":
+        own = PPO.load(changed(path, lambda saved: saved["config"].update(env=name)))
+        assert np.array_equal(own.predict(obs), p.predict(obs)) and own.config.env == name
+    monkeypatch.undo()
+    for call in own.evaluate, own.learn, own.scores, lambda: own.film(tmp_path / "x.gif"):
+        with pytest.raises(TypeError, match="env must be a name, .* got None: give it to PPO.load"):
+            call()
+    assert not (tmp_path / "ran").exists() and len(own.evaluate(2, envs="Pendulum-v1")) == 2
+    again = PPO.load(path)
+    assert len(again.evaluate(2)) == 2 and again.iterate()["iteration"] == 1
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "MountainCarContinuous-v0"])
+def test_spaces_come_back_from_a_file(tmp_path, env):
+    p = PPO(env, **TINY)
+    p.save(tmp_path / "ppo.pt")
+    assert PPO.load(tmp_path / "ppo.pt").spaces == p.spaces
+
+
+def test_a_file_says_what_else_it_is(tmp_path):
+    PPO(**TINY).save(path := tmp_path / "ppo.pt")
+    with zipfile.ZipFile(tmp_path / "sb3.zip", "w") as z: z.writestr("policy.pth", "")
+    (tmp_path / "text").write_text("weights of 2019")
+    torch.save([1], tmp_path / "list")
+    torch.save({"agent": 1}, tmp_path / "dict")
+    torch.save({"config": {}, "state": {}}, tmp_path / "earlier")
+    for name, words in {"sb3.zip": "an archive of ['policy.pth']", "text": "b'weights of 2019'",
+                        "list": "a file of PyTorch with list", "dict": "with ['agent']",
+                        "earlier": "which an earlier version has written"}.items():
+        with pytest.raises(ValueError, match=re.escape(name) + ".*" + re.escape(words) + "$"):
+            PPO.load(tmp_path / name)
+    newer = changed(path, lambda saved: saved["config"].update(new_option=1))
+    with pytest.raises(ValueError, match=f"got {newer} of another .*with the option new_option$"):
+        PPO.load(newer)
+    older = changed(path, lambda saved: saved["state"].pop("clock"))
+    with pytest.raises(ValueError, match=f"got {older}: .* of another version, without clock$"):
+        PPO.load(older)
+    with pytest.raises(ValueError, match="^sed must be an option of PPOConfig: did you mean seed"):
+        PPO.load(path, sed=1)
+
+
+class Anything(Endless):
+    def __init__(self, **anything): pass
+
+
+@pytest.mark.parametrize("bad", [np.ones(2), np.float32(1), np.float64(1), Path("x"),
+                                 signal.SIGINT, max, np.float32, lambda: 0])
+def test_arguments_that_no_file_can_keep_are_refused_when_it_is_saved(tmp_path, bad):
+    p = PPO(Anything, env_kwargs=dict(good=1, bad=[bad]), **TINY)
+    with pytest.raises(ValueError, match="^env_kwargs must hold .*, got bad=\\["):
+        p.save(tmp_path / "ppo.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_that_a_file_can_keep_come_back(tmp_path, monkeypatch):
+    spec = gym.envs.registration.EnvSpec("Anything-v0", Anything)
+    monkeypatch.setitem(gym.registry, "Anything-v0", spec)
+    kwargs = dict(a=(1, 2.5), b={"c": [None, True]}, d="e")
+    PPO("Anything-v0", env_kwargs=kwargs, **TINY).save(tmp_path / "ppo.pt")
+    again = PPO.load(tmp_path / "ppo.pt")
+    assert again.config.env_kwargs == kwargs and again.iterate()["steps"] == 128
+
+
+@pytest.mark.parametrize("num_envs, iteration", [(32, 10), (8, 40), (1, 320), (64, 5)])
+def test_progress_is_steps_whatever_the_number_of_environments(tmp_path, num_envs, iteration):
+    p = PPO(steps=10 * 1024, epochs=1).learn()
+    p.save(tmp_path / "ppo.pt")
+    again = PPO.load(tmp_path / "ppo.pt", num_envs=num_envs, steps=20 * 1024)
+    assert (again.iteration, again.steps) == (iteration, p.steps)
+    row = again.iterate()
+    assert row["learning_rate"] == pytest.approx(3e-3 / 2)
+    assert p.steps < row["steps"] <= p.steps + again.config.batch
+    assert again.config.iterations == 2 * iteration
+
+
+# environments as they come
+
+def test_the_recipe_follows_from_the_environment_however_it_comes():
+    made = gym.make("Pendulum-v1")
+    for env in "Pendulum-v1", "gymnasium:Pendulum-v1", made, lambda: gym.make("Pendulum-v1"):
+        p = PPO(env, seed=3)
+        assert replace(p.config, env="Pendulum-v1") == PendulumConfig(seed=3)
+        assert p.spec.id == "Pendulum-v1" and (p.collector.until_cut > 0).all()
+    assert made.spec == gym.make("Pendulum-v1").spec                       # it was left alone
+    assert PPO(lambda: gym.make("CartPole-v1")).config.gamma == PPOConfig().gamma
+
+
+class Screen(Endless):
+    action_space = gym.spaces.Box(-10, 10, (1,))
+    def __init__(self, shape, dtype=np.uint8):
+        self.observation_space = gym.spaces.Box(0, 255, shape, dtype)
+    def reset(self, *, seed=None, options=None): return self.observation_space.sample(), {}
+    def step(self, action): return self.observation_space.sample(), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 1), (8, 8), (128,)])
+def test_a_picture_is_the_same_in_any_dtype(shape):
+    p = PPO(lambda: Screen(shape), **TINY)
+    picture = p.spaces[0].sample()
+    first, *others = (p.predict(x) for x in (
+        picture, picture.astype(np.float32), picture.astype(np.int64), picture.tolist()))
+    assert all(np.array_equal(first, other) for other in others)
+    assert 0.9 < p.collector.obs.max() <= 1
+    assert 0.9 < PPO(lambda: Screen(shape, np.float32), **TINY).collector.obs.max() <= 1
+
+
+class Clock(gym.Env):
+    "Shows a Unix time, in which alone the right action can be seen."
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+    def look(self):
+        self.x = float(self.np_random.integers(-50, 50))
+        return np.array([1.7e9 + self.x])
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.look(), {}
+    def step(self, action):
+        self.t += 1
+        right = action == (self.x > 0)
+        return self.look(), float(right), False, self.t == 20, {}
+
+
+def test_observations_are_normalised_before_they_are_rounded():
+    p = PPO(Clock, normalize_obs=True, num_envs=8, num_steps=64, steps=10_240, minibatches=8).learn()
+    assert p.rows[-1]["return_mean"] > 17                                  # 10 by chance
+    assert p.predict(np.array([[1.7e9 - 30], [1.7e9 + 30]])).tolist() == [0, 1]
+
+
+class Bandit(Endless):
+    steps = 0
+    def step(self, action):
+        Bandit.steps += 1
+        return np.zeros(2, np.float32), 1.0, True, False, {}
+
+
+def test_steps_are_those_of_the_environment():
+    "Every second row of an environment whose episodes have one step is a reset."
+    p = PPO(Bandit, **TINY)
+    Bandit.steps = 0
+    p.learn()
+    assert [row["steps"] for row in p.rows] == [64, 128] and p.steps == Bandit.steps == 128
+
+
+class Closes(Endless):
+    made = closed = 0
+    def __init__(self): Closes.made += 1
+    def close(self): Closes.closed += 1
+
+
+def test_environments_are_closed(monkeypatch):
+    spec = gym.envs.registration.EnvSpec("Closes-v0", Closes, max_episode_steps=10)
+    monkeypatch.setitem(gym.registry, "Closes-v0", spec)
+    monkeypatch.setattr(Closes, "made", 0); monkeypatch.setattr(Closes, "closed", 0)
+    p = PPO("Closes-v0", **TINY).learn()
+    assert (Closes.made, Closes.closed) == (4, 0)
+    p.evaluate(5)
+    episode_returns(lambda obs: np.zeros(len(obs), int), 0, 5, "Closes-v0")
+    assert (Closes.made, Closes.closed) == (14, 10)
+    p.close(); p.close()
+    assert (Closes.made, Closes.closed) == (14, 14)
+    p.learn(128)                                                           # in new ones
+    assert (Closes.made, Closes.closed) == (18, 14)
+    del p
+    gc.collect()
+    assert (Closes.made, Closes.closed) == (18, 18)
+    PPO(env := Closes(), **TINY | dict(num_envs=1)).close()
+    assert Closes.closed == 18 and env.reset()                             # it is not ours
+
+
+def test_it_learns_as_many_steps_more_as_one_says():
+    p = PPO(**TINY | dict(steps=512))
+    assert p.learn(1) is p and p.iteration == 1
+    assert p.rows[0]["learning_rate"] == p.config.learning_rate
+    before = p.steps
+    p.learn(384)
+    assert 384 <= p.steps - before < 384 + 128 and p.iteration in (4, 5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        iteration = p.learn().iteration
+    assert [str(w.message) for w in said] == [
+        "nothing is left of 512 steps; learn(steps=...) goes on"]
+    rates = [row["learning_rate"] for row in p.learn(1000).rows[iteration:]]
+    assert len(rates) >= 8 and sorted(rates, reverse=True) == rates and rates[-1] > 0
+    assert p.iterate()["learning_rate"] > 0                                # beyond the end
+    for bad, error in ("runs/x", TypeError), (0, ValueError), (1.5, TypeError):
+        with pytest.raises(error, match="^steps must be "): p.learn(bad)
+
+
+class Breaks(Endless):
+    "Breaks once, in the middle of an episode."
+    t = 0
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        Breaks.t += 1
+        if Breaks.t == 300: raise KeyError("clock")
+        return np.full(2, 0.5, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_after_an_environment_broke_episodes_begin_anew(monkeypatch, way):
+    monkeypatch.setattr(Breaks, "t", 0)
+    p = PPO(Breaks, **TINY | dict(num_envs=1, vectorization=way))
+    with pytest.raises(RuntimeError, match="^the environment's step raised KeyError: 'clock'$"):
+        p.learn(1000)
+    done = p.iteration
+    assert 0 < done and p.steps == done * 32 and (p.collector.obs == 0).all()
+    assert not p.scaling.running.any() and p.learn(32).iteration == done + 1
+    p.close()
+
+
+def test_an_evaluation_names_what_does_not_fit():
+    p = PPO(**TINY)
+    for envs in gym.make_vec("Pendulum-v1", 2), gym.make("Pendulum-v1"), "Pendulum-v1":
+        with pytest.raises(ValueError, match="^envs must have observations of size 4, got 3$"):
+            p.evaluate(2, envs=envs)

@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.control.envs import make_envs
-from rlhf_notes.control.rollout import Collector, Rollout, float32, minibatches
+from rlhf_notes.control.rollout import Collector, Rollout, minibatches, row_maker
 from strategies import SEEDS
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "is_step")
@@ -56,7 +56,7 @@ class Count(gym.Env):
 
 class Table(gym.Env):
     "A table of whole numbers, and actions called 1, 2, 3."
-    observation_space, action_space = gym.spaces.Box(0, 255, (2, 3), np.uint8), gym.spaces.Discrete(3, start=1)
+    observation_space, action_space = gym.spaces.Box(0, 9, (2, 3), np.uint8), gym.spaces.Discrete(3, start=1)
     def reset(self, *, seed=None, options=None): super().reset(seed=seed); self.t = 0; return self.look(0), {}
     def step(self, action): self.t += 1; return self.look(action), 1.0, self.t == 5, False, {}
     def look(self, action): return np.array([[action, 0, 0], [0, 0, self.t]], np.uint8)
@@ -306,6 +306,23 @@ def test_a_number_that_is_none_ends_the_rollout(name):
         Collector(SyncVectorEnv([Broken]), 0).collect(lambda obs: np.zeros(1, np.int64), 2)
 
 
-def test_bytes_of_images_become_fractions():
-    image, table = np.full((2, 4, 4, 3), 255, np.uint8), np.full((2, 3), 7, np.uint8)
-    assert float32(image).tolist() == [[1.0] * 48] * 2 and float32(image).dtype == np.float32 and float32(table).tolist() == [[7.0] * 3] * 2
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.int64])
+@pytest.mark.parametrize("shape", [(128,), (4, 4), (4, 4, 3)])
+def test_numbers_of_bytes_become_fractions_whatever_their_shape_and_dtype(shape, dtype):
+    "As the space says: RAM, grey and coloured pictures, and as whichever dtype they are handed in."
+    for low, high, scale in (0, 255, 255), (0, 9, 1), (-255, 255, 1):
+        rows = row_maker(gym.spaces.Box(low, high, shape, np.float32 if low else np.uint8))
+        got = rows(np.full((2, *shape), 9, dtype))
+        assert got.shape == (2, np.prod(shape)) and got.dtype == np.float32
+        assert got.flags.c_contiguous and (got == np.float32(9) / np.float32(scale)).all()
+
+
+@pytest.mark.parametrize("dtype, kept", [
+    (np.uint8, np.float32), (np.int16, np.float32), (np.float16, np.float32),
+    (np.float32, np.float32), (np.int64, np.float64), (np.float64, np.float64)])
+def test_no_digit_is_lost_before_the_observations_are_normalised(dtype, kept):
+    space = gym.spaces.Box(0, 100, (2,), dtype)
+    assert row_maker(space)(np.ones((1, 2), dtype)).dtype == kept
+    if kept is np.float64:
+        times = np.array([[1_700_000_000, 1_700_000_001]], dtype)
+        assert np.diff(row_maker(space)(times)) == 1
