@@ -219,6 +219,7 @@ def trl_loss(
     eps_high: float | None = None,  # How far above 1; for "cispo" the bound itself; None = eps_low
     level: str = "token",  # A ratio for each "token", or for the "sequence"
     delta: float | None = None,  # c of the dual clip; None = none
+    kl_weighted: bool = False,  # multiply the KL by the ratio
 ) -> tuple:  # (loss, 0-dim; metrics: name -> number)
     "`GRPOTrainer._compute_loss` of TRL on log-probabilities that take the place of a model's."
     metrics = defaultdict(list)
@@ -233,7 +234,7 @@ def trl_loss(
         max_completion_length=logp.shape[1],
         args=SimpleNamespace(
             delta=delta,
-            use_bias_correction_kl=False,
+            use_bias_correction_kl=kl_weighted,
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
             steps_per_generation=1,

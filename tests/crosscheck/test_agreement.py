@@ -6,10 +6,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from rlhf_notes.formulas.grpo import off_policy_sequence_mask
+from rlhf_notes.formulas.grpo import off_policy_sequence_mask, policy_loss
 from rlhf_notes.formulas.logprob import gaussian_log_prob
 from crosscheck import peers
 from crosscheck.peers import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, compare, load_peer, random_batch
+from strategies import value_and_grad
 
 SEEDS = range(5)
 CELLS = [(q, p) for q, quantity in QUANTITIES.items() for p in quantity.theirs]
@@ -44,6 +45,15 @@ def test_agrees_or_differs_as_written(quantity, name):
         else:
             assert not (c.value <= TOLERANCE and c.gradient <= TOLERANCE), f"seed {seed}: the two agree now; DIFFERENT says: {DIFFERENT[quantity, name][1]}"
             if (quantity, name) in LABELS: assert c.label == LABELS[quantity, name]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_kl_times_the_ratio_is_trls(seed):
+    lib, b = functions_of("trl"), random_batch(seed)
+    args = b.logp_old, b.response_advantage, b.mask
+    losses = (lambda x: policy_loss(x, *args, "grpo", b.logp_ref, 0.5, kl_weighted=True)[0],
+              lambda x: peers.trl_loss(lib, x, *args, b.logp_ref, 0.5, kl_weighted=True)[0])
+    torch.testing.assert_close(*(value_and_grad(f, b.logp) for f in losses), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_written_down_is_compared():
