@@ -490,6 +490,8 @@ class Scaling:
         if c.normalize_rewards:
             for reward, done, step in zip(rewards, rollout.done, is_step):
                 self.running = torch.where(step, c.gamma * self.running + reward, self.running)
+                if not self.running.isfinite().all():
+                    raise FloatingPointError("the discounted return of scaled rewards is infinite")
                 self.earned.update(self.running, step)
                 self.running = torch.where(done, 0.0, self.running)
             scale = (self.earned.var + 1e-8).rsqrt().to(rewards)
