@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes.training.options import (
-    STRICT, Count, Fraction, NonNegative, Positive, Seed, Size, plain_errors
+    STRICT, TINY, Count, Fraction, NonNegative, Number, Positive, Seed, Size, plain_errors
 )
 
 # %% ../../nbs/control/18_config.ipynb #config
@@ -82,7 +82,7 @@ class PPOConfig:
     "of the hidden layers"
     init: Literal["orthogonal", "default"] = "orthogonal"
     "of the weights: orthogonal, or PyTorch's default"
-    log_std: Annotated[float, Field(ge=-10, le=10)] = 0.0
+    log_std: Annotated[Number, Field(ge=-10, le=10)] = 0.0
     "first log standard deviation of a Gaussian policy, in units of the action (before the tanh)"
     squash: bool = False
     "bound Gaussian actions by tanh instead of clipping them"
@@ -95,6 +95,9 @@ class PPOConfig:
             raise ValueError(f"minibatches must divide {wanted}, got {self.minibatches}")
         if self.steps < self.batch:
             raise ValueError(f"steps must be at least {wanted}, got {self.steps}")
+        if self.clip * (1 / self.iterations) ** self.clip_anneal < TINY:
+            raise ValueError("clip_anneal must leave a clip range that fits float32 in the last of "
+                             f"{self.iterations} iterations, got {self.clip_anneal}")
 
     @property
     def batch(self) -> int: # In environment steps
@@ -123,4 +126,4 @@ class PendulumConfig(PPOConfig):
     gamma: Fraction = 0.95
     reward_scale: Positive = 0.1
     activation: Literal["tanh", "relu", "silu"] = "silu"
-    log_std: Annotated[float, Field(ge=-10, le=10)] = 1.0
+    log_std: Annotated[Number, Field(ge=-10, le=10)] = 1.0

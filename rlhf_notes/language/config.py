@@ -13,7 +13,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes.training.options import (
-    STRICT, Count, Fraction, NonNegative, Positive, Seed, Size, Temperature, Whole, plain_errors
+    STRICT, Count, Fraction, NonNegative, Number, Positive, Seed, Size, Temperature, Whole,
+    plain_errors,
 )
 
 # %% ../../nbs/language/21_config.ipynb #config
@@ -110,7 +111,7 @@ class RLHFConfig:
     "responses within which the coefficient changes by a factor of at most about 1.2 (P11)"
     kl_in_loss: bool | None = None
     "put the KL into the loss, not into the rewards (P8); by default for grpo alone"
-    penalty: float = -1.0
+    penalty: Number = -1.0
     "score of a response without an end (P5), or what subtract takes from it"
     overlong: Literal["replace", "subtract", "filter", "soft", "keep"] = "replace"
     "responses without an end: replace the score, subtract the penalty, filter, soft (DAPO), keep"

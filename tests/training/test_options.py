@@ -2,6 +2,7 @@ import math
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,10 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlhf_notes.training.options import MAX_SEED, STRICT, Count, Fraction, NonNegative, Positive, Seed, plain_errors
+from rlhf_notes import checks
+from rlhf_notes.training.options import (
+    HUGE, MAX_SEED, STRICT, TINY, Count, NonNegative, Positive, Seed, plain_errors)
+from rlhf_notes.training.options import Fraction as Share
 
 
 @plain_errors
@@ -19,7 +23,7 @@ class Options:
     seed: Seed = Field(0, description="the seed")
     count: Count = Field(2, description="a count")
     rate: Positive = Field(0.1, description="a rate")
-    gamma: Fraction = Field(0.9, description="a share")
+    gamma: Share = Field(0.9, description="a share")
     coef: NonNegative = Field(0.0, description="a weight")
     mode: Literal["a", "b"] = Field("a", description="a name")
     device: str = Field("auto", description="any string")
@@ -32,7 +36,11 @@ class Options:
 @pytest.mark.parametrize("bad, words", [
     (dict(seed=-1), "seed must be greater than or equal to 0, got -1"),
     (dict(seed=2**63), "seed must be less than or equal to 9223372036854775807, got 9223372036854775808"),
-    (dict(seed=1.0), "seed must be a valid integer, got 1.0"),
+    (dict(seed=1.5), "seed must be a valid integer, got 1.5"),
+    (dict(seed=np.bool_(True)), "seed must be a valid integer, got np.True_"),
+    (dict(count=1e300), "count must be a valid integer, got 1e+300"),
+    (dict(count=math.nan), "count must be a valid integer, got nan"),
+    (dict(count=np.int64(3)), "count must be even, got 3"),
     (dict(seed=True), "seed must be a valid integer, got True"),
     (dict(seed="1"), "seed must be a valid integer, got '1'"),
     (dict(seed=None), "seed must be a valid integer, got None"),
@@ -42,6 +50,10 @@ class Options:
     (dict(rate=0.0), "rate must be greater than 0, got 0.0"),
     (dict(rate=math.nan), "rate must be a finite number, got nan"),
     (dict(rate=math.inf), "rate must be a finite number, got inf"),
+    (dict(rate=1e-39), "rate must fit float32, got 1e-39"),
+    (dict(rate=1e39), "rate must fit float32, got 1e+39"),
+    (dict(rate=True), "rate must be a valid number, got True"),
+    (dict(coef=1e-300), "coef must fit float32, got 1e-300"),
     (dict(gamma=1.5), "gamma must be less than or equal to 1, got 1.5"),
     (dict(gamma="0.9"), "gamma must be a valid number, got '0.9'"),
     (dict(coef=-1), "coef must be greater than or equal to 0, got -1"),
@@ -61,7 +73,20 @@ def test_faults_are_named_one_per_line(bad, words):
 def test_values_in_range_pass():
     assert Options(seed=MAX_SEED, rate=1, mode="b", scale=True).rate == 1
     assert torch.tensor(MAX_SEED).item() == MAX_SEED
-    assert type(Options(rate=np.float64(0.3)).rate) is float
+    assert Options(coef=0.0, gamma=0).coef == 0 and Options(rate=HUGE).rate == HUGE
+
+
+@pytest.mark.parametrize("kind", [int, float, np.int64, np.uint8, np.float32, np.float64, Fraction])
+def test_numbers_of_any_kind_become_pythons_own(kind):
+    options = Options(seed=kind(4), count=kind(2), rate=kind(3), gamma=kind(1))
+    assert options == Options(seed=4, count=2, rate=3.0, gamma=1.0)
+    assert {type(x) for x in (options.seed, options.count)} == {int}
+    assert kind is int or {type(x) for x in (options.rate, options.gamma)} == {float}
+
+
+def test_the_bounds_are_those_of_float32_and_of_the_formulas():
+    precision = torch.finfo(torch.float32)
+    assert (TINY, HUGE) == (precision.tiny, precision.max) == (checks._TINY, checks._HUGE)
 
 
 def test_a_config_is_frozen_and_its_variants_are_checked():
