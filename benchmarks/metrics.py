@@ -42,7 +42,9 @@ def finish(stage):
 def control(change):
     from rlhf_notes.control.ppo import PPO
     ppo = PPO(**change)
-    return [ppo.iterate() for _ in range(ppo.config.iterations)]
+    c = ppo.config
+    # steps of the budget, which counts resets too
+    return [ppo.iterate() | dict(steps=(i + 1) * c.batch) for i in range(c.iterations)]
 
 
 def reinforce(start, change):

@@ -93,19 +93,19 @@ class _Single(gym.Wrapper):
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
                 torch.manual_seed(seed)
-        try:
-            obs, info = self.env.reset(seed=seed, options=options)
-        except Exception as e:
-            raise RuntimeError(f"the environment's reset raised {_say(e)}") from e
+        obs, info = self._ask("reset", seed=seed, options=options)
         if not isinstance(info, dict): raise TypeError(f"info must be a dict, got {info!r}")
         return obs, {}
 
     def step(self, action):
-        try:
-            *result, _ = self.env.step(action)
-        except Exception as e:
-            raise RuntimeError(f"the environment's step raised {_say(e)}") from e
+        *result, _ = self._ask("step", action)
         return *result, {}
+
+    def _ask(self, call, *args, **kwargs):
+        try:
+            return getattr(self.env, call)(*args, **kwargs)
+        except Exception as e:
+            raise RuntimeError(f"the environment's {call} raised {_say(e)}") from e
 
     def close(self):
         if not self.lent:

@@ -70,8 +70,8 @@ def film(env, # A name, a function that makes one, or an environment, of which a
     path, env_kwargs, draw = Path(path), env_kwargs or {}, DRAWINGS.get(find_spec(env).id)
     save = _writer(path)
     env = gym.make(find_spec(env), **env_kwargs) if draw else _rendered(env, env_kwargs)
-    (obs, _), frames = env.reset(seed=seed), []
     with env:
+        (obs, _), frames = env.reset(seed=seed), []
         for t in range(longest):
             if t % every == 0:
                 frames.append(_drawn(draw, env.unwrapped.state) if draw else env.render())
@@ -101,9 +101,13 @@ def _save_gif(path, frames):
 def _rendered(env, env_kwargs):
     with _naming(env, "that can be rendered (render_mode 'rgb_array')"):
         made = gym.make(find_spec(env), render_mode="rgb_array", **env_kwargs)
-        made.reset()
-        frame = made.render()
-        if frame.dtype != np.uint8: raise ValueError(f"its frames have the dtype {frame.dtype}")
+        try:
+            made.reset()
+            frame = made.render()
+            if frame.dtype != np.uint8: raise ValueError(f"its frames have the dtype {frame.dtype}")
+        except BaseException:
+            made.close()
+            raise
     return made
 
 def _drawn(draw, state):

@@ -15,7 +15,7 @@ import warnings
 import weakref
 import zipfile
 from collections import deque
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
 import gymnasium as gym
@@ -153,10 +153,10 @@ class PPO:
 
     def close(self):
         "Close the environments; what needs them later makes new ones, with new episodes."
-        if self._envs is not None:
-            self._closing()
-        self._envs = None
+        envs, self._envs = self._envs, None
         self._begin_episodes()
+        if envs is not None:
+            self._closing()
 
     @property
     def collector(self) -> Collector:  # in the middle of its episodes
@@ -185,7 +185,8 @@ class PPO:
         try:
             rollout, episodes = self.collector.collect(act, c.num_steps, for_env)
         except BaseException:
-            self.close()  # an episode that broke off cannot go on
+            with suppress(Exception):  # which may be as broken
+                self.close()
             raise
         batch = make_batch(self.agent, self.scaling(rollout).to(self.device), c)
 

@@ -281,6 +281,15 @@ def test_environments_that_are_refused_are_closed(bad):
     assert len(closed) == 3
 
 
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_an_environment_that_is_the_users_stays_open(way):
+    closed = []
+    class Mine(Guessed):
+        def close(self): closed.append(self)
+    make_envs(mine := Mine(), 1, way).close()
+    assert mine not in closed
+
+
 def test_a_function_is_looked_at_once_and_what_it_made_is_used():
     made = []
     def make(): made.append(gym.make("Pendulum-v1")); return made[-1]

@@ -141,6 +141,15 @@ def test_no_film_of_what_cannot_be_rendered(tmp_path, monkeypatch, kind):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_cannot_be_rendered_is_closed(tmp_path, monkeypatch):
+    spec, closed = gym.envs.registration.EnvSpec("Film-v0", Grey, disable_env_checker=True), []
+    monkeypatch.setitem(gym.registry, "Film-v0", spec)
+    monkeypatch.setattr(Grey, "close", lambda self: closed.append(self))
+    with pytest.raises(ValueError, match="its frames have the dtype float64$"):
+        film("Film-v0", None, tmp_path / "film.gif")
+    assert len(closed) == 1
+
+
 def test_a_film_of_any_environment_that_renders_pixels(tmp_path, monkeypatch):
     monkeypatch.setitem(gym.registry, "Film-v0", gym.envs.registration.EnvSpec("Film-v0", Drawn, disable_env_checker=True))
     path = film("Film-v0", lambda obs: np.zeros(1), tmp_path / "film.gif", every=2)

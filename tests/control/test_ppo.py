@@ -1125,6 +1125,14 @@ def test_after_an_environment_broke_episodes_begin_anew(monkeypatch, way):
     p.close()
 
 
+def test_after_a_process_was_killed_there_are_new_ones():
+    p = PPO("Pendulum-v1", **SHAPE, vectorization="async", stagger=False)
+    p.envs.processes[0].kill()
+    with pytest.raises((ConnectionError, EOFError)): p.iterate()
+    assert p.iterate()["iteration"] == 1
+    p.close()
+
+
 def test_an_evaluation_names_what_does_not_fit():
     p = PPO(**TINY)
     for envs in gym.make_vec("Pendulum-v1", 2), gym.make("Pendulum-v1"), "Pendulum-v1":
