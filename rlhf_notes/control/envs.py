@@ -129,7 +129,7 @@ def _check_envs(envs, env):
         after, reward, *_ = envs.step(envs.action_space.sample())
         if reward.shape != (len(obs),): raise ValueError(f"its reward has shape {reward.shape[1:]}")
         for name, x in ("observation", obs), ("observation", after), ("reward", reward):
-            if not np.isfinite(x).all(): raise ValueError(f"its {name} is NaN or infinite")
+            if not np.isfinite(x).all(): raise ValueError(f"its {name} is not a finite number")
 
 @contextmanager
 def _naming(env, wanted="that Gymnasium can make", hint=""):

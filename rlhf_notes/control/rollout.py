@@ -101,7 +101,7 @@ class Collector:
                 next_obs[t, done] = self.rows(np.stack(info["final_obs"][done]))
             for name, x in ("observation", next_obs[t]), ("reward", rewards[t]):
                 if not np.isfinite(x).all():
-                    raise FloatingPointError(f"the environment gave NaN or infinity as {name}")
+                    raise FloatingPointError(f"the environment gave no finite number as {name}")
             episodes += self._count(rewards[t], is_step[t], done)
             truncated[t] |= self._cut(is_step[t] & ~done)
         columns = obs, np.stack(actions), rewards, next_obs, terminated, truncated, is_step

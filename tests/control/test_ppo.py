@@ -496,7 +496,7 @@ class Broken(gym.Env):
         return np.full(2, nan if self.what == "obs" else 0, np.float32), nan if self.what == "reward" else 0.5, self.t % 10 == 0, False, {}
 
 
-@pytest.mark.parametrize("what, words", [("reward", "iteration 4: the environment gave NaN or infinity as reward"), ("obs", "iteration 4: the environment gave NaN or infinity as observation"), ("rate", "iteration 1: policy_loss is nan")])
+@pytest.mark.parametrize("what, words", [("reward", "iteration 4: the environment gave no finite number as reward"), ("obs", "iteration 4: the environment gave no finite number as observation"), ("rate", "iteration 1: policy_loss is nan")])
 def test_a_training_that_comes_to_nan_ends_there(tmp_path, monkeypatch, what, words):
     monkeypatch.setattr(control, "CHECKPOINT_EVERY", -1.0)
     monkeypatch.setitem(gym.registry, "Broken-v0", gym.envs.registration.EnvSpec("Broken-v0", Broken, max_episode_steps=500, kwargs={"what": what}, disable_env_checker=True))
