@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'Out', 'Overwrite', 'Resume',
-           'Prompts', 'Reward', 'FEW', 'Few', 'Seeds', 'Track', 'Chat', 'Model',
-           'BenchTask', 'main', 'options_of', 'training', 'command', 'demo', 'generate',
-           'aligned', 'compare', 'bench']
+           'Prompts', 'Reward', 'FEW', 'Few', 'Seeds', 'Track', 'Chat', 'BenchTask',
+           'main', 'options_of', 'training', 'command', 'demo', 'generate', 'aligned',
+           'compare', 'bench']
 
 # %% ../nbs/cli.ipynb #export-imports
 import inspect
@@ -206,11 +206,11 @@ def demo(*,
 
 # %% ../nbs/cli.ipynb #generate
 Chat = Annotated[bool, Parameter(negative=())]
-Model = Annotated[str, Parameter(name=["--run", "--model"])]
 
 @command
 def generate(*prompts: str, # Texts to continue
-             model: Model, # A run of rlhf, or any causal language model
+             run: Path | None = None, # A run of rlhf, or a directory in which RLHF has saved
+             model: str | None = None, # In its place any causal language model
              max_new_tokens: int = 16, # Tokens of a response, at most
              temperature: float = 1.0, # Of the samples
              seed: int = 0, # Of the samples
@@ -219,14 +219,22 @@ def generate(*prompts: str, # Texts to continue
             ):
     "Print the continuation of prompts by the policy of a run, or by a model (name, directory)."
     from rlhf_notes.language.rlhf import RLHF
-    policy = Path(model, "policy")
+    if (run is None) == (model is None):
+        raise _UsageError("generate requires an argument: either --run or --model")
     with _usage_errors():
-        trainer = RLHF(str(policy) if policy.exists() else model, max_new_tokens=max_new_tokens,
+        trainer = RLHF(model or _policy_of(run), max_new_tokens=max_new_tokens,
                        temperature=temperature, device=device)
         asked = [[dict(role="user", content=p)] for p in prompts] if chat else list(prompts)
         texts = trainer.generate(asked, seed) if prompts else []
     for prompt, text in zip(prompts, texts):
         print(prompt, text)
+
+def _policy_of(run):
+    "The directory of a policy that RLHF has saved; no hub is asked for it."
+    for path in (run / "policy", run):
+        if (path / "rlhf.json").is_file(): return str(path)
+    raise ValueError("run must be a run of rlhf, or a directory in which RLHF has saved, got "
+                     f"{run}")
 
 # %% ../nbs/cli.ipynb #study
 def _study(run, rows_of, table):

@@ -63,16 +63,28 @@ BAD = [
     ("train --env Nowhere-v0", "--env must be an environment that Gymnasium can make, got 'Nowhere-v0'"), ("train --env FrozenLake-v1", "--env must have Box observations"),
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
-    ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --max-new-tokens 80", "--response-length must fit into the model's context"), ("generate word --run nowhere --max-new-tokens 0", "--max-new-tokens must be in"),
+    ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --max-new-tokens 80", "--response-length must fit into the model's context"), ("generate word --model nowhere --max-new-tokens 0", "--max-new-tokens must be in"),
     ("rlhf --query-length 100000", "--query-length must fit into the model's context of 64 tokens"), ("rlhf --labels 2000000000", "--labels must be less than or equal to 1048576, got 2000000000"),
-    ("rlhf --temperature 1e-7", "--temperature must be greater than or equal to 0.000001, got 1e-07"), ("rlhf --human-temperature 1e-7", "--human-temperature must be greater"), ("generate word --run nowhere --temperature 1e-7", "--temperature must be greater"),
+    ("rlhf --temperature 1e-7", "--temperature must be greater than or equal to 0.000001, got 1e-07"), ("rlhf --human-temperature 1e-7", "--human-temperature must be greater"), ("generate word --model nowhere --temperature 1e-7", "--temperature must be greater"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),
     ("cartpole --seeds 0", 'Invalid value "0" for --seeds. Must be >= 1'), ("cartpole --seeds 2 --seed 9223372036854775807", "--seed must be less"), (f"cartpole --seeds {10**30}", "for --seeds. Must be <= 10000"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
     ("cartpole --seeds 2 --gamma 2", "--gamma must be"), ("cartpole --seeds 2 --out run", "which holds a run"), ("cartpole --seeds 2 --out many --overwrite", "got many/seed1, which holds letter.txt"), ("cartpole --seeds 2 --out theirs --overwrite", "--out must hold no other run as seed1, got theirs/seed1"), ("cartpole --seeds 1 --out linked --overwrite", "--out must hold no other run as seed0, got linked/seed0"),
     ("compare --task acrobot", 'Invalid value "acrobot" for --task'), ("compare --seeds 0", 'Invalid value "0" for --seeds. Must be >= 1'), ("compare --out run", "which holds a run"), ("compare --seed 9223372036854775807 --seeds 2", "--seed must be less"),
     ("bench --size huge", 'Invalid value "huge" for --size. Choose from: "small", "medium", "large"'), ("bench --rounds 0", 'Invalid value "0" for --rounds. Must be >= 1'), (f"bench --rounds {10**30}", "for --rounds. Must be <= 10000"), ("bench --device gpu", "--device must be auto"), ("bench --out run", "which holds a run"),
     ("demo --steps 3", "Unknown option: --steps"), ("demo --device cuda:99", "--device must be one that torch sees"), ("demo --out shows", "got shows/cartpole, which holds a run"),
-    ("generate --run nowhere word", "--model must be a directory or a name on the hub"), (f"generate --run {'x' * 300} word", "xxx/policy: File name too long"), ("generate", 'requires an argument'),
+    ("generate --model nowhere word", "--model must be a directory or a name on the hub"),
+    ("generate --run nowhere word",
+     "--run must be a run of rlhf, or a directory in which RLHF has saved, got nowhere"),
+    ("generate --run run word", "--run must be a run of rlhf, or"),
+    ("generate --run run --model x word", "either --run or --model"),
+    ("generate --run file word", "--run must be a run of rlhf, or"),
+    ("rlhf --algo dpo --variant grpo",
+     "--variant must be left out for dpo, where it has no effect, got 'grpo'"),
+    ("rlhf --algo dpo --group 8",
+     "--group must be left out for algorithms other than grpo and rloo"),
+    ("rlhf --algo dpo --group 8 --seeds 2", "--group must be left out for algorithms other"),
+    ("rlhf --algo grpo --lam 0.9", "--lam must be left out for algorithms other than ppo"),
+    (f"generate --run {'x' * 300} word", "xxx/policy/rlhf.json: File name too long"), ("generate", 'requires an argument'),
 ]
 
 
@@ -318,6 +330,9 @@ def test_a_model_learns_by_a_reward_of_ones_own_and_generates(tmp_path, capsys, 
     assert [line[:15] for line in capsys.readouterr().out.splitlines()] == ["about the hotel", "about the film "]
     before = contents(tmp_path)
     for more, words in ((["--reward", "own_reward:height"], "--reward must be MODULE:FUNCTION, got 'own_reward:height': "), (["--reward", "nowhere:size"], "--reward must be MODULE:FUNCTION, got 'nowhere:size': No module"),
+                        (["--reward", "own_reward.size"], "(on the command line: own_reward:size)"),
+                        (["--reward", "own_reward:size", "--labels", "8"],
+                         "--labels must be left out for prompts of your own"),
                         ([], "--reward must come with --model and --prompts"), (["--reward", "own_reward:bad"], "--reward must return a list of numbers"), (["--reward", "own_reward:size", "--seeds", "2"], "--seeds cannot go"),
                         (["--reward", "own_reward:size", "--prompts", "bad.jsonl"], "--prompts must be JSON, got line 2 of bad.jsonl")):
         argv = [x for x in own if "bad.jsonl" not in more or x not in ("--prompts", "prompts.jsonl")]

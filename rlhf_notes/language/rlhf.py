@@ -28,7 +28,7 @@ from ..formulas.masking import aggregate_count, masked_mean
 from ..formulas.ppo import ppo_loss
 from ..formulas.reward import RewardNorm
 from ..formulas.value import explained_variance, value_clip_fraction
-from .config import RLHFConfig
+from .config import RLHFConfig, check_effect
 from .hub import add_lora, check_trainable, load_model, save_model
 from rlhf_notes.language.model import (
     Policy, Stage, adapter_off, autocast, check_context, has_adapter, head_log_probs, no_dropout,
@@ -255,7 +255,9 @@ class RLHF(RLHFLoop):
         check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
         own = dict(response_length=max_new_tokens, stop_after=0, overlong="keep", adam="pytorch",
                    adam_eps=1e-8, learning_rate=None)
-        return RLHFConfig(**own | options)
+        config = RLHFConfig(**own | options)
+        check_effect(config, options, own=True)
+        return config
 
     @usual_defaults()
     def _from_prompts(self, config, model, tokenizer, prompts, reward):

@@ -92,7 +92,8 @@ def pretrain(questions: list, # From `make_questions`
     return lm
 
 # %% ../../nbs/studies/40_checkable.ipynb #trainer
-ALGORITHMS = {"PPO": dict(algo="ppo"), "RLOO": dict(algo="rloo"), "GRPO": dict(variant="grpo"),
+ALGORITHMS = {"PPO": dict(algo="ppo", group=4),  # no groups: as by default
+              "RLOO": dict(algo="rloo"), "GRPO": dict(variant="grpo"),
               "Dr. GRPO": dict(variant="dr_grpo", group_scale="none"),
               "DAPO": dict(variant="dapo"), "GSPO": dict(variant="gspo"),
               "CISPO": dict(variant="cispo"), "GRPO, dynamic": dict(variant="grpo", resample=3)}

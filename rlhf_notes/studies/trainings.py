@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..control.config import PendulumConfig, PPOConfig
-from ..language.config import RLHFConfig
+from ..language.config import RLHFConfig, check_effect
 
 # %% ../../nbs/studies/39_trainings.ipynb #new
 TASKS = {
@@ -49,12 +49,17 @@ def _trainer(task, options, run=None, **own):
     "The config, a function of a run that trains, and whether this process is to write."
     if task == "rlhf":
         from rlhf_notes.language.pipeline import Training, train
-        training = _own(options, **own) if own else Training(RLHFConfig(**options))
+        training = _own(options, **own) if own else Training(_reviews_config(options))
         return training.config, partial(train, training), training.accelerator.is_main_process
     from rlhf_notes.control.ppo import PPO, train
     config = TASKS[task][0](**options)
     PPO.begin(config, run).envs.close()
     return config, partial(train, config), True
+
+def _reviews_config(options):
+    config = RLHFConfig(**options)
+    check_effect(config, options, own=False)
+    return config
 
 def _train(config, train, run, is_main):
     import numpy as np
@@ -203,12 +208,13 @@ def _own(options, prompts=None, reward=None):
     from rlhf_notes.language.rlhf import RLHF
     if not (prompts and reward and options.get("model")):
         raise ValueError("reward must come with --model and --prompts")
-    rest = {name: x for name, x in options.items() if name not in ("model", "response_length")}
+    kept = {name: options[name] for name in ("model", "eval_every") if name in options}
+    rest = {k: x for k, x in options.items() if k not in (*kept, "response_length")}
     trainer = RLHF(options["model"], prompts=prompts, reward=_reward(reward),
                    max_new_tokens=options.get("response_length", 16), **rest)
     trainer.collect()  # a reward that fails, fails before anything is written
     training = OwnTraining(trainer)
-    training.config = replace(trainer.config, model=options["model"])
+    training.config = replace(trainer.config, **kept)
     return training
 
 def _reward(path):

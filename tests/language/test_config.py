@@ -9,7 +9,7 @@ from rlhf_notes.control.config import PPOConfig, PendulumConfig
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
 from rlhf_notes.language import config as module
-from rlhf_notes.language.config import RLHFConfig, Variant
+from rlhf_notes.language.config import UNREAD, RLHFConfig, Variant, check_effect
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
 
 
@@ -50,6 +50,33 @@ def test_a_seed_is_one_that_every_source_of_chance_takes(config):
     torch.Generator().manual_seed(2**63 - 1); numpy.random.default_rng(2**63 - 1)
     for seed in (2**63, 2**64, -1):
         with pytest.raises(ValueError, match=rf"^seed must be (greater|less) than or equal to .*, got {seed}$"): config(seed=seed)
+
+
+@pytest.mark.parametrize("options, name", [
+    (dict(algo="dpo", variant="grpo"), "variant"), (dict(algo="dpo", group=8), "group"),
+    (dict(algo="ppo", group=8), "group"), (dict(algo="dpo", rm_epochs=2), "rm_epochs"),
+    (dict(algo="grpo", dpo_beta=0.1), "dpo_beta"),
+    (dict(algo="rloo", group_scale="none"), "group_scale"),
+    (dict(algo="grpo", whiten_rewards=False), "whiten_rewards"),
+    (dict(penalty=-2.0, overlong="keep"), "penalty"),
+    (dict(algo="grpo", variant="dapo", clip=0.1), "clip"),
+    (dict(overlong_buffer=2), "overlong_buffer"),
+    (dict(model="x", preset="gpt2-small"), "preset")])
+def test_an_option_without_effect_is_refused(options, name):
+    with pytest.raises(ValueError, match=f"^{name} must be left out for .*, got "):
+        check_effect(RLHFConfig(**options), options, own=False)
+    taken = options | {name: getattr(RLHFConfig(), name)}                      # its default
+    check_effect(RLHFConfig(**taken), taken, own=False)
+
+
+def test_options_of_the_reviews_are_for_them():
+    given = dict(preset="gpt2-small", sft_steps=1, labels=8, eval_every=1, norm_samples=2)
+    check_effect(RLHFConfig(**given), given, own=False)
+    for name, x in given.items():
+        with pytest.raises(ValueError, match=f"^{name} must be left out for prompts of your own"):
+            check_effect(RLHFConfig(**given), {name: x}, own=True)
+    fields = RLHFConfig.__dataclass_fields__
+    assert all(name in fields for names, *_ in UNREAD for name in names.split())
 
 
 def test_groups_are_for_those_without_a_value_head():

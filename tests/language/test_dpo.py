@@ -237,6 +237,11 @@ def test_a_response_has_tokens_of_the_model():
         D.DPO(lm, tok, rows, device="cpu")
 
 
+@pytest.mark.parametrize("options", [dict(variant="gspo"), dict(kl_coef=1.0), dict(labels=8)])
+def test_what_preferences_do_not_use_is_refused(options):
+    with pytest.raises(ValueError, match=f"^{min(options)} must be left out for "): own(**options)
+
+
 def test_dpo_does_not_learn_from_a_reward():
     with pytest.raises(ValueError, match="^algo must be ppo, grpo or rloo to learn from a reward, got dpo"): RLHF(tiny_lm(), make_tokenizer(), ["about"], lambda p, r: [0.0] * len(r), algo="dpo")
 
