@@ -14,6 +14,7 @@ from rlhf_notes.control.config import PendulumConfig, PPOConfig
     (dict(steps=0), "steps must be greater"), (dict(steps=1), "steps must be at least num_envs * num_steps = 1024, got 1"), (dict(num_steps=1), "num_steps must be greater than or equal to 2"),
     (dict(minibatches=3), "minibatches must divide num_envs * num_steps = 1024, got 3"), (dict(learning_rate=0.0), "learning_rate must be greater than 0"),
     (dict(gamma=1.01), "gamma must be less than or equal to 1, got 1.01"), (dict(lam=-0.01), "lam must be greater than or equal to 0, got -0.01"), (dict(clip=0.0), "clip must be greater than 0"), (dict(clip=1.5), "clip must be less than or equal to 1"), (dict(lr_anneal=-1), "lr_anneal must be greater"),
+    (dict(clip_anneal=30.0), "clip_anneal must leave a clip range that fits float32 in the last of "), (dict(clip=1e-300), "clip must fit float32, got 1e-300"),
     (dict(log_std=11), "log_std must be less than or equal to 10"), (dict(log_std=float("-inf")), "log_std must be"),
     (dict(vectorization="threads"), "vectorization must be 'auto', 'sync' or 'async', got 'threads'"), (dict(activation="gelu"), "activation must be 'tanh', 'relu' or 'silu'"),
     (dict(squash=1), "squash must be a valid boolean, got 1"), (dict(env=1), "env must be a valid string, got 1"), (dict(sed=1), "sed must be an option of "),
