@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'Out', 'Overwrite', 'Resume',
-           'Prompts', 'Reward', 'FEW', 'Few', 'Seeds', 'Track', 'Chat', 'BenchTask',
-           'main', 'options_of', 'training', 'command', 'demo', 'generate', 'aligned',
-           'compare', 'bench']
+           'Trust', 'Prompts', 'Reward', 'FEW', 'Few', 'Seeds', 'Track', 'Chat',
+           'BenchTask', 'main', 'options_of', 'training', 'command', 'demo', 'generate',
+           'aligned', 'compare', 'bench']
 
 # %% ../nbs/cli.ipynb #export-imports
 import inspect
@@ -141,6 +141,8 @@ def _path(help): return Annotated[Path | None, Parameter(help=help)]
 Out = _path("directory to write [default: in runs]")
 Overwrite = Annotated[bool, Parameter(help="replace the run that is there", negative=())]
 Resume = _path("interrupted run to continue, with its options; control begins new episodes")
+Trust = Annotated[bool, Parameter(help="import the module:name that the run to resume names",
+                                  negative=())]
 Prompts = _path("file with a prompt on each line, or .jsonl with prompt and columns for the reward")
 Reward = Annotated[str | None, Parameter(help="MODULE:FUNCTION, or a reward model of transformers")]
 FEW = validators.Number(gte=1, lte=10_000)
@@ -160,15 +162,18 @@ def training(task: str, # A name in TASKS
     @options_of(config, without=fixed)
     def command(*, out: Out = None, overwrite: Overwrite = False, resume: Resume = None,
                 seeds: Seeds = None, track: Track = "tensorboard", prompts: Prompts = None,
-                reward: Reward = None, **options):
-        if resume and (options or out or overwrite or seeds or prompts or reward):
+                reward: Reward = None, trust: Trust = False, **options):
+        if resume and ({*options} - {"env"} or out or overwrite or seeds or prompts):
             raise _UsageError("--resume must stand alone: the options come from config.json")
+        if trust and not resume:
+            raise _UsageError("--trust must come with --resume")
         if seeds and (prompts or reward):
             raise _UsageError("--seeds cannot go with a reward of your own")
         own = {k: str(x) for k, x in dict(prompts=prompts, reward=reward).items() if x}
         with _usage_errors():
             if resume:
-                train = old_training(task, resume)
+                code = {"env": options.get("env"), "reward": reward}
+                train = old_training(task, resume, trust, **code)
             elif seeds:
                 train = many_seeds(task, options, out, overwrite, track, seeds)
             else:

@@ -165,7 +165,7 @@ def test_help_begins_with_the_everyday_options(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     def shown(*argv): assert cli.main([*argv, "--help"]) == 0; return capsys.readouterr().out
     everyday, *others = shown("train").split("╭─ ")[1:]
-    assert re.findall(r"│ (--[a-z-]+)", everyday) == ["--env", "--env-kwargs", "--seed", "--device", "--steps", "--out", "--overwrite", "--resume", "--seeds", "--track"]
+    assert re.findall(r"│ (--[a-z-]+)", everyday) == ["--env", "--env-kwargs", "--seed", "--device", "--steps", "--out", "--overwrite", "--resume", "--seeds", "--track", "--trust"]
     assert [o.split()[0] for o in others] == ["Environments", "Rollouts", "Updates", "Advantages", "Loss", "Scales", "Networks", "Evaluation"] and "module:Name-v0" in everyday
     language = shown("rlhf")
     assert "--model" in language.split("╭─ ")[1] and not re.search(r"\([PRG]\d+\)", language)
@@ -436,6 +436,39 @@ def test_an_environment_that_breaks_loses_no_run(error, monkeypatch, capsys):
         cli.main(["train", "--env", "Breaking-v0", *QUICK, "--eval-episodes", "2", "--out", "run"])
     assert capsys.readouterr() == ("", "continue with: rlhf-notes train --resume run\n")
     assert cli.main(["train", "--resume", "run"]) == 0 and len(Path("run/metrics.csv").read_text().splitlines()) == 9
+
+
+WALK = """import gymnasium as gym, os
+class Walk(gym.envs.classic_control.PendulumEnv):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        os.makedirs('elsewhere', exist_ok=True)
+        os.chdir('elsewhere')
+gym.register('{}-v0', Walk, max_episode_steps=9)"""
+
+
+def test_a_module_that_a_run_names_is_imported_by_ones_own_word_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(WALK.format("Mine"))
+    line = ["train", "--env", "mine:Mine-v0", *QUICK, "--eval-episodes", "2", "--out", "run"]
+    assert cli.main(line) == 0
+    del sys.modules["mine"], gym.registry["Mine-v0"]
+    for given in ([], ["--env", "CartPole-v1"]):
+        assert cli.main(["train", "--resume", "run", *given]) == 2 and "mine" not in sys.modules
+        assert "--env must be mine:Mine-v0 again, or --trust must be given" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "run", "--env", "mine:Mine-v0"]) == 0
+    assert cli.main(["train", "--resume", "run", "--trust"]) == 0
+    assert cli.main([*line, "--trust"]) == 2
+
+
+def test_an_environment_that_changes_the_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "roams.py").write_text(WALK.format("Roams"))
+    line = ["train", "--env", "roams:Roams-v0", *QUICK, "--eval-episodes", "2", "--seeds", "2"]
+    assert cli.main([*line, "--out", "runs"]) == 0 and Path.cwd() == tmp_path
+    assert {"ppo.pt", "curve.svg", "summary.json"} < {p.name for p in (tmp_path / "runs/seed1").iterdir()}
+    assert "curve: runs/seed1/curve.svg" in capsys.readouterr().out
+    assert not [*tmp_path.rglob("elsewhere/**/runs")]
 
 
 def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):

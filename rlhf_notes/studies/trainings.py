@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -38,7 +39,8 @@ def new_training(task: str, # A name in TASKS
                 ): # A function that trains and returns the exit code
     "Begin a run directory; ValueError if the training cannot begin here."
     from rlhf_notes.training.runs import Run
-    config, train, is_main = _trainer(task, options, **own)
+    with _same_directory():
+        config, train, is_main = _trainer(task, options, **own)
     about = {"task": task, "algo": "ppo", **asdict(config), **own, "track": track,
              "versions": versions()}
     path = out or Path("runs", f"{task}-own" if own else f"{task}-seed{config.seed}")
@@ -66,21 +68,41 @@ def _train(config, train, run, is_main):
     random.seed(config.seed)  # for an environment or reward that draws from these
     np.random.seed(config.seed % 2**32)
     if is_main and isinstance(config, RLHFConfig):
-        print("processes:", os.environ.get("WORLD_SIZE", 1), flush=True)
+        from rlhf_notes.training.devices import make_accelerator
+        print("processes:", make_accelerator().num_processes, flush=True)
+    path = _as_typed(run.path)
     try:
-        summary = train(run)[2]
+        with _same_directory():
+            summary = train(run)[2]
     except BaseException:  # of an environment or a reward of one's own, say
-        if (run.path / "checkpoint.pt").exists():
-            print(_next_command(run.config["task"], run.path), file=sys.stderr)
+        if (path / "checkpoint.pt").exists():
+            print(_next_command(run.config["task"], path), file=sys.stderr)
         raise
     if is_main:
-        report(summary, run.path)
+        report(summary, path)
     return 130 if summary["interrupted"] else 0
 
+@contextmanager
+def _same_directory():
+    "Come back to it, wherever an environment or a reward has gone."
+    here = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+def _as_typed(path):
+    "A path without the current directory."
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
 # %% ../../nbs/studies/39_trainings.ipynb #old
-def old_training(task: str, # A name in TASKS
-                 path: Path, # The directory of an interrupted run
-                ): # A function that trains and returns the exit code
+def old_training(
+    task: str,  # a name in TASKS
+    path: Path,  # the directory of an interrupted run
+    trust: bool = False,  # True = import the modules that the run names
+    **given,  # env or reward, as the run names it: that module is imported too
+):  # a function that trains and returns the exit code
     "Continue a run with the options it began with; ValueError if it cannot go on here."
     from rlhf_notes.training.runs import Run
     run = Run.resume(path)
@@ -89,12 +111,27 @@ def old_training(task: str, # A name in TASKS
     names = TASKS[task][0].__dataclass_fields__
     if missing := [name for name in names if name not in run.config]:
         raise ValueError(f"resume must be a run with all options, got {path} without {missing[0]}")
+    if not trust:
+        _check_code(run.config, path, given)
     options = {name: run.config[name] for name in names}
     own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
-    config, train, is_main = _trainer(task, options, run, **own)
+    with _same_directory():
+        config, train, is_main = _trainer(task, options, run, **own)
     if is_main:
         run.lock()
     return partial(_train, config, train, run, is_main)
+
+def _check_code(config, path, given):
+    "ValueError if a run names a module that is not given again: importing runs its code."
+    for name, value in _code(config).items():
+        if (again := given.get(name)) != value:
+            raise ValueError(f"{name} must be {value} again, or --trust must be given, since {path} "
+                             f"names that module, got {again or 'neither'}")
+
+def _code(config):
+    "Options that name a module."
+    found = {name: config.get(name) for name in ("env", "reward")}
+    return {name: value for name, value in found.items() if ":" in str(value)}
 
 # %% ../../nbs/studies/39_trainings.ipynb #versions
 def versions() -> dict: # Name -> version
@@ -116,7 +153,9 @@ def report(s: dict, # The summary of a run
     curve = [f"curve: {path / 'curve.svg'}"] * (path / "curve.svg").exists()
     print("", *outcome(s, path), *curve, sep="\n", flush=True)
 
-def _next_command(task, path): return f"continue with: rlhf-notes {task} --resume {path}"
+def _next_command(task, path):
+    trust = " --trust" if _code(_config(path)) else ""
+    return f"continue with: rlhf-notes {task} --resume {path}{trust}"
 
 def _own_task(s, path):
     yield f"score {s['score_first']:.3g} at first, {s['score']:.3g} at last"
@@ -151,7 +190,8 @@ def many_seeds(task: str, # A name in TASKS
     from rlhf_notes.training.runs import Run
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
     TASKS[task][0](**{**options, "seed": first + count - 1})
-    _trainer(task, options)
+    with _same_directory():
+        _trainer(task, options)
     Run.check(out, overwrite)
     for seed in range(first, first + count):
         _check_seed(out, seed)
@@ -189,7 +229,7 @@ def _train_seeds(task, options, seeds, run, track):
         write_table(run.path / "seeds.csv", rows)
     run.finish({"task": task, "seeds": len(seeds), "interrupted": False})
     _print_means(rows)
-    print(run.path / "seeds.csv")
+    print(_as_typed(run.path) / "seeds.csv")
     return 0
 
 def _print_means(rows):

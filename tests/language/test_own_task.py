@@ -635,9 +635,12 @@ def test_a_run_by_an_own_reward_is_interrupted_and_continued(begin, tmp_path, mo
     with monkeypatch.context() as m:
         m.setattr("rlhf_notes.language.pipeline.stop_on_interrupt", lambda: After(2))
         assert begin("cut")() == 130
-    assert "continue with: rlhf-notes rlhf --resume" in capsys.readouterr().out
+    assert "continue with: rlhf-notes rlhf --resume cut --trust" in capsys.readouterr().out
     assert len(table(tmp_path / "cut" / "metrics.csv")) == 2
-    assert old_training("rlhf", tmp_path / "cut")() == 0
+    reward = "rewards_of_mine:size"
+    with pytest.raises(ValueError, match=f"reward must be {reward} again, or --trust"):
+        old_training("rlhf", tmp_path / "cut", reward="theirs:size")
+    assert old_training("rlhf", tmp_path / "cut", reward=reward)() == 0
     whole, cut = (tmp_path / x for x in ("whole", "cut"))
     for name in ("metrics.csv", "samples.csv"): assert table(whole / name) == table(cut / name)
     lms = [transformers.AutoModelForCausalLM.from_pretrained(x / "policy") for x in (whole, cut)]
