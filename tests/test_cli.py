@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,7 +85,7 @@ BAD = [
      "--group must be left out for algorithms other than grpo and rloo"),
     ("rlhf --algo dpo --group 8 --seeds 2", "--group must be left out for algorithms other"),
     ("rlhf --algo grpo --lam 0.9", "--lam must be left out for algorithms other than ppo"),
-    (f"generate --run {'x' * 300} word", "xxx/policy/rlhf.json: File name too long"), ("generate", 'requires an argument'),
+    (f"generate --run {'x' * 300} word", "--run must be a run of rlhf, or a directory in which RLHF has saved, got xxx"), ("generate", 'requires an argument'),
 ]
 
 
@@ -126,10 +127,38 @@ def test_mistakes_are_named_and_nothing_is_written(line, words, furnished, capsy
     assert contents(furnished) == before
 
 
+def test_a_lock_that_cannot_be_used_is_named(tmp_path, capsys):
+    run = Run.create("run", {"task": "cartpole", **vars(PPOConfig())})
+    run.save_checkpoint({"ppo": control.PPO().state_dict()})
+    run.held.release()
+    Path("run/.lock").unlink(missing_ok=True)
+    Path("run/.lock").mkdir()
+    assert cli.main(["cartpole", "--resume", "run"]) == 2
+    assert capsys.readouterr().err == f"rlhf-notes: cannot use {tmp_path}/run: Is a directory\n"
+
+
 def test_a_mistake_in_a_process_of_its_own(tmp_path):
     p = command("cartpole", "--seed", "abc")
     out, err = p.communicate()
     assert (p.returncode, out) == (2, "") and "--seed" in err and contents(tmp_path) == {}
+
+
+def test_every_whole_number_is_whole_and_no_text_is_empty(capsys):
+    "2.5 seeds are not 2, and an empty shell variable is not the default."
+    tried = []
+    for name in ("cartpole", "pendulum", "train", "rlhf", "demo", "generate", "compare", "bench"):
+        arguments = cli.app[name].assemble_argument_collection()
+        for argument in arguments:
+            option = argument.names[-1]
+            if not option.startswith("--"): continue
+            kinds = {argument.hint, *typing.get_args(argument.hint)}
+            if not kinds & {int, str, Path} or tuple[str, ...] in kinds: continue
+            tried.append(option)
+            value, words = ("2.5", "must be a whole number") if int in kinds else ("", "")
+            rest = ["word", "--run", "x"] * (name == "generate" and option != "--run")
+            assert cli.main([name, f"{option}={value}", *rest]) == 2, (name, option)
+            assert words in capsys.readouterr().err
+    assert len(tried) > 60
 
 
 # help
@@ -228,6 +257,20 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, number):
     assert read("cut/summary.json")["interrupted"] is False
 
 
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="signals are sent to a group of processes")
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_ends_a_training_before_its_environments(tmp_path, number):
+    "A terminal sends it to the whole group, and environments may have processes of their own."
+    p = command("train", "--vectorization", "async", "--num-envs", "2", "--num-steps", "32",
+                "--minibatches", "1", "--out", "cut", start_new_session=True)
+    metrics, deadline = tmp_path / "cut" / "metrics.csv", time.time() + 120
+    while time.time() < deadline and p.poll() is None and not metrics.exists(): time.sleep(0.01)
+    os.killpg(p.pid, getattr(signal, number))
+    out, err = p.communicate(timeout=120)
+    assert p.returncode == 130 and err == "" and "--resume cut" in out, (out, err)
+    assert {"summary.json", "ppo.pt", "curve.svg"} < {p.name for p in Path("cut").iterdir()}
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
 @pytest.mark.parametrize("redirect, code", [(">/dev/full", 1), (">&- 2>&-", 0), ("2>/dev/full", 0)])
 def test_output_that_cannot_be_written_ends_no_training(tmp_path, redirect, code):
@@ -243,7 +286,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path):
     line = f"ulimit -f 16; {sys.executable} -m rlhf_notes.cli cartpole {' '.join(QUICK)} --out run"
     env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=env)
-    assert (done.returncode, done.stderr) == (1, "rlhf-notes: cannot use run/checkpoint.pt: File too large\n")
+    assert (done.returncode, done.stderr) == (1, f"rlhf-notes: cannot use {tmp_path}/run/checkpoint.pt: File too large\n")
 
 
 def test_a_training_that_diverges_says_so(capsys):
@@ -455,7 +498,7 @@ def test_a_module_that_a_run_names_is_imported_by_ones_own_word_alone(tmp_path, 
     del sys.modules["mine"], gym.registry["Mine-v0"]
     for given in ([], ["--env", "CartPole-v1"]):
         assert cli.main(["train", "--resume", "run", *given]) == 2 and "mine" not in sys.modules
-        assert "--env must be mine:Mine-v0 again, or --trust must be given" in capsys.readouterr().err
+        assert "--env must be mine:Mine-v0 again, or --trust given" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "run", "--env", "mine:Mine-v0"]) == 0
     assert cli.main(["train", "--resume", "run", "--trust"]) == 0
     assert cli.main([*line, "--trust"]) == 2
@@ -469,6 +512,58 @@ def test_an_environment_that_changes_the_directory(tmp_path, monkeypatch, capsys
     assert {"ppo.pt", "curve.svg", "summary.json"} < {p.name for p in (tmp_path / "runs/seed1").iterdir()}
     assert "curve: runs/seed1/curve.svg" in capsys.readouterr().out
     assert not [*tmp_path.rglob("elsewhere/**/runs")]
+
+
+class Leaving(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-9, 9, (2,)), gym.spaces.Discrete(2)
+    left, error = 700, SystemExit(0)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        Leaving.left -= 1
+        if Leaving.left == 0: raise self.error
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("error, words", [
+    (SystemExit(0), "SystemExit: 0"), (FileNotFoundError(2, "No such file", "asset.bin"), "asset.bin")])
+def test_an_environment_cannot_end_the_program_as_if_all_were_well(error, words, monkeypatch):
+    "Nor is its file taken for one of the command."
+    monkeypatch.setitem(gym.registry, "Leaving-v0", gym.envs.registration.EnvSpec(
+        "Leaving-v0", Leaving, max_episode_steps=9))
+    monkeypatch.setattr(Leaving, "error", error)
+    for left, code in ((700, None), (1, 2)):  # in training, at the first step
+        monkeypatch.setattr(Leaving, "left", left)
+        line = ["train", "--env", "Leaving-v0", *QUICK, "--out", f"run{left}"]
+        if code: assert cli.main(line) == 2
+        else:
+            with pytest.raises(RuntimeError, match=f"the environment's step raised .*{words}"):
+                cli.main(line)
+
+
+def test_a_training_that_leaves_by_itself_is_a_failure(monkeypatch, capsys):
+    def leave(*args): raise SystemExit(0)
+    monkeypatch.setattr(cli, "new_training", leave)
+    assert cli.main(["cartpole"]) == 1
+    told = "rlhf-notes: an environment or a reward called sys.exit(0)\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("error, words", [
+    (MemoryError("Unable to allocate 7 GiB"), "out of memory: Unable to allocate 7 GiB"),
+    (MemoryError(), "out of memory: MemoryError"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"),
+     "out of memory: DefaultCPUAllocator: can't allocate memory: you tried"),
+    (torch.OutOfMemoryError("CUDA out of memory."), "out of memory: CUDA out of memory."),
+    (OSError(24, "Too many open files"), "Too many open files")])
+def test_a_machine_that_is_full_is_told_in_a_line(error, words, monkeypatch, capsys):
+    def fail(*args): raise error
+    monkeypatch.setattr(control.PPO, "iterate", fail)
+    assert cli.main(["cartpole", *QUICK]) == 1
+    assert capsys.readouterr().err == f"rlhf-notes: {words}\n"
 
 
 def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):

@@ -84,6 +84,8 @@ class _Single(gym.Wrapper):
         super().__init__(env)
         self.home, self.lent = home, lent
         self.limit = env.spec.max_episode_steps if env.spec else None
+        if os.getpid() != home and hasattr(os, "setsid"):
+            os.setsid()  # the signals of a terminal are for the training, which ends this process
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -104,7 +106,7 @@ class _Single(gym.Wrapper):
     def _ask(self, call, *args, **kwargs):
         try:
             return getattr(self.env, call)(*args, **kwargs)
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             raise RuntimeError(f"the environment's {call} raised {_say(e)}") from e
 
     def close(self):
@@ -136,7 +138,7 @@ def _naming(env, wanted="that Gymnasium can make", hint=""):
     "Turn any error inside into a ValueError that names the environment."
     try:
         yield
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         told = isinstance(e, (gym.error.Error, RuntimeError, TypeError, ValueError)) and str(e)
         raise ValueError(f"env must be an environment {wanted}, got {env!r}: "
                          f"{told or _say(e)}{hint}") from e

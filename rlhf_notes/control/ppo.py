@@ -535,7 +535,9 @@ def train(config: PPOConfig, # All options
           run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
          ) -> tuple[PPO, list, dict]: # The trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
-    ppo = PPO.begin(config, run).learn(run=run)
+    ppo = PPO.begin(config, run)
+    if ppo.iteration < config.iterations:
+        ppo.learn(run=run)
     interrupted = ppo.iteration < config.iterations
     scores = dict.fromkeys([*SCORES, "eval_episodes"])
     scores["solved"] = None if threshold(config.env) is None else False

@@ -56,7 +56,7 @@ def load_model(
 def _from_directory(name):
     if os.path.isfile(name):
         raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
-    if not Path(name, "adapter_config.json").is_file(): return _from_pretrained(name)
+    if not os.path.isfile(Path(name, "adapter_config.json")): return _from_pretrained(name)
     peft = _peft("model must be without an adapter", name)
     with _told("LoRA adapter", name), warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")

@@ -241,7 +241,7 @@ def _call(function, texts, columns):
             raise TypeError(f"a {type(values).__name__} is no list")
         # + 0.0, since float takes strings
         numbers = torch.tensor([math.nan if x is None else float(x + 0.0) for x in values])
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         last, theirs = frames[-1], frames[-1].filename != frames[0].filename
         here = f", line {last.lineno} of {last.filename}" if theirs else ""

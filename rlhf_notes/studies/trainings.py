@@ -125,7 +125,7 @@ def _check_code(config, path, given):
     "ValueError if a run names a module that is not given again: importing runs its code."
     for name, value in _code(config).items():
         if (again := given.get(name)) != value:
-            raise ValueError(f"{name} must be {value} again, or --trust must be given, since {path} "
+            raise ValueError(f"{name} must be {value} again, or --trust given, since {path} "
                              f"names that module, got {again or 'neither'}")
 
 def _code(config):
@@ -214,7 +214,7 @@ def _check_seed(out, seed):
 def _config(path):
     try:
         return json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except OSError:
         return {}
 
 def _train_seeds(task, options, seeds, run, track):

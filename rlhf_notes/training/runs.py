@@ -180,7 +180,8 @@ class Run:
         "Keep other processes out and clear up; ValueError if one is training here."
         self.held = FileLock(self.path / ".lock", is_singleton=True)
         try:
-            self.held.acquire(timeout=1)
+            with disk_errors(self.path):
+                self.held.acquire(timeout=1)
         except Timeout:
             raise ValueError(f"{self.path} must be free, but another process is training "
                              "there") from None

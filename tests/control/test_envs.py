@@ -1,3 +1,4 @@
+import os
 import random
 import sys
 
@@ -309,3 +310,25 @@ def test_a_reward_is_a_number():
     class Odd(Guessed):
         def step(self, action): return np.zeros(2, np.float32), np.ones(1), False, False, {}
     with pytest.raises(ValueError, match="its reward has shape \\(1,\\)$"): make_envs(Odd, 2, "async")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_environment_cannot_end_the_program_as_if_all_were_well(mode):
+    class Leaves(Guessed):
+        def step(self, action): raise SystemExit(0)
+    with pytest.raises(ValueError, match="the environment's step raised SystemExit: 0"):
+        make_envs(Leaves, 2, mode)
+
+    class Refuses(Guessed):
+        def __init__(self): raise SystemExit(0)
+    with pytest.raises(ValueError, match="got .*SystemExit: 0$"): make_envs(Refuses, 2, "sync")
+
+
+@pytest.mark.skipif(not hasattr(os, "getsid"), reason="no sessions")
+def test_the_signals_of_a_terminal_do_not_reach_the_processes_of_environments():
+    envs = make_envs("CartPole-v1", 2, "async")
+    assert [os.getsid(p.pid) for p in envs.processes] == [p.pid for p in envs.processes]
+    envs.close()
+    sync = os.getsid(0)
+    make_envs("CartPole-v1", 2, "sync").close()
+    assert os.getsid(0) == sync
