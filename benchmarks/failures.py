@@ -25,10 +25,11 @@ from rlhf_notes.formulas import grpo, ppo
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.preference import bradley_terry_loss
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language import model, reward_model, rlhf, rollout, sampling as sample
+from rlhf_notes.language import loop, model, rollout, sampling as sample, scale
+from rlhf_notes.reviews import reward_model
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.pipeline import evaluate
-from rlhf_notes.language.reward_model import RewardTraining
+from rlhf_notes.reviews.pipeline import evaluate
+from rlhf_notes.reviews.reward_model import RewardTraining
 from rlhf_notes.studies import variants
 from rlhf_notes.studies.variants import measure, prepare
 
@@ -47,7 +48,7 @@ SECONDS = 16           # of one training, on a quiet core
 FRESH = 100            # seeds from here on are for doing surprising rows again
 
 
-def scored_alone(score): # `reward_model.score`, of prompt and response
+def scored_alone(score): # `RewardModel.score`, of prompt and response
     "The reward model reads the response without its prompt."
     return lambda model, prompts, mask, responses, counts: model(responses, counts)
 
@@ -86,14 +87,14 @@ def likeliest(draw): # `sample.draw`, among all V tokens
     return among_five
 
 
-def constant(learning_rate): # `rlhf.learning_rate`, linear to 0
+def constant(learning_rate): # `loop.learning_rate`, linear to 0
     "The learning rate does not fall."
     return lambda config, iteration: config.learning_rate
 
 
-def twice(sample_prompts): # `RLHF.sample_prompts`: prompts (B, Q), mask (B, Q) and u (B, T)
+def twice(prompts): # `Loop.prompts`: prompts (B, Q), mask (B, Q) and u (B, T)
     "Two processes with one seed: the second half of the batch is the first once more."
-    return lambda *args: [torch.cat([x[:len(x) // 2]] * 2) for x in sample_prompts(*args)]
+    return lambda *args: [torch.cat([x[:len(x) // 2]] * 2) for x in prompts(*args)]
 
 
 def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the last real token
@@ -141,8 +142,8 @@ def temperature_forgotten(selective_log_softmax): # `logprob.selective_log_softm
 def opinionated(Policy): # `model.Policy`, whose value head begins with 0
     "The value head begins with weights of standard deviation 1."
     class Opinionated(Policy):
-        def __init__(self, lm):
-            super().__init__(lm)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             nn.init.normal_(self.value_head.weight)
     return Opinionated
 
@@ -150,8 +151,8 @@ def opinionated(Policy): # `model.Policy`, whose value head begins with 0
 def thinned(Policy): # `model.Policy`, of a language model without dropout
     "Dropout of 0.1 stays on in the update."
     class Thinned(Policy):
-        def __init__(self, lm):
-            super().__init__(lm)
+        def __init__(self, lm, **kwargs):
+            super().__init__(lm, **kwargs)
             for module in lm.modules():
                 if isinstance(module, nn.Dropout): module.p = 0.1
     return Thinned
@@ -183,7 +184,7 @@ def on_task(kind): # A class around a task: `Unfinished`, `Untruncated`
     return lambda start: replace(start, task=kind(start.task))
 
 
-def weighed_alike(microbatch_weight): # `rlhf.microbatch_weight`, by how many tokens each has
+def weighed_alike(microbatch_weight): # `scale.microbatch_weight`, by how many tokens each has
     "The mean of the microbatches' means."
     return lambda part, whole, mode: len(part) / len(whole)
 
@@ -225,13 +226,13 @@ def reversed_estimate(kl_estimate): # `kl.kl_estimate`, of log pi - log pi_ref
     return lambda logp, logp_ref, kind: kl_estimate(logp_ref, logp, kind)
 
 
-def moving_reference(RLHF): # `rlhf.RLHF`, whose reference stands still
+def moving_reference(make_loop): # `variants.make_loop`, whose reference stands still
     "The KL is measured from the policy itself: the reference moves along."
-    class Moving(RLHF):
-        def _begin(self, *args):
-            super()._begin(*args)
-            self.reference = self.policy.lm
-    return Moving
+    def moving(*args):
+        trainer = make_loop(*args)
+        trainer.reference = trainer.policy.lm
+        return trainer
+    return moving
 
 
 def behind_the_end(response_states): # `model.response_states`, which skips what is masked
@@ -249,14 +250,13 @@ def centred(whiten): # `whitening.whiten`, which keeps it with shift_mean=False
     return lambda x, mask, shift_mean=True: whiten(x, mask)
 
 
-def padded_mean(rl_loss): # `rlhf.rl_loss`, over the tokens of responses alone
+def padded_mean(rl_loss): # `loop.rl_loss`, over the tokens of responses alone
     "The policy loss is the mean over all positions, those after the end of a response too."
-    def padded(config, batch, logp, values, kl_coef):
-        loss, stats = rl_loss(config, batch, logp, values, kl_coef)
-        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=mask), logp,
-                                values, kl_coef)
+    def padded(config, batch, *outputs):
+        loss, stats = rl_loss(config, batch, *outputs)
+        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=mask), *outputs)
                         for mask in (batch.response_mask, torch.ones_like(batch.response_mask)))
-        return loss + wrong[0] - right[0], stats | wrong[1]
+        return loss + wrong[0] - right[0], stats | wrong[1] | dict(entropy=stats["entropy"])
     return padded
 
 
@@ -280,23 +280,23 @@ class Failure:
 
 FAILURES = {
     "prompt unseen": Failure("the reward model reads the response without its prompt", "G1",
-                             swaps=((reward_model, "score", scored_alone),
-                                    (rlhf, "score", scored_alone)), new_reward=True),
+                             swaps=((model.RewardModel, "score", scored_alone),),
+                             new_reward=True),
     "padding is a token": Failure("padding is read like any token", "G2",
                                   swaps=((model, "hidden_states", padding_read),
-                                         (rlhf, "sample", padding_sampled))),
+                                         (loop, "sample", padding_sampled))),
     "positions count padding": Failure("positions count the padding, in sampling and learning",
                                        "G3",
                                        swaps=((model, "position_ids", places),
                                               (sample, "position_ids", places))),
     "positions differ": Failure("positions count the padding in the update alone", "G3",
-                                swaps=((rlhf, "Policy", places_in_update),)),
+                                swaps=((loop, "Policy", places_in_update),)),
     "top five": Failure("tokens are sampled among the five likeliest", "G4",
                         swaps=((sample, "draw", likeliest),)),
     "constant rate": Failure("the policy's learning rate does not fall", "G5",
-                             swaps=((rlhf, "learning_rate", constant),)),
+                             swaps=((loop, "learning_rate", constant),)),
     "one seed for two": Failure("two processes sample the same prompts and responses", "G6",
-                                swaps=((rlhf.RLHF, "sample_prompts", twice),)),
+                                swaps=((loop.Loop, "prompts", twice),)),
     "score at the edge": Failure("the score is read at the last position, padding or not", "R1",
                                  swaps=((reward_model, "RewardModel", read_at_the_edge),),
                                  new_reward=True),
@@ -316,10 +316,10 @@ FAILURES = {
                                      swaps=((model, "selective_log_softmax", temperature_forgotten),
                                             ), base="cooler"),
     "loud values": Failure("the value head begins with standard deviation 1", "P2",
-                           swaps=((rlhf, "Policy", opinionated),)),
+                           swaps=((loop, "Policy", opinionated),)),
     "unfinished prompts": Failure("prompts end before their full stop", "P3",
                                   start=on_task(Unfinished)),
-    "dropout": Failure("dropout of 0.1 in the update", "P4", swaps=((rlhf, "Policy", thinned),)),
+    "dropout": Failure("dropout of 0.1 in the update", "P4", swaps=((loop, "Policy", thinned),)),
     "no truncation": Failure("responses are scored and trained to their last token", "P5",
                              start=on_task(Untruncated)),
     "no penalty": Failure("a response without an end is not punished", "P5",
@@ -330,14 +330,14 @@ FAILURES = {
     "sixteen minibatches": Failure("sixteen gradient steps in a pass", "P7", dict(minibatches=16)),
     "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold",
                                   "P7", dict(microbatches=4),
-                                  swaps=((rlhf, "microbatch_weight", weighed_alike),)),
+                                  swaps=((scale, "microbatch_weight", weighed_alike),)),
     "no KL": Failure("KL costs nothing", "P8", dict(kl_coef=0.0)),
     "KL reversed": Failure("the KL in the reward has the wrong sign", "P8",
                            swaps=((rollout, "token_rewards", reversed_reward),)),
     "k3 in the reward": Failure("the KL in the reward is estimated by k3", "P8",
                                 swaps=((rollout, "token_rewards", k3_in_reward),)),
     "reference moves": Failure("the reference is the policy itself", "P8",
-                               swaps=((variants, "RLHF", moving_reference),)),
+                               swaps=((variants, "make_loop", moving_reference),)),
     "paid at the edge": Failure("the score lands on the last position, not on the last token", "P8",
                                 swaps=((rollout, "token_rewards", paid_at_the_edge),)),
     "paid everywhere": Failure("every token gets the whole score", "P8",
@@ -358,7 +358,7 @@ FAILURES = {
                                dict(adam="pytorch")),
     "mean over padding": Failure("the policy's loss counts the padding", "",
                                  swaps=((model, "response_states", behind_the_end),
-                                        (rlhf, "rl_loss", padded_mean))),
+                                        (loop, "rl_loss", padded_mean))),
     "no clip": Failure("ratio times advantage, not clipped", "",
                        swaps=((ppo, "clipped_surrogate", unclipped),)),
     "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
@@ -368,7 +368,7 @@ FAILURES = {
     "rate x 5": Failure("five times the learning rate", "", dict(learning_rate=5e-3)),
     "long gradients": Failure("gradients of any length", "", dict(max_grad_norm=1e9)),
     "GRPO: k1 in the loss": Failure("GRPO's KL is k1, without the ratio", "",
-                                    swaps=((rlhf, "policy_loss", k1_in_loss),), base="grpo"),
+                                    swaps=((loop, "policy_loss", k1_in_loss),), base="grpo"),
     "GRPO: k3 reversed": Failure("GRPO's k3 has the wrong sign inside", "",
                                  swaps=((grpo, "kl_estimate", reversed_estimate),), base="grpo"),
     "GRPO: no KL": Failure("GRPO's KL has no weight", "", dict(kl_coef=0.0), base="grpo"),
@@ -376,7 +376,7 @@ FAILURES = {
                               dict(group_scale="none"), base="grpo"),
     "GRPO: mean over padding": Failure("GRPO's loss counts what comes after the end", "",
                                        swaps=((model, "response_states", behind_the_end),
-                                              (rlhf, "rl_loss", padded_mean)),
+                                              (loop, "rl_loss", padded_mean)),
                                        base="grpo"),
 }
 

@@ -49,12 +49,22 @@ def control(change):
 
 def reinforce(start, change):
     "PPO on a language model; the loss does not know the temperature `sampled_at`."
-    from rlhf_notes.language.pipeline import evaluate
-    from rlhf_notes.language.sampling import sample
+    from rlhf_notes.language import loop
+    from rlhf_notes.reviews.pipeline import evaluate
     change = dict(change)
     temperature = change.pop("sampled_at", None)
     trainer, rows = start.trainer(**change), []
-    if temperature: trainer.respond = lambda lm, *args: sample(lm, *args, temperature)
+    if temperature:
+        collect = trainer.collect
+
+        def colder(*inputs):
+            plain = loop.sample
+            loop.sample = lambda *args: plain(*args[:-1], temperature)
+            try:
+                return collect(*inputs)
+            finally:
+                loop.sample = plain
+        trainer.collect = colder
     try:
         while trainer.iteration < trainer.iterations:
             rows.append(trainer.iterate())
@@ -67,9 +77,9 @@ def reinforce(start, change):
 def main():
     import torch
     from rlhf_notes.language.config import RLHFConfig
-    from rlhf_notes.language.model import Pretraining
-    from rlhf_notes.language.reward_model import RewardTraining
-    from rlhf_notes.language.pipeline import make_world
+    from rlhf_notes.reviews.pretraining import Pretraining
+    from rlhf_notes.reviews.reward_model import RewardTraining
+    from rlhf_notes.reviews.pipeline import make_world
     from rlhf_notes.studies.variants import Start
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -14,9 +14,10 @@ import torch
 from jobs import RESULTS, options, read, text, write
 from rlhf_notes.formulas.masking import masked_sum
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.dpo import DPO
-from rlhf_notes.language.pipeline import evaluate
-from rlhf_notes.language.task import HELD_OUT
+from rlhf_notes.language.dpo import make_dpo
+from rlhf_notes.reviews.pipeline import evaluate
+from rlhf_notes.reviews.reward_model import choices_of
+from rlhf_notes.reviews.task import HELD_OUT
 from rlhf_notes.studies.preferences import selection_kl
 from rlhf_notes.studies.variants import best_of_n, prepare
 
@@ -32,7 +33,8 @@ def curve(start, method, every=5):
     before = evaluate(look, start.lm)
     if method == "DPO":
         config = replace(start.config, **DPO_OPTIONS)
-        trainer = DPO.from_parts(config, start.lm, start.task)
+        choices = choices_of(config, start.lm, start.task)
+        trainer = make_dpo(config, start.lm, start.task, choices)
     else:
         trainer = start.trainer(algo=method.lower())
     while trainer.iteration < trainer.iterations:

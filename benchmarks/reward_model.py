@@ -29,7 +29,7 @@ import torch
 from jobs import text, write
 from rlhf_notes.language.config import RLHFConfig
 
-OUT = Path(__file__).resolve().parent.parent / "nbs" / "language" / "results"
+OUT = Path(__file__).resolve().parent.parent / "nbs" / "reviews" / "results"
 COLUMNS = ("seed", "labels", "pairs", "best", "correlation", "foreseen", "twice", "ceiling", "gain",
            "bias", "score_mean", "score_std")
 
@@ -37,10 +37,10 @@ COLUMNS = ("seed", "labels", "pairs", "best", "correlation", "foreseen", "twice"
 def measure(stage, prompts, mask, responses, counts, true):
     "What the reward model is worth as it is now; the training does not notice."
     from rlhf_notes.formulas.reward import RewardNorm
-    from rlhf_notes.language.reward_model import agreement, score
+    from rlhf_notes.reviews.reward_model import agreement
     norm = RewardNorm().fit(stage.reference_rewards())
     with torch.no_grad():
-        rewards = norm(score(stage.model, prompts, mask, responses, counts)).view(-1, 4)
+        rewards = norm(stage.model.score(prompts, mask, responses, counts)).view(-1, 4)
     p = (true.double() / stage.config.human_temperature).softmax(1)
     return agreement(rewards, true) | dict(
         foreseen=p.gather(1, rewards.argmax(1, keepdim=True)).mean().item(),
@@ -51,9 +51,9 @@ def measure(stage, prompts, mask, responses, counts, true):
 
 def run(config, held_out):
     "One seed: its rows."
-    from rlhf_notes.language.model import Pretraining
-    from rlhf_notes.language.reward_model import RewardTraining, write_responses
-    from rlhf_notes.language.pipeline import make_world
+    from rlhf_notes.reviews.pretraining import Pretraining
+    from rlhf_notes.reviews.reward_model import RewardTraining, write_responses
+    from rlhf_notes.reviews.pipeline import make_world
     lm, task = make_world(config, torch.device("cpu"))
     pretraining = Pretraining(config, lm, task)
     while pretraining.iteration < pretraining.iterations: pretraining.iterate()
@@ -84,7 +84,7 @@ def main():
     parser.add_argument("--held-out", type=int, default=1040,
                         help="prompts, with four responses each, to measure on (default: 1040)")
     parser.add_argument("--out", type=Path, default=OUT,
-                        help="where it goes (default: nbs/language/results)")
+                        help="where it goes (default: nbs/reviews/results)")
     given = vars(parser.parse_args())
     seeds, held_out, out = (given.pop(name) for name in ("seeds", "held_out", "out"))
     try: configs = [RLHFConfig(seed=seed, **given) for seed in range(seeds)]

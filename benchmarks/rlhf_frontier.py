@@ -13,8 +13,8 @@ import torch
 
 from jobs import RESULTS, options, read, text, write
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.pipeline import evaluate
-from rlhf_notes.language.task import HELD_OUT
+from rlhf_notes.reviews.pipeline import evaluate
+from rlhf_notes.reviews.task import HELD_OUT
 from rlhf_notes.studies.variants import best_of_n, best_of_n_kl, measure, prepare
 
 COEFS, LONG, LOOK = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.0), 120, 5

@@ -21,7 +21,7 @@ COLUMNS = ("device", "torch", "size", "precision", "contender", "batch", "respon
 SIZES = "tiny", "gpt2-small", "llama-0.5b"
 LLAMA = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
              num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
-PARTS = dict(sampling="respond", scoring="score", update="step")  # methods of the trainer
+PARTS = "sampling", "scoring", "update"
 
 
 def timed(method, seconds, part, cuda):
@@ -44,10 +44,17 @@ def ours(trainer, iterations, cuda):
     each = trainer.config.batch * trainer.config.response_length
     whole = sum(each / r["tokens_per_second"] for r in rows)
     seconds = dict.fromkeys(PARTS, 0.0)
-    for part, method in PARTS.items():
-        setattr(trainer, method, timed(getattr(trainer, method), seconds, part, cuda))
-    for _ in range(iterations):
-        trainer.iterate()
+    from rlhf_notes.language import loop
+    sample = loop.sample
+    loop.sample = timed(sample, seconds, "sampling", cuda)
+    trainer.collect = timed(trainer.collect, seconds, "scoring", cuda)
+    trainer.step = timed(trainer.step, seconds, "update", cuda)
+    try:
+        for _ in range(iterations):
+            trainer.iterate()
+    finally:
+        loop.sample = sample
+    seconds["scoring"] -= seconds["sampling"]
     return [iterations * each / s for s in (whole, *seconds.values())]
 
 
@@ -56,7 +63,7 @@ def options(size, folder):
     if size != "llama-0.5b": return dict(preset=size)
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-    from rlhf_notes.language.task import make_tokenizer
+    from rlhf_notes.reviews.task import make_tokenizer
     make_tokenizer().save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

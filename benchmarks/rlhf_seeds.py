@@ -2,7 +2,7 @@
 
     python benchmarks/rlhf_seeds.py
 
-Writes nbs/language/results/rlhf_seeds.csv, a row for each algorithm and seed, from the summary of
+Writes nbs/reviews/results/rlhf_seeds.csv, a row for each algorithm and seed, from the summary of
 the run; `seconds` is of the process, from its start to its end, imports and evaluation included,
 the others are of its stages. `yardstick` is what a piece of work that is always the same took just
 before, since machines that are shared change their speed: 100 products of two 512 x 512 matrices on
@@ -25,7 +25,7 @@ from rlhf_notes.studies.speed import seconds
 COLUMNS = ("algo", "seed", "true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score", "kl",
            "valid", "seconds", "sft_seconds", "reward_model_seconds", "rl_seconds",
            "tokens_per_second", "yardstick")
-OUT = RESULTS.parents[1] / "language" / "results" / "rlhf_seeds.csv"
+OUT = RESULTS.parents[1] / "reviews" / "results" / "rlhf_seeds.csv"
 
 
 def yardstick():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from jobs import RESULTS
-from rlhf_notes.language.task import review_prompts
+from rlhf_notes.reviews.task import review_prompts
 from rlhf_notes.studies import benchmark_rlhf as study
 
 

@@ -1,7 +1,7 @@
 """Every formula of PPO, GRPO and RLHF: explained, proved, drawn, and shipped as a library.
 
 All of `rlhf_notes.formulas` and `rlhf_notes.compat` can be imported from here, as can `PPO`,
-`RLHF`, `check` and `fast`; a module is loaded when one of its names is first asked for.
+`RLHF`, `DPO`, `check` and `fast`; a module is loaded when one of its names is first asked for.
 """
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .formulas.surrogate import *
     from .formulas.value import *
     from .formulas.whitening import *
-    from .language.rlhf import RLHF
+    from .hub.trainers import DPO, RLHF
 
 FORMULAS = {  # module -> its public names, separated by spaces
     "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean masked_share centre "
@@ -60,7 +60,7 @@ FORMULAS = {  # module -> its public names, separated by spaces
     "compat.torchtune": "PPOLoss",
 }
 _MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names.split()}
-_MODULE_OF |= {"PPO": "control.ppo", "RLHF": "language.rlhf"}
+_MODULE_OF |= {"PPO": "control.ppo", "RLHF": "hub.trainers", "DPO": "hub.trainers"}
 __all__ = [*_MODULE_OF, "check", "fast"]
 
 

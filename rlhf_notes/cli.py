@@ -25,8 +25,7 @@ from cyclopts import (App, CycloptsError, Group, Parameter, UnusedCliTokensError
                       validators)
 
 from . import __version__
-from .studies.trainings import (TASKS, many_seeds, new_training, old_training,
-                                          versions)
+from .launch import TASKS, many_seeds, new_training, old_training, versions
 from .training.signals import Lenient, handle_signals
 
 # %% ../nbs/cli.ipynb #parser
@@ -247,7 +246,7 @@ def generate(*prompts: str, # Texts to continue
              chat: Chat = False, # Ask as a user, by the chat template
             ):
     "Print the continuation of prompts by the policy of a run, or by a model (name, directory)."
-    from rlhf_notes.language.rlhf import RLHF
+    from rlhf_notes.hub.trainers import RLHF
     if (run is None) == (model is None):
         raise _UsageError("generate requires an argument: either --run or --model")
     with _usage_errors():

@@ -11,8 +11,8 @@ import pytest
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.ppo import train as train_control
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.pipeline import Training
-from rlhf_notes.language.pipeline import train as train_language
+from rlhf_notes.reviews.pipeline import Training
+from rlhf_notes.reviews.pipeline import train as train_language
 
 BEYOND = (1e300, 1e-300, math.nan, math.inf, -math.inf)  # never right
 CONTROL = dict(steps=32, num_envs=2, num_steps=8, minibatches=2, epochs=2, hidden=4,

@@ -31,7 +31,7 @@ def test_top_level_offers_every_formula():
     names = [name for _, name in PUBLIC]
     assert len(set(names)) == len(names), "a name stands in two modules"
     for m, name in PUBLIC: assert getattr(rlhf_notes, name) is getattr(FORMULAS[m], name)
-    assert set(names) <= set(dir(rlhf_notes)) and {*names, "PPO", "RLHF", "check", "fast"} == set(rlhf_notes.__all__)
+    assert set(names) <= set(dir(rlhf_notes)) and {*names, "PPO", "RLHF", "DPO", "check", "fast"} == set(rlhf_notes.__all__)
     with pytest.raises(AttributeError, match="no attribute 'clip_surrogate'; did you mean 'clipped_surrogate'"): rlhf_notes.clip_surrogate
     with pytest.raises(AttributeError, match="no attribute 'xyzzy'$"): rlhf_notes.xyzzy
 
@@ -71,7 +71,9 @@ PATHS = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__in
          for p in sorted((ROOT / "rlhf_notes").rglob("*.py")) if p.name != "_modidx.py"}
 # Rooms that a room may import besides itself; studies and cli may import all.
 ARROWS = {"checks": "", "formulas": "checks fast", "fast": "checks", "compat": "checks formulas", "training": "checks viz", "viz": "",
-          "control": "checks formulas fast training viz", "language": "checks formulas fast training viz", "exercises": "formulas viz studies"}
+          "control": "checks formulas fast training viz", "language": "checks formulas fast training viz",
+          "hub": "language formulas training fast checks",
+          "reviews": "hub language formulas training fast checks", "exercises": "formulas viz studies"}
 
 
 def imports(name):

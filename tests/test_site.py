@@ -192,10 +192,10 @@ def test_lessons_papers_and_details_are_links(built):
     assert link("as lesson 08 says") == "as [lesson 08](advantage.ipynb) says"
     assert link("(Ziegler et al., 2019)") == "([Ziegler et al., 2019](https://arxiv.org/abs/1909.08593))"
     assert link("Yu et al. (2025)") == "[Yu et al. (2025)](https://arxiv.org/abs/2503.14476)"
-    assert link("detail P9") == 'detail <a href="../language/rlhf.html#detail-p9">P9</a>'
+    assert link("detail P9") == 'detail <a href="../language/loop.html#detail-p9">P9</a>'
     for left in ("lesson 99", "[lesson 04](x)", "$P_1, P1$", "`G4`", "```\nP9\n```", "# P9", "P99", "DeepSeek-R1", "Nobody et al. 2019"): assert link(left) == left
     assert site_links.codes("R1 to R4") == ["R1", "R2", "R3", "R4"] and site_links.codes("G2, P3") == ["G2", "P3"]
-    assert 'id="detail-r3"' in (built / "language" / "rlhf.html").read_text(encoding="utf-8")
+    assert 'id="detail-r3"' in (built / "language" / "loop.html").read_text(encoding="utf-8")
 
 
 def test_imports_are_one_fold(built):

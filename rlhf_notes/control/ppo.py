@@ -32,6 +32,7 @@ from .policy import Agent
 from .rollout import Collector, Rollout, minibatches, row_maker
 from ..fast.adam import Adam
 from ..formulas.advantage import gae
+from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean
 from ..formulas.ppo import ppo_loss, ppo_stats
 from ..formulas.value import explained_variance
@@ -455,8 +456,9 @@ def health(agent: Agent, # After the update
     out = agent.policy(batch.obs)
     logp, advantage = agent.head.logp(out, batch.actions), _loss_advantage(batch, config)
     stats = ppo_stats(logp, batch.logp, advantage, eps_low=clip)
+    kl = masked_mean(kl_estimate(batch.logp, logp, "k3"))
     return dict(entropy=masked_mean(agent.head.entropy(out)).item(),
-                kl_k3=stats["approx_kl"].item(), clip_fraction=stats["clip_fraction"].item(),
+                kl_k3=kl.item(), clip_fraction=stats["clip_fraction"].item(),
                 explained_variance=explained_variance(batch.values, batch.returns).item())
 
 # %% ../../nbs/control/19_ppo.ipynb #scaling

@@ -9,8 +9,8 @@ from .engine import exercise
 from .given import NAN, flags, keep, mean, normal, vec
 from ..formulas import masking, reward
 
-# %% ../../nbs/language/27_rlhf.ipynb #exercise-checks
-exercise("position_ids", "27_rlhf", lambda m: m.cumsum(1) - m.long(),
+# %% ../../nbs/language/27_loop.ipynb #exercise-checks
+exercise("position_ids", "27_loop", lambda m: m.cumsum(1) - m.long(),
     "f(mask (B, T)) -> the position of each token as if there were no padding, int64: how many "
     "real tokens stand before it; 0 on left padding, anything on right padding",
     "A running sum over the mask, less the token itself.",
@@ -20,7 +20,7 @@ exercise("position_ids", "27_rlhf", lambda m: m.cumsum(1) - m.long(),
     from_1=(lambda m: m.long().cumsum(1),
         "Positions count from 0: the token itself does not stand before itself."))
 
-exercise("microbatch_loss", "27_rlhf", lambda x, m: masking.masked_mean(torch.cat(x), torch.cat(m)),
+exercise("microbatch_loss", "27_loop", lambda x, m: masking.masked_mean(torch.cat(x), torch.cat(m)),
     "f(losses, masks) -> from lists of microbatches, (b, T) each, the mean over all tokens that "
     "count, 0-dim",
     "Count the tokens of the whole batch first. What does each microbatch then contribute?",
@@ -37,7 +37,7 @@ exercise("microbatch_loss", "27_rlhf", lambda x, m: masking.masked_mean(torch.ca
     padded=(lambda x, m: keep(torch.cat(x), torch.cat(m)).mean(),
         "The mean counts padding: divide by the number of tokens that count."))
 
-exercise("answer_penalty", "27_rlhf", reward.apply_penalty,
+exercise("answer_penalty", "27_loop", reward.apply_penalty,
     "f(scores (B,), ended (B,), penalty) -> the score of a response that ended, the penalty in its "
     "place otherwise",
     "One torch.where.",

@@ -71,11 +71,11 @@ def ppo_stats(
     eps_low: float = 0.2, # as in `ppo_loss`
     eps_high: float | None = None, # as in `ppo_loss`
 ) -> dict: # 0-dim tensors: ratio (mean), approx_kl in nats, clip_fraction
-    "Numbers for the log: the mean ratio, KL(pi_old || pi) by k3, and the share that is clipped."
+    "Numbers for the log: the mean ratio, KL(pi_old || pi) by k2, and the share that is clipped."
     ratio = importance_ratio(logp, logp_old, mask)
     return {
         "ratio": masked_mean(ratio, mask),
-        "approx_kl": masked_mean(kl_estimate(logp_old, logp, "k3"), mask),
+        "approx_kl": masked_mean(kl_estimate(logp, logp_old, "k2"), mask),
         "clip_fraction": clip_fraction(ratio, advantage, eps_low, eps_high, mask=mask),
     }
 

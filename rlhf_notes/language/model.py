@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_context', 'to_logits',
            'head_log_probs', 'make_gpt2', 'no_dropout', 'response_states', 'Policy',
-           'has_adapter', 'adapter_off', 'RewardModel', 'next_token_loss', 'warm_cosine',
-           'autocast', 'gradient_step', 'sum_of_squares', 'Stage', 'Pretraining']
+           'has_adapter', 'adapter_off', 'RewardModel', 'autocast', 'sum_of_squares']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -14,15 +13,13 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, skip_init
+from torch.nn.utils import skip_init
 
 from ..checks import checked
 from ..fast import door, gpt2
 from ..formulas.logprob import (entropy_from_logits, linear_log_probs,
                                          selective_log_softmax)
-from ..formulas.masking import masked_mean
 from ..training.devices import usual_defaults
-from ..training.signals import check_finite
 
 # %% ../../nbs/language/23_model.ipynb #positions
 @checked(mask="bool (... T)")
@@ -159,12 +156,15 @@ def response_states(lm: nn.Module, # A causal language model of transformers
 # %% ../../nbs/language/23_model.ipynb #policy
 class Policy(nn.Module):
     "A language model with a value head."
-    def __init__(self,
-                 lm: nn.Module, # A causal language model of transformers; kept, not copied
-                ):
+    def __init__(
+        self,
+        lm: nn.Module,  # a causal language model of transformers; kept, not copied
+        learn_value: bool = True,  # False = the value head stays as it is
+    ):
         super().__init__()
         self.lm, self.value_head = lm, _head(lm)
-        nn.init.zeros_(self.value_head.weight) # P2
+        nn.init.zeros_(self.value_head.weight)  # P2
+        self.value_head.requires_grad_(learn_value)
 
     def value(self,
               hidden: torch.Tensor, # From `hidden_states` or `sample`, (..., d)
@@ -229,26 +229,18 @@ class RewardModel(nn.Module):
         "The score of each text, read off its last real token."
         place = torch.arange(mask.shape[1], device=mask.device)
         last = torch.where(mask, place, 0).argmax(1, keepdim=True) # R1
-        hidden = hidden_states(self.trunk, tokens, mask, place == last) # G1
+        hidden = hidden_states(self.trunk, tokens, mask, place == last)  # G1
         return _float32(self.head, hidden.take_along_dim(last.unsqueeze(-1), 1)).squeeze(1)
 
-# %% ../../nbs/language/23_model.ipynb #next-token-loss
-def next_token_loss(lm: nn.Module, # A causal language model of transformers
-                    tokens: torch.Tensor, # (B, T)
-                    mask: torch.Tensor, # True = a real token, (B, T)
-                   ) -> torch.Tensor: # In nats per token, 0-dim
-    "Minus the mean log-probability of each real token that has one before it."
-    counts = mask[:, :-1] & mask[:, 1:]
-    logits = to_logits(lm, hidden_states(lm, tokens[:, :-1], mask[:, :-1], counts))
-    return -masked_mean(selective_log_softmax(logits, tokens[:, 1:], mask=counts), counts)
-
-# %% ../../nbs/language/23_model.ipynb #warm-cosine
-def warm_cosine(step: int, # From 0
-                steps: int, # In all
-               ) -> float: # From 0 to 1
-    "Share of the peak learning rate: a rise over 7.5% of the steps, then a cosine down to 0."
-    rise = min(1.0, (step + 1) / max(1.0, 0.075 * steps))
-    return rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+    def score(
+        self,
+        prompts: torch.Tensor,  # (B, Q)
+        mask: torch.Tensor,  # (B, Q) False = padding
+        responses: torch.Tensor,  # (B, T) cut at their ends
+        response_mask: torch.Tensor,  # (B, T) False = after the end
+    ) -> torch.Tensor:  # (B,) float32
+        "The scores of responses, read together with their prompts."
+        return self(torch.cat([prompts, responses], 1), torch.cat([mask, response_mask], 1))  # G1
 
 # %% ../../nbs/language/23_model.ipynb #autocast
 def autocast(device, # A device or its name
@@ -258,78 +250,9 @@ def autocast(device, # A device or its name
     bfloat16 = precision == "bfloat16"
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=bfloat16)
 
-# %% ../../nbs/language/23_model.ipynb #gradient-step
-def gradient_step(where: str, # Stage and step, for the message
-                  optimizer: torch.optim.Optimizer, # With one group of weights
-                  learning_rate: float, # Of this step
-                  loss: torch.Tensor, # 0-dim
-                  max_norm: float = math.inf, # Longer gradients are rescaled to this norm
-                  **logs: torch.Tensor, # 0-dim
-                 ) -> dict: # loss, logs, grad_norm (before), learning_rate: numbers
-    "One step of `optimizer`; FloatingPointError if the gradient is NaN or infinite."
-    group, = optimizer.param_groups
-    optimizer.zero_grad()
-    loss.backward()
-    norm = clip_grad_norm_(group["params"], max_norm)
-    row = dict(loss=loss.detach(), **logs, grad_norm=norm)
-    row = dict(zip(row, torch.stack([*row.values()]).tolist())) # the only synchronisation
-    check_finite(where, row)
-    group["lr"] = learning_rate
-    optimizer.step()
-    return row | dict(learning_rate=learning_rate)
-
 # %% ../../nbs/language/23_model.ipynb #check-weights
 @torch.no_grad()
 def sum_of_squares(weights, # Tensors, as `parameters()` gives them
                   ) -> torch.Tensor: # 0-dim; NaN or infinite if a weight is, or its square
     "The number that tells of one bad weight among all."
     return torch.stack([w.float().square().sum() for w in weights]).sum()
-
-# %% ../../nbs/language/23_model.ipynb #stage
-class Stage:
-    "A training that can be stopped and continued to the last bit."
-    PARTS = () # what has a `state_dict` of its own
-    steps = 0  # of the optimizer, where they are not the iterations
-
-    def state_dict(self) -> dict: # Tensors, numbers, and lists and dicts of those
-        "Everything the rest of the training depends on."
-        state = {name: getattr(self, name).state_dict() for name in self.PARTS}
-        return state | dict(iteration=self.iteration, steps=self.steps)
-
-    def load_state_dict(self, state: dict): # From `state_dict` of the same training
-        "Continue from a checkpoint."
-        for name in self.PARTS:
-            getattr(self, name).load_state_dict(state[name])
-        self.iteration, self.steps = state["iteration"], state["steps"]
-
-# %% ../../nbs/language/23_model.ipynb #pretraining
-class Pretraining(Stage):
-    "Trains a language model on a task's texts, step by step."
-    PARTS = "lm", "optimizer"
-    TEXTS = 8192 # at most; more steps read them several times
-
-    def __init__(self,
-                 config, # seed, precision, sft_steps, sft_batch, sft_learning_rate of `RLHFConfig`
-                 lm: nn.Module, # A causal language model of transformers; trained in place
-                 task, # Has `train_texts(n, seed) -> (tokens, mask)`
-                ):
-        c, self.lm, self.device = config, lm, next(lm.parameters()).device
-        self.config, self.iteration, self.iterations = c, 0, c.sft_steps
-        fused = self.device.type in ("cpu", "cuda")
-        self.optimizer = torch.optim.AdamW(lm.parameters(), fused=fused)
-        if not self.iterations: return
-        n = min(c.sft_steps * c.sft_batch, self.TEXTS)
-        self.texts = [x.to(self.device) for x in task.train_texts(n, c.seed)]
-        generator = torch.Generator().manual_seed(c.seed)
-        order = torch.randint(len(self.texts[0]), (c.sft_steps, c.sft_batch), generator=generator)
-        self.order = order.to(self.device)
-
-    def iterate(self) -> dict: # step, loss (nats per token), grad_norm, learning_rate
-        "One gradient step on a batch of texts."
-        c, step = self.config, self.iteration + 1
-        rate = c.sft_learning_rate * warm_cosine(self.iteration, self.iterations)
-        with autocast(self.device, c.precision):
-            loss = next_token_loss(self.lm, *(x[self.order[self.iteration]] for x in self.texts))
-        row = gradient_step(f"pretraining, step {step}", self.optimizer, rate, loss, max_norm=1.0)
-        self.iteration = step
-        return dict(step=step) | row

@@ -22,10 +22,9 @@ import torch
 
 from ..formulas.reward import apply_penalty
 from ..language.config import RLHFConfig
-from ..language.hub import quiet_transformers
-from ..language.reward_model import score
-from ..language.pipeline import evaluate
-from ..language.task import review_prompts
+from ..hub.load import quiet_transformers
+from ..reviews.pipeline import evaluate
+from ..reviews.task import review_prompts
 from .variants import Start, prepare
 from ..training.statistics import bootstrap_interval
 
@@ -47,8 +46,8 @@ def trl_grpo(start: Start, # Where to begin
         padded = [ids + [tokenizer.eos_token_id] * (c.response_length - len(ids))
                   for ids in completion_ids]
         responses, mask, has_end = task.truncate(torch.tensor(padded, device=device))
-        scores = score(start.reward_model, q["input_ids"], q["attention_mask"].bool(), responses,
-                       mask)
+        scores = start.reward_model.score(q["input_ids"], q["attention_mask"].bool(), responses,
+                                          mask)
         return apply_penalty(start.norm(scores), has_end, c.penalty).tolist()
     steps = c.epochs * c.minibatches
     with _quiet(), tempfile.TemporaryDirectory() as tmp:

@@ -5,7 +5,8 @@ to pass@k, and a program with a hole."""
 
 # %% auto #0
 __all__ = ['DIGITS', 'TOKENS', 'ALGORITHMS', 'OPTIONS', 'KS', 'N', 'exact_match', 'pass_at_k',
-           'make_questions', 'digit_tokenizer', 'pretrain', 'CheckableRLHF', 'measure']
+           'make_questions', 'digit_tokenizer', 'pretrain', 'DynamicLoop',
+           'CheckableRLHF', 'measure']
 
 # %% ../../nbs/studies/40_checkable.ipynb #export-imports
 import math
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from ..checks import check_value
-from ..language.model import make_gpt2, warm_cosine
-from ..language.rlhf import RLHF
+from ..language.model import make_gpt2
+from ..reviews.pretraining import warm_cosine
+from ..hub.trainers import RLHF
+from ..language.loop import Loop
 from ..language.rollout import Rollout
 
 # %% ../../nbs/studies/40_checkable.ipynb #exact-match
@@ -114,32 +117,43 @@ def _refill(rollout, more, group):
     pairs = zip(vars(rollout).values(), vars(more).values())
     return Rollout(*(None if x is None else torch.cat([x, y])[rows.flatten()] for x, y in pairs))
 
-class CheckableRLHF(RLHF):
-    "`RLHF` that knows which groups have no spread, and can sample them again."
-    def __init__(self,
-                 lm: nn.Module, # From `pretrain`; not changed
-                 questions: list, # From `make_questions`
-                 name: str = "GRPO", # One of `ALGORITHMS`
-                 reward=exact_match, # reward(prompts, responses, solution) -> numbers
-                 **options, # Of `RLHFConfig`; and resample, rollouts at most to replace groups
-                ):
-        check_value("name", name, tuple(ALGORITHMS))
-        options = OPTIONS | ALGORITHMS[name] | options
-        self.resample = options.pop("resample", 0)
-        super().__init__(lm, digit_tokenizer(), questions, reward, **options)
+# %% ../../nbs/studies/40_checkable.ipynb #dynamic-loop
+class DynamicLoop(Loop):
+    "`Loop` that knows which groups have no spread, and can sample them again."
+    resample = 0  # rollouts at most, to replace groups
 
-    def collect(self): # As for `RLHF`
+    def collect(self, *inputs) -> Rollout:  # as of `Loop`
         "Responses; with dynamic sampling, groups without spread are replaced (DAPO, eq. 11)."
-        rollout, group = super().collect(), self.config.answers_per_query
+        rollout, group = super().collect(*inputs), self.config.answers_per_query
         self.extra = dict(same=_no_spread(rollout, group).float().mean().item(), rounds=1)
         while self.extra["rounds"] <= self.resample and _no_spread(rollout, group).any():
-            rollout = _refill(rollout, super().collect(self.extra["rounds"]), group)
+            again = self.prompts(self.extra["rounds"])
+            rollout = _refill(rollout, super().collect(self.policy.lm, *again), group)
             self.extra["rounds"] += 1
         return rollout
 
-    def log(self, rollout, logs, start): # As for `RLHF`
+    def log(self, logs, start) -> dict:  # as of `Loop`
         "The row of an iteration, with the share without spread as `same`, and `rounds`."
-        return super().log(rollout, logs, start) | self.extra
+        return super().log(logs, start) | self.extra
+
+# %% ../../nbs/studies/40_checkable.ipynb #checkable-rlhf
+class CheckableRLHF(RLHF):
+    "`RLHF` on questions whose solutions are known."
+    LOOP = DynamicLoop
+
+    def __init__(
+        self,
+        lm: nn.Module,  # from `pretrain`; not changed
+        questions: list,  # from `make_questions`
+        name: str = "GRPO",  # one of `ALGORITHMS`
+        reward=exact_match,  # reward(prompts, responses, solution) -> numbers
+        **options,  # of `RLHFConfig`; and resample, rollouts at most to replace groups
+    ):
+        check_value("name", name, tuple(ALGORITHMS))
+        options = OPTIONS | ALGORITHMS[name] | options
+        resample = options.pop("resample", 0)
+        super().__init__(lm, digit_tokenizer(), questions, reward, **options)
+        self.loop.resample = resample
 
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32

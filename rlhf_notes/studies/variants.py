@@ -15,10 +15,11 @@ from torch import nn
 
 from ..checks import check_value, checked
 from ..language.config import RLHFConfig
-from ..language.model import Pretraining
-from ..language.reward_model import RewardTraining
-from ..language.pipeline import evaluate, make_world
-from ..language.rlhf import RLHF
+from ..reviews.pretraining import Pretraining
+from ..reviews.reward_model import RewardTraining, proxy_reward
+from ..reviews.pipeline import evaluate, make_world
+from ..language.loop import Loop
+from ..language.scale import make_loop
 from ..training.devices import pick_device
 
 # %% ../../nbs/studies/35_variants.ipynb #start
@@ -31,11 +32,14 @@ class Start:
     norm: object             # The `RewardNorm` of its scores
     task: object             # `Reviews`
 
-    def trainer(self, # Changes of the config: algo, kl_coef, iterations, ...
-                **changes) -> RLHF: # At its beginning
+    def trainer(
+        self,
+        **changes,  # of the config: algo, kl_coef, iterations, ...
+    ) -> Loop:  # at its beginning
         "A training of a copy of the pretrained model."
-        return RLHF.from_parts(replace(self.config, **changes), self.lm, self.reward_model,
-                               self.norm, self.task)
+        config = replace(self.config, **changes)
+        reward = proxy_reward(self.reward_model, self.norm, config.precision)
+        return make_loop(config, self.lm, self.task, reward)
 
 # %% ../../nbs/studies/35_variants.ipynb #prepare
 def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
@@ -49,7 +53,7 @@ def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
     return Start(config, lm, stage.model, stage.norm, task)
 
 # %% ../../nbs/studies/35_variants.ipynb #measure
-def measure(trainer: RLHF, # At any time; `eval_answers` of its config responses are sampled
+def measure(trainer: Loop, # At any time; `eval_answers` of its config responses are sampled
             lm: nn.Module | None = None, # The model to look at; None = the policy as it is now
            ) -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
     "Proxy and true reward, KL, ends and win rate of a policy."

@@ -77,7 +77,7 @@ def test_stats_are_the_loops(seed, keep, low, high):
     stats = ppo_stats(x["logp"].requires_grad_(True), x["logp_old"], x["advantage"], mask, low, high)
     assert set(stats) == {"ratio", "approx_kl", "clip_fraction"} and not any(t.requires_grad or t.ndim for t in stats.values())
     assert stats["ratio"].item() == pytest.approx(sum(r for r, _, _ in rows) / n)
-    assert stats["approx_kl"].item() == pytest.approx(sum(r - 1 - d for r, d, _ in rows) / n, abs=1e-9)
+    assert stats["approx_kl"].item() == pytest.approx(sum(d * d / 2 for r, d, _ in rows) / n, abs=1e-9)
     assert stats["clip_fraction"].item() == pytest.approx(sum((A > 0 and r > 1 + upper) or (A < 0 and r < 1 - low) for r, _, A in rows) / n)
 
 

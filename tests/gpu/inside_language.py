@@ -7,7 +7,7 @@ import torch
 from language_models import make, tokenizer
 from pretend import STATE, counted, inner, on_cpu, to_gpu
 from rlhf_notes import RLHF
-from rlhf_notes.language import pipeline
+from rlhf_notes.reviews import pipeline
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import autocast, make_gpt2
 from rlhf_notes.language.sampling import draw, sample

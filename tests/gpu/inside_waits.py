@@ -5,15 +5,15 @@ import pytest
 
 from pretend import counted
 from rlhf_notes.control.ppo import PPO
-from rlhf_notes.language import pipeline
+from rlhf_notes.reviews import pipeline
 from rlhf_notes.language.config import RLHFConfig
 
 EXPECTED = {
-    "pretraining": {"D2H language/model": 1},  # loss and norm
-    "reward model": {"D2H language/model": 1},  # loss, accuracy and norm
+    "pretraining": {"D2H reviews/pretraining": 1},  # loss and norm
+    "reward model": {"D2H reviews/pretraining": 1},  # loss, accuracy and norm
     "rl": {"item language/sampling": 1,  # is the mask right?
-           "D2H language/rlhf": 1},  # the log
-    "evaluation": {"item language/sampling": 1, "D2H language/pipeline": 1},  # the mask; the responses
+           "D2H language/loop": 1},  # the log
+    "evaluation": {"item language/sampling": 1, "D2H reviews/pipeline": 1},  # the mask; the responses
 }
 
 

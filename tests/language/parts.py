@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import torch
 
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language import rlhf as R
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import RewardModel, make_gpt2
 from rlhf_notes.language.rollout import Rollout, with_advantages
-from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
+from rlhf_notes.language.scale import ScaledLoop, make_loop
+from rlhf_notes.reviews.reward_model import proxy_reward
+from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
 
 TINY = RLHFConfig(device="cpu", seed=3, sft_steps=3, sft_batch=8, labels=8, rm_batch=4, norm_samples=16, iterations=4, batch=16, epochs=2, minibatches=2, group=4, eval_every=2, eval_answers=10)
 TIMES = {"tokens_per_second"}
@@ -19,11 +20,14 @@ def tiny_lm(seed=0, **changes):
     return make_gpt2("tiny", len(WORDS), eos_token_id=0, seed=seed, n_layer=1, n_embd=16, n_head=2, **changes)
 
 
-def trainer(config=TINY, seed=0, noise=0.3):
+def trainer(config=TINY, seed=0, noise=0.3, scaled=False):
     "A policy a little away from its reference, so that nothing is 0 by accident; `noise=0` leaves it where it starts."
     lm, task = tiny_lm(seed), Reviews(make_tokenizer(), config.response_length, config.stop_after)
     rm = RewardModel(tiny_lm(seed + 1), torch.Generator().manual_seed(seed))
-    t = R.RLHF.from_parts(config, lm, rm, RewardNorm(1.5, 0.2), task)
+    norm = RewardNorm(1.5, 0.2)
+    make = ScaledLoop if scaled else make_loop
+    t = make(config, lm, task, proxy_reward(rm, norm, config.precision))
+    t.reward_model, t.norm = rm, norm
     g = torch.Generator().manual_seed(seed + 5)
     with torch.no_grad():
         for p in t.policy.parameters() if noise else (): p.add_(noise * torch.randn(p.shape, generator=g) * p.std(correction=0).clamp(0.02, 1))
@@ -31,8 +35,7 @@ def trainer(config=TINY, seed=0, noise=0.3):
 
 
 def a_rollout(t):
-    prompts, mask, u = t.sample_prompts()
-    return t.score(prompts, mask, t.respond(t.policy.lm, prompts, mask, u)).map(t.gather)
+    return t.collect(t.policy.lm, *t.prompts()).map(t.gather)
 
 
 def a_batch(t):

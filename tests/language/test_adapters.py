@@ -13,10 +13,10 @@ import transformers
 from language.parts import TINY
 from language_models import WORDS, make, tiny, tokenizer
 from rlhf_notes import RLHF
-from rlhf_notes.language.dpo import DPO
-from rlhf_notes.language.hub import add_lora, load_model, save_model
+from rlhf_notes.hub.trainers import DPO
+from rlhf_notes.hub.load import add_lora, load_model, save_model
 from rlhf_notes.language.model import head_log_probs, response_states
-from rlhf_notes.language.pipeline import make_world
+from rlhf_notes.reviews.pipeline import make_world
 from rlhf_notes.studies.checkable import exact_match
 
 peft = pytest.importorskip("peft")
@@ -100,7 +100,7 @@ def test_an_adapter_learns_to_sort_and_gives_the_same_answers_elsewhere(tmp_path
         t.learn()
         assert t.rows[0]["score"] < 0.6 < 0.9 < t.rows[-1]["score"] and abs(t.rows[0]["kl_k1"]) < 1e-5 < t.rows[-1]["kl_k1"]
         moved = {n for n, p in lm.named_parameters() if not torch.equal(p, before[n])}
-        assert moved == {n for n in before if "lora_" in n} and lm is t.reference                   # no copy
+        assert moved == {n for n in before if "lora_" in n} and lm is t.loop.reference                   # no copy
         t.save(path / "adapter")
         t.save(path / "merged", merge=True)
         assert not list((path / "adapter").glob("model*")) and sorted(p.name for p in path.iterdir()) == ["adapter", "base", "merged"]
@@ -120,8 +120,7 @@ def test_an_adapter_learns_to_sort_and_gives_the_same_answers_elsewhere(tmp_path
 def test_the_reference_is_the_model_without_its_adapter(tmp_path):
     lm = lora(base("Llama", tmp_path, tokenizer()))
     t = RLHF(lm, tokenizer(), prompts=["w1 w2"], reward=short, **SMALL | dict(iterations=3)).learn()
-    prompts, mask, u = t.sample_prompts()
-    rollout = t.score(prompts, mask, t.respond(t.policy.lm, prompts, mask, u))
+    rollout = t.loop.collect(t.policy.lm, *t.loop.prompts())
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         states = [response_states(x, rollout.tokens, rollout.mask, 4) for x in (plain, lm)]
@@ -139,8 +138,9 @@ def test_an_adapter_learns_from_preferences():
     assert rows[0]["margin"] == pytest.approx(0, abs=1e-6) and rows[-1]["accuracy"] == 1 and rows[-1]["margin"] > 0.5
     assert all(torch.equal(p, before[n]) != ("lora_" in n) for n, p in t.policy.lm.named_parameters())
     with torch.no_grad():
-        torch.testing.assert_close(t.reference_logp(t.choices), t.choices.logp_ref)                 # without the adapter, as at first
-        assert not torch.allclose(t.forward(t.choices, t.policy), t.choices.logp_ref)
+        t = t.loop
+        torch.testing.assert_close(t.reference_sums(t.choices), t.choices.logp_ref)                 # without the adapter, as at first
+        assert not torch.allclose(t.forward(t.choices)[0], t.choices.logp_ref)
 
 
 def test_an_adapter_on_a_gpt2_leaves_the_fast_way(tmp_path):

@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from language.parts import TINY, After, Pretend, tiny_lm, vector, weights, without_times
 from language_models import make
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language import dpo as D, pipeline as P
-from rlhf_notes.language.model import Policy
-from rlhf_notes.language.reward_model import RewardTraining
-from rlhf_notes.language.rlhf import RLHF
-from rlhf_notes.language.task import Reviews, make_tokenizer
+from rlhf_notes.language import dpo as D
+from rlhf_notes.reviews import pipeline as P
+from rlhf_notes.language.dpo import ScaledDPO, make_dpo
+from rlhf_notes.reviews.reward_model import RewardTraining, choices_of
+from rlhf_notes.hub.trainers import DPO as UserDPO, RLHF
+from rlhf_notes.reviews.task import Reviews, make_tokenizer
 from rlhf_notes.training.runs import Run
 
 DPO = replace(TINY, algo="dpo", batch=4)
@@ -30,8 +31,10 @@ def noisy_lm():
     return lm
 
 
-def trainer(config=DPO): return D.DPO.from_parts(config, noisy_lm(), TASK)
-def own(**options): return D.DPO(tiny_lm(), make_tokenizer(), OWN, **dict(max_new_tokens=6, batch=2, minibatches=1, device="cpu") | options)
+def trainer(config=DPO, make=make_dpo):
+    lm = noisy_lm()
+    return make(config, lm, TASK, choices_of(config, lm, TASK))
+def own(**options): return UserDPO(tiny_lm(), make_tokenizer(), OWN, **dict(max_new_tokens=6, batch=2, minibatches=1, device="cpu") | options)
 
 
 def test_the_loss_by_hand():
@@ -44,7 +47,7 @@ def test_the_chosen_response_comes_first():
     prompts, responses = torch.arange(8).view(2, 4, 1), torch.arange(10, 18).view(2, 4, 1)
     counts = torch.ones(2, 4, 1, dtype=torch.bool)
     counts[0, 3] = False
-    found = D._choices(prompts, counts, responses, counts, torch.tensor([2, 0]))
+    found = D.chosen_first(prompts, counts, responses, counts, torch.tensor([2, 0]))
     assert found.tokens.tolist() == [[[2, 12], [0, 10], [1, 11], [3, 0]], [[4, 14], [5, 15], [6, 16], [7, 17]]]
     assert found.response_mask[0, :, 0].tolist() == [True, True, True, False] and found.mask[0, 3].tolist() == [False, True]
 
@@ -59,12 +62,12 @@ def test_the_choices_are_those_of_the_reward_model():
 
 def test_the_reference_is_asked_once_and_is_the_pretrained_model():
     t = trainer()
-    by_hand = t.forward(t.choices, Policy(noisy_lm()))
+    by_hand = t.reference_sums(t.choices)
     torch.testing.assert_close(t.choices.logp_ref, by_hand)
     before = t.choices.logp_ref.clone()
     first = t.iterate()
     assert torch.equal(before, t.choices.logp_ref) and not t.choices.logp_ref.requires_grad
-    assert not torch.allclose(t.forward(t.choices, t.policy), before)
+    assert not torch.allclose(t.forward(t.choices)[0], before)
     assert first["policy_loss"] == pytest.approx(math.log(2), abs=0.1)
     torch.testing.assert_close(vector(t.reference.parameters()), vector(noisy_lm().parameters()), rtol=0, atol=0)
 
@@ -74,12 +77,12 @@ def test_log_probs_are_sums_over_what_counts_at_the_temperature():
     one = t.choices[:1]
     logits = t.policy.lm(one.tokens[0].masked_fill(~one.mask[0], 0), attention_mask=one.mask[0].long(), position_ids=(one.mask[0].long().cumsum(1) - 1).clamp(min=0)).logits
     logp = (logits[:, -17:-1] / 0.7).log_softmax(-1).gather(2, one.tokens[0, :, -16:, None])[..., 0]
-    torch.testing.assert_close(t.forward(one, t.policy)[0], (logp * one.response_mask[0]).sum(1))
+    torch.testing.assert_close(t.forward(one)[0][0], (logp * one.response_mask[0]).sum(1))
 
 
 def test_an_iteration_takes_its_prompts_in_steps():
     c = replace(DPO, iterations=5)
-    t, seen, step = trainer(c), [], D.DPO.step
+    t, seen, step = trainer(c), [], D.DPOLoop.step
     t.step = lambda batch: (seen.append(batch.tokens), step(t, batch))[1]
     for _ in range(5): row = t.iterate()
     assert [len(x) for x in seen] == [2] * 10 and t.steps == 10 and row["iteration"] == 5
@@ -94,13 +97,12 @@ def test_microbatches_and_processes_take_the_step_of_one(monkeypatch):
     assert {k: x.item() for k, x in a.items()} == pytest.approx({k: x.item() for k, x in b.items()}, rel=1e-4, abs=1e-6)
     gradients = []
     for index in range(2):
-        t = trainer(replace(DPO, minibatches=1))
-        t.accelerator = Pretend(index, 2)
-        t.accelerator.backward = lambda loss: loss.backward()
+        t = trainer(replace(DPO, minibatches=1), ScaledDPO)
+        t.rank, t.processes = index, 2
         part, = t.microbatches(t.choices[:4])
         t.accumulate(part, t.choices[:4], sync=True)
         gradients.append(vector(p.grad for p in t.policy.lm.parameters()))
-    whole = trainer(replace(DPO, minibatches=1))
+    whole = trainer(replace(DPO, minibatches=1), ScaledDPO)
     whole.accumulate(whole.choices[:4], whole.choices[:4], sync=True)
     torch.testing.assert_close(sum(gradients) / 2, vector(p.grad for p in whole.policy.lm.parameters()))
 
@@ -108,7 +110,7 @@ def test_microbatches_and_processes_take_the_step_of_one(monkeypatch):
 def test_what_is_logged_of_a_step():
     t = trainer(replace(DPO, dpo_beta=0.2))
     logp = t.choices[:2].logp_ref + torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, -1.0, 0.0, 0.0]])
-    found = t.diagnose(t.choices[:2], None, logp)
+    found = t.loss(t.choices[:2], logp)[1]
     assert found["margin"].item() == pytest.approx(0.2 * (1 + 2 - 1 + 1) / 6) and found["accuracy"].item() == pytest.approx(3 / 6)
     torch.testing.assert_close(found["policy_loss"], D.choice_loss(logp, t.choices[:2].logp_ref, 0.2))
 
@@ -130,9 +132,10 @@ def test_a_nan_stops_the_training():
 
 def test_preferences_of_ones_own():
     t = own(iterations=40, learning_rate=1e-2)
-    assert t.choices.tokens.shape == (2, 2, 10) and t.choices.response_mask.sum(-1).tolist() == [[5, 5], [5, 6]]      # each with its end
-    assert t.task.decode(t.choices.tokens[1, 1:, -6:]) == ["the plot was dull ."]
-    for k in (0, 1): assert t.task.decode(t.choices.tokens[:, k, :-6]) == [row["prompt"] for row in OWN]
+    choices = t.loop.choices
+    assert choices.tokens.shape == (2, 2, 10) and choices.response_mask.sum(-1).tolist() == [[5, 5], [5, 6]]      # each with its end
+    assert t.task.decode(choices.tokens[1, 1:, -6:]) == ["the plot was dull ."]
+    for k in (0, 1): assert t.task.decode(choices.tokens[:, k, :-6]) == [row["prompt"] for row in OWN]
     rows = t.learn().rows
     assert rows[0]["accuracy"] == 0.0 or rows[0]["margin"] < 0.1
     assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1 and rows[-1]["policy_loss"] < 0.3
@@ -152,14 +155,14 @@ def test_a_trained_policy_loads(tmp_path):
     ([OWN[0], OWN[1] | dict(chosen="it was delightful .")], "prompts must be texts that the tokenizer can read, got 'it was delightful .'"),
     ([], "prompts must not be empty"), ([7], r"prompts must be strings.*prompts\[0\]")])
 def test_preferences_that_cannot_be_used(rows, words):
-    with pytest.raises(ValueError, match=words): D.DPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")
+    with pytest.raises(ValueError, match=words): UserDPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")
 
 
 def test_preferences_need_an_end():
     tokenizer, lm = make_tokenizer(), tiny_lm()
     tokenizer.eos_token = lm.generation_config.eos_token_id = None
     with pytest.raises(ValueError, match="tokenizer must have a token for the end of a text"):
-        D.DPO(lm, tokenizer, OWN, max_new_tokens=6, device="cpu")
+        UserDPO(lm, tokenizer, OWN, max_new_tokens=6, device="cpu")
 
 
 # --- a response as it stands behind its prompt
@@ -190,8 +193,8 @@ def chosen(tok, prompt, response, ends=0, **options):
     lm = make("Llama", vocab_size=len(tok), max_position_embeddings=128)
     lm.generation_config.eos_token_id = ends
     row = dict(prompt=prompt, chosen=response, rejected="no") | options
-    t = D.DPO(lm, tok, [row], max_new_tokens=24, batch=1, minibatches=1, device="cpu")
-    keep, c = t.choices.response_mask[0, 0], t.choices
+    t = UserDPO(lm, tok, [row], max_new_tokens=24, batch=1, minibatches=1, device="cpu")
+    keep, c = t.loop.choices.response_mask[0, 0], t.loop.choices
     whole = c.tokens[0, 0][c.mask[0, 0]]
     return tok.decode(whole[:len(whole) - int((~keep).sum())]), c.tokens[0, 0, -24:][keep].tolist()
 
@@ -234,7 +237,7 @@ def test_a_response_has_tokens_of_the_model():
     lm = make("Llama", vocab_size=len(tok) - 1)
     rows = [dict(prompt="a", chosen="THINK", rejected="b")]
     with pytest.raises(ValueError, match="^prompts must have tokens among .* got 'THINK'"):
-        D.DPO(lm, tok, rows, device="cpu")
+        UserDPO(lm, tok, rows, device="cpu")
 
 
 @pytest.mark.parametrize("options", [dict(variant="gspo"), dict(kl_coef=1.0), dict(labels=8)])

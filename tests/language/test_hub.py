@@ -16,8 +16,8 @@ import transformers
 from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
 from rlhf_notes import RLHF, fast
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language import hub
-from rlhf_notes.language.hub import check_model, load_model, pad_outside, save_model, save_reward_model
+from rlhf_notes.hub import load as hub
+from rlhf_notes.hub.load import check_model, load_model, pad_outside, save_model, save_reward_model
 from rlhf_notes.language.model import RewardModel, hidden_states, no_dropout
 
 
@@ -145,7 +145,7 @@ def test_tied_weights_stay_tied_and_tokens_that_only_the_model_knows_stay(kind, 
     t.save(tmp_path / "lm")
     again, tok = load_model(tmp_path / "lm")
     head, words = again.get_output_embeddings().weight, again.get_input_embeddings().weight
-    assert head is words and torch.equal(head, t.policy.lm.get_input_embeddings().weight) and not torch.equal(head, t.reference.get_input_embeddings().weight)
+    assert head is words and torch.equal(head, t.policy.lm.get_input_embeddings().weight) and not torch.equal(head, t.loop.reference.get_input_embeddings().weight)
     assert head.shape == (37, 16) and tok.pad_token_id >= 37
 
 

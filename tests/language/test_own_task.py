@@ -18,14 +18,15 @@ from language_models import WORDS, make
 from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.language.config import Variant
-from rlhf_notes.language.hub import check_model, end_tokens
+from rlhf_notes.hub.load import check_model, end_tokens
 from rlhf_notes.language.model import make_gpt2, no_dropout
-from rlhf_notes.language.prompts import Classifier, Prompts, read_prompts, reward_functions
-from rlhf_notes.language.rlhf import rate_by_size
+from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts, reward_functions
+from rlhf_notes.language.loop import rate_by_size
+from rlhf_notes.language.scale import ScaledLoop
 from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
-from rlhf_notes.language.task import make_tokenizer
-from rlhf_notes.studies.trainings import new_training, old_training
+from rlhf_notes.reviews.task import make_tokenizer
+from rlhf_notes.launch import new_training, old_training
 from rlhf_notes.training.runs import Run
 
 SMALL = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)
@@ -76,11 +77,12 @@ def bare(**options):
 
 def test_a_model_of_ones_own_gets_pytorchs_adam_and_a_rate_by_its_size():
     t = bare()
-    size = sum(p.numel() for p in t.policy.parameters() if p.requires_grad)
+    size = sum(p.numel() for p in t.policy.lm.parameters() if p.requires_grad)
     assert (t.config.adam, t.config.adam_eps) == ("pytorch", 1e-8)
     assert t.config.learning_rate == rate_by_size(size) < 1e-3
+    t = t.loop
     before = t.optimizer.vector.detach().clone()
-    t.step(with_advantages(t.config, t.collect(), t.kl.coef))
+    t.step(with_advantages(t.config, t.collect(t.policy.lm, *t.prompts()), t.kl.coef))
     moved = (t.optimizer.vector.detach() - before).abs()[t.optimizer.vector.grad != 0]
     assert t.optimizer.eps == 1e-8
     torch.testing.assert_close(moved.median(), torch.tensor(t.config.learning_rate), rtol=0.01, atol=0)
@@ -173,7 +175,7 @@ def test_what_is_frozen_stays_and_the_rest_learns(algo):
 def test_a_model_frozen_whole_is_refused():
     t = trainer()
     with pytest.raises(ValueError, match="model must have weights to train, got 'GPT2LMHeadModel' with all of them frozen"):
-        type(t).from_parts(TINY, t.reference.requires_grad_(False), t.reward_model, t.norm, t.task)
+        RLHF(t.reference.requires_grad_(False), t.task.tokenizer, ['about'], count, device="cpu")
 
 
 def test_check_model_says_what_differs():
@@ -347,7 +349,7 @@ def test_several_tokens_end_a_response(tmp_path):
 
 def test_options_of_prompts_and_responses_are_followed():
     t = own(reward=count, stop_after=2, query_length=5)
-    assert t.task.tokens.shape == (2, 5) and t.sample_prompts()[0].shape == (16, 5)
+    assert t.task.tokens.shape == (2, 5) and t.loop.prompts()[0].shape == (16, 5)
     _, mask, has_end = t.task.truncate(torch.tensor([[2, 5, 2, 6], [5, 2, 6, 7], [5, 6, 7, 2]]))
     assert mask.sum(1).tolist() == [3, 4, 4] and has_end.tolist() == [True, False, True]
     with pytest.raises(ValueError, match="query_length must be 0 or at least 3, the tokens of the longest prompt, got 2"): own(query_length=2)
@@ -567,13 +569,13 @@ def test_what_is_not_scored_counts_nowhere(algo, variant):
         seen = iter(range(10**6))
         def reward(prompts, responses): return [math.nan if i % 4 == 3 else len(r) for i, r in zip(seen, responses)]
         t = own(reward=reward, algo=algo, variant=variant, group=4, iterations=1, microbatches=2, kl_coef=0.1)
-        before = t.score
-        def score(*args):
+        before = t.loop.collect
+        def collect(*args):
             r = before(*args); bad = ~r.is_scored
             assert bad.tolist() == [i % 4 == 3 for i in range(16)]
             for x in (r.scores, r.logp, r.logp_ref, r.values): x[bad] += garbage
             return r
-        t.score = score
+        t.loop.collect = collect
         return t.learn()
     a, b = step(0.0), step(0.7)
     assert a.rows[0]["unscored"] == 4
@@ -585,16 +587,18 @@ def test_what_is_not_scored_counts_nowhere(algo, variant):
 @pytest.mark.parametrize("variant", get_args(Variant))
 def test_a_batch_with_unscored_responses_teaches_what_the_others_teach(variant, microbatches):
     t = own(reward=count, variant=variant, group=4, kl_coef=0.3, microbatches=microbatches)
-    batch = with_advantages(t.config, t.collect(), 0.3)
+    loop = t.loop
+    batch = with_advantages(t.config, loop.collect(t.policy.lm, *loop.prompts()), 0.3)
     batch.scores, batch.logp_ref = torch.arange(16.0) % 5, batch.logp_ref - 0.5
     unscored = torch.arange(16) % 4 == 3
     batch.response_mask = batch.response_mask & ~unscored[:, None]
     batch = with_advantages(t.config, batch, 0.3)
+    loop = ScaledLoop(t.config, t.loop.reference, t.task, t.loop.reward)
     def gradient(batch, parts):
-        t.optimizer.zero_grad()
-        for part in parts: t.accumulate(part, batch, True)
-        return t.optimizer.vector.grad.clone()
-    found, scored = gradient(batch, t.microbatches(batch)), batch[~unscored]
+        loop.optimizer.zero_grad()
+        for part in parts: loop.accumulate(part, batch, True)
+        return loop.optimizer.vector.grad.clone()
+    found, scored = gradient(batch, loop.microbatches(batch)), batch[~unscored]
     torch.testing.assert_close(found, gradient(scored, [scored]), rtol=1e-4, atol=1e-6)
     assert found.any()
 
@@ -633,7 +637,7 @@ def table(path):
 def test_a_run_by_an_own_reward_is_interrupted_and_continued(begin, tmp_path, monkeypatch, capsys):
     assert begin("whole")() == 0
     with monkeypatch.context() as m:
-        m.setattr("rlhf_notes.language.pipeline.stop_on_interrupt", lambda: After(2))
+        m.setattr("rlhf_notes.reviews.pipeline.stop_on_interrupt", lambda: After(2))
         assert begin("cut")() == 130
     assert "continue with: rlhf-notes rlhf --resume cut --trust" in capsys.readouterr().out
     assert len(table(tmp_path / "cut" / "metrics.csv")) == 2
@@ -682,27 +686,27 @@ sys.path.insert(0, "TESTS")
 from language.test_own_task import own, ragged, tokenizer
 from language.parts import Pretend
 from language_models import make
-from rlhf_notes.language.dpo import DPO
-from rlhf_notes.language.rlhf import RLHF
+from rlhf_notes import DPO
+from rlhf_notes.language.loop import Loop
 
-sample = RLHF.sample_prompts
+sample = Loop.prompts
 def share(self, again=0):
     "The rows of this process of the batch that one process alone would sample."
-    self.accelerator, mine = Pretend(0, 1), self.accelerator
-    rows, self.accelerator = sample(self, again), mine
-    n = len(rows[0]) // mine.num_processes
-    return [x[mine.process_index * n:][:n] for x in rows]
-RLHF.sample_prompts = share
+    mine, self.rank, self.processes = (self.rank, self.processes), 0, 1
+    rows, (self.rank, self.processes) = sample(self, again), mine
+    n = len(rows[0]) // self.processes
+    return [x[self.rank * n:][:n] for x in rows]
+Loop.prompts = share
 found = {}
 for algo, variant in (("ppo", "ppo"), ("grpo", "grpo"), ("rloo", "dapo")):
     t = own(reward=ragged, algo=algo, variant=variant, batch=32, microbatches=2, group=4, kl_coef=0.1).learn()
-    assert t.accelerator.num_processes == int(sys.argv[1])
+    assert t.loop.processes == int(sys.argv[1])
     found[algo] = t.rows, [p.detach() for p in t.policy.parameters()]
 torch.manual_seed(0)
 choices = [dict(prompt=f"w{i} w{j}", chosen="w9 " * (1 + i % 3), rejected="w8 " * (1 + j % 2)) for i in range(3, 7) for j in range(3, 7)]
 t = DPO(make("Llama"), tokenizer(), choices, max_new_tokens=4, iterations=2, batch=16, minibatches=2, microbatches=2, learning_rate=1e-2, device="cpu").learn()
 found["dpo"] = t.rows, [p.detach() for p in t.policy.parameters()]
-if t.accelerator.is_main_process: torch.save(found, sys.argv[2])
+if t.loop.rank == 0: torch.save(found, sys.argv[2])
 """
 
 

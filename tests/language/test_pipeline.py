@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from language.parts import TIMES, TINY, After, a_batch, handmade, tiny_lm, trainer, vector, weights, without_times
-from rlhf_notes.language import pipeline as P, rlhf as R
-from rlhf_notes.language.hub import pad_outside
+from rlhf_notes.language.loop import Loop
+from rlhf_notes.reviews import pipeline as P
+from rlhf_notes.hub.load import pad_outside, save_model
 from rlhf_notes.language.model import make_gpt2
-from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer, true_reward
+from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer, true_reward
 from rlhf_notes.training.runs import Run
 
 
@@ -24,7 +25,7 @@ from rlhf_notes.training.runs import Run
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tokenizer = make_tokenizer()
-    R.save_model(path / "lm", tiny_lm(), tokenizer)
+    save_model(path / "lm", tiny_lm(), tokenizer)
     return str(path / "lm")
 
 
@@ -65,7 +66,8 @@ sys.path[:0] = [{root!r}, {tests!r}, {tests!r} + "/language"]
 from dataclasses import replace
 from accelerate import Accelerator
 from language import parts as T
-from rlhf_notes.language import pipeline as P
+from rlhf_notes.language.loop import Loop
+from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.language.rollout import Rollout
 p = Accelerator()
 assert p.num_processes == 2
@@ -73,7 +75,7 @@ for i, options in enumerate({cases!r}):
     t = T.trainer(replace(T.TINY, **options))
     batch = Rollout(**torch.load({path!r} + f"/batch{{i}}.pt"))
     logs = [{{k: v.item() for k, v in t.step(batch[rows]).items()}} for rows in torch.arange(16).view(2, 8)]
-    mine, stepped = t.sample_prompts()[2], T.weights(t)
+    mine, stepped = t.prompts()[2], T.weights(t)
     [everyone] = [p.gather(mine)]
     assert len(mine) == 8 and len(everyone) == 16 and not torch.equal(everyone[:8], everyone[8:])
     row = t.iterate()
@@ -112,11 +114,11 @@ def test_two_processes_take_the_steps_of_one(tmp_path, model_dir):
 
 def test_a_number_that_is_none_stops_the_run_and_says_where(tmp_path, model_dir, monkeypatch):
     monkeypatch.setattr(P, "CHECKPOINT_EVERY", 0.0)
-    iterate = R.RLHF.iterate
+    iterate = Loop.iterate
     def poisoned(self):
         if self.iteration == 2: self.policy.value_head.bias.data.fill_(math.nan)
         return iterate(self)
-    monkeypatch.setattr(R.RLHF, "iterate", poisoned)
+    monkeypatch.setattr(Loop, "iterate", poisoned)
     run = Run.create(tmp_path / "run", {"task": "rlhf"})
     with pytest.raises(FloatingPointError, match=r"stage rl, iteration 3: .*value_loss is nan"): P.train(P.Training(replace(TINY, model=model_dir)), run)
     left = Run.resume(tmp_path / "run").checkpoint
@@ -156,7 +158,7 @@ def test_bad_models_are_refused_in_a_line(tmp_path):
 
 def test_a_query_longer_than_the_context_is_refused(tmp_path):
     tokenizer = make_tokenizer()
-    R.save_model(tmp_path / "short", tiny_lm(n_positions=20), tokenizer)
+    save_model(tmp_path / "short", tiny_lm(n_positions=20), tokenizer)
     with pytest.raises(ValueError, match="20 tokens"): P.make_world(replace(TINY, model=str(tmp_path / "short")), torch.device("cpu"))
     for options, words in ((dict(response_length=60), "response_length must fit into the model's context of 64 tokens, got 9 \\+ 60"), (dict(query_length=60), "query_length must fit into the model's context of 64 tokens, got 60 \\+ 16")):
         with pytest.raises(ValueError, match=f"^{words}$"): P.make_world(replace(TINY, **options), torch.device("cpu"))
@@ -166,7 +168,7 @@ def test_a_query_longer_than_the_context_is_refused(tmp_path):
 def test_a_tokenizer_that_does_not_fit_is_the_models(tmp_path):
     from language.test_task import words_alone
     words = [w for w in WORDS if w != "superb"]
-    R.save_model(tmp_path / "lm", make_gpt2("tiny", len(words), n_layer=1, n_embd=16, n_head=2), words_alone(words))
+    save_model(tmp_path / "lm", make_gpt2("tiny", len(words), n_layer=1, n_embd=16, n_head=2), words_alone(words))
     with pytest.raises(ValueError, match="^model must have a tokenizer for every word, got"): P.make_world(replace(TINY, model=str(tmp_path / "lm")), "cpu")
 
 
@@ -229,7 +231,7 @@ def test_the_policy_answers_many_texts_as_it_does_one(tmp_path, pad, expected):
     with torch.no_grad():
         for p in lm.parameters(): p.add_(0.3 * torch.randn(p.shape, generator=g))                     # or it would say the same to all
     tokenizer = pad_outside(make_tokenizer() if pad == "outside" else PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[0], pad_token=pad), len(WORDS))
-    R.save_model(tmp_path / "p", lm, tokenizer)
+    save_model(tmp_path / "p", lm, tokenizer)
     assert tokenizer.pad_token_id == len(WORDS) and lm.config.pad_token_id is None and lm.generation_config.pad_token_id is None
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "p"), AutoTokenizer.from_pretrained(tmp_path / "p")
     assert tokenizer.pad_token == expected and tokenizer.padding_side == "left" and tokenizer.pad_token_id < len(WORDS)
@@ -249,7 +251,7 @@ def same_as_whole(whole, path, t, rows):
     for name in ("sft.csv", "reward_model.csv", "samples.csv"): assert (path / name).read_bytes() == (whole[0] / name).read_bytes(), name
     columns = [[{k: v for k, v in r.items() if k not in TIMES} for r in csv.DictReader(open(p / "metrics.csv"))] for p in (path, whole[0])]
     assert columns[0] == columns[1]
-    assert torch.equal(weights(t), weights(whole[2])) and torch.equal(vector(t.reward_model.parameters()), vector(whole[2].reward_model.parameters()))
+    assert torch.equal(weights(t), weights(whole[2]))
 
 
 @pytest.mark.parametrize("steps, stage", [((0,), ["sft"]), ((2, 2), ["sft", "reward_model"]), ((3, 3), ["reward_model", "rl"]), ((7,), ["rl"]), ((9,), ["rl"])], ids=str)
@@ -278,10 +280,12 @@ torch.set_num_threads(1)
 sys.path[:0] = {[str(p) for p in Path(__file__).parents[:3]]!r}
 from dataclasses import replace
 from language import parts as T
-from rlhf_notes.language import pipeline as P, rlhf as R
+from rlhf_notes.language.loop import Loop
+from rlhf_notes.language.loop import Loop
+from rlhf_notes.reviews import pipeline as P
 P.CHECKPOINT_EVERY, P.Run.save_figure = 0.0, lambda *args, **how: None
-iterate = R.RLHF.iterate
-R.RLHF.iterate = lambda self: (time.sleep(0.5), iterate(self))[1]
+iterate = Loop.iterate
+Loop.iterate = lambda self: (time.sleep(0.5), iterate(self))[1]
 P.train(P.Training(replace(T.TINY, model={whole[1].model!r})), P.Run.create({str(path)!r}, dict(task="rlhf", seed=3)))
 """
     child = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
@@ -304,7 +308,7 @@ def test_nothing_is_written_without_a_run(tmp_path, monkeypatch, model_dir):
 
 def test_a_policy_takes_the_place_of_another(tmp_path):
     tokenizer = make_tokenizer()
-    for seed in (0, 1): R.save_model(tmp_path / "p", tiny_lm(seed), tokenizer)
+    for seed in (0, 1): save_model(tmp_path / "p", tiny_lm(seed), tokenizer)
     from transformers import AutoModelForCausalLM
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "p").transformer.wte.weight, tiny_lm(1).transformer.wte.weight)
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
@@ -313,5 +317,5 @@ def test_a_policy_takes_the_place_of_another(tmp_path):
 def test_other_tokenizers_will_do(tmp_path):
     "One that response_mask further than the model it comes with was made for."
     tokenizer = pad_outside(make_tokenizer(), len(WORDS))
-    R.save_model(tmp_path / "p", tiny_lm(), tokenizer)
+    save_model(tmp_path / "p", tiny_lm(), tokenizer)
     assert P.train(P.Training(replace(TINY, model=str(tmp_path / "p"), iterations=1)))[2]["steps"] == 16

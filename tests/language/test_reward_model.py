@@ -10,9 +10,11 @@ from hypothesis import given, strategies as st
 from rlhf_notes.formulas.preference import best_of_n_loss
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.model import Pretraining, RewardModel, make_gpt2
-from rlhf_notes.language.reward_model import CHOICES, RewardTraining, agreement, ask_human, score, warm_linear, write_responses
-from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer, review_prompts
+from rlhf_notes.reviews.pretraining import Pretraining
+from rlhf_notes.language.model import RewardModel, make_gpt2
+from rlhf_notes.reviews.reward_model import (
+    CHOICES, RewardTraining, agreement, ask_human, warm_linear, write_responses)
+from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer, review_prompts
 from strategies import SEEDS
 
 CONFIG = RLHFConfig(sft_steps=40, sft_batch=32, sft_learning_rate=2e-2, labels=40, rm_batch=8, rm_epochs=1, rm_learning_rate=2e-3, norm_samples=48)
@@ -39,7 +41,7 @@ def asked(lm, task):
 
 def generator(seed=0): return torch.Generator().manual_seed(seed)
 def run(stage, n=None): return [stage.iterate() for _ in range(stage.iterations - stage.iteration if n is None else n)]
-def rewards_of(model, texts): return score(model, *(x.flatten(0, 1) for x in texts)).view(-1, 4)
+def rewards_of(model, texts): return model.score(*(x.flatten(0, 1) for x in texts)).view(-1, 4)
 def batch(stage, i=0): *texts, best = (x[stage.order[i]] for x in stage.labels); return texts, best
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -49,21 +51,21 @@ def weights(model): return torch.cat([p.detach().flatten() for p in model.parame
 @torch.no_grad()
 def test_query_and_answer_are_read_together(lm, asked):
     model, (queries, mask, answers, counts) = RewardModel(lm, generator()), asked
-    r = score(model, queries, mask, answers, counts)
+    r = model.score(queries, mask, answers, counts)
     assert r.shape == (24,) and r.dtype == torch.float32
-    other = score(model, queries.roll(1, 0), mask.roll(1, 0), answers, counts)
+    other = model.score(queries.roll(1, 0), mask.roll(1, 0), answers, counts)
     changed = (queries != queries.roll(1, 0)).any(1)
     assert changed.sum() > 15 and (other[changed] != r[changed]).all()                # G1
-    assert (score(model, queries, mask, answers.roll(1, 0), counts.roll(1, 0)) != r).any()
+    assert (model.score(queries, mask, answers.roll(1, 0), counts.roll(1, 0)) != r).any()
 
 
 @torch.no_grad()
 def test_the_last_real_token_counts_and_nothing_behind_it(lm, asked, task):
     model, (queries, mask, answers, counts) = RewardModel(lm, generator()), asked
-    r = score(model, queries, mask, answers, counts)
+    r = model.score(queries, mask, answers, counts)
     assert not counts.all()
     for junk in (0, 7, task.pad_token, 10_000):                                       # R1, G2
-        torch.testing.assert_close(score(model, queries.masked_fill(~mask, junk), mask, answers.masked_fill(~counts, junk), counts), r)
+        torch.testing.assert_close(model.score(queries.masked_fill(~mask, junk), mask, answers.masked_fill(~counts, junk), counts), r)
     for i in range(len(r)):
         n = counts[i].sum()
         alone = lm.transformer(torch.cat([queries[i, mask[i]], answers[i, :n]])[None]).last_hidden_state[0, -1]
@@ -163,7 +165,7 @@ def test_norm_before_and_after(lm, task):
     run(stage)
     assert moments() == pytest.approx((0, 1), abs=1e-5) and stage.norm.state_dict() != before         # R3, after
     q, m, a, c = stage.reference
-    r = stage.norm(score(stage.model, q, m, a, c)).detach()
+    r = stage.norm(stage.model.score(q, m, a, c)).detach()
     assert (r.mean().item(), r.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-5)
 
 
@@ -280,8 +282,8 @@ def test_training_computes_what_scoring_computes(lm, task, asked):
     "No dropout, in whatever mode the model is."
     stage = RewardTraining(CONFIG, lm, task)
     with torch.no_grad():
-        stage.model.train(); a = score(stage.model, *asked)
-        stage.model.eval(); assert torch.equal(score(stage.model, *asked), a)
+        stage.model.train(); a = stage.model.score(*asked)
+        stage.model.eval(); assert torch.equal(stage.model.score(*asked), a)
 
 
 # agreement

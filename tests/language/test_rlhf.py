@@ -11,11 +11,16 @@ from language.parts import TIMES, TINY, Pretend, a_batch, a_rollout, handmade, l
 from rlhf_notes.formulas.kl import AdaptiveKLController
 from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language import pipeline as P, rlhf as R
+from rlhf_notes.reviews import pipeline as P
+from rlhf_notes.language import loop as R
 from rlhf_notes.language.config import Variant
 from rlhf_notes.language.model import RewardModel, response_states, hidden_states, to_logits
+from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language.rollout import Rollout, with_advantages
-from rlhf_notes.language.task import WORDS, Reviews, make_tokenizer
+from rlhf_notes.language.scale import make_loop
+from rlhf_notes.reviews.reward_model import proxy_reward
+from rlhf_notes.training.devices import process_device
+from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
 from strategies import SEEDS
 
 
@@ -92,20 +97,20 @@ def test_answers_go_on_past_the_end():                                          
 
 def test_queries_of_a_group_are_one():
     t = trainer(replace(TINY, algo="rloo"))
-    q = t.sample_prompts()[0].view(4, 4, -1)
+    q = t.prompts()[0].view(4, 4, -1)
     assert torch.equal(q, q[:, :1].expand_as(q)) and len(q[:, 0].unique(dim=0)) > 1
-    assert len(trainer().sample_prompts()[0].unique(dim=0)) > 4
+    assert len(trainer().prompts()[0].unique(dim=0)) > 4
 
 
 def test_chance_follows_from_seed_iteration_and_process():                                           # G6
-    def first(t): return t.sample_prompts()[2]
+    def first(t): return t.prompts()[2]
     t = trainer()
     assert torch.equal(first(t), first(trainer()))
     other = trainer(replace(TINY, seed=4)); later = trainer(); later.iteration = 1
-    rank = trainer(); rank.accelerator = Pretend(1, 2)
+    rank = trainer(); rank.rank, rank.processes = 1, 2
     assert not any(torch.equal(first(t)[:8], first(x)[:8]) for x in (other, later, rank))
-    again = t.sample_prompts(1)[2]
-    assert not torch.equal(again, first(t)) and torch.equal(again, t.sample_prompts(1)[2])
+    again = t.prompts(1)[2]
+    assert not torch.equal(again, first(t)) and torch.equal(again, t.prompts(1)[2])
     rank.config = replace(TINY, batch=32)
     assert torch.equal(first(rank), first(trainer(replace(TINY, seed=3 + 100_003))))
 
@@ -114,7 +119,7 @@ def test_loss_by_hand():
     x = with_advantages(replace(TINY, whiten_rewards=False, whiten_advantages=False), handmade(), 0.1)
     g = torch.Generator().manual_seed(1)
     logp, values = x.logp + 0.3 * torch.randn(4, 4, generator=g), x.values + torch.randn(4, 4, generator=g)
-    loss, parts = R.rl_loss(replace(TINY, clip=0.1, value_clip=0.3), x, logp, values, 0.1)
+    loss, parts = R.rl_loss(replace(TINY, clip=0.1, value_clip=0.3), x, logp, values, values, 0.1)
     policy, value = parts["policy_loss"], parts["value_loss"]
     p = v = n = 0.0
     for i in range(4):
@@ -126,7 +131,7 @@ def test_loss_by_hand():
             n += 1
     assert policy.item() == pytest.approx(p / n, rel=1e-5) and value.item() == pytest.approx(v / n, rel=1e-5)
     assert loss.item() == pytest.approx((policy + 0.1 * value).item())
-    assert R.rl_loss(replace(TINY, value_clip=0.0), x, logp, values, 0.1)[1]["value_loss"] < value
+    assert R.rl_loss(replace(TINY, value_clip=0.0), x, logp, values, values, 0.1)[1]["value_loss"] < value
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
@@ -134,7 +139,7 @@ def test_the_kl_in_the_loss_is_k3_times_the_ratio(algo):
     x = with_advantages(replace(TINY, algo=algo, group=2), handmade(), 0.1)
     logp = x.logp + 0.1 * torch.arange(4)
     def loss(**options):
-        return R.rl_loss(replace(TINY, algo=algo, **options), x, logp, x.values, 0.4)[0]
+        return R.rl_loss(replace(TINY, algo=algo, **options), x, logp, x.values, x.values, 0.4)[0]
     r, d = ((logp - y)[x.response_mask] for y in (x.logp, x.logp_ref))
     expected = 0.4 * (r.exp() * (torch.exp(-d) - 1 + d)).mean()
     torch.testing.assert_close(loss(kl_in_loss=True) - loss(kl_in_loss=False), expected)
@@ -152,7 +157,7 @@ def test_a_reward_that_is_always_the_same_leaves_the_policy_where_it_is():
 
 def test_no_value_loss_without_a_value_head():
     x = with_advantages(replace(TINY, algo="grpo", group=2), handmade(), 0.1)
-    assert "value_loss" not in R.rl_loss(replace(TINY, algo="grpo"), x, x.logp, x.values, 0.1)[1]
+    assert "value_loss" not in R.rl_loss(replace(TINY, algo="grpo"), x, x.logp, x.values, x.values, 0.1)[1]
     t = trainer(replace(TINY, algo="grpo"))
     before = t.policy.value_head.weight.clone()
     row = t.iterate()
@@ -170,7 +175,7 @@ def gradient_of(t, batch, microbatches):
 
 @pytest.mark.parametrize("options", [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in get_args(Variant))], ids=lambda o: o.get("variant", "value head"))
 def test_microbatches_add_up_to_the_gradient_of_the_minibatch(options):                              # P7
-    t = trainer(replace(TINY, **options))
+    t = trainer(replace(TINY, **options), scaled=True)
     batch = a_batch(t)
     assert len(batch.response_mask.sum(1).unique()) > 2
     t.policy.lm.transformer.wte.weight.data.add_(0.02 * torch.randn(len(WORDS), 16, generator=torch.Generator().manual_seed(0)))
@@ -179,32 +184,31 @@ def test_microbatches_add_up_to_the_gradient_of_the_minibatch(options):         
     for k in (2, 8): torch.testing.assert_close(gradient_of(t, batch, k), whole, **close)
     shares = []
     for index in range(2):                                                                           # DDP takes the mean over processes
-        t.accelerator = Pretend(index, 2)
-        t.accelerator.backward = lambda loss: loss.backward()
+        t.rank, t.processes = index, 2
         shares.append(gradient_of(t, batch, 1))
     torch.testing.assert_close(sum(shares) / 2, whole, **close)
     assert whole.norm() > 1e-3
 
 
 def test_the_gradient_is_that_of_the_loss():
-    t = trainer()
+    t = trainer(scaled=True)
     batch = a_batch(t)
     found = gradient_of(t, batch, 2)
     logp, values = logp_now(t, batch)
-    loss, _ = R.rl_loss(t.config, batch, logp, values, t.kl.coef)
+    loss, _ = R.rl_loss(t.config, batch, logp, values, values, t.kl.coef)
     expected = vector(torch.autograd.grad(loss, list(t.policy.parameters())))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_every_step_has_a_gradient_of_its_own(monkeypatch):
     t = trainer(replace(TINY, max_grad_norm=1e9))
-    monkeypatch.setattr(t, "update", lambda: None)
+    monkeypatch.setattr(t.optimizer, "step", lambda rate: None)
     b = a_batch(t)
     assert t.step(b)["grad_norm"] == t.step(b)["grad_norm"] > 0
 
 
 def test_what_comes_after_the_end_does_not_teach():
-    t = trainer()
+    t = trainer(scaled=True)
     batch = a_batch(t)
     clean = gradient_of(t, batch, 1)
     poison = lambda x: x.masked_fill(~batch.response_mask, 1e6)
@@ -289,7 +293,7 @@ def test_the_log_of_a_minibatch():                                              
     logp, values = (x.detach() for x in logp_now(t, b))
     logp, values = logp + 0.2 * torch.sin(torch.arange(16.0)), values + 0.3 + 0.3 * torch.cos(torch.arange(16.0))
     some = torch.rand(16, 16)
-    x = {k: v.item() for k, v in t.diagnose(b, None, logp, some, values).items()}
+    x = {k: v.item() for k, v in t.loss(b, logp, some, values)[1].items()}
     c, d, r = b.response_mask, (logp - b.logp)[b.response_mask], b.returns[b.response_mask]
     A, V, V0 = b.advantages[c], values[c], b.values[c]
     assert x["approx_kl"] == pytest.approx(0.5 * d.square().mean().item(), rel=1e-4)
@@ -316,12 +320,12 @@ def test_the_log_of_an_iteration_is_the_mean_over_its_minibatches(algo, monkeypa
 def test_the_entropy_is_that_of_the_policy():
     t = trainer(replace(TINY, temperature=0.5))
     b = a_batch(t)
-    (_, entropy, _), _ = t.accumulate(b, b, True)
+    _, entropy, _ = t.forward(b)
     logits = to_logits(t.policy.lm, response_states(t.policy.lm, b.tokens, b.mask, 16))
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()
     torch.testing.assert_close(entropy[b.response_mask], expected[b.response_mask], rtol=1e-4, atol=1e-4)
     whole = replace(b, response_mask=torch.ones_like(b.response_mask))
-    (_, entropy, _), _ = t.accumulate(whole, whole, True)
+    _, entropy, _ = t.forward(whole)
     torch.testing.assert_close(entropy, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -334,7 +338,8 @@ def test_nothing_depends_on_what_stands_behind_the_end(algo, monkeypatch):
     def all_of_it(lm, tokens, mask, response, response_mask=None):
         calls.append(response_mask)
         return response_states(lm, tokens, mask, response)
-    monkeypatch.setattr("rlhf_notes.language.model.response_states", all_of_it)
+    for module in ("loop", "model"):
+        monkeypatch.setattr(f"rlhf_notes.language.{module}.response_states", all_of_it)
     more, wide, after = run()
     assert calls and all(c is not None for c in calls) and not torch.cat(calls).all()                 # asked for less
     for a, b in zip(rows, more):
@@ -380,7 +385,8 @@ def test_dropout_is_gone():                                                     
     lm = tiny_lm()
     for m in lm.modules():
         if isinstance(m, torch.nn.Dropout): m.p = 0.5
-    t = R.RLHF.from_parts(TINY, lm, RewardModel(tiny_lm(1)), RewardNorm(), Reviews(make_tokenizer(), 16))
+    task = Reviews(make_tokenizer(), 16)
+    t = make_loop(TINY, lm, task, proxy_reward(RewardModel(tiny_lm(1)), RewardNorm()))
     assert {m.p for m in t.policy.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
     row = t.iterate()
     assert abs(row["kl_k1"]) < 1e-4 and t.policy.training
@@ -389,7 +395,7 @@ def test_dropout_is_gone():                                                     
 def test_training_never_sees_the_true_score(monkeypatch):
     t = trainer()
     def forbidden(*args): raise AssertionError("the true score was looked up")
-    monkeypatch.setattr(Reviews, "true_rewards", forbidden); monkeypatch.setattr("rlhf_notes.language.task.true_reward", forbidden)
+    monkeypatch.setattr(Reviews, "true_rewards", forbidden); monkeypatch.setattr("rlhf_notes.reviews.task.true_reward", forbidden)
     t.iterate()
     with pytest.raises(AssertionError): P.evaluate(t)
 
@@ -416,10 +422,10 @@ def test_the_parts_of_all_processes_are_the_minibatch(microbatches):
     c = replace(TINY, microbatches=microbatches)
     batch, parts = a_batch(trainer(c)), []
     for i in range(4):
-        t = trainer(c); t.accelerator = Pretend(i, 4)
+        t = trainer(c, scaled=True); t.rank, t.processes = i, 4
         parts += t.microbatches(batch)
     assert len(parts) == 4 * microbatches and torch.equal(torch.cat([p.logp for p in parts]), batch.logp)
-    assert len(t.sample_prompts()[0]) == 4
+    assert len(t.prompts()[0]) == 4
 
 
 @pytest.mark.parametrize("options, count", [(dict(), 3), (dict(minibatches=8), 4), (dict(algo="rloo", group=8), 4), (dict(microbatches=4), 4)])
@@ -429,9 +435,9 @@ def test_batches_that_processes_do_not_divide_are_refused(options, count):
 
 
 def test_one_process_keeps_its_device_and_its_rows():
-    with pytest.raises(ValueError, match="^device"): R.process_device("tpu")
-    t, x = trainer(), torch.ones(2, 3).T
-    assert torch.equal(t.gather(x), x) and str(R.process_device("cpu")) == "cpu" == str(t.device)
+    with pytest.raises(ValueError, match="^device"): process_device("tpu")
+    t, x = trainer(scaled=True), torch.ones(2, 3).T
+    assert torch.equal(t.gather(x), x) and str(process_device("cpu")) == "cpu" == str(t.device)
 
 
 # --- a user's prompts and reward
@@ -440,7 +446,7 @@ def likes_good(prompts, responses): return [r.split().count("good") for r in res
 
 
 def own(reward=likes_good, prompts=("about the hotel .", "about the old film ."), **options):
-    return R.RLHF(tiny_lm(), make_tokenizer(), prompts=list(prompts), reward=reward, **dict(algo="rloo", max_new_tokens=8, iterations=2, batch=8, minibatches=2, device="cpu") | options)
+    return RLHF(tiny_lm(), make_tokenizer(), prompts=list(prompts), reward=reward, **dict(algo="rloo", max_new_tokens=8, iterations=2, batch=8, minibatches=2, device="cpu") | options)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
@@ -464,11 +470,11 @@ def test_a_reward_sees_prompts_responses_and_columns():
 def test_a_saved_policy_answers_as_before(tmp_path):
     t = own().learn()
     t.save(tmp_path / "mine")
-    again = R.RLHF.load(tmp_path / "mine")
+    again = RLHF.load(tmp_path / "mine")
     texts = ["about the hotel .", "about the old film ."]
     assert again.generate(texts) == t.generate(texts) != t.generate(texts, seed=1) and again.config == t.config
-    assert R.RLHF.load(tmp_path / "mine", ["about the hotel ."], likes_good).learn().iteration == 2
-    by_name = R.RLHF(str(tmp_path / "mine"), prompts=texts, reward=likes_good, max_new_tokens=8, device="cpu")
+    assert RLHF.load(tmp_path / "mine", ["about the hotel ."], likes_good).learn().iteration == 2
+    by_name = RLHF(str(tmp_path / "mine"), prompts=texts, reward=likes_good, max_new_tokens=8, device="cpu")
     assert by_name.generate(texts) == t.generate(texts)
 
 

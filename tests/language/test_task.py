@@ -5,9 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_notes.language import task
-from rlhf_notes.language.task import (ADJECTIVES, CATEGORY, COSTS, DOMAINS, EOS, FOLLOWS, HELD_OUT, INTENSIFIERS, MOOD, NOUNS, PAD, PROMPTS, SLIP, STOP, STRAY, WORDS, Reviews, corpus,
-                                      domain_of, grammatical, human_choice, judgement, make_tokenizer, review_prompts, sentiments, true_reward, write_review)
+from rlhf_notes.reviews import task
+from rlhf_notes.reviews.task import (
+    ADJECTIVES, CATEGORY, COSTS, DOMAINS, EOS, FOLLOWS, HELD_OUT, INTENSIFIERS, MOOD, NOUNS,
+    PAD, PROMPTS, SLIP, STOP, STRAY, WORDS, Reviews, corpus, domain_of, grammatical,
+    human_choice, judgement, make_tokenizer, review_prompts, sentiments, true_reward,
+    write_review)
 from strategies import SEEDS
 
 T, AFTER = 16, 8

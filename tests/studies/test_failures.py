@@ -16,7 +16,8 @@ from rlhf_notes.formulas.preference import bradley_terry_loss
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.formulas.surrogate import clipped_surrogate
 from rlhf_notes.formulas.whitening import whiten
-from rlhf_notes.language import model, reward_model, rlhf, rollout as rollouts, sampling as sample
+from rlhf_notes.language import loop, model, rollout as rollouts, sampling as sample
+from rlhf_notes.reviews import reward_model
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.studies.variants import measure, prepare
 from rlhf_notes.studies import failures as game
@@ -83,11 +84,11 @@ def test_the_intact_training_is_that_of_the_trainer(start, intact):
 def test_the_policy_is_measured_with_everything_intact(start, monkeypatch):
     "Whatever is planted: by the intact reward model, task, temperature and reference."
     seen = []
-    monkeypatch.setattr(failures, "measure", lambda look, lm: (seen.append((look, lm, rlhf.Policy, model.position_ids, sample.draw)), measure(look, lm))[1])
+    monkeypatch.setattr(failures, "measure", lambda look, lm: (seen.append((look, lm, loop.Policy, model.position_ids, sample.draw)), measure(look, lm))[1])
     for name in ("prompt unseen", "scores as they come", "no truncation", "temperature forgotten", "reference moves", "top five", "positions count padding"): attempt(name, start)
     for look, lm, *originals in seen:
-        assert look.reward_model is start.reward_model and look.norm is start.norm and look.task is start.task and look.reference is start.lm and lm is not start.lm
-        assert originals == [rlhf.Policy, model.position_ids, sample.draw] and originals[1].__module__ == "rlhf_notes.language.model"
+        assert look.reward is not None and look.task is start.task and look.reference is start.lm and lm is not start.lm
+        assert originals == [loop.Policy, model.position_ids, sample.draw] and originals[1].__module__ == "rlhf_notes.language.model"
     assert [look.config.temperature for look, *_ in seen] == [1, 1, 1, 0.7, 1, 1, 1]
 
 
@@ -143,7 +144,7 @@ def test_losses_by_hand():
     logp, old, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
     batch = rollouts.Rollout(torch.zeros(1, 3), mask, mask, mask[:, 0], old[:, 0], old, old, old, old, torch.tensor([[4.0, 0.0]]), old)
     for algo in ("ppo", "grpo"):
-        (right, _), (padded, stats) = (loss(RLHFConfig(algo=algo), batch if algo == "ppo" else replace(batch, returns=None), logp, old, 0.1) for loss in (rlhf.rl_loss, wrong("mean over padding", -1)))
+        (right, _), (padded, stats) = (loss(RLHFConfig(algo=algo), batch if algo == "ppo" else replace(batch, returns=None), logp, logp, old, 0.1) for loss in (loop.rl_loss, wrong("mean over padding", -1)))
         assert (padded - right).item() == 2 and stats["policy_loss"] == -2
     rewards, best = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 5.0, 2.0]]), torch.tensor([3, 1])
     torch.testing.assert_close(wrong("pairs")(rewards, best), bradley_terry_loss(torch.tensor([4.0, 1.0]), torch.tensor([1.0, 5.0])))
@@ -167,7 +168,7 @@ def test_draws_and_tasks(start):
     trainer = start.trainer()
     queries, mask, u = wrong("one seed for two")(trainer)
     assert len(u) == 32 and torch.equal(u[:16], u[16:]) and torch.equal(queries[:16], queries[16:]) and not torch.equal(u[:8], u[8:16])
-    torch.testing.assert_close(u[:16], trainer.sample_prompts()[2][:16])
+    torch.testing.assert_close(u[:16], trainer.prompts()[2][:16])
     g = lambda: torch.Generator().manual_seed(0)
     task, cut = start.task, FAILURES["unfinished prompts"].start(start).task
     whole, short = (t.texts(*t.sample_prompts(6, g()), torch.zeros(6, 0, dtype=torch.long)) for t in (task, cut))
@@ -198,8 +199,7 @@ def test_models(start):
 def test_what_stands_behind_the_end_is_looked_at(start):
     def seen():
         trainer = start.trainer()
-        prompts, mask, u = trainer.sample_prompts()
-        rollout = trainer.score(prompts, mask, trainer.respond(trainer.policy.lm, prompts, mask, u))
+        rollout = trainer.collect(trainer.policy.lm, *trainer.prompts())
         with torch.no_grad(): return rollout, trainer.forward(rollout)[0]
     rollout, logp = seen()
     behind = ~rollout.response_mask

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.pipeline import evaluate
-from rlhf_notes.language.task import HELD_OUT
+from rlhf_notes.reviews.pipeline import evaluate
+from rlhf_notes.reviews.task import HELD_OUT
 from rlhf_notes.studies.preferences import selection_kl
 from rlhf_notes.studies.variants import best_of_n_kl, prepare
 

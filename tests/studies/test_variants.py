@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.pipeline import evaluate
+from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.language.rollout import rollout_stats
 from rlhf_notes.studies.variants import best_of_n, best_of_n_kl, measure, prepare
 
@@ -81,7 +81,7 @@ def test_trainings_begin_alike_and_leave_the_start_alone(start):
 
 def test_prepare_is_the_beginning_of_a_training():
     "The same two stages, the same numbers as `train`'s."
-    from rlhf_notes.language.pipeline import Training
+    from rlhf_notes.reviews.pipeline import Training
     config = RLHFConfig(seed=1, **SMALL)
     training, start = Training(config), prepare(config)
     while training.name != "rl": training.iterate()
