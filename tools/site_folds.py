@@ -1,6 +1,6 @@
-"""What a page of the site keeps closed until it is asked for: answers to predictions, more proofs, engineering, errata.
+"""What a page of the site keeps closed until it is asked for: answers to predictions, more proofs, engineering, errata, and what `help` says.
 
-A section called "More proofs", "In the workshop" or "Errata" is folded as a whole. After "Predict before you run" the code stays in view; what it puts
+A section called "More proofs", "In the workshop", "Errata" or "The formulas by name" is folded as a whole. After "Predict before you run" the code stays in view; what it puts
 out, and the paragraph after it, are the answer. A slider stays in view: moving it shows the answer.
 """
 import re
@@ -8,7 +8,7 @@ import re
 from docutils import nodes
 from sphinx.addnodes import desc
 
-SECTIONS = ("More proofs", "In the workshop", "Errata")
+SECTIONS = ("More proofs", "In the workshop", "Errata", CARD := "The formulas by name")
 PREDICT = re.compile(r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
 
 
@@ -22,7 +22,9 @@ def fold_sections(doctree):
         title, *rest = section.children
         if title.astext() not in SECTIONS: continue
         cells = sum(is_code(n) for n in section.findall(nodes.container))
-        section[:] = [title, *details("section", f"Show ({cells} cells)" if cells else "Show", rest)]
+        shown = f"Show ({cells} cells)" if cells else "Show"
+        if title.astext() == CARD: section[:] = details("section", CARD, rest)
+        else: section[:] = [title, *details("section", shown, rest)]
 
 
 def is_code(node): return isinstance(node, nodes.container) and node.get("nb_element") == "cell_code"
