@@ -28,7 +28,7 @@ crosscheck: $(PEERS)/.ready ## our formulas against those of other libraries; fa
 	$(PEERS)/bin/python -m pytest tests/crosscheck --expect '$(EXPECT)'
 
 # What the last three require excludes what the others do; their losses are functions of tensors and need none of it.
-$(PEERS)/.ready: constraints.txt settings.ini setup.py
+$(PEERS)/.ready: constraints.txt pyproject.toml settings.ini setup.py
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,crosscheck]'
 	for peer in DI-engine==0.5.3 verl==0.9.1 openrlhf==0.11.2; do \
@@ -36,13 +36,13 @@ $(PEERS)/.ready: constraints.txt settings.ini setup.py
 	touch $@
 
 install: $(READY)       ## the virtual environment, with the pinned versions of constraints.txt
-$(READY): constraints.txt settings.ini setup.py
+$(READY): constraints.txt pyproject.toml settings.ini setup.py
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python >= 3.10 is needed; this is " + sys.version.split()[0] + ": set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-export: $(READY)        ## notebooks -> modules and README
+export: $(READY)        ## notebooks -> modules (nbdev-export) and README
 	$(BIN)/python tools/notebooks.py export
 
 outputs: $(READY)       ## execute the notebooks and store their outputs; NB='nbs/a.ipynb nbs/b.ipynb' for some

@@ -1,4 +1,4 @@
-"Everything the package says of itself stands in settings.ini; this file only hands it to setuptools."
+"Hands what settings.ini says of the package to setuptools, which reads pyproject.toml by itself."
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -28,20 +28,10 @@ extras = {name: cfg[f"{name}_requirements"].split() for name in ("fast", "peft",
 extras["all"] = [r for name in ("fast", "peft", "track", "data", "video") for r in extras[name]]
 
 setup(
-    name=cfg["lib_name"],
-    version=cfg["version"],
-    description=cfg["description"],
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author=cfg["author"],
     author_email=cfg["author_email"],
-    url=cfg["git_url"],
-    project_urls={
-        "Documentation": cfg["doc_host"] + cfg["doc_baseurl"],
-        "Source": cfg["git_url"],
-        "Issues": cfg["git_url"] + "/issues",
-        "Changelog": cfg["git_url"] + f"/blob/{cfg['branch']}/CHANGELOG.md",
-    },
     license="Apache-2.0",
     license_files=["LICENSE"],
     keywords=cfg["keywords"].split(),
@@ -61,10 +51,12 @@ setup(
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
     package_data={"rlhf_notes": ["py.typed"]},
-    python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
     cmdclass={"build_py": BuildWithDocstrings},
-    entry_points={"console_scripts": cfg["console_scripts"].split()},
+    entry_points={
+        "console_scripts": cfg["console_scripts"].split(),
+        "nbdev": ["rlhf_notes = rlhf_notes._modidx:d"],  # other projects of nbdev link to our names
+    },
     zip_safe=False,
 )

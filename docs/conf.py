@@ -5,10 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import site_api
-from notebooks import settings
+from notebooks import NBDEV, settings
 
 cfg = settings()
-project, author, copyright, release = cfg["title"], cfg["author"], cfg["copyright"], cfg["version"]
+project, author, copyright, release = NBDEV.title, cfg["author"], cfg["copyright"], NBDEV.version
 extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode", "site_figures", "site_folds", "site_search"]
 nitpicky = True                         # a reference that leads nowhere is a warning, and a warning fails the build
 nb_execution_mode = "off"

@@ -124,7 +124,7 @@ def problems_of_binder(wanted, runtime):
         if pinned.get(r.name) != str(r.specifier): found.append(f"{r} is {r.name}{pinned.get(r.name)} in constraints.txt")
         if r.name not in ranges: found.append(f"{r.name} is no requirement of settings.ini")
         elif not ranges[r.name].specifier.contains(str(r.specifier).removeprefix("==")): found.append(f"{r} is outside of {ranges[r.name]}")
-    if tuple(map(int, python.split("."))) < tuple(map(int, notebooks.settings()["min_python"].split("."))): found.append(f"Python {python} is too old")
+    if tuple(map(int, python.split("."))) < tuple(map(int, notebooks.NBDEV.min_python.split("."))): found.append(f"Python {python} is too old")
     if f'"{python}"' not in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"): found.append(f"Python {python} is not tested")
     return found
 
@@ -163,7 +163,7 @@ def links_to_run(text):
 
 
 def problems_of_links(text):
-    repository, branch = notebooks.settings()["git_url"].removeprefix("https://github.com/"), notebooks.settings()["branch"]
+    repository, branch = notebooks.NBDEV.git_url.removeprefix("https://github.com/"), notebooks.NBDEV.branch
     return [link for link in links_to_run(text) if link[:2] != (repository, branch) or link[2] and not (ROOT / link[2]).is_file()]
 
 

@@ -4,10 +4,12 @@ import csv
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,10 @@ ARROWS = {"checks": "", "formulas": "checks fast", "fast": "checks", "compat": "
           "reviews": "hub language formulas training fast checks", "exercises": "formulas viz studies"}
 
 
+BUILDERS = {"nbdev", "fastcore", "execnb"}
+BENCHMARKS = {p.stem for p in (ROOT / "benchmarks").glob("*.py")}  # they import the package
+
+
 def imports(name):
     "(module, line) of all that a module imports, lazily too; a module of the package stands under its whole name."
     package = name.split(".") if PATHS[name].name == "__init__.py" else name.split(".")[:-1]
@@ -92,7 +98,7 @@ def test_imports_follow_the_arrows(name):
     room = (name.split(".") + ["top"])[1]
     for other, line in imports(name):
         package, *rest = other.split(".")
-        assert package not in ("nbdev", "fastcore", "execnb"), f"line {line}: {other}"
+        assert package not in BUILDERS | BENCHMARKS, f"line {line}: {other}"
         if room in ("formulas", "checks"): assert package in {"rlhf_notes", "torch"} | sys.stdlib_module_names, f"line {line}: {other}"
         if package != "rlhf_notes" or room not in ARROWS or not rest: continue
         assert rest[0] == room or rest[0] in ARROWS[room].split(), f"line {line}: {room} imports {other}"
@@ -143,6 +149,28 @@ def test_what_is_exported_says_what_it_is(path):
     assert path.name == "cli.py" or not uncommented([n for n in tops + methods if isinstance(n, ast.FunctionDef)], lines)
 
 
+@pytest.mark.parametrize("m", [m for m in FORMULAS if m.startswith("formulas.")])
+def test_help_says_the_formulas(m):
+    module = FORMULAS[m]
+    functions = [name for name in module.__all__ if callable(getattr(module, name))]
+    missing = [name for name in functions if not re.search(rf"^{name} ", module.__doc__, re.M)]
+    assert not missing, f"add them to the cell `formulas-in-code` of {m}'s lesson"
+
+
+def test_nothing_is_said_in_pyproject_and_in_settings():
+    twice = {key for key in notebooks.settings() if notebooks.NBDEV.get(key)}
+    assert not twice, f"nbdev knows {twice} from pyproject.toml; settings.ini says it again"
+
+
+def wheel_agrees_with_nbdev(metadata):
+    "The distribution is called, and numbered, as nbdev says."
+    said, nbdev = message_from_string(metadata), notebooks.NBDEV
+    assert (said["Name"], said["Version"]) == (nbdev.lib_name, rlhf_notes.__version__)
+    assert said["Summary"] == nbdev.description and said["Requires-Python"] == f">={nbdev.min_python}"
+    urls = [url.split(", ")[1] for url in said.get_all("Project-URL")]
+    assert {nbdev.git_url, nbdev.doc_url} <= set(urls)
+
+
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
     "The wheel and the sdist, built from a copy of the project."
@@ -168,12 +196,14 @@ def test_wheel_works_away_from_the_project(distributions, tmp_path):
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "rlhf_notes").rglob("*.py")}
     assert modules <= shipped and not any(n.startswith(("tests", "nbs", "tools")) for n in shipped)
     assert "rlhf-notes = rlhf_notes.cli:main" in entry or "rlhf-notes=rlhf_notes.cli:main" in entry
+    assert "rlhf_notes = rlhf_notes._modidx:d" in entry, "other projects of nbdev link to our names"
+    wheel_agrees_with_nbdev(metadata)
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra" not in line]
     assert any("torch" in r for r in required) and not any("==" in r for r in required), "ranges, not pins"
     assert not any(n in r for r in required for n in ("nbdev", "fastcore", "jupyter"))
     out = python("import rlhf_notes, torch; print(rlhf_notes.__file__); print(rlhf_notes.masked_mean(torch.ones(3)).item(), rlhf_notes.__version__)",
                  cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""}).splitlines()
-    assert Path(out[0]).is_relative_to(tmp_path) and out[1] == f"1.0 {notebooks.settings()['version']}"
+    assert Path(out[0]).is_relative_to(tmp_path) and out[1] == f"1.0 {notebooks.NBDEV.version}"
     assert not any(n.endswith(".csv") for n in shipped), "the records of a game are no part of the package"
     said = python("from rlhf_notes import gae; print(gae.__doc__)", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""})
     assert "(T, N)" in said and "terminated or truncated" in said and "default 0.95" in said

@@ -7,7 +7,7 @@ import tokenize
 from dataclasses import dataclass, field
 from functools import cache
 
-from notebooks import ROOT, directives, settings
+from notebooks import NBDEV, ROOT, directives
 
 WORDS = {"float32", "generate", "log_softmax"}     # names of ours that mean something else in prose
 
@@ -104,7 +104,7 @@ def exported(nb, page):
     "{cell id: what that cell exports to the module of the notebook}, methods within their classes."
     name = next((d["default_exp"] for c in nb.cells if "default_exp" in (d := directives(c.source))), None)
     if name is None: return {}
-    cells = {c.id: list(_things(c.source, f"{settings()['lib_name']}.{name}", page)) for c in nb.cells if c.cell_type == "code" and directives(c.source).get("export") == ""}
+    cells = {c.id: list(_things(c.source, f"{NBDEV.lib_name}.{name}", page)) for c in nb.cells if c.cell_type == "code" and directives(c.source).get("export") == ""}
     return {i: things for i, things in cells.items() if things}
 
 
@@ -129,7 +129,7 @@ def _lines(module):
 def source_url(module, name):
     "Where the code of `module`.`name` stands in the repository, with its lines."
     lines = _lines(module).get(name)
-    return f"{settings()['git_url']}/blob/{settings()['branch']}/{module_file(module).as_posix()}" + (f"#L{lines[0]}-L{lines[1]}" if lines else "")
+    return f"{NBDEV.git_url}/blob/{NBDEV.branch}/{module_file(module).as_posix()}" + (f"#L{lines[0]}-L{lines[1]}" if lines else "")
 
 
 def prose(text):
