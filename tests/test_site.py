@@ -302,6 +302,15 @@ def test_programs_find_every_page(built):
     assert "def clipped_surrogate(" in (built / "llms-full.txt").read_text(encoding="utf-8")
 
 
+def test_a_docstring_leads_to_its_page(built):
+    for page in map(site_pages.Page, notebooks.notebooks()):
+        markdown = f"{page.page.as_posix()}.html.md"
+        assert (built / markdown).read_text(encoding="utf-8").startswith(f"# {page.title}\n")
+        if module := page.exports_to:
+            text = ast.get_docstring(ast.parse((notebooks.ROOT / site_api.module_file(module)).read_text(encoding="utf-8")))
+            assert text.endswith(f"Docs: {notebooks.NBDEV.doc_url}{markdown}"), module
+
+
 def test_search_knows_words_and_names(built):
     index = (built / "searchindex.js").read_text(encoding="utf-8")
     search = (built / "search.html").read_text(encoding="utf-8")

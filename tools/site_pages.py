@@ -21,7 +21,7 @@ from sphinx.cmd.build import main as sphinx
 import site_api
 import site_folds
 import site_links
-from notebooks import ROOT, WIDTH, directives, notebooks, settings
+from notebooks import NBDEV, ROOT, WIDTH, directives, notebooks
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Studies": "studies", "Workshop": "."}
 FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
@@ -35,7 +35,7 @@ def page(path):
     return relative.with_name(re.sub(r"^\d+_", "", relative.stem))
 
 
-def repository(path): return f"{settings()['git_url']}/blob/{settings()['branch']}/{path.relative_to(ROOT).as_posix()}"
+def repository(path): return f"{NBDEV.git_url}/blob/{NBDEV.branch}/{path.relative_to(ROOT).as_posix()}"
 
 
 def target(link, path):
@@ -106,7 +106,7 @@ class Page:
     def exports_to(self):
         "The module that the notebook makes, or None."
         name = next((d["default_exp"] for c in self.nb.cells if "default_exp" in (d := directives(c.source))), None)
-        return name and f"{settings()['lib_name']}.{name}"
+        return name and f"{NBDEV.lib_name}.{name}"
 
     @property
     def floor(self):
@@ -150,8 +150,8 @@ class Page:
         links += [f'<a href="{repository(self.path)}">{self.path.relative_to(ROOT).as_posix()}</a>']
         modules = sorted({t.module for t in self.things})
         links += [f'<a href="{site_api.source_url(m, None)}">{m}</a>' for m in modules]
-        at = settings()["git_url"].removeprefix("https://github.com/")
-        links.append(f'run it on <a href="https://mybinder.org/v2/gh/{at}/{settings()["branch"]}?labpath={self.path.relative_to(ROOT).as_posix()}">Binder</a>')
+        at = NBDEV.git_url.removeprefix("https://github.com/")
+        links.append(f'run it on <a href="https://mybinder.org/v2/gh/{at}/{NBDEV.branch}?labpath={self.path.relative_to(ROOT).as_posix()}">Binder</a>')
         return '\n\n<p class="sources">' + " · ".join(links) + "</p>\n"
 
     def cell(self, cell, d, names, intro):
@@ -262,8 +262,8 @@ def llms(pages):
     return text
 
 
-def llms_full(pages):
-    "Every page as Markdown: its prose, its code, and what the code printed."
+def as_markdown(page):
+    "A page as Markdown: its prose, its code, and what the code printed."
     def cell(c):
         if c.cell_type == "markdown": return c.source
         source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", c.source)
@@ -271,11 +271,15 @@ def llms_full(pages):
         alt = directives(c.source).get("fig-alt")
         said = [f"[figure: {alt}]" if alt and re.match(r"<(Figure|IPython)", s) else s for s in said]
         return f"```python\n{source}\n```" + "".join(f"\n\n```text\n{s.rstrip()}\n```" for s in said if s.strip())
-    parts = []
-    for p in pages:
-        cells = [cell(c) for c in p.nb.cells if not {"hide", "default_exp"} & directives(c.source).keys()]
-        parts.append(f"<!-- {p.page.as_posix()}.html -->\n\n" + "\n\n".join(cells))
-    return "\n\n---\n\n".join(parts) + "\n"
+    return "\n\n".join(cell(c) for c in page.nb.cells if not {"hide", "default_exp"} & directives(c.source).keys()) + "\n"
+
+
+def for_programs(pages, out):
+    "The site in one line per page; each page as Markdown, where its module's docstring points to; all of them in one file."
+    (out / "llms.txt").write_text(llms(pages), encoding="utf-8")
+    whole = {f"{p.page.as_posix()}.html": as_markdown(p) for p in pages}
+    for name, text in whole.items(): (out / f"{name}.md").write_text(text, encoding="utf-8")
+    (out / "llms-full.txt").write_text("\n---\n\n".join(f"<!-- {name} -->\n\n{text}" for name, text in whole.items()), encoding="utf-8")
 
 
 def build(out):
@@ -301,9 +305,7 @@ def build_from(source, out):
         nbformat.write(nb, to)
     shutil.copytree(ROOT / "nbs" / "images", source / "images", dirs_exist_ok=True)
     code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d", str(source / ".doctrees"), str(source), str(out)])
-    if not code:
-        (out / "llms.txt").write_text(llms(pages), encoding="utf-8")
-        (out / "llms-full.txt").write_text(llms_full(pages), encoding="utf-8")
+    if not code: for_programs(pages, out)
     return code
 
 
