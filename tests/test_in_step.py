@@ -8,8 +8,11 @@ import tokenize
 
 import pytest
 
+import breaks
 import notebooks
+import rlhf_notes
 
+NBS = notebooks.ROOT / "nbs"
 PATHS = notebooks.notebooks()
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 
@@ -125,3 +128,56 @@ def test_imports_stand_in_cells_of_their_own(path):
         lines = [line for line in source.splitlines() if line.strip() and not line.startswith(("#", " ", ")", "viz.style()"))]
         imports = [line for line in lines if line.startswith(("import ", "from "))]
         assert not imports or len(imports) == len(lines), f"{cell_id} mixes imports with other code"
+
+
+# Lessons on none of the front page's three paths.
+BESIDE = "05 07 10 12 13 14 16 17 18 20 21 23 24 25 28 32 33 34 36 38 39 41 42 43".split()
+UNBROKEN = re.compile(r"exercises\.(given|check|\w+_checks)|viz\.style")  # test_engine runs them
+
+
+def module_of(path):
+    found = re.search(r'"#\| default_exp ([\w.]+)', path.read_text(encoding="utf-8"))
+    return found and found[1]
+
+
+def cell(name, cell_id):
+    return next("".join(c["source"]) for c in load(NBS / name)["cells"] if c["id"] == cell_id)
+
+
+def links_missing(name):
+    "Tables and paths that should lead to the lesson `name`, a path below nbs."
+    number = name.split("/")[-1][:2]
+    if not re.match("(?!00)[0-9]{2}$", number): return
+    link = re.compile(re.escape(f"({name}") + "[)#]")
+    if not link.search(cell("index.ipynb", "map")): yield "nbs/index.ipynb, The map: a link"
+    if not link.search(cell("map.ipynb", "formulas")): yield "nbs/map.ipynb: a row or a link"
+    if number not in BESIDE and not link.search(cell("index.ipynb", "paths")):
+        yield f"nbs/index.ipynb, Three paths: a link, or {number} in BESIDE of this test"
+
+
+def code_missing(module):
+    "Lists, tests and breaks that should know `module`, a name below rlhf_notes."
+    room, _, name = module.rpartition(".")
+    top = (notebooks.ROOT / "rlhf_notes" / "__init__.py").read_text(encoding="utf-8")
+    if room in ("formulas", "compat"):
+        if module not in rlhf_notes.FORMULAS: yield f"rlhf_notes/__init__.py, FORMULAS: {module}"
+        if f"from .{module} import *" not in top:
+            yield f"rlhf_notes/__init__.py, TYPE_CHECKING: from .{module} import *"
+    if UNBROKEN.fullmatch(module): return
+    tests = breaks.TESTS.get(name) or breaks.TESTS.get(module) or [f"{room}/test_{name}.py"]
+    if not all(list((notebooks.ROOT / "tests").rglob(t)) for t in tests): yield f"tests/{tests[0]}"
+    lists = [notebooks.ROOT / "tests" / "breaks" / f"{n}.json" for n in (name, module)]
+    if not any(path.exists() for path in lists): yield f"tests/breaks/{name}.json"
+
+
+@each_notebook
+def test_a_lesson_is_known_everywhere(path):
+    missing = list(links_missing(path.relative_to(NBS).as_posix()))
+    if module := module_of(path): missing += code_missing(module)
+    assert not missing, f"{path.name} is missing in:\n  " + "\n  ".join(missing)
+
+
+def test_a_lesson_that_stands_nowhere_is_seen():
+    assert len(list(links_missing("formulas/99_none.ipynb"))) == 3
+    assert len(list(code_missing("formulas.none"))) == 4 and len(list(code_missing("fast.none"))) == 2
+    assert not list(links_missing("fast/none.ipynb")) and not list(code_missing("viz.style"))
