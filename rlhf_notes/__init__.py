@@ -1,8 +1,23 @@
-"""Every formula of PPO, GRPO and RLHF: explained, proved, drawn, and shipped as a library.
+"""Every formula of PPO, GRPO and RLHF: explained, proved, drawn, and shipped as a library
 
 All of `rlhf_notes.formulas` and `rlhf_notes.compat` can be imported from here, as can `PPO`,
-`RLHF`, `DPO`, `check` and `fast`; a module is loaded when one of its names is first asked for.
-"""
+`RLHF`, `check` and `fast`; a module is loaded when one of its names is first asked for.
+
+Modules:
+
+- `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
+- `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: nine policy losses, microbatches, and samples of an older policy.
+- `rlhf_notes.formulas.kl`: KL to the reference: three estimators as values and as losses, and coefficient controllers.
+- `rlhf_notes.formulas.logprob`: The log-probability of a token and the entropy, in any precision; both for Gaussians.
+- `rlhf_notes.formulas.masking`: Sums and means over the tokens that count, and four ways to reduce token losses to one number.
+- `rlhf_notes.formulas.ppo`: The loss of PPO: policy, value, entropy and KL; and the tokens that spend the entropy.
+- `rlhf_notes.formulas.preference`: Which of two responses is better: the losses of a reward model, and DPO with its family.
+- `rlhf_notes.formulas.ratio`: Importance ratios without overflow, effective sample size, and truncated importance weights.
+- `rlhf_notes.formulas.reward`: From a score to rewards of tokens: scale, price of KL, end of a response, penalties.
+- `rlhf_notes.formulas.surrogate`: PPO's clipped objective, clip-higher and dual clip, and two ways to count what was clipped.
+- `rlhf_notes.formulas.value`: The value loss and its clip, explained variance, and two exact ways to squash returns.
+- `rlhf_notes.formulas.whitening`: Rewards and advantages at unit scale, padding left out; and moments that add up."""
+
 __version__ = "0.1.0"
 
 from difflib import get_close_matches as _get_close_matches
