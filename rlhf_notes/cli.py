@@ -266,7 +266,7 @@ def _policy_of(run):
                      f"{run}")
 
 # %% ../nbs/cli.ipynb #study
-def _study(run, rows_of, table):
+def _study(run, rows_of, table, total=None):
     "Run a study, write its rows as they come, and show its table."
     from rlhf_notes.training.runs import write_table
     rows, path = [], run.path / f"{run.config['task']}.csv"
@@ -274,7 +274,8 @@ def _study(run, rows_of, table):
     def done(new):
         for row in new if isinstance(new, list) else [new]:
             rows.append(row)
-            print(*(x for x in row.values() if isinstance(x, str)), flush=True)
+            count = [f"{len(rows)} of {total}:"] * bool(total)
+            print(*count, *(x for x in row.values() if isinstance(x, str)), flush=True)
         write_table(path, rows)
     rows_of(done=done)
     print(aligned(table(rows)), path, sep="\n")
@@ -311,11 +312,16 @@ def compare(*,
         run = Run.create(out or Path("runs", f"compare-{task}"), about, overwrite)
     if task == "rlhf":
         from rlhf_notes.studies import benchmark_rlhf as study
+        field, rival = study.contenders(), "TRL"
         race = partial(study.compare, seeds, iterations, first=seed, device=run.config["device"])
     else:
         from rlhf_notes.studies import benchmark as study
+        field, rival = study.contenders(task), "stable-baselines3"
         race = partial(study.compare, task, seeds, first=seed)
-    _study(run, race, study.table)
+    names = [getattr(x, "name", x) for x in field]
+    if not any(x.startswith(("trl", "sb3")) for x in names):
+        print(f"without {rival}, which pip install rlhf_notes[crosscheck] brings", flush=True)
+    _study(run, race, study.table, len(names) * seeds)
 
 # %% ../nbs/cli.ipynb #bench
 BenchTask = Literal["log-probability", "entropy", "both", "from-hidden-states", "GAE"]

@@ -2,6 +2,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")           # a name that is no directory is no reason to wait for a network
+os.environ.setdefault("TQDM_DISABLE", "1")             # what a training says does not depend on how long it takes
 
 import torch
 from hypothesis import settings

@@ -422,6 +422,8 @@ def test_compare_writes_a_row_for_each_race(capsys, monkeypatch):
     with open("runs/compare-cartpole/compare.csv", newline="") as f: rows = list(csv.DictReader(f))
     assert list(rows[0]) == list(benchmark.COLUMNS) and [(r["seed"], r["contender"]) for r in rows] == [("3", "other"), ("3", "ours"), ("4", "ours"), ("4", "other")]
     assert err == "" and "0 of 2" in out and read("runs/compare-cartpole/config.json")["seed"] == 3
+    told = "without stable-baselines3, which pip install rlhf_notes[crosscheck] brings"
+    assert out.splitlines()[:2] == [told, "1 of 4: cartpole other"] and "4 of 4: cartpole" in out
     assert cli.main(["compare", "--seeds", "1"]) == 2 and cli.main(["compare", "--seeds", "1", "--overwrite"]) == 0
 
 

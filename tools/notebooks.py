@@ -21,6 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")
+os.environ.setdefault("TQDM_DISABLE", "1")  # on a busy machine a training would say how far it is
 
 import nbformat
 from fastcore.nbio import nb2str

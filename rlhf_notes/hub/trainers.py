@@ -83,6 +83,8 @@ class Trainer:
                 row = self.iterate()
                 if log is not None:
                     log(row)
+                if row["score"] is not None:
+                    bar.set_postfix({"score": row["score"]}, refresh=False)
                 bar.update()
         bar.close()
         return self

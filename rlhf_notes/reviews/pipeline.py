@@ -268,6 +268,8 @@ def train(training: Training, # At its beginning
         while not (training.done or _stopped(training.accelerator, stop)):
             name, row = training.iterate()
             bar.set_description(name, refresh=False)
+            shown = {k: row[k] for k in ("loss", "score") if row.get(k) is not None}
+            bar.set_postfix(shown, refresh=False)
             bar.update()
             if run is not None and name == "rl":
                 i = row["iteration"]

@@ -1,12 +1,15 @@
+import ast
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 
 import pytest
+from tqdm import tqdm
 
-from rlhf_notes.training.signals import Lenient, check_finite, diverged, progress_bar, stop_on_interrupt
+from rlhf_notes.training.signals import BAR, Lenient, check_finite, diverged, stop_on_interrupt
 
 
 @pytest.mark.parametrize("number", [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)])
@@ -48,27 +51,57 @@ def test_divergence_says_where_and_what_is_left():
     assert str(error) == "iteration 3: loss is nan; the last checkpoint, if there is one, is from before"
 
 
+SCRIPT = """
+import sys, time
+from rlhf_notes.training import signals
 class Screen:
-    "A stderr that remembers."
-    def __init__(self, tty): self.text, self.tty = "", tty
+    text, encoding = "", "utf-8"
     def write(self, s): self.text += s
     def flush(self): pass
-    def isatty(self): return self.tty
+    def isatty(self): return {tty}
+screen = sys.stderr = {screen}
+signals.FIRST_LINE = {first}
+with signals.progress_bar(50, 2, "toy") as bar:
+    for i in range(48):
+        bar.set_postfix(dict(kl=0.5), refresh=False)
+        bar.update()
+        time.sleep(0.01)
+print(repr(screen and screen.text))
+"""
 
 
-@pytest.mark.parametrize("tty", [True, False])
-def test_progress_is_shown_on_a_terminal_alone(monkeypatch, tty):
-    monkeypatch.setattr(sys, "stderr", Screen(tty))
-    with progress_bar(10, 2, "toy") as bar:
-        bar.update(8)
-        bar.set_postfix({"kl": 0.5})
-    if tty: assert "toy: 100%" in sys.stderr.text and "kl=0.5" in sys.stderr.text
-    else: assert sys.stderr.text == ""
+def progress(tty=False, screen="Screen()", first=0.05):
+    "The text on stderr, from a process of its own: tqdm reads TQDM_DISABLE when it is imported."
+    env = {name: x for name, x in os.environ.items() if name != "TQDM_DISABLE"}
+    script = SCRIPT.format(tty=tty, screen=screen, first=first)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
 
 
-def test_a_closed_stderr_shows_no_progress(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
-    with progress_bar(10) as bar: bar.update(8)
+def test_progress_is_a_bar_on_a_terminal():
+    text = progress(tty=True)
+    assert "toy:   4%|" in text and "toy: 100%|█" in text and "kl=0.5" in text and "\r" in text
+
+
+def test_progress_is_a_line_now_and_then_elsewhere():
+    "In a log and in a notebook, where nothing is rewritten."
+    lines = progress().splitlines()
+    assert 3 <= len(lines) <= 10 and lines[0].startswith("toy: ") and "kl=0.5" in lines[0]
+    assert lines[-1].startswith("toy: 100%| 50.0 [") and not {"\r", "\x1b", "█"} & {*"".join(lines)}
+    assert progress(first=9) == ""
+
+
+def test_a_closed_stderr_shows_no_progress():
+    assert progress(screen="None") is None
+
+
+@pytest.mark.parametrize("label", ["CartPole-v1", "LunarLanderContinuous-v3"])
+def test_the_bar_is_seen_at_80_columns(label):
+    shown = tqdm.format_meter(20480, 40000, 10, ncols=80, prefix=label, unit_scale=True,
+                              bar_format=BAR, postfix="return=-123, kl=0.00123")
+    bar = shown.split("|")[1]
+    assert len(shown) == 80 and len(bar) >= 3 and shown.endswith("kl=0.00123]")
 
 
 def test_output_that_cannot_be_written_is_lost_and_no_more():
