@@ -25,6 +25,7 @@ from ..control.envs import threshold
 from ..control.ppo import PPO, episode_returns
 from ..control.config import PendulumConfig, PPOConfig
 from ..control.policy import mlp
+from ..training.devices import THREADS
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/34_benchmark.ipynb #single
@@ -291,14 +292,14 @@ def compare(task: str, # "cartpole" or "pendulum"
             first: int = 0, # The first seed
            ) -> list: # A row for each seed and contender
     "All contenders on all seeds, by turns."
-    torch.set_num_threads(1)
     field, rows = contenders(task), []
-    for contender in field:
-        contender.make(0).iterate()  # warm up before any clock runs
-    for seed in range(first, first + seeds):
-        for i in range(len(field)):
-            rows.append(race(field[(seed + i) % len(field)], task, seed))
-            done(rows[-1])
+    with THREADS.held(1):
+        for contender in field:
+            contender.make(0).iterate()  # warm up before any clock runs
+        for seed in range(first, first + seeds):
+            for i in range(len(field)):
+                rows.append(race(field[(seed + i) % len(field)], task, seed))
+                done(rows[-1])
     return rows
 
 # %% ../../nbs/studies/34_benchmark.ipynb #ratio

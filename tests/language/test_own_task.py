@@ -291,6 +291,8 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
      "reward must return a list of numbers, .* got {0: 1.0.*a dict is no list"),
     (lambda: own(reward=lambda p, r: {float(i) for i in range(len(r))}).learn(),
      "a set is no list"),
+    (lambda: own(reward=lambda p, r: sys.exit(0)).learn(),
+     r"reward must return a list of numbers, .*SystemExit: 0"),
     (lambda: own(max_new_tokens=30), r"max_new_tokens must fit into the model's context of 32 tokens, got 3 \+ 30"),
     (lambda: own(prompts=["w3 " * 40]), r"prompts must fit into the model's context of 32 tokens, got 41 \+ 4"),
     (lambda: own(query_length=40), r"query_length must fit into the model's context of 32 tokens, got 40 \+ 4"),

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf_notes.training.devices import DTYPE, SMALL, THREADS, pick_device, usual_defaults
+from rlhf_notes.training.devices import (
+    DTYPE, SMALL, THREADS, make_accelerator, pick_device, usual_defaults)
 
 
 @pytest.mark.parametrize("name, gpus, auto, expected", [
@@ -27,6 +28,17 @@ def test_pick_an_apple_gpu(monkeypatch, is_there):
     if is_there: assert pick_device("mps") == "mps"
     else:
         with pytest.raises(ValueError, match="got 'mps': torch .* sees 0 of mps; use cpu or auto"): pick_device("mps")
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_of_what_a_launcher_sets_is_named(missing, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv(missing)
+    with pytest.raises(ValueError, match=f"variable {missing} must be set beside LOCAL_RANK, as"):
+        make_accelerator()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert make_accelerator().num_processes == 1
 
 
 # the caller's settings
