@@ -23,9 +23,10 @@ import site_folds
 import site_links
 from notebooks import NBDEV, ROOT, WIDTH, directives, notebooks
 
-FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Studies": "studies", "Workshop": "."}
+FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Hub": "hub",
+          "Reviews": "reviews", "Studies": "studies", "Workshop": "."}
 FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
-WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli")
+WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch")
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
 
 
