@@ -166,7 +166,7 @@ def test_a_query_longer_than_the_context_is_refused(tmp_path):
 
 
 def test_a_tokenizer_that_does_not_fit_is_the_models(tmp_path):
-    from language.test_task import words_alone
+    from reviews.test_task import words_alone
     words = [w for w in WORDS if w != "superb"]
     save_model(tmp_path / "lm", make_gpt2("tiny", len(words), n_layer=1, n_embd=16, n_head=2), words_alone(words))
     with pytest.raises(ValueError, match="^model must have a tokenizer for every word, got"): P.make_world(replace(TINY, model=str(tmp_path / "lm")), "cpu")
