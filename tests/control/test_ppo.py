@@ -124,7 +124,7 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
     assert torch.equal(terminated, r.terminated) and torch.equal(done, r.done | ~r.is_step)
     assert torch.equal(b.advantages, rewards[r.is_step]) and torch.equal(b.returns, values[r.is_step])
     for name, column in (("kl_estimate", "kl_k3"), ("clip_fraction", "clip_fraction"), ("explained_variance", "explained_variance")):
-        monkeypatch.setattr(losses if column != "explained_variance" else control, name, lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape, 42.0))
+        monkeypatch.setattr(losses if column == "clip_fraction" else control, name, lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape, 42.0))
         assert health(a, b, SMALL, 0.2)[column] == 42
 
 
