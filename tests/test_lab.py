@@ -23,7 +23,8 @@ import notebooks
 
 ROOT, BINDER = notebooks.ROOT, notebooks.ROOT / ".binder"
 # Where a module comes from if not from a package of its own name.
-COMES_WITH = dict(IPython="ipykernel", matplotlib_inline="ipykernel", tokenizers="transformers", huggingface_hub="transformers")
+COMES_WITH = dict(IPython="ipykernel", matplotlib_inline="ipykernel", tokenizers="transformers",
+                  huggingface_hub="transformers", pydantic_core="pydantic")
 
 
 def lab_command():
