@@ -15,10 +15,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from jobs import RESULTS, options, read, side_by_side, text, write
 from torch import nn
 
-from jobs import RESULTS, options, read, side_by_side, text, write
-from rlhf_notes.control import policy, ppo as control
+from rlhf_notes.control import policy
+from rlhf_notes.control import ppo as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import threshold
 from rlhf_notes.control.ppo import PPO

@@ -13,10 +13,17 @@ import time
 from functools import lru_cache
 
 import torch
-
 from jobs import RESULTS, options, read, side_by_side, text, write
+
 from rlhf_notes.studies.checkable import (
-    ALGORITHMS, KS, N, CheckableRLHF, make_questions, measure, pretrain)
+    ALGORITHMS,
+    KS,
+    CheckableRLHF,
+    N,
+    make_questions,
+    measure,
+    pretrain,
+)
 
 COLUMNS = ("seed", "algorithm", *(f"pass_{k}" for k in KS), "length", "hard", "easy", "kl",
            "same_first", "same_last", "rounds", "seconds")

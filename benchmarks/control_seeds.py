@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 
 from cyclopts import App
-
 from jobs import side_by_side, text, write
+
 from rlhf_notes.cli import TASKS, options_of
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "control" / "results"
@@ -47,6 +47,7 @@ def run(config, every):
     "One seed: its row of NAME_seeds.csv and its rows of NAME_curves.csv."
     import numpy as np
     import torch
+
     from rlhf_notes.control.envs import threshold
     from rlhf_notes.control.ppo import PPO
     torch.set_num_threads(1)

@@ -17,17 +17,18 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
-from torch import nn
-
 from ablations import swapped, unclipped
 from jobs import RESULTS, options, read, side_by_side, text, write
+from torch import nn
+
 from rlhf_notes.formulas import grpo, ppo
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.preference import bradley_terry_loss
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language import loop, model, rollout, sampling as sample, scale
-from rlhf_notes.reviews import reward_model
+from rlhf_notes.language import loop, model, rollout, scale
+from rlhf_notes.language import sampling as sample
 from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews import reward_model
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.reward_model import RewardTraining
 from rlhf_notes.studies import variants

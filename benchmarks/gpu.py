@@ -14,7 +14,6 @@ from pathlib import Path
 
 from jobs import RESULTS, write
 
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,6 +28,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory")
     args = parser.parse_args(argv)
     import torch
+
     from rlhf_notes import fast
     from rlhf_notes.studies import speed
     if args.device.startswith("cuda") and not torch.cuda.is_available():

@@ -76,10 +76,11 @@ def reinforce(start, change):
 
 def main():
     import torch
+
     from rlhf_notes.language.config import RLHFConfig
+    from rlhf_notes.reviews.pipeline import make_world
     from rlhf_notes.reviews.pretraining import Pretraining
     from rlhf_notes.reviews.reward_model import RewardTraining
-    from rlhf_notes.reviews.pipeline import make_world
     from rlhf_notes.studies.variants import Start
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)

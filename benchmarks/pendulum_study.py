@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-
 from jobs import options, read, side_by_side, text, write
 
 SHIFT = 8.0  # added to each reward: upright earns about 8 a step, hanging about -2
@@ -69,8 +68,9 @@ def old_program(seed, steps=50_000, bootstrap=False):
     environments side by side."""
     import torch
     from torch import nn
-    from rlhf_notes.control.ppo import episode_returns, seeds
+
     from rlhf_notes.control.envs import make_envs
+    from rlhf_notes.control.ppo import episode_returns, seeds
     from rlhf_notes.control.rollout import row_maker
     from rlhf_notes.formulas.advantage import gae
     from rlhf_notes.formulas.logprob import gaussian_log_prob
@@ -128,6 +128,7 @@ def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
     discounted, in the units of the environment: rows (where, steps, expected, earned)."""
     import gymnasium as gym
     import torch
+
     from rlhf_notes.control.ppo import seeds
     from rlhf_notes.control.rollout import Collector
     c, seed = ppo.config, seeds(ppo.config.seed)[3]
@@ -149,6 +150,7 @@ def value_check(ppo, shift=0.0, num_envs=32, steps=200, more=400):
 def run(variant, seed):
     "The rows of one training for each of `FILES`, without variant and seed."
     import torch
+
     from rlhf_notes.control.config import PendulumConfig
     torch.set_num_threads(1)
     if VARIANTS[variant] is None:

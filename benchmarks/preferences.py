@@ -10,8 +10,8 @@ reward model are made once for each seed. Rows that are there are not made again
 from dataclasses import replace
 
 import torch
-
 from jobs import RESULTS, options, read, text, write
+
 from rlhf_notes.formulas.masking import masked_sum
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.dpo import make_dpo

@@ -25,8 +25,8 @@ import sys
 from pathlib import Path
 
 import torch
-
 from jobs import text, write
+
 from rlhf_notes.language.config import RLHFConfig
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "reviews" / "results"
@@ -51,9 +51,9 @@ def measure(stage, prompts, mask, responses, counts, true):
 
 def run(config, held_out):
     "One seed: its rows."
+    from rlhf_notes.reviews.pipeline import make_world
     from rlhf_notes.reviews.pretraining import Pretraining
     from rlhf_notes.reviews.reward_model import RewardTraining, write_responses
-    from rlhf_notes.reviews.pipeline import make_world
     lm, task = make_world(config, torch.device("cpu"))
     pretraining = Pretraining(config, lm, task)
     while pretraining.iteration < pretraining.iterations: pretraining.iterate()

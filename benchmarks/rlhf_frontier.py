@@ -10,8 +10,8 @@ with the first seed that is missing.
 """
 
 import torch
-
 from jobs import RESULTS, options, read, text, write
+
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.task import HELD_OUT

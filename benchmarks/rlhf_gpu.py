@@ -63,6 +63,7 @@ def options(size, folder):
     if size != "llama-0.5b": return dict(preset=size)
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
     from rlhf_notes.reviews.task import make_tokenizer
     make_tokenizer().save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
@@ -75,7 +76,9 @@ def measure(device, size, precision, batch, length, iterations, trl):
     "A row for ours with PPO and with GRPO, and for TRL's GRPOTrainer."
     import gc
     import tempfile
+
     import torch
+
     from rlhf_notes.language.config import RLHFConfig
     from rlhf_notes.studies import benchmark_rlhf as compare
     from rlhf_notes.studies.variants import prepare

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-
 from jobs import RESULTS, options, read, text, write
+
 from rlhf_notes.studies.speed import seconds
 
 COLUMNS = ("algo", "seed", "true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score", "kl",

@@ -12,12 +12,11 @@ import tempfile
 from pathlib import Path
 
 import torch
+from jobs import RESULTS
 from torch import nn
 
-from jobs import RESULTS
 from rlhf_notes.reviews.task import review_prompts
 from rlhf_notes.studies import benchmark_rlhf as study
-
 
 def classifier(start, trunk, weight, bias):
     "A model of transformers with the trunk and a head of one output."

@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import (App, CycloptsError, Group, Parameter, UnusedCliTokensError,
-                      validators)
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError, validators
 
 from . import __version__
 from .launch import TASKS, many_seeds, new_training, old_training, versions
@@ -36,8 +35,9 @@ app = App(name="rlhf-notes", version=f"rlhf-notes {__version__}", suppress_keybo
           group_parameters=EVERYDAY)
 app.register_install_completion_command()
 
-def main(argv: list | None = None, # The arguments after `rlhf-notes`; None = those of the process
-        ) -> int: # The exit code
+def main(
+    argv: list | None = None,  # the arguments after `rlhf-notes`; None = those of the process
+) -> int:  # the exit code
     "Run the command `rlhf-notes`."
     out, err = Lenient(sys.stdout), Lenient(sys.stderr)
     interrupts = handle_signals(signal.default_int_handler)
@@ -107,9 +107,10 @@ GROUPS = {title: Group(title, sort_key=i)
 GROUPS |= dict.fromkeys("algo model env env_kwargs seed device steps iterations".split(), EVERYDAY)
 ALIASES = dict(learning_rate="--lr", response_length="--max-new-tokens")
 
-def options_of(config: type, # A dataclass of options
-               without: tuple = (), # Options that the command does not offer
-              ): # A decorator
+def options_of(
+    config: type,  # a dataclass of options
+    without: tuple = (),  # options that the command does not offer
+):  # a decorator
     "Give a command an option for each field; those on the command line come in as **options."
     def decorate(command):
         *own, _ = inspect.signature(command).parameters.values()
@@ -174,8 +175,9 @@ Seeds = Annotated[int | None, Parameter(help="seeds to train, from --seed on; wr
 Track = Annotated[Literal["tensorboard", "wandb", "trackio"], Parameter(help="where to log")]
 
 # %% ../nbs/cli.ipynb #tasks
-def training(task: str, # A name in TASKS
-            ):
+def training(
+    task: str,  # a name in TASKS
+):
     "Add the command of a training."
     config, about = TASKS[task]
     fixed = {"rlhf": (), "train": ("prompts", "reward")}.get(task, ("env", "prompts", "reward"))
@@ -206,8 +208,9 @@ for task in TASKS:
     training(task)
 
 # %% ../nbs/cli.ipynb #command
-def command(function, # Each argument on a line of its own, with a comment
-           ): # The function
+def command(
+    function,  # each argument on a line of its own, with a comment
+):  # the function
     "Add a command; the comments of its arguments explain its options."
     arguments = re.findall(r"(\w+):.*# (.+)", inspect.getsource(function))
     lines = [f":param {name}: {help[0].lower()}{help[1:]}" for name, help in arguments]
@@ -216,11 +219,12 @@ def command(function, # Each argument on a line of its own, with a comment
 
 # %% ../nbs/cli.ipynb #demo
 @command
-def demo(*,
-         seed: Whole = 0, # Of every training
-         device: str = "auto", # auto, cpu, cuda or mps
-         out: Directory = Path("runs/demo"), # To write: one run below it for each training
-        ): # The exit code
+def demo(
+    *,
+    seed: Whole = 0,  # of every training
+    device: str = "auto",  # auto, cpu, cuda or mps
+    out: Directory = Path("runs/demo"),  # to write: one run below it for each training
+):  # the exit code
     "Run every training with its defaults; an earlier demo in runs/demo is replaced."
     options, earlier, trainings = {"seed": seed, "device": device}, out == Path("runs/demo"), {}
     with _usage_errors():
@@ -237,15 +241,16 @@ From = Annotated[Path | None, Parameter(converter=_filled)]
 Named = Annotated[str | None, Parameter(converter=_filled)]
 
 @command
-def generate(*prompts: str, # Texts to continue
-             run: From = None, # A run of rlhf, or a directory in which RLHF has saved
-             model: Named = None, # In its place any causal language model
-             max_new_tokens: Whole = 16, # Tokens of a response, at most
-             temperature: float = 1.0, # Of the samples
-             seed: Whole = 0, # Of the samples
-             device: str = "auto", # auto, cpu, cuda or mps
-             chat: Chat = False, # Ask as a user, by the chat template
-            ):
+def generate(
+    *prompts: str,  # texts to continue
+    run: From = None,  # a run of rlhf, or a directory in which RLHF has saved
+    model: Named = None,  # in its place any causal language model
+    max_new_tokens: Whole = 16,  # tokens of a response, at most
+    temperature: float = 1.0,  # of the samples
+    seed: Whole = 0,  # of the samples
+    device: str = "auto",  # auto, cpu, cuda or mps
+    chat: Chat = False,  # ask as a user, by the chat template
+):
     "Print the continuation of prompts by the policy of a run, or by a model (name, directory)."
     from rlhf_notes.hub.trainers import RLHF
     if (run is None) == (model is None):
@@ -280,23 +285,25 @@ def _study(run, rows_of, table, total=None):
     rows_of(done=done)
     print(aligned(table(rows)), path, sep="\n")
 
-def aligned(rows: list, # Of strings
-           ) -> str: # Lines
+def aligned(
+    rows: list,  # of strings
+) -> str:  # lines
     "Align a table for the eye."
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 # %% ../nbs/cli.ipynb #compare
 @command
-def compare(*,
-            task: Literal["cartpole", "pendulum", "rlhf"] = "cartpole", # The training that is raced
-            seed: Whole = 0, # The first
-            seeds: Few = 5, # Races, each with a seed of its own
-            iterations: Few = 20, # Of each training, for rlhf
-            device: str = "cpu", # auto, cpu, cuda or mps
-            out: Out = None, # Directory to write; by default in runs
-            overwrite: Overwrite = False, # Replace the run that is there
-           ):
+def compare(
+    *,
+    task: Literal["cartpole", "pendulum", "rlhf"] = "cartpole",  # the training that is raced
+    seed: Whole = 0,  # the first
+    seeds: Few = 5,  # races, each with a seed of its own
+    iterations: Few = 20,  # of each training, for rlhf
+    device: str = "cpu",  # auto, cpu, cuda or mps
+    out: Out = None,  # directory to write; by default in runs
+    overwrite: Overwrite = False,  # replace the run that is there
+):
     """Race against other libraries, where they are installed (pip install rlhf_notes[crosscheck]).
 
     CartPole and Pendulum: stable-baselines3 and a loop like CleanRL's, time to the threshold.
@@ -327,14 +334,15 @@ def compare(*,
 BenchTask = Literal["log-probability", "entropy", "both", "from-hidden-states", "GAE"]
 
 @command
-def bench(*,
-          size: Literal["small", "medium", "large"] = "small", # Of the logits, see above
-          rounds: Few = 7, # In each of which every method is timed once
-          task: BenchTask | None = None, # One alone; by default all
-          device: str = "auto", # auto, cpu, cuda or mps
-          out: Directory = Path("runs/bench"), # Directory to write
-          overwrite: Overwrite = False, # Replace the run that is there
-         ):
+def bench(
+    *,
+    size: Literal["small", "medium", "large"] = "small",  # of the logits, see above
+    rounds: Few = 7,  # in each of which every method is timed once
+    task: BenchTask | None = None,  # one alone; by default all
+    device: str = "auto",  # auto, cpu, cuda or mps
+    out: Directory = Path("runs/bench"),  # directory to write
+    overwrite: Overwrite = False,  # replace the run that is there
+):
     """Time the fast formulas against naive code, DI-engine, TRL and Liger-Kernel, by turns.
 
     Logits of 8x128x32000, 16x256x50257 or 4x1024x128256: the naive methods need 1, 7 or 17 GB.

@@ -32,13 +32,14 @@ TASKS = {
     "rlhf": (RLHFConfig, "Teach a GPT-2 what a human likes, or a model of yours by --reward."),
 }
 
-def new_training(task: str, # A name in TASKS
-                 options: dict, # Of its config
-                 out: Path | None = None, # The run directory; None = in runs
-                 overwrite: bool = False, # May it replace a run?
-                 track: str = "tensorboard", # The tracker
-                 **own, # prompts, a file, and reward, module:function or a reward model
-                ): # A function that trains and returns the exit code
+def new_training(
+    task: str,  # a name in TASKS
+    options: dict,  # of its config
+    out: Path | None = None,  # the run directory; None = in runs
+    overwrite: bool = False,  # may it replace a run?
+    track: str = "tensorboard",  # the tracker
+    **own,  # prompts, a file, and reward, module:function or a reward model
+):  # a function that trains and returns the exit code
     "Begin a run directory; ValueError if the training cannot begin here."
     from rlhf_notes.training.runs import Run
     with _same_directory():
@@ -136,16 +137,17 @@ def _code(config):
     return {name: value for name, value in found.items() if ":" in str(value)}
 
 # %% ../nbs/launch.ipynb #versions
-def versions() -> dict: # Name -> version
+def versions() -> dict:  # name -> version
     "Return what a result depends on besides the options."
     names = ("torch", "numpy", "gymnasium", "transformers")
     found = {name: version(name) for name in names}
     return {"rlhf_notes": __version__, "python": sys.version.split()[0], **found}
 
 # %% ../nbs/launch.ipynb #report
-def report(s: dict, # The summary of a run
-           path: Path, # Its directory
-          ):
+def report(
+    s: dict,  # the summary of a run
+    path: Path,  # its directory
+):
     "Print what came of a run."
     print(f"{s['task']}, seed {s['seed']}: {s['steps']} steps in {s['wall_seconds']:.1f} s", end="")
     if s["interrupted"]:
@@ -181,13 +183,14 @@ def _reviews(s, path):
            f"better in {s['win_rate_vs_sft']:.1%}; KL {s['kl']:.1f} nats")
 
 # %% ../nbs/launch.ipynb #seeds
-def many_seeds(task: str, # A name in TASKS
-               options: dict, # Of its config
-               out: Path | None = None, # The directory of them all; None = in runs
-               overwrite: bool = False, # May it replace a run?
-               track: str = "tensorboard", # The tracker
-               count: int = 1, # Seeds, from that in `options`, or 0, on
-              ): # A function that trains and returns the exit code
+def many_seeds(
+    task: str,  # a name in TASKS
+    options: dict,  # of its config
+    out: Path | None = None,  # the directory of them all; None = in runs
+    overwrite: bool = False,  # may it replace a run?
+    track: str = "tensorboard",  # the tracker
+    count: int = 1,  # seeds, from that in `options`, or 0, on
+):  # a function that trains and returns the exit code
     "Train with many seeds, one after the other; ValueError if that cannot begin here."
     from rlhf_notes.training.runs import Run
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
@@ -246,8 +249,8 @@ def _print_means(rows):
 # %% ../nbs/launch.ipynb #own
 def _own(options, prompts=None, reward=None):
     "A training by a user's reward."
-    from rlhf_notes.reviews.pipeline import OwnTraining
     from rlhf_notes.hub.trainers import RLHF
+    from rlhf_notes.reviews.pipeline import OwnTraining
     if not (prompts and reward and options.get("model")):
         raise ValueError("reward must come with --model and --prompts")
     kept = {name: options[name] for name in ("model", "eval_every") if name in options}

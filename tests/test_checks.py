@@ -6,14 +6,13 @@ import re
 import numpy as np
 import pytest
 import torch
+from strategies import normal, random_mask
 
 import rlhf_notes as rn
 from rlhf_notes.checks import at_least_float32, checked
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.formulas.masking import aggregate_loss, masked_mean, masked_sum, masked_var
-from strategies import normal, random_mask
-
 
 @checked(x="float (... T)", mask="bool (... T)?", row="float (T)?", raw="raw (B T)?", index="int (B T)?", many="int (... T K?)?", share="[0, 1]", above="(0, inf)", n="int [1, 9]",
          flag="flag", kind=("a", "b"))

@@ -6,10 +6,10 @@ import shutil
 import subprocess
 import tokenize
 
-import pytest
-
 import breaks
 import notebooks
+import pytest
+
 import rlhf_notes
 
 NBS = notebooks.ROOT / "nbs"

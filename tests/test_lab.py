@@ -15,11 +15,10 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import nbformat
+import notebooks
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-
-import notebooks
 
 ROOT, BINDER = notebooks.ROOT, notebooks.ROOT / ".binder"
 # Where a module comes from if not from a package of its own name.

@@ -4,17 +4,17 @@ import re
 import sys
 from dataclasses import asdict
 
-import nbformat
-import pytest
-
 import metrics
+import nbformat
 import notebooks
-from rlhf_notes.control.ppo import PPO
-from rlhf_notes.control.config import PendulumConfig, PPOConfig
-from rlhf_notes.reviews import pipeline
-from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.training.runs import Run
+import pytest
 from test_words import NBS, code_names, linked, module_of, tables
+
+from rlhf_notes.control.config import PendulumConfig, PPOConfig
+from rlhf_notes.control.ppo import PPO
+from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews import pipeline
+from rlhf_notes.training.runs import Run
 
 FILES = {"control": "control", "`sft.csv`": "sft", "`reward_model.csv`": "reward_model", "language": "rl"}
 RESULTS = NBS / "results"

@@ -3,9 +3,8 @@ import resource
 import subprocess
 from importlib.util import find_spec
 
-import pytest
-
 import notebooks
+import pytest
 
 LIMIT_S, HANGS_S = 60, 600  # of the processor for a notebook; of the clock for a cell
 SLOWEST_FIRST = ["19_ppo", "08_advantage", "06_kl"]

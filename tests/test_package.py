@@ -12,10 +12,10 @@ import zipfile
 from email import message_from_string
 from pathlib import Path
 
-import pytest
-
 import docstrings
 import notebooks
+import pytest
+
 import rlhf_notes
 
 ROOT = notebooks.ROOT

@@ -11,16 +11,15 @@ from types import SimpleNamespace
 from urllib.parse import unquote
 
 import nbformat
-import pytest
-from docutils import nodes
-from filelock import FileLock
-
 import notebooks
+import pytest
 import site_api
 import site_figures
 import site_folds
 import site_links
 import site_pages
+from docutils import nodes
+from filelock import FileLock
 
 LIMIT = 1_500_000                       # bytes of a page, with the pictures that are its own
 

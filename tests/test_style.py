@@ -3,9 +3,8 @@ import ast
 import json
 import re
 
-import pytest
-
 import notebooks
+import pytest
 
 PACKAGE = notebooks.ROOT / "rlhf_notes"
 WIDTH, LENGTH = 100, 40
@@ -52,6 +51,29 @@ def odd_docstrings(source):
     return [text for text in texts if NO_OPENING.match(text)]
 
 
+ARGUMENT = re.compile(r" {4}[*\w][^#]*,(  # .+)?")
+FIRST, LAST = re.compile(r"(async )?def \w+\("), re.compile(r"\).*:(  # .+)?")
+# A comment begins in lower case, unless with a name: a constant, or one with a capital inside.
+CAPITAL = re.compile(r"#\s*(?!True|False|None|Matplotlib|Adam)[A-Z][a-z]+\b")
+
+
+def dialects(source):
+    """Lines of signatures with comments that are not in the one form.
+
+    One argument a line, indented by four, two spaces before `#`; or the whole on one line.
+    """
+    lines, found = source.splitlines(), []
+    for f in ast.walk(ast.parse(source)):
+        if not isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)): continue
+        header = [line[f.col_offset:] for line in lines[f.lineno - 1:f.body[0].lineno - 1]]
+        noted = [line for line in header if "#" in line]
+        form = [FIRST, *[ARGUMENT] * (len(header) - 2), LAST]
+        if noted and len(header) > 1:
+            found += [line for line, shape in zip(header, form) if not shape.fullmatch(line)]
+        found += [line for line in noted if "  # " not in line or CAPITAL.search(line)]
+    return found
+
+
 def old_words(source, allowed=()): return [m[0] for m in OLD_WORDS.finditer(source) if m[0] not in allowed]
 
 
@@ -69,6 +91,10 @@ def test_a_function_fits_a_screen(path): assert not long_functions(path.read_tex
 
 @each_file
 def test_a_docstring_says_what_it_returns_or_does(path): assert not odd_docstrings(path.read_text(encoding="utf-8"))
+
+
+@each_file
+def test_a_signature_has_the_one_form(path): assert not dialects(path.read_text(encoding="utf-8"))
 
 
 @each_file
@@ -100,3 +126,5 @@ def test_what_breaks_a_limit_is_seen():
     assert long_functions("def f():\n" + "    x()\n" * 40) and not long_functions("def f():\n" + "    x()\n" * 39)
     assert odd_docstrings('def f():\n    "What it is."\n') and odd_docstrings('class A:\n    "Is it?"\n') and not odd_docstrings('def f():\n    "Whatever it is."\n')
     assert old_words("the answer to a query") == ["answer", "query"] and not old_words("crosswords") and public_names("def a(): pass\nclass B: pass\ndef _c(): pass\n") == ["a", "B"]
+    assert dialects("def f(x, # what\n      ): pass\n") and dialects("def f(\n    x,  # What\n): pass\n")
+    assert not dialects("def f(\n    x,  # True = so\n) -> int:  # what\n    pass\n")

@@ -7,9 +7,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 
 import nbformat
-import pytest
-
 import notebooks
+import pytest
 
 NBS = notebooks.ROOT / "nbs"
 LINK = re.compile(r"\[[^\]]+\]\(([\w/.]+\.ipynb)(#[\w-]+)?\)")

@@ -7,7 +7,6 @@ import ast
 import io
 import tokenize
 
-
 def comments(source):
     "Line number -> its comment."
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)

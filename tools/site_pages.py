@@ -16,12 +16,11 @@ import tempfile
 from pathlib import Path
 
 import nbformat
-from sphinx.cmd.build import main as sphinx
-
 import site_api
 import site_folds
 import site_links
 from notebooks import NBDEV, ROOT, WIDTH, directives, notebooks
+from sphinx.cmd.build import main as sphinx
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Hub": "hub",
           "Reviews": "reviews", "Studies": "studies", "Workshop": "."}

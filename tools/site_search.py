@@ -4,7 +4,6 @@ import re
 
 import nbformat
 from docutils import nodes
-
 from notebooks import ROOT
 
 TERM = re.compile(r"^\| ([^|$]+?) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)

@@ -20,8 +20,13 @@ from torch import Tensor
 from ..checks import check_value, checked, pick, under_its_name
 from ..formulas.advantage import rloo_advantage
 from ..formulas.kl import KL_KINDS, kl_estimate, kl_loss
-from ..formulas.logprob import (
-    entropy_from_logits, gaussian_entropy, gaussian_log_prob, log_softmax, selective_log_softmax)
+from rlhf_notes.formulas.logprob import (
+    entropy_from_logits,
+    gaussian_entropy,
+    gaussian_log_prob,
+    log_softmax,
+    selective_log_softmax,
+)
 from ..formulas.masking import apply_mask, masked_mean, masked_sum
 from ..formulas.ratio import importance_ratio
 from ..formulas.surrogate import clip_fraction, clipped_surrogate
@@ -34,12 +39,12 @@ ppo_policy_loss = namedtuple("ppo_policy_loss", "policy_loss entropy_loss kl_div
 ppo_info = namedtuple("ppo_info", "approx_kl clipfrac")
 
 def ppo_policy_error(
-    data: ppo_policy_data, # logits (..., N), action (...), adv and weight (...) or one for each row
-    clip_ratio: float = 0.2, # how far the ratio may go from 1
-    dual_clip: float | None = None, # c > 1: where adv < 0, a ratio above c costs nothing more
-    entropy_bonus: bool = True, # compute the entropy; False = entropy_loss is 0
-    kl_type: str = "k1", # estimator of the KL to the pretrained policy, one of `KL_KINDS`
-) -> tuple[ppo_policy_loss, ppo_info]: # 0-dim policy_loss, entropy_loss (to be maximised), kl_div
+    data: ppo_policy_data,  # logits (..., N), action (...), adv, weight (...) or a row each
+    clip_ratio: float = 0.2,  # how far the ratio may go from 1
+    dual_clip: float | None = None,  # c > 1: where adv < 0, a ratio above c costs nothing more
+    entropy_bonus: bool = True,  # compute the entropy; False = entropy_loss is 0
+    kl_type: str = "k1",  # estimator of the KL to the pretrained policy, one of `KL_KINDS`
+) -> tuple[ppo_policy_loss, ppo_info]:  # 0-dim policy_loss, entropy_loss (to be maximised), kl_div
     "PPO's policy loss for discrete actions or tokens (Schulman et al. 2017, eq. 7)."
     fields = _fields(ppo_policy_data, data)
     return _discrete(*fields, entropy_bonus, clip_ratio, dual_clip, kl_type)
@@ -97,9 +102,9 @@ def _mean(x, weight):
 # %% ../../nbs/compat/13_ding.ipynb #kl-div
 @checked(log_ratio="float (...)", kl_type=KL_KINDS)
 def calculate_kl_div(
-    log_ratio: Tensor, # (...) nats, log pi - log pi_ref of actions sampled from pi
-    kl_type: str, # one of `KL_KINDS`
-) -> Tensor: # 0-dim, nats
+    log_ratio: Tensor,  # (...) nats, log pi - log pi_ref of actions sampled from pi
+    kl_type: str,  # one of `KL_KINDS`
+) -> Tensor:  # 0-dim, nats
     "Mean estimate of KL(pi || pi_ref) over all elements; select what counts before the call."
     return masked_mean(kl_estimate(log_ratio, torch.zeros_like(log_ratio), kl_type))
 
@@ -109,11 +114,11 @@ ppo_policy_data_continuous = namedtuple(
     "mu_sigma_new mu_sigma_old action adv weight logit_pretrained", defaults=[None])
 
 def ppo_policy_error_continuous(
-    data: ppo_policy_data_continuous, # mu_sigma: dict(mu=(..., N), sigma=(..., N)); action (..., N)
-    clip_ratio: float = 0.2, # as in `ppo_policy_error`
-    dual_clip: float | None = None, # as in `ppo_policy_error`
-    kl_type: str = "k1", # as in `ppo_policy_error`
-) -> tuple[ppo_policy_loss, ppo_info]: # as from `ppo_policy_error`
+    data: ppo_policy_data_continuous,  # mu_sigma: dict(mu, sigma), action: (..., N) each
+    clip_ratio: float = 0.2,  # as in `ppo_policy_error`
+    dual_clip: float | None = None,  # as in `ppo_policy_error`
+    kl_type: str = "k1",  # as in `ppo_policy_error`
+) -> tuple[ppo_policy_loss, ppo_info]:  # as from `ppo_policy_error`
     "PPO's policy loss for Gaussian actions; the dual clip minds the sign of the advantage."
     new, old, action, adv, weight, pretrained = _fields(ppo_policy_data_continuous, data)
     new, old = _mu_sigma("mu_sigma_new", new), _mu_sigma("mu_sigma_old", old)
@@ -139,10 +144,10 @@ def _rows(x):
 ppo_value_data = namedtuple("ppo_value_data", "value_new value_old return_ weight")
 
 def ppo_value_error(
-    data: ppo_value_data, # value_new, value_old, return_, weight: (...), in units of the return
-    clip_ratio: float = 0.2, # how far the value may go from value_old, in units of the return
-    use_value_clip: bool = True, # False = plain squared error; value_old may be None
-) -> Tensor: # 0-dim, units of the return squared
+    data: ppo_value_data,  # value_new, value_old, return_, weight: (...), in units of the return
+    clip_ratio: float = 0.2,  # how far the value may go from value_old, in units of the return
+    use_value_clip: bool = True,  # False = plain squared error; value_old may be None
+) -> Tensor:  # 0-dim, units of the return squared
     "PPO's value loss, half the (clipped) squared error."
     return _value_error(*_fields(ppo_value_data, data), clip_ratio, use_value_clip)
 
@@ -159,12 +164,12 @@ ppo_data = namedtuple("ppo_data", f"logit_new logit_old {_BOTH}", defaults=[None
 ppo_loss = namedtuple("ppo_loss", "policy_loss value_loss entropy_loss kl_div")
 
 def ppo_error(
-    data: ppo_data, # the fields of `ppo_policy_data` and `ppo_value_data`
-    clip_ratio: float = 0.2, # for the ratio, and for the value in units of the return
-    use_value_clip: bool = True, # as in `ppo_value_error`
-    dual_clip: float | None = None, # as in `ppo_policy_error`
-    kl_type: str = "k1", # as in `ppo_policy_error`
-) -> tuple[ppo_loss, ppo_info]: # 0-dim policy_loss, value_loss, entropy_loss, kl_div; two floats
+    data: ppo_data,  # the fields of `ppo_policy_data` and `ppo_value_data`
+    clip_ratio: float = 0.2,  # for the ratio, and for the value in units of the return
+    use_value_clip: bool = True,  # as in `ppo_value_error`
+    dual_clip: float | None = None,  # as in `ppo_policy_error`
+    kl_type: str = "k1",  # as in `ppo_policy_error`
+) -> tuple[ppo_loss, ppo_info]:  # 0-dim policy_loss, value_loss, entropy_loss, kl_div; two floats
     "`ppo_policy_error` and `ppo_value_error` in one call."
     fields = _fields(ppo_data, data)
     return _both(ppo_policy_error, fields, clip_ratio, use_value_clip, dual_clip, kl_type)
@@ -181,21 +186,21 @@ ppo_data_continuous = namedtuple(
     "ppo_data_continuous", f"mu_sigma_new mu_sigma_old {_BOTH}", defaults=[None])
 
 def ppo_error_continuous(
-    data: ppo_data_continuous, # the fields of `ppo_policy_data_continuous` and `ppo_value_data`
-    clip_ratio: float = 0.2, # for the ratio, and for the value in units of the return
-    use_value_clip: bool = True, # as in `ppo_value_error`
-    dual_clip: float | None = None, # as in `ppo_policy_error`
-    kl_type: str = "k1", # as in `ppo_policy_error`
-) -> tuple[ppo_loss, ppo_info]: # as from `ppo_error`
+    data: ppo_data_continuous,  # the fields of `ppo_policy_data_continuous` and `ppo_value_data`
+    clip_ratio: float = 0.2,  # for the ratio, and for the value in units of the return
+    use_value_clip: bool = True,  # as in `ppo_value_error`
+    dual_clip: float | None = None,  # as in `ppo_policy_error`
+    kl_type: str = "k1",  # as in `ppo_policy_error`
+) -> tuple[ppo_loss, ppo_info]:  # as from `ppo_error`
     "`ppo_policy_error_continuous` and `ppo_value_error` in one call."
     policy_error, fields = ppo_policy_error_continuous, _fields(ppo_data_continuous, data)
     return _both(policy_error, fields, clip_ratio, use_value_clip, dual_clip, kl_type)
 
 # %% ../../nbs/compat/13_ding.ipynb #shape-fn
 def shape_fn_ppo(
-    args: tuple | list, # positional arguments of a call of `ppo_error` or `ppo_policy_error`
-    kwargs: dict, # its keyword arguments
-) -> torch.Size: # (B, N), the shape of logit_new
+    args: tuple | list,  # positional arguments of a call of `ppo_error` or `ppo_policy_error`
+    kwargs: dict,  # its keyword arguments
+) -> torch.Size:  # (B, N), the shape of logit_new
     "Shape of the problem, which DI-engine hands to its compiled kernels."
     named = kwargs.get("data") if isinstance(kwargs, dict) else None
     data = args[0] if isinstance(args, (tuple, list)) and args else named
@@ -206,9 +211,9 @@ def shape_fn_ppo(
 # %% ../../nbs/compat/13_ding.ipynb #naive
 @checked(logits="float (... S V)", index="int (... S)")
 def naive_method(
-    logits: Tensor, # (B, S, V) or (S, V)
-    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
-) -> Tensor: # (B, S) or (S,) nats
+    logits: Tensor,  # (B, S, V) or (S, V)
+    index: Tensor,  # (B, S) or (S,) integers in [0, V): the chosen tokens
+) -> Tensor:  # (B, S) or (S,) nats
     "Log-softmax of all tokens, then the chosen ones."
     return pick(log_softmax(logits), index.long().unsqueeze(-1)).squeeze(-1)
 
@@ -218,9 +223,9 @@ less_efficient_method = naive_method  # a categorical distribution's: the same n
 # %% ../../nbs/compat/13_ding.ipynb #efficient
 @checked(logits="raw (... S V)", index="int (... S)")
 def efficient_method(
-    logits: Tensor, # (B, S, V) or (S, V)
-    index: Tensor, # (B, S) or (S,) integers in [0, V): the chosen tokens
-) -> Tensor: # (B, S) or (S,) nats
+    logits: Tensor,  # (B, S, V) or (S, V)
+    index: Tensor,  # (B, S) or (S,) integers in [0, V): the chosen tokens
+) -> Tensor:  # (B, S) or (S,) nats
     "One row after the other, to hold memory down."
     rows = zip(logits.split(1), index.split(1))
     return torch.cat([selective_log_softmax(z, i) for z, i in rows])
@@ -231,11 +236,11 @@ grpo_policy_data = namedtuple(
 grpo_info = namedtuple("grpo_info", "approx_kl clipfrac")
 
 def grpo_policy_error(
-    data: grpo_policy_data, # logits (B, S, V), action (B, S), adv (B,), weight (B, S) or None
-    log_prob_fn=efficient_method, # (logits, index) -> log-probabilities
-    clip_ratio: float = 0.2, # how far the ratio may go from 1
-    beta: float = 0.1, # weight of the KL to the reference policy (k3)
-) -> tuple[Tensor, grpo_info]: # 0-dim loss; floats approx_kl, clipfrac
+    data: grpo_policy_data,  # logits (B, S, V), action (B, S), adv (B,), weight (B, S) or None
+    log_prob_fn=efficient_method,  # (logits, index) -> log-probabilities
+    clip_ratio: float = 0.2,  # how far the ratio may go from 1
+    beta: float = 0.1,  # weight of the KL to the reference policy (k3)
+) -> tuple[Tensor, grpo_info]:  # 0-dim loss; floats approx_kl, clipfrac
     "GRPO: mean over the tokens of each response, then over responses (Shao et al. 2024, eq. 3)."
     return _group_error(*_fields(grpo_policy_data, data), log_prob_fn, clip_ratio, beta)
 
@@ -279,10 +284,10 @@ rloo_policy_data = namedtuple("rloo_policy_data", "logit_new logit_old action re
 rloo_info = namedtuple("rloo_info", "approx_kl clipfrac")
 
 def rloo_policy_error(
-    data: rloo_policy_data, # logits (B, S, V), action (B, S), reward (K,) or (K, B / K), weight
-    log_prob_fn=efficient_method, # as in `grpo_policy_error`
-    clip_ratio: float = 0.2, # how far the ratio may go from 1
-) -> tuple[Tensor, rloo_info]: # 0-dim loss; floats approx_kl, clipfrac
+    data: rloo_policy_data,  # logits (B, S, V), action (B, S), reward (K,) or (K, B / K), weight
+    log_prob_fn=efficient_method,  # as in `grpo_policy_error`
+    clip_ratio: float = 0.2,  # how far the ratio may go from 1
+) -> tuple[Tensor, rloo_info]:  # 0-dim loss; floats approx_kl, clipfrac
     "RLOO, clipped as in PPO; row k * B / K + p is response k to prompt p (Ahmadian et al. 2024)."
     new, old, action, reward, weight = _fields(rloo_policy_data, data)
     group = new, old, None, action, _rloo_adv(reward, action), weight

@@ -23,9 +23,9 @@ class PPOLoss(torch.nn.Module):
     @checked(epsilon="(0, 1]", value_clip_range="(0, inf)", value_coeff="[0, inf)")
     def __init__(
         self,
-        epsilon: float = 0.1, # how far the ratio may go from 1
-        value_clip_range: float = 0.2, # how far a value may go from the old, units of the return
-        value_coeff: float = 0.1, # weight of the value loss
+        epsilon: float = 0.1,  # how far the ratio may go from 1
+        value_clip_range: float = 0.2,  # how far a value may go from the old, units of the return
+        value_coeff: float = 0.1,  # weight of the value loss
     ):
         super().__init__()
         self.epsilon = epsilon
@@ -37,15 +37,15 @@ class PPOLoss(torch.nn.Module):
              padding_masks="bool (...)?", value_padding_masks="bool (...V)?")
     def forward(
         self,
-        pi_old_logprobs: Tensor, # (...) nats, log pi of the tokens when they were sampled
-        pi_logprobs: Tensor, # (...) nats, log pi of the tokens now
-        advantages: Tensor, # (...)
-        phi_old_values: Tensor, # (...) V when the tokens were sampled
-        phi_values: Tensor, # (...) V now
-        returns: Tensor, # (...) the target of V
-        padding_masks: Tensor | None = None, # (...) bool, True = counts in the policy loss
-        value_padding_masks: Tensor | None = None, # (...) bool, True = counts in the value loss
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: # loss; policy, value, mean ratio, clipfrac
+        pi_old_logprobs: Tensor,  # (...) nats, log pi of the tokens when they were sampled
+        pi_logprobs: Tensor,  # (...) nats, log pi of the tokens now
+        advantages: Tensor,  # (...)
+        phi_old_values: Tensor,  # (...) V when the tokens were sampled
+        phi_values: Tensor,  # (...) V now
+        returns: Tensor,  # (...) the target of V
+        padding_masks: Tensor | None = None,  # (...) bool, True = counts in the policy loss
+        value_padding_masks: Tensor | None = None,  # (...) bool, True = counts in the value loss
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # loss; policy, value, mean ratio, clipfrac
         "loss = policy loss + value_coeff * value loss; the other four are detached."
         args, value_mask = (pi_logprobs, pi_old_logprobs, advantages), value_padding_masks
         policy, _ = ppo_loss(*args, mask=padding_masks, eps_low=self.epsilon)

@@ -14,7 +14,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes.training.options import (
-    STRICT, TINY, Count, Fraction, NonNegative, Number, Positive, Seed, Size, plain_errors
+    STRICT,
+    TINY,
+    Count,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+    Seed,
+    Size,
+    plain_errors,
 )
 
 # %% ../../nbs/control/18_config.ipynb #config
@@ -102,12 +111,12 @@ class PPOConfig:
                              f"{self.iterations} iterations, got {self.clip_anneal}")
 
     @property
-    def batch(self) -> int: # In environment steps
+    def batch(self) -> int:  # in environment steps
         "Size of an iteration's data, over all environments."
         return self.num_envs * self.num_steps
 
     @property
-    def iterations(self) -> int: # >= 1
+    def iterations(self) -> int:  # >= 1
         "Number of whole iterations that fit into `steps`."
         return self.steps // self.batch
 

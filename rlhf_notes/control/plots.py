@@ -17,10 +17,11 @@ from ..checks import checked
 from .envs import _naming, find_spec, threshold
 
 # %% ../../nbs/control/20_plots.ipynb #draw
-def draw_pendulum(ax, # Matplotlib axes
-                  state, # Angle (rad, 0 = upright, counterclockwise) and speed (rad/s)
-                  torque: float = 0.0, # In [-2, 2]
-                 ):
+def draw_pendulum(
+    ax,  # Matplotlib axes
+    state,  # angle (rad, 0 = upright, counterclockwise) and speed (rad/s)
+    torque: float = 0.0,  # in [-2, 2]
+):
     "Draw the rod, its motor, and the torque."
     from rlhf_notes.viz import COLORS
     angle, torque = float(state[0]), float(torque)
@@ -35,11 +36,13 @@ def draw_pendulum(ax, # Matplotlib axes
     _bare(ax, xlim=(-1.15, 1.15), ylim=(-1.15, 1.15))
 
 # %% ../../nbs/control/20_plots.ipynb #draw-cartpole
-def draw_cartpole(ax, # Matplotlib axes
-                  state, # Position (m), velocity, angle (rad, to the right), angular velocity
-                 ):
+def draw_cartpole(
+    ax,  # Matplotlib axes
+    state,  # position (m), velocity, angle (rad, to the right), angular velocity
+):
     "Draw the cart on its track and the pole."
     from matplotlib.patches import Rectangle
+
     from rlhf_notes.viz import COLORS
     x, angle = float(state[0]), float(state[2])
     ax.plot([-2.4, 2.4], [0, 0], color=COLORS["grey"], linewidth=1, linestyle="-")
@@ -59,14 +62,15 @@ DRAWINGS = {"CartPole-v1": draw_cartpole, "CartPoleEnv": draw_cartpole,
             "Pendulum-v1": draw_pendulum, "PendulumEnv": draw_pendulum}
 
 @checked(seed="int [0, inf)")
-def film(env, # A name, a function that makes one, or an environment, of which a copy plays
-         choose, # choose(obs) -> action
-         path, # The file to write, ends in .gif or .mp4
-         seed: int = 0, # Of the episode
-         every: int = 2, # Steps from one frame to the next
-         longest: int = 2000, # Steps; an episode may have no end
-         env_kwargs: dict | None = None, # Arguments of the environment
-        ) -> Path: # The file
+def film(
+    env,  # a name, a function that makes one, or an environment, of which a copy plays
+    choose,  # choose(obs) -> action
+    path,  # the file to write, ends in .gif or .mp4
+    seed: int = 0,  # of the episode
+    every: int = 2,  # steps from one frame to the next
+    longest: int = 2000,  # steps; an episode may have no end
+    env_kwargs: dict | None = None,  # arguments of the environment
+) -> Path:  # the file
     "Film one episode, 25 frames a second."
     path, env_kwargs, draw = Path(path), env_kwargs or {}, DRAWINGS.get(find_spec(env).id)
     save = _writer(path)
@@ -125,10 +129,11 @@ PANELS = dict(return_mean="return, mean of recent episodes", kl_k3="KL(old, new)
               clip_fraction="clip fraction",
               explained_variance="explained variance (below -1 not shown)")
 
-def plot_run(figure, # A matplotlib figure
-             rows: list, # `PPO.rows`
-             summary: dict, # From `train`
-            ):
+def plot_run(
+    figure,  # a matplotlib figure
+    rows: list,  # `PPO.rows`
+    summary: dict,  # from `train`
+):
     "Plot return, KL, clip fraction and explained variance against the steps."
     for ax, (column, title) in zip(figure.subplots(2, 2, sharex=True).flat, PANELS.items()):
         ax.plot([r["steps"] for r in rows], [r[column] for r in rows])

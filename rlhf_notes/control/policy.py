@@ -17,8 +17,12 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from ..checks import checked
-from ..formulas.logprob import (entropy_from_logits, gaussian_entropy, gaussian_log_prob,
-                                          tanh_log_det)
+from rlhf_notes.formulas.logprob import (
+                                          entropy_from_logits,
+                                          gaussian_entropy,
+                                          gaussian_log_prob,
+                                          tanh_log_det,
+)
 
 # %% ../../nbs/control/17_policy.ipynb #mlp
 ACTIVATIONS = {  # for PyTorch, and for NumPy
@@ -28,14 +32,15 @@ ACTIVATIONS = {  # for PyTorch, and for NumPy
 }
 
 @checked(activation=ACTIVATIONS, init=("orthogonal", "default"))
-def mlp(inputs: int, # Width of the input
-        outputs: int, # Width of the output
-        gain: float, # Scale of the last layer's weights, for "orthogonal"
-        hidden: int = 64, # Width of the two hidden layers
-        activation: str = "tanh", # One of `ACTIVATIONS`
-        init: str = "orthogonal", # "orthogonal" with zero biases, or "default": PyTorch's own
-        generator: torch.Generator | None = None, # Source of the weights
-       ) -> nn.Sequential: # (..., inputs) -> (..., outputs)
+def mlp(
+    inputs: int,  # width of the input
+    outputs: int,  # width of the output
+    gain: float,  # scale of the last layer's weights, for "orthogonal"
+    hidden: int = 64,  # width of the two hidden layers
+    activation: str = "tanh",  # one of `ACTIVATIONS`
+    init: str = "orthogonal",  # "orthogonal" with zero biases, or "default": PyTorch's own
+    generator: torch.Generator | None = None,  # source of the weights
+) -> nn.Sequential:  # (..., inputs) -> (..., outputs)
     "A network with two hidden layers."
     widths = (inputs, hidden), (hidden, hidden), (hidden, outputs)
     linears = [skip_init(nn.Linear, *width) for width in widths]
@@ -52,9 +57,10 @@ def mlp(inputs: int, # Width of the input
     return nn.Sequential(first, layer(), second, layer(), last)
 
 # %% ../../nbs/control/17_policy.ipynb #numpy-mlp
-def numpy_mlp(net: nn.Sequential, # From `mlp`
-              activation: str, # Its activation
-             ): # (..., inputs) array -> (..., outputs) array, float32
+def numpy_mlp(
+    net: nn.Sequential,  # from `mlp`
+    activation: str,  # its activation
+):  # (..., inputs) array -> (..., outputs) array, float32
     "A copy of the network in NumPy: few observations at a time cost PyTorch mostly overhead."
     layers = [(linear.weight.detach().cpu().numpy().T.copy(),
                linear.bias.detach().cpu().numpy().copy()) for linear in net[::2]]
@@ -69,63 +75,65 @@ def numpy_mlp(net: nn.Sequential, # From `mlp`
 # %% ../../nbs/control/17_policy.ipynb #categorical
 class Categorical(nn.Module):
     "One of n discrete actions; the network gives their logits."
-    def __init__(self,
-                 space: gym.spaces.Discrete, # Of the actions
-                ):
+    def __init__(
+        self,
+        space: gym.spaces.Discrete,  # of the actions
+    ):
         super().__init__()
         self.outputs, self.start = int(space.n), int(space.start)
 
-    def logp(self, out, actions): # (..., n), (...) -> (...)
+    def logp(self, out, actions):  # (..., n), (...) -> (...)
         "log pi(actions), in nats."
         return out.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
-    def entropy(self, out): # (..., n) -> (...)
+    def entropy(self, out):  # (..., n) -> (...)
         "Entropy, in nats."
         return entropy_from_logits(out)
 
-    def sampler(self, rng=None): # (N, n) -> (N,); rng None = the most probable ones
+    def sampler(self, rng=None):  # (N, n) -> (N,); rng None = the most probable ones
         "Draw actions: the largest of logit + Gumbel noise is a sample of the softmax."
         if rng is None: return lambda out: out.argmax(-1)
         return lambda out: (out + rng.gumbel(size=out.shape)).argmax(-1)
 
-    def for_env(self, actions): # (N,) -> (N,)
+    def for_env(self, actions):  # (N,) -> (N,)
         "Actions as the environment counts them."
         return actions + self.start
 
 # %% ../../nbs/control/17_policy.ipynb #gaussian
 class Gaussian(nn.Module):
     "Independent Gaussians; the network gives their means, the standard deviations are parameters."
-    def __init__(self,
-                 space: gym.spaces.Box, # Of the actions, N numbers in all
-                 log_std: float = 0.0, # At the start
-                 squash: bool = False, # Bring actions between their bounds by tanh, not by clipping
-                ):
+    def __init__(
+        self,
+        space: gym.spaces.Box,  # of the actions, N numbers in all
+        log_std: float = 0.0,  # at the start
+        squash: bool = False,  # bring actions between their bounds by tanh, not by clipping
+    ):
         super().__init__()
         self.shape, self.squash = space.shape, squash
         self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
         self.outputs = len(self.low)
         self.log_std = nn.Parameter(torch.full((self.outputs,), float(log_std)))
 
-    def sigma(self, out): # (..., N) -> (..., N)
+    def sigma(self, out):  # (..., N) -> (..., N)
         "Standard deviations, the same for each observation."
         return self.log_std.exp().expand_as(out)
 
-    def logp(self, out, actions): # (..., N), (..., N) -> (...)
+    def logp(self, out, actions):  # (..., N), (..., N) -> (...)
         "log density of the actions (with `squash`, of their tanh), in nats."
         logp = gaussian_log_prob(actions, out, self.sigma(out))
         return logp - tanh_log_det(actions) if self.squash else logp
 
-    def entropy(self, out): # (..., N) -> (...)
+    def entropy(self, out):  # (..., N) -> (...)
         "Entropy of the Gaussian, in nats."
         return gaussian_entropy(self.sigma(out))
 
-    def sampler(self, rng=None): # (B, N) -> (B, N); rng None = the means
+    def sampler(self, rng=None):  # (B, N) -> (B, N); rng None = the means
         "Draw actions, before they are clipped or squashed."
         if rng is None: return lambda out: out
         sigma = self.log_std.detach().exp().cpu().numpy()
         return lambda out: out + sigma * rng.standard_normal(out.shape, dtype=np.float32)
 
-    def for_env(self, actions): # (B, N) -> (B, *shape of the space)
+    def for_env(self, actions):  # (B, N) -> (B, *shape of the space)
         "Actions within the bounds."
         if self.squash:
             actions = self.low + (np.tanh(actions) + 1) / 2 * (self.high - self.low)
@@ -135,10 +143,11 @@ class Gaussian(nn.Module):
         return inside.reshape(*actions.shape[:-1], *self.shape)
 
 # %% ../../nbs/control/17_policy.ipynb #distribution
-def distribution(space: gym.Space, # Of the actions of one environment
-                 log_std: float = 0.0, # Of a Gaussian
-                 squash: bool = False, # Of a Gaussian
-                ) -> nn.Module: # `Categorical` or `Gaussian`
+def distribution(
+    space: gym.Space,  # of the actions of one environment
+    log_std: float = 0.0,  # of a Gaussian
+    squash: bool = False,  # of a Gaussian
+) -> nn.Module:  # `Categorical` or `Gaussian`
     "The distribution that fits the actions of an environment."
     if isinstance(space, gym.spaces.Discrete):
         if squash: raise ValueError(f"squash must be False for Discrete actions, got {space}")
@@ -161,12 +170,13 @@ def distribution(space: gym.Space, # Of the actions of one environment
 # %% ../../nbs/control/17_policy.ipynb #agent
 class Agent(nn.Module):
     "A policy and a value function, each with a network of its own."
-    def __init__(self,
-                 obs_size: int, # Numbers in an observation
-                 actions: gym.Space, # Of one environment
-                 config, # hidden, activation, init, log_std, squash of `PPOConfig`
-                 generator: torch.Generator | None = None, # Source of the weights
-                ):
+    def __init__(
+        self,
+        obs_size: int,  # numbers in an observation
+        actions: gym.Space,  # of one environment
+        config,  # hidden, activation, init, log_std, squash of `PPOConfig`
+        generator: torch.Generator | None = None,  # source of the weights
+    ):
         super().__init__()
         self.activation = config.activation
         self.head = distribution(actions, config.log_std, config.squash)
@@ -175,17 +185,18 @@ class Agent(nn.Module):
         self.policy = mlp(obs_size, self.head.outputs, gain=0.01, **net)
         self.critic = mlp(obs_size, 1, gain=1.0, **net)
 
-    def value(self, obs): # (..., obs_size) -> (...)
+    def value(self, obs):  # (..., obs_size) -> (...)
         "V(obs), in units of the return."
         return self.critic(obs).squeeze(-1)
 
-    def forward(self, obs): # (..., obs_size) -> (..., outputs), (...)
+    def forward(self, obs):  # (..., obs_size) -> (..., outputs), (...)
         "Parameters of the distribution of actions, and V(obs)."
         return self.policy(obs), self.value(obs)
 
-    def actor(self,
-              rng=None, # A NumPy generator to draw actions with; None = the most probable ones
-             ): # (N, obs_size) array -> actions, an array
+    def actor(
+        self,
+        rng=None,  # a NumPy generator to draw actions with; None = the most probable ones
+    ):  # (N, obs_size) array -> actions, an array
         "A copy of the policy in NumPy."
         forward, sample = numpy_mlp(self.policy, self.activation), self.head.sampler(rng)
         return lambda obs: sample(forward(obs))

@@ -43,11 +43,12 @@ from ..training.runs import Run, load_checked, save_checked
 from ..training.signals import check_finite, diverged, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/control/19_ppo.ipynb #loss
-def batch_loss(agent: Agent, # In training
-               batch, # A minibatch, see `Batch`
-               config: PPOConfig, # whitening, value_clip, value_coef, entropy_coef
-               clip: float, # Range of the ratio around 1, at this iteration
-              ) -> tuple[torch.Tensor, dict]: # 0-dim loss to be minimised; its parts, 0-dim each
+def batch_loss(
+    agent: Agent,  # in training
+    batch,  # a minibatch, see `Batch`
+    config: PPOConfig,  # whitening, value_clip, value_coef, entropy_coef
+    clip: float,  # range of the ratio around 1, at this iteration
+) -> tuple[torch.Tensor, dict]:  # 0-dim loss to be minimised; its parts, 0-dim each
     "PPO's loss on a minibatch (Schulman et al. 2017, eq. 9)."
     out, value = agent(batch.obs)
     return ppo_loss(
@@ -77,10 +78,11 @@ class Batch:
 
 # %% ../../nbs/control/19_ppo.ipynb #make-batch
 @torch.no_grad()
-def make_batch(agent: Agent, # That collected the rollout
-               rollout: Rollout, # (T, N)
-               config: PPOConfig, # gamma, lam, truncation, whitening
-              ) -> Batch: # At most T * N rows
+def make_batch(
+    agent: Agent,  # that collected the rollout
+    rollout: Rollout,  # (T, N)
+    config: PPOConfig,  # gamma, lam, truncation, whitening
+) -> Batch:  # at most T * N rows
     "Log-probabilities, values, and by GAE the advantages and returns of each step."
     (out, values), next_values = agent(rollout.obs), agent.value(rollout.next_obs)
     is_step, done = rollout.is_step, rollout.done
@@ -440,19 +442,21 @@ def _space(numbers):
     return gym.spaces.Box(low, high, dtype=low.dtype.type)
 
 # %% ../../nbs/control/19_ppo.ipynb #seeds
-def seeds(seed: int, # The one seed of a run
-          iteration: int = 0, # From which its episodes begin; not 0 in a resumed run
-         ) -> list: # Of four: environments; weights, actions and minibatches; two of evaluation
+def seeds(
+    seed: int,  # the one seed of a run
+    iteration: int = 0,  # from which its episodes begin; not 0 in a resumed run
+) -> list:  # of four: environments; weights, actions and minibatches; two of evaluation
     "Independent seeds from one: nothing is evaluated on the episodes it was trained on."
     return [int(s) for s in np.random.SeedSequence((seed, iteration)).generate_state(4)]
 
 # %% ../../nbs/control/19_ppo.ipynb #health
 @torch.no_grad()
-def health(agent: Agent, # After the update
-           batch: Batch, # That it learned from
-           config: PPOConfig, # whitening
-           clip: float, # As in the loss
-          ) -> dict: # Name -> number
+def health(
+    agent: Agent,  # after the update
+    batch: Batch,  # that it learned from
+    config: PPOConfig,  # whitening
+    clip: float,  # as in the loss
+) -> dict:  # name -> number
     "Entropy, distance from the old policy, share of clipped steps, and fit of the old values."
     out = agent.policy(batch.obs)
     logp, advantage = agent.head.logp(out, batch.actions), _loss_advantage(batch, config)
@@ -534,9 +538,10 @@ def episode_returns(
     return torch.from_numpy(np.float32(returns))
 
 # %% ../../nbs/control/19_ppo.ipynb #train
-def train(config: PPOConfig, # All options
-          run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
-         ) -> tuple[PPO, list, dict]: # The trainer, the rows of metrics, and the summary
+def train(
+    config: PPOConfig,  # all options
+    run: Run | None = None,  # where to write, and perhaps continue; None = nowhere
+) -> tuple[PPO, list, dict]:  # the trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
     ppo = PPO.begin(config, run)
     if ppo.iteration < config.iterations:

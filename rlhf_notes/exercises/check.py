@@ -10,7 +10,7 @@ __all__ = ['Table', 'names', 'hint', 'diagnose']
 # %% ../../nbs/exercises/check.ipynb #export-imports
 import difflib
 
-from . import formulas_checks, fast_checks, control_checks, language_checks
+from . import control_checks, fast_checks, formulas_checks, language_checks
 from .engine import EXERCISES
 
 # %% ../../nbs/exercises/check.ipynb #table

@@ -60,7 +60,7 @@ class Exercise:
         self.plain, self.cases = len(plain), plain + named(self.edges)
         self._known = None
 
-    def outcomes(self, f, plain: bool = False) -> list: # One `Outcome` for each input, edges last
+    def outcomes(self, f, plain: bool = False) -> list:  # one `Outcome` for each input, edges last
         "Call `f` on all inputs, or without gradients on the plain ones."
         found, cases = [], self.cases[:self.plain] if plain else self.cases
         for case in cases:
@@ -70,7 +70,7 @@ class Exercise:
         def judge(o, case): return tuple(self.judged(v, *case.values()) for v in o.values)
         return [replace(o, values=judge(o, case)) for o, case in zip(found, cases)]
 
-    def known(self) -> tuple: # (outcomes of the reference, {name: outcomes})
+    def known(self) -> tuple:  # (outcomes of the reference, {name: outcomes})
         "Outcomes of the reference and of the mistakes."
         if self._known is None:
             wrong = {name: self.outcomes(f) for name, (f, _) in self.mistakes.items()}

@@ -13,11 +13,36 @@ import math
 import torch
 
 from .engine import exercise
-from .given import (
-    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, normal, over_rows,
-    pessimistic, row_means, steps, variance, vec)
-from ..formulas import (
-    advantage, grpo, kl, logprob, masking, ratio, reward, surrogate, value, whitening)
+from rlhf_notes.exercises.given import (
+    INF,
+    NAN,
+    always_clipped,
+    clip,
+    curves,
+    flags,
+    k3,
+    keep,
+    mean,
+    normal,
+    over_rows,
+    pessimistic,
+    row_means,
+    steps,
+    variance,
+    vec,
+)
+from rlhf_notes.formulas import (
+    advantage,
+    grpo,
+    kl,
+    logprob,
+    masking,
+    ratio,
+    reward,
+    surrogate,
+    value,
+    whitening,
+)
 
 # %% ../../nbs/formulas/01_masking.ipynb #exercise-checks
 exercise("masked_mean", "01_masking", masking.masked_mean,

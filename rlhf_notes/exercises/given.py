@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from .outcomes import weights, attempt
+from .outcomes import attempt, weights
 
 # %% ../../nbs/exercises/given.ipynb #vec
 NAN, INF = math.nan, math.inf
@@ -88,10 +88,11 @@ def _draw(ax, x, expected, yours, marker=None):
             marker=marker and "s", markersize=9, label="expected")
     ax.plot(x, yours, "--", color=COLORS["orange"], marker=marker, markersize=5, label="yours")
 
-def curves(var,    # The argument on the horizontal axis
-           points, # Its values, (N,)
-           panels: dict, # Label -> the other arguments by name: numbers, or 0-dim tensors to expand
-          ):       # A function for `Exercise.picture`
+def curves(
+    var,  # the argument on the horizontal axis
+    points,  # (N,) its values
+    panels: dict,  # label -> the other arguments by name: numbers, or 0-dim tensors to expand
+):  # a function for `Exercise.picture`
     "Draw value and gradient over one argument, a row for each panel."
     def expanded(x): return x.expand_as(points) if isinstance(x, torch.Tensor) else x
     def picture(exercise, f):
@@ -114,10 +115,11 @@ def curves(var,    # The argument on the horizontal axis
     return picture
 
 # %% ../../nbs/exercises/given.ipynb #steps
-def steps(case: int,     # Number of the input that is drawn
-          along: int = 0, # Dimension of time; the first sequence of several is drawn
-          marks: tuple = (), # Flags that draw a line after the step
-         ):              # A function for `Exercise.picture`
+def steps(
+    case: int,  # number of the input that is drawn
+    along: int = 0,  # dimension of time; the first sequence of several is drawn
+    marks: tuple = (),  # flags that draw a line after the step
+):  # a function for `Exercise.picture`
     "Draw a sequence, step by step."
     def first(v): return v if v.ndim < 2 else v.select(1 - along, 0)
     def picture(exercise, f):

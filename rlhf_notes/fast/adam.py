@@ -34,8 +34,9 @@ def adam_step(
     theta -= learning_rate * m_hat / (v_hat.sqrt() + eps)
 
 # %% ../../nbs/fast/adam.ipynb #vector
-def one_vector(module: nn.Module, # Its parameters become views; they keep their values
-              ) -> nn.Parameter: # The learned parameters in a row; its gradient is made of theirs
+def one_vector(
+    module: nn.Module,  # its parameters become views; they keep their values
+) -> nn.Parameter:  # the learned parameters in a row; its gradient is made of theirs
     "One vector behind all learned parameters of a module, and one behind their gradients."
     parameters = [p for p in module.parameters() if p.requires_grad]
     vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach().clone())
@@ -49,10 +50,11 @@ def one_vector(module: nn.Module, # Its parameters become views; they keep their
 # %% ../../nbs/fast/adam.ipynb #adam
 class Adam:
     "Adam with gradient clipping for a module, on one vector."
-    def __init__(self,
-                 module: nn.Module, # Its parameters with `requires_grad` are learned
-                 eps: float, # Epsilon
-                ):
+    def __init__(
+        self,
+        module: nn.Module,  # its parameters with `requires_grad` are learned
+        eps: float,  # epsilon
+    ):
         self.vector = one_vector(module)
         self.weights, self.eps = [self.vector], eps
         self.m, self.v = (torch.zeros_like(self.vector.detach()) for _ in range(2))
@@ -63,24 +65,24 @@ class Adam:
         self.vector.grad.zero_()
 
     @torch.no_grad()
-    def clip(self, max_norm: float) -> torch.Tensor: # > 0 -> 0-dim: the norm before
+    def clip(self, max_norm: float) -> torch.Tensor:  # > 0 -> 0-dim: the norm before
         "Rescale the gradient if its norm exceeds `max_norm` (Pascanu et al. 2013, algorithm 1)."
         norm = torch.linalg.vector_norm(self.vector.grad)
         self.vector.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
         return norm
 
     @torch.no_grad()
-    def step(self, learning_rate: float): # Step size
+    def step(self, learning_rate: float):  # step size
         "Take a step against the gradient."
         self.steps += 1
         grad = self.vector.grad
         adam_step(self.vector, self.m, self.v, grad, self.steps, learning_rate, self.eps)
 
-    def state_dict(self) -> dict: # For a checkpoint
+    def state_dict(self) -> dict:  # for a checkpoint
         "Both moments and the number of steps."
         return dict(m=self.m, v=self.v, steps=self.steps)
 
-    def load_state_dict(self, state: dict): # From `state_dict`
+    def load_state_dict(self, state: dict):  # from `state_dict`
         "Continue from a checkpoint."
         for name, x in state.items():
             getattr(self, name).copy_(x)

@@ -30,8 +30,13 @@ from torch import Tensor
 
 from ..checks import check_value, checked
 from .kl import KL_KINDS, kl_estimate
-from .masking import (
-    AGGREGATION_MODES, aggregate_count, aggregate_loss, apply_mask, masked_mean)
+from rlhf_notes.formulas.masking import (
+    AGGREGATION_MODES,
+    aggregate_count,
+    aggregate_loss,
+    apply_mask,
+    masked_mean,
+)
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
 
@@ -126,7 +131,7 @@ def _bounds(variant, eps_low, eps_high, dual_clip, tau):
         check_value("tau", t, "(0, inf)")
     return eps_low or low, eps_high or eps_low or high
 
-def _per_token(name, x, logp): # (B,), (B, 1) or (B, T) -> (B, T), a constant
+def _per_token(name, x, logp):  # (B,), (B, 1) or (B, T) -> (B, T), a constant
     if x.shape[1:] not in ((), (1,), logp.shape[1:]):
         raise ValueError(f"{name} must have the shape (B,), (B, 1) or (B, T), got {tuple(x.shape)}")
     return (x.unsqueeze(1) if x.ndim == 1 else x).detach().expand_as(logp)
@@ -134,10 +139,10 @@ def _per_token(name, x, logp): # (B,), (B, 1) or (B, T) -> (B, T), a constant
 # %% ../../nbs/formulas/11_grpo.ipynb #microbatch-weight
 @checked(mask="bool (b T)", batch_mask="bool (B T)", aggregation=AGGREGATION_MODES)
 def microbatch_weight(
-    mask: Tensor, # (b, T) bool, which tokens of the microbatch count
-    batch_mask: Tensor, # (B, T) bool, the same of the whole batch
-    aggregation: str = "token-mean", # of the loss, one of `AGGREGATION_MODES`
-) -> Tensor: # 0-dim, from 0 to 1
+    mask: Tensor,  # (b, T) bool, which tokens of the microbatch count
+    batch_mask: Tensor,  # (B, T) bool, the same of the whole batch
+    aggregation: str = "token-mean",  # of the loss, one of `AGGREGATION_MODES`
+) -> Tensor:  # 0-dim, from 0 to 1
     "Weight of a microbatch's loss, so that the weighted losses sum to the loss of the batch."
     part, whole = (aggregate_count(m, aggregation) for m in (mask, batch_mask))
     return part.float() / whole.clamp(min=1)
@@ -146,12 +151,12 @@ def microbatch_weight(
 @checked(logp="float (B T)", logp_old="float (B T)", advantage="float (B ...)",
          threshold="[0, inf)", mask="bool (B T)?")
 def off_policy_sequence_mask(
-    logp: Tensor, # (B, T) nats, log pi of the tokens, under the policy in training
-    logp_old: Tensor, # (B, T) nats, under the policy that sampled them, as the sampler reported it
-    advantage: Tensor, # (B,) or (B, 1)
-    threshold: float, # delta: how far the policy may have left a bad response, nats per token
-    mask: Tensor | None = None, # (B, T) bool, True = counts; None = everything counts
-) -> Tensor: # (B, 1) bool, True = learn from this response
+    logp: Tensor,  # (B, T) nats, log pi of the tokens, under the policy in training
+    logp_old: Tensor,  # (B, T) nats, under the policy that sampled them, as the sampler reported it
+    advantage: Tensor,  # (B,) or (B, 1)
+    threshold: float,  # delta: how far the policy may have left a bad response, nats per token
+    mask: Tensor | None = None,  # (B, T) bool, True = counts; None = everything counts
+) -> Tensor:  # (B, 1) bool, True = learn from this response
     "False where A < 0 and mean(log pi_old - log pi) > threshold (DeepSeek-V3.2, 2025, eq. 9)."
     if advantage.shape[1:] not in ((), (1,)):
         raise ValueError("advantage must have the shape (B,) or (B, 1), got "

@@ -35,9 +35,9 @@ from .masking import apply_mask
 @checked(logits="raw (... V)", temperature="(0, inf)")
 @door(rows.log_softmax)
 def log_softmax(
-    logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
-    temperature: float = 1.0, # what the logits are divided by
-) -> Tensor: # (..., V) nats, float32 or better; NaN without gradient where no token is possible
+    logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
+    temperature: float = 1.0,  # what the logits are divided by
+) -> Tensor:  # (..., V) nats, float32 or better; NaN without gradient where no token is possible
     "log softmax(logits / temperature); PyTorch's own loses digits: it adds in float32."
     z = at_least_float32(logits)
     top = z.detach().amax(-1, keepdim=True)
@@ -51,12 +51,12 @@ _RULES = dict(
 @checked(index="int (... K?)", **_RULES)
 @door(rows.log_prob)
 def selective_log_softmax(
-    logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
-    index: Tensor, # (...) integers in [0, V): the chosen tokens; or (..., K), K tokens a row
-    temperature: float = 1.0, # what the logits are divided by, that of the sampler
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    inplace_backward: bool = False, # may the gradient be written over the logits?
-) -> Tensor: # shape of `index`, nats, float32 or better; 0 where nothing counts
+    logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
+    index: Tensor,  # (...) integers in [0, V): the chosen tokens; or (..., K), K tokens a row
+    temperature: float = 1.0,  # what the logits are divided by, that of the sampler
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    inplace_backward: bool = False,  # may the gradient be written over the logits?
+) -> Tensor:  # shape of `index`, nats, float32 or better; 0 where nothing counts
     "log softmax(logits / temperature) of the chosen tokens; on a GPU, an index is not checked."
     rows.check_inplace(logits, inplace_backward)
     tokens = index.long() if index.ndim == logits.ndim else index[..., None].long()
@@ -70,11 +70,11 @@ def selective_log_softmax(
 @checked(**_RULES)
 @door(rows.entropy)
 def entropy_from_logits(
-    logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
-    temperature: float = 1.0, # what the logits are divided by
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    inplace_backward: bool = False, # may the gradient be written over the logits?
-) -> Tensor: # (...) nats; 0 where nothing counts or no token is possible
+    logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
+    temperature: float = 1.0,  # what the logits are divided by
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    inplace_backward: bool = False,  # may the gradient be written over the logits?
+) -> Tensor:  # (...) nats; 0 where nothing counts or no token is possible
     "Entropy of softmax(logits / temperature): - sum p log p over the tokens that are possible."
     rows.check_inplace(logits, inplace_backward)
     z = at_least_float32(logits)
@@ -89,12 +89,12 @@ def entropy_from_logits(
 @checked(index="int (...)", **_RULES)
 @door(rows.log_prob_and_entropy)
 def log_probs_and_entropy(
-    logits: Tensor, # (..., V), any float dtype; -inf = this token cannot be chosen
-    index: Tensor, # (...) integers in [0, V): the chosen tokens
-    temperature: float = 1.0, # what the logits are divided by
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    inplace_backward: bool = False, # may the gradient be written over the logits?
-) -> tuple[Tensor, Tensor]: # (log pi of the chosen tokens, entropy), as of the two functions
+    logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
+    index: Tensor,  # (...) integers in [0, V): the chosen tokens
+    temperature: float = 1.0,  # what the logits are divided by
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    inplace_backward: bool = False,  # may the gradient be written over the logits?
+) -> tuple[Tensor, Tensor]:  # (log pi of the chosen tokens, entropy), as of the two functions
     "`selective_log_softmax` and `entropy_from_logits`, with one read of many logits."
     rows.check_inplace(logits, inplace_backward)
     logp = selective_log_softmax(logits, index, temperature, mask)
@@ -103,11 +103,11 @@ def log_probs_and_entropy(
 # %% ../../nbs/formulas/02_logprob.ipynb #gaussian
 @checked(action="float (... N)", mu="float (... N)", sigma="float (... N)", mask="bool (...)?")
 def gaussian_log_prob(
-    action: Tensor, # (..., N)
-    mu: Tensor, # (..., N) mean of each dimension
-    sigma: Tensor, # (..., N) standard deviation of each dimension, > 0
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-) -> Tensor: # (...) log density in nats, float32 or better; 0 where nothing counts
+    action: Tensor,  # (..., N)
+    mu: Tensor,  # (..., N) mean of each dimension
+    sigma: Tensor,  # (..., N) standard deviation of each dimension, > 0
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # (...) log density in nats, float32 or better; 0 where nothing counts
     "log N(action; mu, sigma^2), summed over N independent dimensions."
     if mask is not None:
         action, mu, sigma = (x.masked_fill(~mask[..., None], 1) for x in (action, mu, sigma))
@@ -117,9 +117,9 @@ def gaussian_log_prob(
 # %% ../../nbs/formulas/02_logprob.ipynb #gaussian-entropy
 @checked(sigma="float (... N)", mask="bool (...)?")
 def gaussian_entropy(
-    sigma: Tensor, # (..., N) standard deviation of each dimension, > 0
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-) -> Tensor: # (...) nats, any sign, float32 or better; 0 where nothing counts
+    sigma: Tensor,  # (..., N) standard deviation of each dimension, > 0
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor:  # (...) nats, any sign, float32 or better; 0 where nothing counts
     "Entropy of N independent Gaussians: the sum of log sigma + (1 + log 2 pi) / 2."
     if mask is not None:
         sigma = sigma.masked_fill(~mask[..., None], 1)
@@ -127,7 +127,7 @@ def gaussian_entropy(
 
 # %% ../../nbs/formulas/02_logprob.ipynb #tanh-log-det
 @checked(x="float (... N)")
-def tanh_log_det(x: Tensor) -> Tensor: # (..., N) before the tanh -> (...) nats
+def tanh_log_det(x: Tensor) -> Tensor:  # (..., N) before the tanh -> (...) nats
     "log |d tanh(x) / dx|, summed over N dimensions: log density of x less that of tanh(x)."
     return 2 * (math.log(2) - x + torch.nn.functional.logsigmoid(2 * x)).sum(-1)
 
@@ -136,15 +136,15 @@ def tanh_log_det(x: Tensor) -> Tensor: # (..., N) before the tanh -> (...) nats
          temperature="(0, inf)", chunk="int [1, 1e18)?", entropy="flag", mask="bool (...)?")
 @door(linear.log_probs)
 def linear_log_probs(
-    hidden: Tensor, # (..., d), any float dtype: final hidden states
-    weight: Tensor, # (V, d) of the head
-    index: Tensor, # (...) integers in [0, V): the chosen tokens
-    bias: Tensor | None = None, # (V,) of the head
-    temperature: float = 1.0, # what the logits are divided by
-    chunk: int | None = None, # rows whose logits exist at once; None = 8 million logits
-    entropy: bool = False, # return the entropy as well?
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-) -> Tensor | tuple: # (...) log pi in nats, float32 or better; with `entropy`, (log pi, entropy)
+    hidden: Tensor,  # (..., d), any float dtype: final hidden states
+    weight: Tensor,  # (V, d) of the head
+    index: Tensor,  # (...) integers in [0, V): the chosen tokens
+    bias: Tensor | None = None,  # (V,) of the head
+    temperature: float = 1.0,  # what the logits are divided by
+    chunk: int | None = None,  # rows whose logits exist at once; None = 8 million logits
+    entropy: bool = False,  # return the entropy as well?
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+) -> Tensor | tuple:  # (...) log pi in nats, float32 or better; with `entropy`, (log pi, entropy)
     "`selective_log_softmax` of hidden @ weight.T + bias, its products accumulated in float32."
     if mask is not None:
         hidden = hidden.masked_fill(~mask[..., None], 0)

@@ -78,13 +78,13 @@ def ppo_loss(
 @torch.no_grad()
 @checked(logp="float (...)", logp_old="float (...)", advantage="float (...)", mask="bool (...)?")
 def ppo_stats(
-    logp: Tensor, # (...) nats, log pi of the actions
-    logp_old: Tensor, # (...) nats, log pi_old of the actions
-    advantage: Tensor, # (...)
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    eps_low: float = 0.2, # as in `ppo_loss`
-    eps_high: float | None = None, # as in `ppo_loss`
-) -> dict: # 0-dim tensors: ratio (mean), approx_kl in nats, clip_fraction
+    logp: Tensor,  # (...) nats, log pi of the actions
+    logp_old: Tensor,  # (...) nats, log pi_old of the actions
+    advantage: Tensor,  # (...)
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    eps_low: float = 0.2,  # as in `ppo_loss`
+    eps_high: float | None = None,  # as in `ppo_loss`
+) -> dict:  # 0-dim tensors: ratio (mean), approx_kl in nats, clip_fraction
     "Numbers for the log: the mean ratio, KL(pi_old || pi) by k2, and the share that is clipped."
     ratio = importance_ratio(logp, logp_old, mask)
     return {
@@ -103,10 +103,10 @@ def _largest(x, mask, share):
 
 @checked(entropy="float (...)", mask="bool (...)?", share="(0, 1]")
 def top_entropy_mask(
-    entropy: Tensor, # (...) nats, of the policy at each token
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    share: float = 0.2, # of the tokens that count, at least one token
-) -> Tensor: # (...) bool, True = learn from this token
+    entropy: Tensor,  # (...) nats, of the policy at each token
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    share: float = 0.2,  # of the tokens that count, at least one token
+) -> Tensor:  # (...) bool, True = learn from this token
     "True for the share of the tokens with the highest entropy (Wang et al. 2025)."
     return _largest(entropy, mask, share)
 
@@ -117,14 +117,14 @@ def _covariance(logp, advantage, mask):
 @checked(logp="float (...)", advantage="float (...)", draw="float (...)", mask="bool (...)?",
          share="(0, 1]", low="(-inf, inf)", high="(-inf, inf)")
 def clip_cov_mask(
-    logp: Tensor, # (...) nats, log pi of the tokens
-    advantage: Tensor, # (...)
-    draw: Tensor, # (...) random numbers: in the band, the largest are drawn
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    share: float = 2e-4, # of the tokens that count, at least one token
-    low: float = 1.0, # the band of the covariance is above this
-    high: float = 5.0, # and below this
-) -> Tensor: # (...) bool, False = no gradient for this token
+    logp: Tensor,  # (...) nats, log pi of the tokens
+    advantage: Tensor,  # (...)
+    draw: Tensor,  # (...) random numbers: in the band, the largest are drawn
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    share: float = 2e-4,  # of the tokens that count, at least one token
+    low: float = 1.0,  # the band of the covariance is above this
+    high: float = 5.0,  # and below this
+) -> Tensor:  # (...) bool, False = no gradient for this token
     "False for a few tokens drawn from a band of the covariance (Clip-Cov, Cui et al. 2025)."
     covariance = _covariance(logp, advantage, mask)
     inside = (covariance > low) & (covariance < high)
@@ -134,12 +134,12 @@ def clip_cov_mask(
 @checked(logp="float (...)", logp_old="float (...)", advantage="float (...)", mask="bool (...)?",
          share="(0, 1]")
 def kl_cov_penalty(
-    logp: Tensor, # (...) nats, log pi of the tokens, with gradient
-    logp_old: Tensor, # (...) nats, log pi_old of the tokens; a constant
-    advantage: Tensor, # (...)
-    mask: Tensor | None = None, # (...) bool, True = counts; None = everything counts
-    share: float = 2e-4, # of the tokens that count, at least one token
-) -> Tensor: # (...) nats, to be added to each token's loss
+    logp: Tensor,  # (...) nats, log pi of the tokens, with gradient
+    logp_old: Tensor,  # (...) nats, log pi_old of the tokens; a constant
+    advantage: Tensor,  # (...)
+    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
+    share: float = 2e-4,  # of the tokens that count, at least one token
+) -> Tensor:  # (...) nats, to be added to each token's loss
     "|log pi - log pi_old| where the covariance is largest, else 0 (KL-Cov, Cui et al. 2025)."
     covariance = _covariance(logp, advantage, mask)
     penalty = apply_mask(logp - logp_old.detach(), _largest(covariance, mask, share)).abs()

@@ -35,10 +35,10 @@ from .masking import masked_mean
 # %% ../../nbs/formulas/12_preference.ipynb #bradley-terry
 @checked(chosen="float (...)", rejected="float (...)")
 def bradley_terry_loss(
-    chosen: Tensor, # (...) rewards of the preferred responses
-    rejected: Tensor, # (...) rewards of the others
-    margin: float | Tensor = 0.0, # by how much `chosen` should win: a number, or (...)
-) -> Tensor: # 0-dim, nats
+    chosen: Tensor,  # (...) rewards of the preferred responses
+    rejected: Tensor,  # (...) rewards of the others
+    margin: float | Tensor = 0.0,  # by how much `chosen` should win: a number, or (...)
+) -> Tensor:  # 0-dim, nats
     "Mean of -log sigmoid(chosen - rejected - margin) (Bradley and Terry 1952)."
     if not isinstance(margin, Tensor):
         check_value("margin", margin, "(-inf, inf)")
@@ -50,9 +50,9 @@ def bradley_terry_loss(
 # %% ../../nbs/formulas/12_preference.ipynb #best-of-n
 @checked(rewards="float (B N)", best="int (B)")
 def best_of_n_loss(
-    rewards: Tensor, # (B, N) rewards of N responses to each prompt
-    best: Tensor, # (B,) integers in [0, N): the response that was preferred
-) -> Tensor: # 0-dim, nats
+    rewards: Tensor,  # (B, N) rewards of N responses to each prompt
+    best: Tensor,  # (B,) integers in [0, N): the response that was preferred
+) -> Tensor:  # 0-dim, nats
     "Cross entropy of the preferred response under softmax(rewards) (Ziegler et al. 2019, eq. 1)."
     return -masked_mean(under_its_name("best", selective_log_softmax, rewards, best))
 
@@ -63,19 +63,19 @@ DPO_KINDS = ("sigmoid", "ipo")
          ref_rejected_logp="float (...)", beta="(0, inf)", label_smoothing="[0, 0.5]",
          kind=DPO_KINDS, reduction=("mean", "none"))
 def dpo_loss(
-    chosen_logp: Tensor, # (...) nats, log pi of the chosen responses, summed over their tokens
-    rejected_logp: Tensor, # (...) nats, log pi of the rejected responses
-    ref_chosen_logp: Tensor, # (...) nats, log pi_ref of the chosen responses; a constant
-    ref_rejected_logp: Tensor, # (...) nats, log pi_ref of the rejected responses; a constant
-    beta: float = 0.1, # pull to the reference, reward per nat; the tau of IPO
-    label_smoothing: float = 0.0, # share of the labels that are taken to be wrong
-    kind: str = "sigmoid", # one of `DPO_KINDS`: DPO, or IPO's squared distance from 1 / (2 beta)
-    reduction: str = "mean", # "mean" over the pairs, or "none"
-) -> Tensor: # 0-dim, or (...)
+    chosen_logp: Tensor,  # (...) nats, log pi of the chosen responses, summed over their tokens
+    rejected_logp: Tensor,  # (...) nats, log pi of the rejected responses
+    ref_chosen_logp: Tensor,  # (...) nats, log pi_ref of the chosen responses; a constant
+    ref_rejected_logp: Tensor,  # (...) nats, log pi_ref of the rejected responses; a constant
+    beta: float = 0.1,  # pull to the reference, reward per nat; the tau of IPO
+    label_smoothing: float = 0.0,  # share of the labels that are taken to be wrong
+    kind: str = "sigmoid",  # one of `DPO_KINDS`: DPO, or IPO's squared distance from 1 / (2 beta)
+    reduction: str = "mean",  # "mean" over the pairs, or "none"
+) -> Tensor:  # 0-dim, or (...)
     "-log sigmoid(beta h) (Rafailov et al. 2023, eq. 7) or (h - 1 / (2 beta))^2 (Azar et al. 2023)."
     h = chosen_logp - ref_chosen_logp.detach() - (rejected_logp - ref_rejected_logp.detach())
 
-    def loss(h): # nats, the lead of the chosen response
+    def loss(h):  # nats, the lead of the chosen response
         if kind == "ipo": return (h - 1 / (2 * beta)).square()
         return -logsigmoid(beta * h)
     pairs = loss(h)
@@ -86,10 +86,10 @@ def dpo_loss(
 # %% ../../nbs/formulas/12_preference.ipynb #implicit
 @checked(logp="float (...)", logp_ref="float (...)", beta="(0, inf)")
 def implicit_reward(
-    logp: Tensor, # (...) nats, log pi of whole responses
-    logp_ref: Tensor, # (...) nats, log pi_ref of the same responses
-    beta: float = 0.1, # as in `dpo_loss`
-) -> Tensor: # (...) without gradient
+    logp: Tensor,  # (...) nats, log pi of whole responses
+    logp_ref: Tensor,  # (...) nats, log pi_ref of the same responses
+    beta: float = 0.1,  # as in `dpo_loss`
+) -> Tensor:  # (...) without gradient
     "beta (log pi - log pi_ref): the reward that DPO learns (Rafailov et al. 2023, section 5.1)."
     return beta * (logp - logp_ref).detach()
 
@@ -97,11 +97,11 @@ def implicit_reward(
 @checked(chosen_logp="float (...)", rejected_logp="float (...)", beta="(0, inf)",
          gamma="[0, inf)")
 def simpo_loss(
-    chosen_logp: Tensor, # (...) nats per token, mean log pi of the chosen responses' tokens
-    rejected_logp: Tensor, # (...) nats per token, the same of the rejected responses
-    beta: float = 2.0, # reward per nat per token
-    gamma: float = 1.0, # margin by which the chosen response should win
-) -> Tensor: # 0-dim
+    chosen_logp: Tensor,  # (...) nats per token, mean log pi of the chosen responses' tokens
+    rejected_logp: Tensor,  # (...) nats per token, the same of the rejected responses
+    beta: float = 2.0,  # reward per nat per token
+    gamma: float = 1.0,  # margin by which the chosen response should win
+) -> Tensor:  # 0-dim
     "-log sigmoid(beta (chosen - rejected) - gamma) of mean log-probs (Meng et al. 2024, eq. 6)."
     return bradley_terry_loss(beta * chosen_logp, beta * rejected_logp, gamma)
 
@@ -114,10 +114,10 @@ def _log_odds(logp):
 
 @checked(chosen_logp="float (...)", rejected_logp="float (...)", weight="[0, inf)")
 def orpo_loss(
-    chosen_logp: Tensor, # (...) nats per token, mean log pi of the chosen responses' tokens
-    rejected_logp: Tensor, # (...) nats per token, the same of the rejected responses
-    weight: float = 0.1, # lambda, weight of the odds ratio
-) -> Tensor: # 0-dim, nats per token
+    chosen_logp: Tensor,  # (...) nats per token, mean log pi of the chosen responses' tokens
+    rejected_logp: Tensor,  # (...) nats per token, the same of the rejected responses
+    weight: float = 0.1,  # lambda, weight of the odds ratio
+) -> Tensor:  # 0-dim, nats per token
     "-chosen - weight log sigmoid(log odds ratio) (Hong et al. 2024, eq. 6 and 7)."
     odds_ratio = _log_odds(chosen_logp) - _log_odds(rejected_logp)
     return masked_mean(-chosen_logp - weight * logsigmoid(odds_ratio))
@@ -126,14 +126,14 @@ def orpo_loss(
 @checked(logp="float (...)", logp_ref="float (...)", desirable="bool (...)", kl="float ()",
          beta="(0, inf)", weight_desirable="[0, inf)", weight_undesirable="[0, inf)")
 def kto_loss(
-    logp: Tensor, # (...) nats, log pi of the responses, summed over their tokens
-    logp_ref: Tensor, # (...) nats, log pi_ref of the responses; a constant
-    desirable: Tensor, # (...) bool, True = liked
-    kl: Tensor, # 0-dim, z_0 in nats, estimate of KL(pi || pi_ref); below 0 it counts as 0
-    beta: float = 0.1, # reward per nat
-    weight_desirable: float = 1.0, # lambda_D
-    weight_undesirable: float = 1.0, # lambda_U
-) -> Tensor: # 0-dim
+    logp: Tensor,  # (...) nats, log pi of the responses, summed over their tokens
+    logp_ref: Tensor,  # (...) nats, log pi_ref of the responses; a constant
+    desirable: Tensor,  # (...) bool, True = liked
+    kl: Tensor,  # 0-dim, z_0 in nats, estimate of KL(pi || pi_ref); below 0 it counts as 0
+    beta: float = 0.1,  # reward per nat
+    weight_desirable: float = 1.0,  # lambda_D
+    weight_undesirable: float = 1.0,  # lambda_U
+) -> Tensor:  # 0-dim
     "Mean of lambda sigmoid(-beta h), h flipped where undesirable (Ethayarajh et al. 2024, eq. 8)."
     h = logp - logp_ref.detach() - kl.detach().clamp(min=0)
     losses = (weight_desirable * torch.sigmoid(-beta * h),

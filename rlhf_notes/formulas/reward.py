@@ -32,18 +32,18 @@ class RewardNorm:
     @checked(gain="(-inf, inf)", bias="(-inf, inf)")
     def __init__(
         self,
-        gain: float = 1.0, # factor of the raw reward
-        bias: float = 0.0, # added after that
+        gain: float = 1.0,  # factor of the raw reward
+        bias: float = 0.0,  # added after that
     ):
         self.gain, self.bias = float(gain), float(bias)
 
     @checked(rewards="float (...)", mean="(-inf, inf)", std="(0, inf)")
     def fit(
         self,
-        rewards: Tensor, # (...) RAW rewards of the reference policy
-        mean: float = 0.0, # mean that they shall have
-        std: float = 1.0, # standard deviation (biased) that they shall have
-    ) -> "RewardNorm": # itself
+        rewards: Tensor,  # (...) RAW rewards of the reference policy
+        mean: float = 0.0,  # mean that they shall have
+        std: float = 1.0,  # standard deviation (biased) that they shall have
+    ) -> "RewardNorm":  # itself
         "Set gain and bias from raw rewards; what they were before does not matter."
         r = rewards.detach().to("cpu", torch.float64)
         mean_D, std_D = r.mean().item(), (r - r.mean()).square().mean().sqrt().item()
@@ -55,15 +55,15 @@ class RewardNorm:
         return self
 
     @checked(r="float (...)")
-    def __call__(self, r: Tensor) -> Tensor: # (...) raw rewards -> (...)
+    def __call__(self, r: Tensor) -> Tensor:  # (...) raw rewards -> (...)
         "Normalised rewards, gain * r + bias."
         return self.gain * r + self.bias
 
-    def state_dict(self) -> dict: # gain and bias
+    def state_dict(self) -> dict:  # gain and bias
         "State for a checkpoint."
         return {"gain": self.gain, "bias": self.bias}
 
-    def load_state_dict(self, state: dict): # from `state_dict`
+    def load_state_dict(self, state: dict):  # from `state_dict`
         "Continue from a checkpoint."
         if not isinstance(state, dict) or set(state) != {"gain", "bias"}:
             raise ValueError(f"state must be a dict with the keys 'gain' and 'bias', got {state!r}")
@@ -74,12 +74,12 @@ class RewardNorm:
 @checked(scores="float (B)", logp="float (B T)", logp_ref="float (B T)", kl_coef="[0, inf)",
          mask="bool (B T)?")
 def token_rewards(
-    scores: Tensor, # (B,) score of each response
-    logp: Tensor, # (B, T) nats, log pi of the sampled tokens
-    logp_ref: Tensor, # (B, T) nats, log pi_ref of the same tokens
-    kl_coef: float, # beta, reward per nat
-    mask: Tensor | None = None, # (B, T) bool, True = counts; None = everything counts
-) -> tuple[Tensor, Tensor]: # (rewards, kl_penalty), (B, T) each; rewards = kl_penalty + score
+    scores: Tensor,  # (B,) score of each response
+    logp: Tensor,  # (B, T) nats, log pi of the sampled tokens
+    logp_ref: Tensor,  # (B, T) nats, log pi_ref of the same tokens
+    kl_coef: float,  # beta, reward per nat
+    mask: Tensor | None = None,  # (B, T) bool, True = counts; None = everything counts
+) -> tuple[Tensor, Tensor]:  # (rewards, kl_penalty), (B, T) each; rewards = kl_penalty + score
     "-beta (log pi - log pi_ref), plus the score on the last token (Ziegler et al. 2019, eq. 2)."
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # no token that counts follows it
@@ -91,11 +91,11 @@ def token_rewards(
 # %% ../../nbs/formulas/09_reward.ipynb #truncate
 @checked(tokens="int (B T)", pad_token="int (-inf, inf)", after="int [0, 1e18)")
 def truncate_at_stop(
-    tokens: Tensor, # (B, T) integers, responses
-    stop_token: int | list | Tensor, # the token that ends a response; or several, (K,)
-    pad_token: int, # takes the place of everything after it
-    after: int = 0, # first position at which a stop token counts
-) -> tuple[Tensor, Tensor, Tensor]: # tokens (B, T); mask (B, T), True up to the stop; found (B,)
+    tokens: Tensor,  # (B, T) integers, responses
+    stop_token: int | list | Tensor,  # (K,) the token that ends a response; or several
+    pad_token: int,  # takes the place of everything after it
+    after: int = 0,  # first position at which a stop token counts
+) -> tuple[Tensor, Tensor, Tensor]:  # tokens (B, T); mask (B, T), True up to the stop; found (B,)
     "Replace everything after the first stop token by padding (code of Ziegler et al. 2019)."
     if not torch.iinfo(tokens.dtype).min <= pad_token <= torch.iinfo(tokens.dtype).max:
         raise ValueError(f"pad_token must fit in {tokens.dtype}, got {pad_token}")
@@ -104,7 +104,7 @@ def truncate_at_stop(
     mask = stop.cumsum(1) - stop.long() == 0  # no stop token stands before
     return torch.where(mask, tokens, pad_token), mask, stop.any(1)
 
-def _stops(stop_token, device): # -> (K,)
+def _stops(stop_token, device):  # -> (K,)
     if isinstance(stop_token, Tensor):
         check_value("stop_token", stop_token, "int (K)")
         return stop_token.to(device)
@@ -119,21 +119,21 @@ PENALTY_MODES = ("replace", "subtract")
 
 @checked(scores="float (...)", valid="bool (...)", penalty="(-inf, inf)", mode=PENALTY_MODES)
 def apply_penalty(
-    scores: Tensor, # (...) scores of responses
-    valid: Tensor, # (...) bool, True = the score stands
-    penalty: float = -1.0, # "replace": the new score; "subtract": how much is taken, of either sign
-    mode: str = "replace", # one of `PENALTY_MODES`
-) -> Tensor: # (...)
+    scores: Tensor,  # (...) scores of responses
+    valid: Tensor,  # (...) bool, True = the score stands
+    penalty: float = -1.0,  # "replace": the new score; "subtract": what is taken, of either sign
+    mode: str = "replace",  # one of `PENALTY_MODES`
+) -> Tensor:  # (...)
     "The scores, those of invalid responses replaced (Ziegler et al. 2019, code) or lowered."
     return torch.where(valid, scores, penalty if mode == "replace" else scores - abs(penalty))
 
 # %% ../../nbs/formulas/09_reward.ipynb #overlong
 @checked(lengths="real (...)", max_length="(0, inf)", buffer="(0, inf)")
 def overlong_penalty(
-    lengths: Tensor, # (...) tokens, length of each response
-    max_length: int, # L_max: from here on the penalty is -1
-    buffer: int, # L_cache: over how many tokens before that it grows, at most max_length
-) -> Tensor: # (...), from -1 to 0, to be added to the score
+    lengths: Tensor,  # (...) tokens, length of each response
+    max_length: int,  # L_max: from here on the penalty is -1
+    buffer: int,  # L_cache: over how many tokens before that it grows, at most max_length
+) -> Tensor:  # (...), from -1 to 0, to be added to the score
     "Soft punishment of long responses (DAPO, Yu et al. 2025, eq. 13)."
     if buffer > max_length:
         raise ValueError(f"buffer must be at most max_length = {max_length}, got {buffer}")

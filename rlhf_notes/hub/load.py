@@ -24,8 +24,13 @@ from torch import nn
 
 from ..formulas.logprob import selective_log_softmax
 from ..formulas.reward import RewardNorm
-from ..language.model import (check_context, has_adapter, hidden_states, no_dropout,
-                                       to_logits)
+from rlhf_notes.language.model import (
+                                       check_context,
+                                       has_adapter,
+                                       hidden_states,
+                                       no_dropout,
+                                       to_logits,
+)
 from ..language.sampling import sample
 from ..training.runs import disk_errors
 
@@ -112,10 +117,11 @@ class Classifier:
     "A reward model of transformers: scores whole texts, in batches and without a gradient."
     BATCH = 64
 
-    def __init__(self,
-                 model, # A sequence classifier with one label: directory, name, or the model itself
-                 device="cpu", # Where a model that is loaded is to live
-                ):
+    def __init__(
+        self,
+        model,  # a sequence classifier with one label: directory, name, or the model itself
+        device="cpu",  # where a model that is loaded is to live
+    ):
         name = model.config._name_or_path if isinstance(model, nn.Module) else str(model)
         if not isinstance(model, nn.Module):
             kind = "sequence classifier", "AutoModelForSequenceClassification"
@@ -131,9 +137,10 @@ class Classifier:
         self.model, self.tokenizer = model.eval(), tokenizer
 
     @torch.no_grad()
-    def __call__(self,
-                 texts: list, # n strings, or n chats that end with the response
-                ) -> torch.Tensor: # (n,) float32
+    def __call__(
+        self,
+        texts: list,  # n strings, or n chats that end with the response
+    ) -> torch.Tensor:  # (n,) float32
         "One score for each text."
         texts, special = as_text(self.tokenizer, texts)
         scores = []
@@ -267,9 +274,10 @@ def add_lora(
         return peft.get_peft_model(lm, config)
 
 # %% ../../nbs/hub/29_load.ipynb #pad-outside
-def pad_outside(tokenizer, # Of transformers; changed in place
-                vocab_size: int, # Of the model
-               ): # The same
+def pad_outside(
+    tokenizer,  # of transformers; changed in place
+    vocab_size: int,  # of the model
+):  # the same
     "Give a tokenizer a padding token outside of the model's vocabulary, on the left (detail G2)."
     numbers = set(tokenizer.get_vocab().values())
     last = max(numbers - set(tokenizer.added_tokens_decoder), default=-1)
@@ -285,9 +293,10 @@ def pad_outside(tokenizer, # Of transformers; changed in place
     return tokenizer
 
 # %% ../../nbs/hub/29_load.ipynb #end-tokens
-def end_tokens(tokenizer, # Of transformers
-               lm=None, # A causal language model of transformers
-              ) -> list: # Of integers; empty = nothing ends a response
+def end_tokens(
+    tokenizer,  # of transformers
+    lm=None,  # a causal language model of transformers
+) -> list:  # of integers; empty = nothing ends a response
     "The tokens that end a response: the tokenizer's and those of the generation config."
     config = getattr(lm, "generation_config", None)
     found = []
@@ -412,9 +421,10 @@ def save_reward_model(
 
 # %% ../../nbs/hub/29_load.ipynb #check-model
 @torch.no_grad()
-def check_model(lm: nn.Module, # A causal language model of transformers, without dropout
-                name: str = "this one", # For the message
-               ):
+def check_model(
+    lm: nn.Module,  # a causal language model of transformers, without dropout
+    name: str = "this one",  # for the message
+):
     "ValueError unless padding and a cache leave the model's log-probabilities as they are."
     try:
         errors = _largest_errors(lm)

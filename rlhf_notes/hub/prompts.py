@@ -76,10 +76,11 @@ def _is_prompt(x):
     return isinstance(x, str) or messages and all({"role", "content"} <= m.keys() for m in x)
 
 # %% ../../nbs/hub/31_prompts.ipynb #token-ids
-def token_ids(tokenizer, # Of transformers
-              texts: list, # Strings
-              special: bool, # Put the tokenizer's tokens around each text?
-             ) -> list: # Lists of integers
+def token_ids(
+    tokenizer,  # of transformers
+    texts: list,  # strings
+    special: bool,  # put the tokenizer's tokens around each text?
+) -> list:  # lists of integers
     "Texts as tokens; ValueError names one that the tokenizer cannot read."
     try:
         return tokenizer(texts, add_special_tokens=special)["input_ids"]
@@ -93,15 +94,16 @@ class Prompts:
     "Prompts and a reward function as a task for `RLHF`."
     special_tokens = True
 
-    def __init__(self,
-                 tokenizer, # Of transformers, as `pad_outside` leaves it
-                 prompts, # For `read_prompts`
-                 reward, # For `reward_functions`; None = for `generate` alone
-                 response_length: int, # T, tokens of each response
-                 query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
-                 stop_after: int = 0, # First position at which a response may end
-                 lm=None, # The policy: may know of more end tokens, and a reward model joins it
-                ):
+    def __init__(
+        self,
+        tokenizer,  # of transformers, as `pad_outside` leaves it
+        prompts,  # for `read_prompts`
+        reward,  # for `reward_functions`; None = for `generate` alone
+        response_length: int,  # T, tokens of each response
+        query_length: int = 0,  # Q, tokens of each prompt; 0 = as many as the longest has
+        stop_after: int = 0,  # first position at which a response may end
+        lm=None,  # the policy: may know of more end tokens, and a reward model joins it
+    ):
         self.tokenizer, self.response_length = tokenizer, response_length
         self.query_length, self.stop_after = 0, stop_after
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
@@ -122,10 +124,11 @@ class Prompts:
         for ids, row in zip(self.tokens.tolist(), self.rows):
             self.row_of.setdefault(tuple(ids), row)
 
-    def encode(self,
-               prompts, # For `read_prompts`, n of them
-               length: int = 0, # Q; 0, or too few = as many tokens as the longest prompt has
-              ) -> tuple: # tokens (n, Q), integer; mask (n, Q), False = padding
+    def encode(
+        self,
+        prompts,  # for `read_prompts`, n of them
+        length: int = 0,  # Q; 0, or too few = as many tokens as the longest prompt has
+    ) -> tuple:  # tokens (n, Q), integer; mask (n, Q), False = padding
         "Prompts as tokens, padded on the left."
         rows = read_prompts(prompts)
         texts, special = as_text(self.tokenizer, [row["prompt"] for row in rows], rows,
@@ -139,14 +142,15 @@ class Prompts:
         rows = [[self.pad_token] * (length - len(row)) + row for row in ids]  # G2
         return torch.tensor(rows), torch.arange(length) >= length - lengths[:, None]
 
-    def decode(self, rows) -> list: # Strings
+    def decode(self, rows) -> list:  # strings
         "Tokens as text, without special tokens."
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    def sample_prompts(self,
-                       n: int, # How many
-                       generator: torch.Generator, # Source of chance
-                      ) -> tuple: # prompts (n, Q), integer; mask (n, Q), False = padding
+    def sample_prompts(
+        self,
+        n: int,  # how many
+        generator: torch.Generator,  # source of chance
+    ) -> tuple:  # prompts (n, Q), integer; mask (n, Q), False = padding
         "Prompts to train on, each sampled at random."
         if not self.rows: raise ValueError("prompts must not be empty, got none to learn from")
         self.sampled = torch.randint(len(self.tokens), (n,), generator=generator)
@@ -162,13 +166,14 @@ class Prompts:
             return [self.rows[i] for i in sampled.tolist()]
         return [self.row_of[tuple(p)] for p in prompts.tolist()]
 
-    def truncate(self,
-                 responses: torch.Tensor, # As sampled, (B, T)
-                ) -> tuple: # responses, padded after their end; response_mask, (B, T); has_end (B,)
+    def truncate(
+        self,
+        responses: torch.Tensor,  # (B, T) as sampled
+    ) -> tuple:  # (B, T) responses, padded after their end; response_mask; has_end (B,)
         "Cut each response after the first stop token at position `stop_after` or later."
         return truncate_at_stop(responses, self.stop_token, self.pad_token, self.stop_after)  # P5
 
-    def score(self, prompts, mask, responses, response_mask) -> torch.Tensor: # (B,)
+    def score(self, prompts, mask, responses, response_mask) -> torch.Tensor:  # (B,)
         "The sum of the user's rewards; NaN where there is none."
         if not self.rewards:
             raise ValueError("reward must be a function to learn from, got none (DPO learns from "

@@ -15,8 +15,14 @@ from pathlib import Path
 import torch
 
 from ..checks import check_value
-from .load import (
-    add_lora, as_text, check_tokens, check_trainable, load_model, save_model)
+from rlhf_notes.hub.load import (
+    add_lora,
+    as_text,
+    check_tokens,
+    check_trainable,
+    load_model,
+    save_model,
+)
 from .prompts import Prompts, read_prompts, token_ids
 from ..language.config import RLHFConfig, check_effect
 from ..language.dpo import Choices, chosen_first, make_dpo

@@ -14,7 +14,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes.training.options import (
-    STRICT, Count, Fraction, NonNegative, Number, Positive, Seed, Size, Temperature, Whole,
+    STRICT,
+    Count,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+    Seed,
+    Size,
+    Temperature,
+    Whole,
     plain_errors,
 )
 
@@ -144,7 +153,7 @@ class RLHFConfig:
             refuse("kl_horizon", f"be more than a fifth of the batch of {self.batch} responses")
 
     @property
-    def answers_per_query(self) -> int: # >= 1
+    def answers_per_query(self) -> int:  # >= 1
         "Responses to a prompt in a rollout: a group, or one where a value head is the baseline."
         return self.group if self.algo in ("grpo", "rloo") else 1
 
@@ -160,13 +169,14 @@ class RLHFConfig:
         return default if self.kl_coef is None else self.kl_coef
 
     @property
-    def kl_adapts(self) -> bool: # A coefficient of 0 never changes
+    def kl_adapts(self) -> bool:  # a coefficient of 0 never changes
         "True if the coefficient of the KL is adaptive."
         return self.kl_target > 0 and self.beta > 0
 
-    def check_processes(self,
-                        count: int, # Processes that train together
-                       ):
+    def check_processes(
+        self,
+        count: int,  # processes that train together
+    ):
         "ValueError unless the batch and its parts fall to the processes in equal parts."
         minibatch = self.batch // self.minibatches
         for whole, part, what in ((self.batch, self.answers_per_query, "responses to a prompt"),

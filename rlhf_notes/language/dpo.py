@@ -24,10 +24,11 @@ from ..training.devices import usual_defaults
 from ..training.seeds import seeded_generator
 
 # %% ../../nbs/language/30_dpo.ipynb #choice-loss
-def choice_loss(logp: torch.Tensor, # log pi of N responses to each prompt, the chosen first, (B, N)
-                logp_ref: torch.Tensor, # log pi_ref of the same, (B, N)
-                beta: float, # Pull to the reference, reward per nat
-               ) -> torch.Tensor: # 0-dim, nats
+def choice_loss(
+    logp: torch.Tensor,  # (B, N) log pi of N responses to each prompt, the chosen first
+    logp_ref: torch.Tensor,  # (B, N) log pi_ref of the same
+    beta: float,  # pull to the reference, reward per nat
+) -> torch.Tensor:  # 0-dim, nats
     "DPO's loss of the chosen response against each of the others (Rafailov et al. 2023, eq. 7)."
     def pairs(x): return x[:, :1].expand_as(x[:, 1:]), x[:, 1:]
     return dpo_loss(*pairs(logp), *pairs(logp_ref), beta)

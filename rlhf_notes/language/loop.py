@@ -24,12 +24,16 @@ from ..formulas.ppo import ppo_loss, ppo_stats
 from ..formulas.value import explained_variance, value_clip_fraction
 from .config import RLHFConfig
 from rlhf_notes.language.model import (
-    Policy, head_log_probs, no_dropout, response_states, sum_of_squares,
+    Policy,
+    head_log_probs,
+    no_dropout,
+    response_states,
+    sum_of_squares,
 )
 from .rollout import Rollout, rollout_stats, treat_overlong, with_advantages
 from .sampling import sample
-from ..training.fit import Stage
 from ..training.devices import to_device, usual_defaults
+from ..training.fit import Stage
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite
 
@@ -190,10 +194,11 @@ def value_stats(
                 explained_variance=explained_variance(values, returns, mask))
 
 # %% ../../nbs/language/27_loop.ipynb #adam
-def tensorflow_eps(eps: float, # Epsilon of Adam in TensorFlow 1
-                   beta2: float, # Decay of the second moment
-                   step: int, # Number of the step, from 1
-                  ) -> float: # Epsilon with which PyTorch's Adam takes the same step
+def tensorflow_eps(
+    eps: float,  # epsilon of Adam in TensorFlow 1
+    beta2: float,  # decay of the second moment
+    step: int,  # number of the step, from 1
+) -> float:  # epsilon with which PyTorch's Adam takes the same step
     "Epsilon when it is added before the bias correction."
     return eps / math.sqrt(1 - beta2 ** step)
 
@@ -206,9 +211,10 @@ def rate_by_size(
 
 
 # %% ../../nbs/language/27_loop.ipynb #learning-rate
-def learning_rate(config: RLHFConfig, # learning_rate, iterations
-                  iteration: int, # From 0
-                 ) -> float:
+def learning_rate(
+    config: RLHFConfig,  # learning_rate, iterations
+    iteration: int,  # from 0
+) -> float:
     "Linear decay to 0."
     return config.learning_rate * (1 - iteration / config.iterations)  # G5
 

@@ -19,24 +19,25 @@ from torch.nn.utils import skip_init
 
 from ..checks import checked
 from ..fast import door, gpt2
-from ..formulas.logprob import (entropy_from_logits, linear_log_probs,
-                                         selective_log_softmax)
+from ..formulas.logprob import entropy_from_logits, linear_log_probs, selective_log_softmax
 from ..training.devices import usual_defaults
 
 # %% ../../nbs/language/23_model.ipynb #positions
 @checked(mask="bool (... T)")
-def position_ids(mask: torch.Tensor, # True = a real token, False = padding, (..., T) boolean
-                ) -> torch.Tensor: # (..., T) int64; 0 at padding on the left
+def position_ids(
+    mask: torch.Tensor,  # (..., T) bool, True = a real token, False = padding
+) -> torch.Tensor:  # (..., T) int64; 0 at padding on the left
     "Number of real tokens before each token: its position without the padding (detail G3)."
     return mask.long().cumsum(-1) - mask.long() # G3
 
 # %% ../../nbs/language/23_model.ipynb #hidden
 @checked(tokens="int (B T)", mask="bool (B T)", at="bool (B T)?")
-def hidden_states(lm: nn.Module, # A causal language model of transformers; or its body
-                  tokens: torch.Tensor, # (B, T) integers; anything at all where the mask is False
-                  mask: torch.Tensor, # True = a real token, False = padding, (B, T) boolean
-                  at: torch.Tensor | None = None, # True = this state is read, (B, T); None = all
-                 ) -> torch.Tensor: # (B, T, d); undefined where the mask or `at` is False
+def hidden_states(
+    lm: nn.Module,  # a causal language model of transformers; or its body
+    tokens: torch.Tensor,  # (B, T) integers; anything at all where the mask is False
+    mask: torch.Tensor,  # (B, T) bool, True = a real token, False = padding
+    at: torch.Tensor | None = None,  # (B, T) True = this state is read; None = all
+) -> torch.Tensor:  # (B, T, d); undefined where the mask or `at` is False
     "Final hidden state at each position, before the head."
     check_context(lm, tokens=tokens.shape[1])
     tokens = tokens.masked_fill(~mask, 0) # G2: the model has no embedding for padding
@@ -49,15 +50,17 @@ def _states(trunk, tokens, mask, positions, at):
                  position_ids=positions).last_hidden_state
 
 # %% ../../nbs/language/23_model.ipynb #body
-def body(lm: nn.Module, # A model of transformers, or a PeftModel around one
-        ) -> nn.Module: # What comes before the head; adapters are in it
+def body(
+    lm: nn.Module,  # a model of transformers, or a PeftModel around one
+) -> nn.Module:  # what comes before the head; adapters are in it
     "The model without its head."
     return lm.base_model.base_model # PeftModel -> LoRA's model -> body; a body is its own
 
 # %% ../../nbs/language/23_model.ipynb #check-context
-def check_context(lm: nn.Module, # A model of transformers
-                  **lengths: int, # Argument -> tokens, padding included
-                 ):
+def check_context(
+    lm: nn.Module,  # a model of transformers
+    **lengths: int,  # argument -> tokens, padding included
+):
     "ValueError, which names the longest, unless all fit together into the model's context."
     limit = getattr(lm.config, "max_position_embeddings", None)
     if limit is None or sum(lengths.values()) <= limit: return
@@ -65,9 +68,10 @@ def check_context(lm: nn.Module, # A model of transformers
                      f"{limit} tokens, got {' + '.join(map(str, lengths.values()))}")
 
 # %% ../../nbs/language/23_model.ipynb #to-logits
-def to_logits(lm: nn.Module, # A causal language model of transformers
-              hidden: torch.Tensor, # From `hidden_states`, (..., d)
-             ) -> torch.Tensor: # (..., V)
+def to_logits(
+    lm: nn.Module,  # a causal language model of transformers
+    hidden: torch.Tensor,  # (..., d) from `hidden_states`
+) -> torch.Tensor:  # (..., V)
     "The model's head, and what some models do to its logits."
     logits = lm.get_output_embeddings()(hidden)
     for change, value in _changes(lm):
@@ -87,11 +91,12 @@ _CHANGES = {
 }
 
 # %% ../../nbs/language/23_model.ipynb #head-log-probs
-def head_log_probs(lm: nn.Module, # A causal language model of transformers
-                   hidden: torch.Tensor, # From `hidden_states`, (..., d)
-                   tokens: torch.Tensor, # Tokens that were chosen there, (...)
-                   temperature: float = 1.0, # What the logits are divided by
-                  ) -> tuple: # (log pi (...), entropy (...) without gradient), float32
+def head_log_probs(
+    lm: nn.Module,  # a causal language model of transformers
+    hidden: torch.Tensor,  # (..., d) from `hidden_states`
+    tokens: torch.Tensor,  # (...) tokens that were chosen there
+    temperature: float = 1.0,  # what the logits are divided by
+) -> tuple:  # (log pi (...), entropy (...) without gradient), float32
     "Log-probability of `tokens` and entropy; a large vocabulary's logits are not kept."
     head = lm.get_output_embeddings()
     plain = type(head) is nn.Linear and not _changes(lm)
@@ -114,13 +119,14 @@ PRESETS = {
 
 @usual_defaults()
 @checked(preset=PRESETS, vocab_size="int [1, inf)")
-def make_gpt2(preset: str, # "tiny", or "gpt2-small": the size and form of the smallest GPT-2
-              vocab_size: int, # Tokens; GPT-2 has 50257
-              eos_token_id: int = 0, # The token that ends a text
-              seed: int = 0, # Of the weights
-              device: str = "cpu", # Where it is to live
-              **changes, # Of the preset: n_layer, n_embd, n_head, n_positions, ...
-             ) -> nn.Module: # GPT2LMHeadModel
+def make_gpt2(
+    preset: str,  # "tiny", or "gpt2-small": the size and form of the smallest GPT-2
+    vocab_size: int,  # tokens; GPT-2 has 50257
+    eos_token_id: int = 0,  # the token that ends a text
+    seed: int = 0,  # of the weights
+    device: str = "cpu",  # where it is to live
+    **changes,  # of the preset: n_layer, n_embd, n_head, n_positions, ...
+) -> nn.Module:  # GPT2LMHeadModel
     "An untrained GPT-2 without dropout."
     from transformers import GPT2Config, GPT2LMHeadModel
     config = GPT2Config(**PRESETS[preset] | changes, vocab_size=vocab_size, pad_token_id=None,
@@ -130,8 +136,9 @@ def make_gpt2(preset: str, # "tiny", or "gpt2-small": the size and form of the s
         return no_dropout(GPT2LMHeadModel(config)).to(device)
 
 # %% ../../nbs/language/23_model.ipynb #dropout
-def no_dropout(lm: nn.Module, # A model of transformers; changed in place
-              ) -> nn.Module: # The same
+def no_dropout(
+    lm: nn.Module,  # a model of transformers; changed in place
+) -> nn.Module:  # the same
     "Set every dropout to 0: a model computes the same in training as in sampling (detail P4)."
     for holder in (lm.config, *lm.modules()): # P4
         for name, value in list(vars(holder).items()):
@@ -141,12 +148,13 @@ def no_dropout(lm: nn.Module, # A model of transformers; changed in place
     return lm
 
 # %% ../../nbs/language/23_model.ipynb #response-states
-def response_states(lm: nn.Module, # A causal language model of transformers
-                    tokens: torch.Tensor, # Prompt and response, (B, Q + T)
-                    mask: torch.Tensor, # True = a real token, (B, Q + T)
-                    length: int, # T
-                    response_mask: torch.Tensor | None = None, # True = counts, (B, T); None = all
-                   ) -> torch.Tensor: # (B, T, d); undefined where `response_mask` is False
+def response_states(
+    lm: nn.Module,  # a causal language model of transformers
+    tokens: torch.Tensor,  # (B, Q + T) prompt and response
+    mask: torch.Tensor,  # (B, Q + T) True = a real token
+    length: int,  # T
+    response_mask: torch.Tensor | None = None,  # (B, T) True = counts; None = all
+) -> torch.Tensor:  # (B, T, d); undefined where `response_mask` is False
     "Hidden state *before* each token of the response (detail G1: it has read the prompt too)."
     if not 0 < length < tokens.shape[1]:
         raise ValueError(f"length must be in [1, {tokens.shape[1] - 1}], since tokens hold a "
@@ -168,19 +176,21 @@ class Policy(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # P2
         self.value_head.requires_grad_(learn_value)
 
-    def value(self,
-              hidden: torch.Tensor, # From `hidden_states` or `sample`, (..., d)
-             ) -> torch.Tensor: # (...) float32
+    def value(
+        self,
+        hidden: torch.Tensor,  # (..., d) from `hidden_states` or `sample`
+    ) -> torch.Tensor:  # (...) float32
         "Expected return at each position."
         return _float32(self.value_head, hidden)
 
-    def forward(self,
-                tokens: torch.Tensor, # Prompt and response, (B, Q + T)
-                mask: torch.Tensor, # True = a real token, (B, Q + T)
-                length: int, # T
-                temperature: float = 1.0, # What the logits are divided by
-                response_mask: torch.Tensor | None = None, # True = counts, (B, T); None = all
-               ) -> tuple: # (log pi, entropy without gradient, values), (B, T) each, float32
+    def forward(
+        self,
+        tokens: torch.Tensor,  # (B, Q + T) prompt and response
+        mask: torch.Tensor,  # (B, Q + T) True = a real token
+        length: int,  # T
+        temperature: float = 1.0,  # what the logits are divided by
+        response_mask: torch.Tensor | None = None,  # (B, T) True = counts; None = all
+    ) -> tuple:  # (log pi, entropy without gradient, values), (B, T) each, float32
         "Log-probabilities of the response; entropy and value *before* each of its tokens."
         hidden = response_states(self.lm, tokens, mask, length, response_mask) # G1
         logp, entropy = head_log_probs(self.lm, hidden, tokens[:, -length:], temperature)
@@ -199,24 +209,27 @@ def _float32(head, hidden):
         return head(hidden.float()).squeeze(-1)
 
 # %% ../../nbs/language/23_model.ipynb #adapters
-def has_adapter(lm: nn.Module, # A model of transformers, or a PeftModel around one
-               ) -> bool:
+def has_adapter(
+    lm: nn.Module,  # a model of transformers, or a PeftModel around one
+) -> bool:
     "True for a PeftModel, whose adapter can be switched off."
     return hasattr(lm, "disable_adapter")
 
 # %% ../../nbs/language/23_model.ipynb #adapter-off
-def adapter_off(lm: nn.Module, # As for `has_adapter`
-               ): # A context manager
+def adapter_off(
+    lm: nn.Module,  # as for `has_adapter`
+):  # a context manager
     "Inside, a PeftModel computes what its base model does; another model is as it was."
     return lm.disable_adapter() if has_adapter(lm) else nullcontext()
 
 # %% ../../nbs/language/23_model.ipynb #reward-model
 class RewardModel(nn.Module):
     "A language model that gives a text a score."
-    def __init__(self,
-                 lm: nn.Module, # A causal language model; its body is kept, not copied
-                 generator: torch.Generator | None = None, # For the head; None = torch's own
-                ):
+    def __init__(
+        self,
+        lm: nn.Module,  # a causal language model; its body is kept, not copied
+        generator: torch.Generator | None = None,  # for the head; None = torch's own
+    ):
         super().__init__()
         self.trunk, self.head = body(lm), _head(lm)
         d = self.head.in_features
@@ -224,10 +237,11 @@ class RewardModel(nn.Module):
             weight = torch.empty(1, d).normal_(0, 1 / math.sqrt(d + 1), generator=generator) # R2
             self.head.weight.copy_(weight)
 
-    def forward(self,
-                tokens: torch.Tensor, # Prompt and response, (B, T)
-                mask: torch.Tensor, # True = a real token, (B, T)
-               ) -> torch.Tensor: # (B,) float32
+    def forward(
+        self,
+        tokens: torch.Tensor,  # (B, T) prompt and response
+        mask: torch.Tensor,  # (B, T) True = a real token
+    ) -> torch.Tensor:  # (B,) float32
         "The score of each text, read off its last real token."
         place = torch.arange(mask.shape[1], device=mask.device)
         last = torch.where(mask, place, 0).argmax(1, keepdim=True) # R1
@@ -245,16 +259,18 @@ class RewardModel(nn.Module):
         return self(torch.cat([prompts, responses], 1), torch.cat([mask, response_mask], 1))  # G1
 
 # %% ../../nbs/language/23_model.ipynb #autocast
-def autocast(device, # A device or its name
-             precision: str, # "float32" or "bfloat16"
-            ): # A context manager
+def autocast(
+    device,  # a device or its name
+    precision: str,  # "float32" or "bfloat16"
+):  # a context manager
     "Matrix products in `precision`."
     bfloat16 = precision == "bfloat16"
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=bfloat16)
 
 # %% ../../nbs/language/23_model.ipynb #check-weights
 @torch.no_grad()
-def sum_of_squares(weights, # Tensors, as `parameters()` gives them
-                  ) -> torch.Tensor: # 0-dim; NaN or infinite if a weight is, or its square
+def sum_of_squares(
+    weights,  # tensors, as `parameters()` gives them
+) -> torch.Tensor:  # 0-dim; NaN or infinite if a weight is, or its square
     "The number that tells of one bad weight among all."
     return torch.stack([w.float().square().sum() for w in weights]).sum()

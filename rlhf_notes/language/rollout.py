@@ -15,9 +15,7 @@ import torch
 from ..formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import centre, masked_mean, masked_sum
-from rlhf_notes.formulas.reward import (
-    PENALTY_MODES, apply_penalty, overlong_penalty, token_rewards,
-)
+from ..formulas.reward import PENALTY_MODES, apply_penalty, overlong_penalty, token_rewards
 from ..formulas.whitening import whiten
 from .config import RLHFConfig
 
@@ -38,16 +36,16 @@ class Rollout:
     returns: torch.Tensor | None = None     # (B, T); None without a value head
 
     @property
-    def responses(self) -> torch.Tensor: # (B, T), as sampled: not cut at their ends
+    def responses(self) -> torch.Tensor:  # (B, T), as sampled: not cut at their ends
         "The tokens after the prompt."
         return self.tokens[:, -self.logp.shape[1]:]
 
     @property
-    def is_scored(self) -> torch.Tensor: # (B,)
+    def is_scored(self) -> torch.Tensor:  # (B,)
         "True where a response counts: it has a score, and is not filtered out."
         return self.response_mask.any(1)
 
-    def map(self, function) -> "Rollout": # function(tensor) -> tensor
+    def map(self, function) -> "Rollout":  # function(tensor) -> tensor
         "Apply a function to every tensor."
         return Rollout(*(None if x is None else function(x) for x in vars(self).values()))
 
@@ -55,9 +53,10 @@ class Rollout:
     def __len__(self): return len(self.logp)
 
 # %% ../../nbs/language/26_rollout.ipynb #ppo-advantages
-def ppo_advantages(config: RLHFConfig, # whiten_rewards, whiten_advantages, gamma, lam
-                   rollout: Rollout, # With token rewards
-                  ) -> tuple: # (advantages, returns), (B, T) each
+def ppo_advantages(
+    config: RLHFConfig,  # whiten_rewards, whiten_advantages, gamma, lam
+    rollout: Rollout,  # with token rewards
+) -> tuple:  # (advantages, returns), (B, T) each
     "Compare with the value head's expectation, by GAE (Schulman et al. 2016)."
     rewards, mask = rollout.rewards, rollout.response_mask
     if config.whiten_rewards:
@@ -101,11 +100,12 @@ def with_advantages(
 
 
 # %% ../../nbs/language/26_rollout.ipynb #overlong
-def treat_overlong(config: RLHFConfig, # overlong, penalty, overlong_buffer
-                   scores: torch.Tensor, # (B,); NaN = not scored
-                   response_mask: torch.Tensor, # True up to the end of the response, (B, T)
-                   has_end: torch.Tensor, # True = the response has an end, (B,)
-                  ) -> tuple: # scores (B,); response_mask (B, T), False for what is left out
+def treat_overlong(
+    config: RLHFConfig,  # overlong, penalty, overlong_buffer
+    scores: torch.Tensor,  # (B,); NaN = not scored
+    response_mask: torch.Tensor,  # (B, T) True up to the end of the response
+    has_end: torch.Tensor,  # (B,) True = the response has an end
+) -> tuple:  # scores (B,); response_mask (B, T), False for what is left out
     "Penalize or leave out responses without an end; leave out those without a score."
     how, counts = config.overlong, ~scores.isnan()
     if how == "filter":
@@ -118,8 +118,9 @@ def treat_overlong(config: RLHFConfig, # overlong, penalty, overlong_buffer
     return scores, response_mask & counts.unsqueeze(1)
 
 # %% ../../nbs/language/26_rollout.ipynb #columns
-def rollout_stats(rollout: Rollout, # With or without advantages
-                 ) -> dict: # Name -> 0-dim tensor
+def rollout_stats(
+    rollout: Rollout,  # with or without advantages
+) -> dict:  # name -> 0-dim tensor
     "Means over the responses that count, `valid` over all; the KL is that of whole responses."
     def mean(x): return masked_mean(x.float(), rollout.is_scored)
 
@@ -130,10 +131,11 @@ def rollout_stats(rollout: Rollout, # With or without advantages
                 length=mean(rollout.response_mask.sum(1)), valid=rollout.has_end.float().mean())
 
 # %% ../../nbs/language/26_rollout.ipynb #samples
-def sample_table(task, # Of the rollout
-                 rollout: Rollout, # The newest
-                 n: int = 8, # Rows, about
-                ) -> list: # Dicts with prompt, response, score, length (tokens) and kl (nats)
+def sample_table(
+    task,  # of the rollout
+    rollout: Rollout,  # the newest
+    n: int = 8,  # rows, about
+) -> list:  # dicts with prompt, response, score, length (tokens) and kl (nats)
     "Some responses of a rollout as text, to look at."
     some = rollout[::max(1, len(rollout) // n)]
     kl = masked_sum(kl_estimate(some.logp, some.logp_ref, "k1"), some.response_mask, dim=1)

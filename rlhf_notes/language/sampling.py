@@ -20,10 +20,11 @@ from .model import body, check_context, position_ids, to_logits
 
 # %% ../../nbs/language/24_sampling.ipynb #draw
 @door(rows.draw)
-def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this token cannot be drawn
-         temperature: float, # What the logits are divided by, > 0
-         u: torch.Tensor, # Uniform in [0, 1), (...)
-        ) -> torch.Tensor: # Tokens, (...) int64
+def draw(
+    logits: torch.Tensor,  # (..., V), any float dtype; -inf = this token cannot be drawn
+    temperature: float,  # what the logits are divided by, > 0
+    u: torch.Tensor,  # (...) uniform in [0, 1)
+) -> torch.Tensor:  # (...) int64, tokens
     "First token at which the cumulative probability softmax(logits / temperature) reaches 1 - u."
     p = torch.softmax(logits.float() / temperature, -1) # P1
     cdf = p.cumsum(-1)
@@ -36,10 +37,11 @@ def draw(logits: torch.Tensor, # (..., V), any float dtype; -inf = this token ca
 
 # %% ../../nbs/language/24_sampling.ipynb #decoder
 @door(gpt2.decoder)
-def decoder(lm: nn.Module, # A causal language model of transformers
-            mask: torch.Tensor, # True = a real token, of all that will be read, (B, S)
-            positions: torch.Tensor, # Of the same tokens, (B, S)
-           ): # The next tokens, (B, n) -> (hidden state (B, d), logits (B, V)) of the newest
+def decoder(
+    lm: nn.Module,  # a causal language model of transformers
+    mask: torch.Tensor,  # (B, S) True = a real token, of all that will be read
+    positions: torch.Tensor,  # (B, S) of the same tokens
+):  # the next tokens, (B, n) -> (hidden state (B, d), logits (B, V)) of the newest
     "A function that reads tokens; transformers keeps keys and values of the earlier ones."
     place, cache = 0, None
 
@@ -62,12 +64,13 @@ class Samples(NamedTuple):
 # %% ../../nbs/language/24_sampling.ipynb #sample
 @torch.no_grad()
 @checked(prompts="int (B Q)", mask="bool (B Q)", u="raw (B T)", temperature="(0, inf)")
-def sample(lm: nn.Module, # A causal language model of transformers, without dropout
-           prompts: torch.Tensor, # (B, Q) integers; anything at all where the mask is False
-           mask: torch.Tensor, # True = a real token, False = padding on the left, (B, Q)
-           u: torch.Tensor, # Uniform in [0, 1), (B, T) float32: same numbers, same responses
-           temperature: float = 1.0, # What the logits are divided by, > 0
-          ) -> Samples:
+def sample(
+    lm: nn.Module,  # a causal language model of transformers, without dropout
+    prompts: torch.Tensor,  # (B, Q) integers; anything at all where the mask is False
+    mask: torch.Tensor,  # (B, Q) True = a real token, False = padding on the left
+    u: torch.Tensor,  # (B, T) float32, uniform in [0, 1): same numbers, same responses
+    temperature: float = 1.0,  # what the logits are divided by, > 0
+) -> Samples:
     "A response of T tokens to each prompt."
     if u.dtype != torch.float32: # more digits could be rounded to 1
         raise TypeError(f"u must have dtype torch.float32, got {u.dtype}")

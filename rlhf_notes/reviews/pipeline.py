@@ -18,17 +18,22 @@ import torch
 from torch import nn
 
 from ..formulas.reward import RewardNorm
-from ..language.config import RLHFConfig
 from ..hub.load import load_model, pad_outside, save_reward_model
-from .pretraining import Pretraining
-from ..language.model import (
-    RewardModel, check_context, has_adapter, make_gpt2, sum_of_squares)
-from .reward_model import RewardTraining, choices_of, proxy_reward
 from ..hub.trainers import RLHF, save_policy
+from ..language.config import RLHFConfig
 from ..language.dpo import make_dpo
 from ..language.loop import Loop
-from ..language.scale import make_loop
+from rlhf_notes.language.model import (
+    RewardModel,
+    check_context,
+    has_adapter,
+    make_gpt2,
+    sum_of_squares,
+)
 from ..language.rollout import Rollout, rollout_stats, sample_table
+from ..language.scale import make_loop
+from .pretraining import Pretraining
+from .reward_model import RewardTraining, choices_of, proxy_reward
 from .task import WORDS, Reviews, make_tokenizer
 from ..training.devices import make_accelerator, process_device, to_device, usual_defaults
 from ..training.runs import Run, write_table
@@ -44,9 +49,10 @@ class Training:
     OUTCOME = ("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft", "proxy_score",
                "kl", "valid", "tokens_per_second")
 
-    def __init__(self,
-                 config: RLHFConfig, # Hyperparameters of all stages
-                ):
+    def __init__(
+        self,
+        config: RLHFConfig,  # hyperparameters of all stages
+    ):
         c = config
         reward_model = 0 if c.algo == "dpo" else math.ceil(c.labels * c.rm_epochs / c.rm_batch)
         self._begin(c, c.sft_steps + reward_model + c.iterations)
@@ -61,7 +67,7 @@ class Training:
         self.rows = {name: [] for name in STAGES}
         self.seconds, self.started = dict.fromkeys(STAGES, 0.0), time.perf_counter()
 
-    def enter(self, name: str): # One of `STAGES`
+    def enter(self, name: str):  # one of `STAGES`
         "Begin a stage with what the one before it has learned."
         start, self.name, c = time.perf_counter(), name, self.config
         if name == "rl" and c.algo == "dpo":
@@ -99,7 +105,7 @@ class Training:
         return self.name == "rl" and self.stage.iteration >= self.stage.iterations
 
     @usual_defaults("lm")
-    def iterate(self) -> tuple: # (name of the stage, what to log)
+    def iterate(self) -> tuple:  # (name of the stage, what to log)
         "One step."
         self.advance()
         name, start = self.name, time.perf_counter()
@@ -111,7 +117,7 @@ class Training:
         self.advance()
         return name, row
 
-    def look(self, row: dict): # Of an iteration of reinforcement learning
+    def look(self, row: dict):  # of an iteration of reinforcement learning
         "Now and then, ask the human."
         if not self.done and row["iteration"] % self.config.eval_every: return
         found = evaluate(self.stage)
@@ -119,21 +125,21 @@ class Training:
         if self.config.algo == "dpo":  # has no samples of its own
             row |= {column: x.item() for column, x in rollout_stats(found.rollout).items()}
 
-    def show(self, iteration: int, evaluation) -> float: # Mean true reward
+    def show(self, iteration: int, evaluation) -> float:  # mean true reward
         "Keep some responses, always to the same prompts."
         rows = sample_table(self.task, evaluation.rollout[:SHOWN], SHOWN)
         self.samples += [dict(iteration=iteration, **row, true_score=true)
                          for row, true in zip(rows, evaluation.true.tolist())]
         return evaluation.true.mean().item()
 
-    def state_dict(self) -> dict: # Tensors, numbers, strings, and lists and dicts of those
+    def state_dict(self) -> dict:  # tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends, and all that was logged."
         state = dict(name=self.name, stage=self.stage.state_dict(), rows=self.rows,
                      samples=self.samples, seconds=self.seconds,
                      wall_seconds=time.perf_counter() - self.started)
         return state | {name: x.state_dict() for name, x in self.learned.items()}
 
-    def load_state_dict(self, state: dict): # From `state_dict` of a Training with the same config
+    def load_state_dict(self, state: dict):  # from `state_dict` of a Training with the same config
         "Continue from a checkpoint."
         if "norm" in state:
             self.learned |= dict(reward_model=RewardModel(copy.deepcopy(self.lm)),
@@ -146,7 +152,7 @@ class Training:
         self.rows, self.samples, self.seconds = state["rows"], state["samples"], state["seconds"]
         self.started = time.perf_counter() - state["wall_seconds"]
 
-    def summary(self) -> dict: # For summary.json
+    def summary(self) -> dict:  # for summary.json
         "The outcome of the training; None for what an interrupted one did not reach."
         c, rows = self.config, self.rows["rl"]
         found = dict(task="rlhf", algo=c.algo, seed=c.seed, device=str(self.lm.device),
@@ -154,7 +160,7 @@ class Training:
                      wall_seconds=time.perf_counter() - self.started, seconds=dict(self.seconds))
         return found | (self.outcome() if self.done else dict.fromkeys(self.OUTCOME))
 
-    def outcome(self) -> dict: # By the names in `OUTCOME`
+    def outcome(self) -> dict:  # by the names in `OUTCOME`
         "Means over responses to held-out prompts, before and after."
         before, after = evaluate(self.stage, self.lm), evaluate(self.stage)
         start, end = before.worth(before), after.worth(before)
@@ -166,9 +172,10 @@ class Training:
 # %% ../../nbs/reviews/28_pipeline.ipynb #world
 GPT2_VOCAB = 50257
 
-def make_world(config: RLHFConfig, # model, preset, seed, lengths
-               device: torch.device, # Where the model is to live
-              ) -> tuple: # (language model, task)
+def make_world(
+    config: RLHFConfig,  # model, preset, seed, lengths
+    device: torch.device,  # where the model is to live
+) -> tuple:  # (language model, task)
     "A language model, and the task in its tokens; ValueError if they do not fit."
     if config.lora:
         raise ValueError(f"lora must be 0 for the reviews, got {config.lora}")
@@ -193,21 +200,22 @@ class OwnTraining(Training):
     "The last stage alone, by a reward of your own, without a human to ask."
     OUTCOME = "score_first", "score", "kl", "unscored"
 
-    def __init__(self,
-                 trainer: RLHF, # Before its first iteration
-                ):
+    def __init__(
+        self,
+        trainer: RLHF,  # before its first iteration
+    ):
         self._begin(trainer.config, trainer.config.iterations)
         self.stage, self.name = trainer.loop, "rl"
         self.lm, self.task = trainer.policy.lm, trainer.task
 
-    def look(self, row: dict): # Of an iteration
+    def look(self, row: dict):  # of an iteration
         "Now and then, keep some samples."
         i = row["iteration"]
         if i > 1 and not self.done and i % self.config.eval_every: return
         found = sample_table(self.task, self.stage.rollout, SHOWN)
         self.samples += [dict(iteration=i) | x for x in found]
 
-    def outcome(self) -> dict: # By the names in `OUTCOME`
+    def outcome(self) -> dict:  # by the names in `OUTCOME`
         "Of the first and the last iteration."
         first, last = self.rows["rl"][0], self.rows["rl"][-1]
         values = first["score"], last["score"], last["kl_k1"], last["unscored"]
@@ -221,7 +229,7 @@ class Evaluation:
     true: torch.Tensor  # True rewards, (n,)
     rollout: Rollout    # The responses themselves
 
-    def worth(self, before: "Evaluation") -> dict: # proxy, true, kl (nats), valid, win: numbers
+    def worth(self, before: "Evaluation") -> dict:  # proxy, true, kl (nats), valid, win: numbers
         "Means; win is the share of the prompts where these beat those before, a tie half a win."
         stats = {name: x.item() for name, x in rollout_stats(self.rollout).items()}
         win = (self.true > before.true).float() + 0.5 * (self.true == before.true)
@@ -231,10 +239,11 @@ class Evaluation:
 # %% ../../nbs/reviews/28_pipeline.ipynb #evaluate
 @usual_defaults("policy")
 @torch.no_grad()
-def evaluate(trainer: Loop, # In training or after it
-             lm: nn.Module | None = None, # The model to look at; None = the policy as it is now
-             seed: int | None = None, # Of the responses; None = that of the run
-            ) -> Evaluation: # Of `config.eval_answers` responses
+def evaluate(
+    trainer: Loop,  # in training or after it
+    lm: nn.Module | None = None,  # the model to look at; None = the policy as it is now
+    seed: int | None = None,  # of the responses; None = that of the run
+) -> Evaluation:  # of `config.eval_answers` responses
     "Responses to held-out prompts and their true rewards, which no training sees."
     c, task = trainer.config, trainer.task
     lm = trainer.policy.lm if lm is None else lm
@@ -254,9 +263,10 @@ def evaluate(trainer: Loop, # In training or after it
 # %% ../../nbs/reviews/28_pipeline.ipynb #train
 CHECKPOINT_EVERY = 10.0  # seconds between two checkpoints
 
-def train(training: Training, # At its beginning
-          run: Run | None = None, # Where to write, and perhaps continue; None = nowhere
-         ) -> tuple: # (the loop, or the interrupted stage; its rows; the summary)
+def train(
+    training: Training,  # at its beginning
+    run: Run | None = None,  # where to write, and perhaps continue; None = nowhere
+) -> tuple:  # (the loop, or the interrupted stage; its rows; the summary)
     "Train to the end or to Ctrl-C; either leaves a whole run directory."
     if run is not None and run.checkpoint is not None:
         training.load_state_dict(run.checkpoint)
@@ -315,10 +325,11 @@ PANELS = {"score": ("score", "true_score"), "KL(policy, reference), nats": ("kl_
           "KL coefficient": ("kl_coef",), "clip fraction": ("clip_fraction", "value_clip_fraction"),
           "shares": ("valid", "explained_variance"), "entropy, nats per token": ("entropy",)}
 
-def plot_run(figure, # A matplotlib figure
-             rows: list, # From `train`
-             summary: dict, # From `train`
-            ):
+def plot_run(
+    figure,  # a matplotlib figure
+    rows: list,  # from `train`
+    summary: dict,  # from `train`
+):
     "The curves by which to tell a healthy training, over the iterations."
     for ax, (title, columns) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS.items()):
         for column in columns:

@@ -21,31 +21,34 @@ from ..training.fit import Stage
 from ..training.signals import check_finite
 
 # %% ../../nbs/reviews/pretraining.ipynb #next-token-loss
-def next_token_loss(lm: nn.Module, # A causal language model of transformers
-                    tokens: torch.Tensor, # (B, T)
-                    mask: torch.Tensor, # True = a real token, (B, T)
-                   ) -> torch.Tensor: # In nats per token, 0-dim
+def next_token_loss(
+    lm: nn.Module,  # a causal language model of transformers
+    tokens: torch.Tensor,  # (B, T)
+    mask: torch.Tensor,  # (B, T) True = a real token
+) -> torch.Tensor:  # in nats per token, 0-dim
     "Minus the mean log-probability of each real token that has one before it."
     counts = mask[:, :-1] & mask[:, 1:]
     logits = to_logits(lm, hidden_states(lm, tokens[:, :-1], mask[:, :-1], counts))
     return -masked_mean(selective_log_softmax(logits, tokens[:, 1:], mask=counts), counts)
 
 # %% ../../nbs/reviews/pretraining.ipynb #warm-cosine
-def warm_cosine(step: int, # From 0
-                steps: int, # In all
-               ) -> float: # From 0 to 1
+def warm_cosine(
+    step: int,  # from 0
+    steps: int,  # in all
+) -> float:  # from 0 to 1
     "Share of the peak learning rate: a rise over 7.5% of the steps, then a cosine down to 0."
     rise = min(1.0, (step + 1) / max(1.0, 0.075 * steps))
     return rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 # %% ../../nbs/reviews/pretraining.ipynb #gradient-step
-def gradient_step(where: str, # Stage and step, for the message
-                  optimizer: torch.optim.Optimizer, # With one group of weights
-                  learning_rate: float, # Of this step
-                  loss: torch.Tensor, # 0-dim
-                  max_norm: float = math.inf, # Longer gradients are rescaled to this norm
-                  **logs: torch.Tensor, # 0-dim
-                 ) -> dict: # loss, logs, grad_norm (before), learning_rate: numbers
+def gradient_step(
+    where: str,  # stage and step, for the message
+    optimizer: torch.optim.Optimizer,  # with one group of weights
+    learning_rate: float,  # of this step
+    loss: torch.Tensor,  # 0-dim
+    max_norm: float = math.inf,  # longer gradients are rescaled to this norm
+    **logs: torch.Tensor,  # 0-dim
+) -> dict:  # loss, logs, grad_norm (before), learning_rate: numbers
     "One step of `optimizer`; FloatingPointError if the gradient is NaN or infinite."
     group, = optimizer.param_groups
     optimizer.zero_grad()
@@ -64,11 +67,12 @@ class Pretraining(Stage):
     PARTS = "lm", "optimizer"
     TEXTS = 8192 # at most; more steps read them several times
 
-    def __init__(self,
-                 config, # seed, precision, sft_steps, sft_batch, sft_learning_rate of `RLHFConfig`
-                 lm: nn.Module, # A causal language model of transformers; trained in place
-                 task, # Has `train_texts(n, seed) -> (tokens, mask)`
-                ):
+    def __init__(
+        self,
+        config,  # seed, precision, sft_steps, sft_batch, sft_learning_rate of `RLHFConfig`
+        lm: nn.Module,  # a causal language model of transformers; trained in place
+        task,  # has `train_texts(n, seed) -> (tokens, mask)`
+    ):
         c, self.lm, self.device = config, lm, next(lm.parameters()).device
         self.config, self.iteration, self.iterations = c, 0, c.sft_steps
         fused = self.device.type in ("cpu", "cuda")
@@ -80,7 +84,7 @@ class Pretraining(Stage):
         order = torch.randint(len(self.texts[0]), (c.sft_steps, c.sft_batch), generator=generator)
         self.order = order.to(self.device)
 
-    def iterate(self) -> dict: # step, loss (nats per token), grad_norm, learning_rate
+    def iterate(self) -> dict:  # step, loss (nats per token), grad_norm, learning_rate
         "One gradient step on a batch of texts."
         c, step = self.config, self.iteration + 1
         rate = c.sft_learning_rate * warm_cosine(self.iteration, self.iterations)

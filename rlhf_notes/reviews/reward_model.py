@@ -19,10 +19,10 @@ from ..formulas.preference import best_of_n_loss
 from ..formulas.reward import RewardNorm
 from ..language.dpo import Choices, chosen_first
 from ..language.model import RewardModel, autocast
-from ..training.fit import Stage
-from .pretraining import gradient_step
 from ..language.sampling import sample
+from .pretraining import gradient_step
 from .task import human_choice
+from ..training.fit import Stage
 from ..training.seeds import seeded_generator
 from ..training.signals import diverged
 
@@ -42,13 +42,14 @@ def proxy_reward(
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #write-responses
 @torch.no_grad()
-def write_responses(config, # temperature and precision of `RLHFConfig`
-                    lm, # A causal language model of transformers
-                    task, # `Reviews`, or what looks like it
-                    prompts: torch.Tensor, # (n, Q), on the CPU
-                    mask: torch.Tensor, # (n, Q), False = padding
-                    generator: torch.Generator, # On the CPU
-                   ) -> tuple: # responses (n, T), padding after the end; response_mask (n, T)
+def write_responses(
+    config,  # temperature and precision of `RLHFConfig`
+    lm,  # a causal language model of transformers
+    task,  # `Reviews`, or what looks like it
+    prompts: torch.Tensor,  # (n, Q), on the CPU
+    mask: torch.Tensor,  # (n, Q), False = padding
+    generator: torch.Generator,  # on the CPU
+) -> tuple:  # responses (n, T), padding after the end; response_mask (n, T)
     "Responses of a language model, cut at their ends."
     u = torch.rand(len(prompts), task.response_length, generator=generator)
     device, tokens = next(lm.parameters()).device, []
@@ -61,11 +62,12 @@ def write_responses(config, # temperature and precision of `RLHFConfig`
 # %% ../../nbs/reviews/25_reward_model.ipynb #ask-human
 CHOICES = 4
 
-def ask_human(config, # labels, human_temperature, temperature and precision of `RLHFConfig`
-              lm, # Writes the responses that are compared
-              task, # `Reviews`, or what looks like it
-              generator: torch.Generator, # On the CPU
-             ) -> tuple: # (texts, best): what `score` takes, (n, 4, ...) each; (n,) from 0 to 3
+def ask_human(
+    config,  # labels, human_temperature, temperature and precision of `RLHFConfig`
+    lm,  # writes the responses that are compared
+    task,  # `Reviews`, or what looks like it
+    generator: torch.Generator,  # on the CPU
+) -> tuple:  # (texts, best): what `score` takes, (n, 4, ...) each; (n,) from 0 to 3
     "Sample prompts and four responses to each, and let the human choose."
     prompts = task.sample_prompts(config.labels, generator)
     prompts = [x.repeat_interleave(CHOICES, 0) for x in prompts]
@@ -85,9 +87,10 @@ def choices_of(
     return chosen_first(*texts, best)
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #warm-linear
-def warm_linear(step: int, # From 0
-                steps: int, # In all
-               ) -> float: # From 0 to 1
+def warm_linear(
+    step: int,  # from 0
+    steps: int,  # in all
+) -> float:  # from 0 to 1
     "Share of the peak learning rate: a rise over a tenth of the steps, then a linear fall to 0."
     rise, fall = (step + 1) / max(1.0, 0.1 * steps), (steps - step) / (0.9 * steps)
     return min(1.0, rise, fall) # G5
@@ -97,11 +100,12 @@ class RewardTraining(Stage):
     "Trains a copy of the language model to predict the human's choice, step by step."
     PARTS = "model", "optimizer", "norm"
 
-    def __init__(self,
-                 config, # `RLHFConfig`
-                 lm, # The pretrained language model; not changed
-                 task, # `Reviews`, or what looks like it
-                ):
+    def __init__(
+        self,
+        config,  # `RLHFConfig`
+        lm,  # the pretrained language model; not changed
+        task,  # `Reviews`, or what looks like it
+    ):
         c, self.config, self.device = config, config, next(lm.parameters()).device
         generator = seeded_generator("reward model", c.seed)
         texts, best = ask_human(c, lm, task, generator)
@@ -118,7 +122,7 @@ class RewardTraining(Stage):
         self.fit() # R3
 
     @torch.no_grad()
-    def reference_rewards(self) -> torch.Tensor: # Raw, (norm_samples,)
+    def reference_rewards(self) -> torch.Tensor:  # raw, (norm_samples,)
         "The model's present scores of the pretrained model's responses."
         with autocast(self.device, self.config.precision):
             return self.model.score(*self.reference)
@@ -131,7 +135,7 @@ class RewardTraining(Stage):
             where = f"reward model, step {self.iteration}, responses to norm_samples prompts"
             raise diverged(where, e) from e
 
-    def iterate(self) -> dict: # step, loss (nats), accuracy, grad_norm, learning_rate
+    def iterate(self) -> dict:  # step, loss (nats), accuracy, grad_norm, learning_rate
         "One gradient step on a batch of labels; gain and bias are set anew after the last."
         c, step = self.config, self.iteration + 1
         rate = c.rm_learning_rate * warm_linear(self.iteration, self.iterations) # G5
@@ -150,9 +154,10 @@ class RewardTraining(Stage):
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #agreement
 @checked(rewards="float (n N)", true="float (n N)")
-def agreement(rewards: torch.Tensor, # Of N responses to each of n prompts, (n, N)
-              true: torch.Tensor, # True rewards of the same, (n, N)
-             ) -> dict: # pairs, best, correlation: see above
+def agreement(
+    rewards: torch.Tensor,  # (n, N) of N responses to each of n prompts
+    true: torch.Tensor,  # (n, N) True rewards of the same
+) -> dict:  # pairs, best, correlation: see above
     "Agreement of a reward model with the human; for evaluation, not for training."
     i, j = torch.triu_indices(rewards.shape[1], rewards.shape[1], 1)
     d, t = rewards[:, i] - rewards[:, j], true[:, i] - true[:, j]

@@ -43,9 +43,10 @@ FOLLOWS = {"stop": ("article", "pronoun"), "conjunction": ("article", "pronoun")
            "negation": ("intensifier", "adjective"),
            "intensifier": ("adjective",), "adjective": ("conjunction", "stop")}
 
-def grammatical(before: str, # A word or the full stop
-                after: str, # The one that follows it
-               ) -> bool: # False too if one of the two does not belong in a review
+def grammatical(
+    before: str,  # a word or the full stop
+    after: str,  # the one that follows it
+) -> bool:  # False too if one of the two does not belong in a review
     "True if the second word may follow the first."
     return CATEGORY.get(after) in FOLLOWS.get(CATEGORY.get(before), ())
 
@@ -69,9 +70,10 @@ def _sentence(domain, mood, rng):
     more = [rng.choice(("and", "but")), *_clause(domain, mood, rng)] if two else []
     return [*_clause(domain, mood, rng), *more, STOP]
 
-def write_review(domain: str, # The subject, one of `DOMAINS`
-                 rng: random.Random, # Source of chance
-                ) -> list: # Words; the last is `EOS`
+def write_review(
+    domain: str,  # the subject, one of `DOMAINS`
+    rng: random.Random,  # source of chance
+) -> list:  # words; the last is `EOS`
     "Two or three sentences in one mood, with a slip here and there."
     mood, sentences = rng.gauss(*MOOD), rng.choice((2, 2, 3))
     words = [word for _ in range(sentences) for word in _sentence(domain, mood, rng)]
@@ -91,22 +93,25 @@ PROMPTS = tuple(" ".join(f"{opener} the {kind} {domain} {time} {STOP}".split()) 
                 if not (opener.startswith("yesterday") and time))
 HELD_OUT = frozenset(random.Random(0).sample(PROMPTS, len(PROMPTS) // 6))
 
-def review_prompts(held_out: bool = False, # False = those to train on; True = those for evaluation
-                  ) -> list: # Strings, in a fixed order
+def review_prompts(
+    held_out: bool = False,  # False = those to train on; True = those for evaluation
+) -> list:  # strings, in a fixed order
     "The prompts that ask for reviews."
     return [p for p in PROMPTS if (p in HELD_OUT) == held_out]
 
 # %% ../../nbs/reviews/22_task.ipynb #domain
-def domain_of(prompt: str, # Such as "about the old hotel ."
-             ) -> str | None: # Such as "hotel"; None if it names nothing that is known
+def domain_of(
+    prompt: str,  # such as "about the old hotel ."
+) -> str | None:  # such as "hotel"; None if it names nothing that is known
     "The subject that a prompt asks about."
     return next((word for word in prompt.split() if word in DOMAINS), None)
 
 # %% ../../nbs/reviews/22_task.ipynb #corpus
-def corpus(n: int, # Number of texts
-           words: int, # Length of each response
-           seed: int = 0, # Other seeds, other texts
-          ) -> list: # n pairs (prompt, response), strings; the prompts are those to train on
+def corpus(
+    n: int,  # number of texts
+    words: int,  # length of each response
+    seed: int = 0,  # other seeds, other texts
+) -> list:  # n pairs (prompt, response), strings; the prompts are those to train on
     "Texts for pretraining: a review, then the next prompt with its review, up to `words` words."
     rng, asked, texts = random.Random(seed), review_prompts(), []
     for _ in range(n):
@@ -121,8 +126,9 @@ def corpus(n: int, # Number of texts
 # %% ../../nbs/reviews/22_task.ipynb #sentiments
 NEGATION, LIMIT = -0.5, 3.0
 
-def sentiments(words: list, # Of a response
-              ) -> list: # A number for each adjective, from -3 to 3
+def sentiments(
+    words: list,  # of a response
+) -> list:  # a number for each adjective, from -3 to 3
     "The value of each adjective, changed by the intensifiers and the negation before it."
     found, factor = [], 1.0
     for word in words:
@@ -139,9 +145,10 @@ def sentiments(words: list, # Of a response
 # %% ../../nbs/reviews/22_task.ipynb #human
 COSTS = dict(grammar=0.5, topic=1.0, repetition=0.5, ending=2.0)
 
-def judgement(prompt: str, # The prompt
-              response: str, # Words with spaces between
-             ) -> dict: # Name -> number; the true reward is their sum
+def judgement(
+    prompt: str,  # the prompt
+    response: str,  # words with spaces between
+) -> dict:  # name -> number; the true reward is their sum
     "The human's opinion of a response: its mean sentiment, and a cost for each fault."
     words, domain = response.split(), domain_of(prompt)
     felt = sentiments(words)
@@ -154,18 +161,20 @@ def judgement(prompt: str, # The prompt
                 **{name: -COSTS[name] * count for name, count in faults.items()})
 
 # %% ../../nbs/reviews/22_task.ipynb #true-reward
-def true_reward(prompt: str, # The prompt
-                response: str, # Words with spaces between
-               ) -> float: # At most 3
+def true_reward(
+    prompt: str,  # the prompt
+    response: str,  # words with spaces between
+) -> float:  # at most 3
     "The human's opinion as one number, for labels and for evaluation, never for training."
     return sum(judgement(prompt, response).values())
 
 # %% ../../nbs/reviews/22_task.ipynb #choice
 @checked(scores="raw (...)", temperature="(0, inf)")
-def human_choice(scores: torch.Tensor, # True rewards of N responses to each prompt, (..., N)
-                 temperature: float, # Noise, on the scale of the rewards, > 0
-                 generator: torch.Generator, # Source of chance
-                ) -> torch.Tensor: # Index of the response that is called the best, (...)
+def human_choice(
+    scores: torch.Tensor,  # (..., N) True rewards of N responses to each prompt
+    temperature: float,  # noise, on the scale of the rewards, > 0
+    generator: torch.Generator,  # source of chance
+) -> torch.Tensor:  # (...) index of the response that is called the best
     "A noisy human's choice: softmax(scores / temperature) (Luce 1959), sampled by Gumbel noise."
     u = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
     return (scores.double() / temperature - (-u.log()).log()).argmax(-1)
@@ -173,7 +182,7 @@ def human_choice(scores: torch.Tensor, # True rewards of N responses to each pro
 # %% ../../nbs/reviews/22_task.ipynb #tokenizer
 WORDS = tuple(dict.fromkeys([EOS, *CATEGORY, *DOMAINS, *" ".join(PROMPTS).split()]))
 
-def make_tokenizer(): # PreTrainedTokenizerFast: `WORDS`, then a padding token outside of them
+def make_tokenizer():  # PreTrainedTokenizerFast: `WORDS`, then a padding token outside of them
     "A tokenizer with one token for each word."
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -187,12 +196,13 @@ class Reviews(Prompts):
     "The task as tokens: prompts of one length, responses of another, and their true rewards."
     special_tokens = False
 
-    def __init__(self,
-                 tokenizer, # Of transformers, with a padding token of its own
-                 response_length: int, # T, tokens of each response
-                 stop_after: int = 8, # First position at which a full stop ends a response, < T
-                 query_length: int = 0, # Q, tokens of each prompt; 0 = as many as the longest has
-                ):
+    def __init__(
+        self,
+        tokenizer,  # of transformers, with a padding token of its own
+        response_length: int,  # T, tokens of each response
+        stop_after: int = 8,  # first position at which a full stop ends a response, < T
+        query_length: int = 0,  # Q, tokens of each prompt; 0 = as many as the longest has
+    ):
         check_value("stop_after", stop_after, "[0, inf)")
         check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
         check_value("query_length", query_length, "[0, inf)")
@@ -237,17 +247,18 @@ class Reviews(Prompts):
                                      f"{got!r} for {text!r}")
         return stop[-1]
 
-    def decode(self, rows) -> list: # Strings, words with spaces between
+    def decode(self, rows) -> list:  # strings, words with spaces between
         "Tokens as words, without the padding."
         rows = [[int(t) for t in row if t != self.pad_token] for row in rows]
         texts = self.tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
         eos = self.tokenizer.eos_token or EOS
         return [" ".join(text.replace(eos, f" {EOS} ").split()) for text in texts]
 
-    def train_texts(self,
-                    n: int, # How many
-                    seed: int, # Of the corpus
-                   ) -> tuple: # tokens (n, Q + T), integer; mask (n, Q + T), False = padding
+    def train_texts(
+        self,
+        n: int,  # how many
+        seed: int,  # of the corpus
+    ) -> tuple:  # tokens (n, Q + T), integer; mask (n, Q + T), False = padding
         "Prompts with responses from the corpus, for pretraining."
         # without a token for the end of a text, every other word may be gone
         words = self.response_length * (1 if self.tokenizer.eos_token else 2)
@@ -257,26 +268,29 @@ class Reviews(Prompts):
         real = torch.ones_like(responses, dtype=torch.bool)
         return torch.cat([tokens, responses], 1), torch.cat([mask, real], 1)
 
-    def held_out(self,
-                 n: int, # How many
-                ) -> tuple: # prompts (n, Q), integer; mask (n, Q), False = padding
+    def held_out(
+        self,
+        n: int,  # how many
+    ) -> tuple:  # prompts (n, Q), integer; mask (n, Q), False = padding
         "Prompts that are never trained on, in turn."
         rows = torch.arange(n) % len(self._held_out[0])
         return tuple(x[rows] for x in self._held_out)
 
-    def texts(self,
-              prompts: torch.Tensor, # (B, Q)
-              mask: torch.Tensor, # (B, Q), False = padding
-              responses: torch.Tensor, # (B, T), cut or not
-             ) -> list: # B pairs (prompt, response), strings
+    def texts(
+        self,
+        prompts: torch.Tensor,  # (B, Q)
+        mask: torch.Tensor,  # (B, Q), False = padding
+        responses: torch.Tensor,  # (B, T), cut or not
+    ) -> list:  # B pairs (prompt, response), strings
         "Prompts and responses as words."
         prompts = prompts.masked_fill(~mask, self.pad_token)
         return list(zip(self.decode(prompts.tolist()), self.decode(responses.tolist())))
 
-    def true_rewards(self,
-                     prompts: torch.Tensor, # (B, Q)
-                     mask: torch.Tensor, # (B, Q), False = padding
-                     responses: torch.Tensor, # (B, T), cut
-                    ) -> torch.Tensor: # (B,), float32
+    def true_rewards(
+        self,
+        prompts: torch.Tensor,  # (B, Q)
+        mask: torch.Tensor,  # (B, Q), False = padding
+        responses: torch.Tensor,  # (B, T), cut
+    ) -> torch.Tensor:  # (B,), float32
         "`true_reward` of each response: for labels and for evaluation, never for training."
         return torch.tensor([true_reward(*text) for text in self.texts(prompts, mask, responses)])

@@ -16,9 +16,10 @@ import numpy as np
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/33_ablations.ipynb #verdict
-def verdict(differences: list, # Final scores minus those of the intact training, seed by seed
-            gain: float, # What the intact training adds to the untrained policy, > 0
-           ) -> tuple: # (verdict; mean; low and high end of its 95% interval)
+def verdict(
+    differences: list,  # final scores minus those of the intact training, seed by seed
+    gain: float,  # what the intact training adds to the untrained policy, > 0
+) -> tuple:  # (verdict; mean; low and high end of its 95% interval)
     "The rule."
     mean, (low, high) = sum(differences) / len(differences), bootstrap_interval(differences)
     def found():
@@ -30,9 +31,10 @@ def verdict(differences: list, # Final scores minus those of the intact training
     return found(), mean, low, high
 
 # %% ../../nbs/studies/33_ablations.ipynb #deviation
-def in_standard_deviations(difference: float, # Of a dial from where it usually stands
-                           intact: list, # The dial in the intact trainings
-                          ) -> float: # +-inf where the intact trainings do not differ
+def in_standard_deviations(
+    difference: float,  # of a dial from where it usually stands
+    intact: list,  # the dial in the intact trainings
+) -> float:  # +-inf where the intact trainings do not differ
     "A difference in standard deviations of the intact trainings; 0 if it is only rounding."
     rounding = 1e-9 * max([1.0, *map(abs, intact)])
     if abs(difference) <= rounding: return 0.0
@@ -40,12 +42,13 @@ def in_standard_deviations(difference: float, # Of a dial from where it usually 
     return float(difference / usual) if usual > rounding else math.copysign(math.inf, difference)
 
 # %% ../../nbs/studies/33_ablations.ipynb #compare
-def compare(rows: list, # name, seed, and numbers (None = there is none), each a dict
-            base_of, # base_of(name) -> the name of the intact training that it is compared with
-            score: str, # The column of the final score
-            gain: dict, # Base -> its gain
-            dials: tuple = (), # Columns of dials
-           ) -> dict: # Name -> dict: verdict, mean, low, high, differences, seeds, dials
+def compare(
+    rows: list,  # name, seed, and numbers (None = there is none), each a dict
+    base_of,  # base_of(name) -> the name of the intact training that it is compared with
+    score: str,  # the column of the final score
+    gain: dict,  # base -> its gain
+    dials: tuple = (),  # columns of dials
+) -> dict:  # name -> dict: verdict, mean, low, high, differences, seeds, dials
     "Each failure against its intact training, over the seeds that both have."
     by, table = defaultdict(dict), {}
     for r in rows:

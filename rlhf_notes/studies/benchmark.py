@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..control.envs import threshold
-from ..control.ppo import PPO, episode_returns
 from ..control.config import PendulumConfig, PPOConfig
+from ..control.envs import threshold
 from ..control.policy import mlp
+from ..control.ppo import PPO, episode_returns
 from ..training.devices import THREADS
 from ..training.statistics import bootstrap_interval
 
@@ -40,11 +40,12 @@ class SingleFile:
     "PPO as a single file has it."
     gamma, lam, clip, value_coef, max_grad_norm = 0.99, 0.95, 0.2, 0.5, 0.5
 
-    def __init__(self,
-                 env_id: str, # CartPole-v1 or Pendulum-v1
-                 seed: int, # Of everything
-                 **settings, # As in `SINGLE_FILE`
-                ):
+    def __init__(
+        self,
+        env_id: str,  # cartPole-v1 or Pendulum-v1
+        seed: int,  # of everything
+        **settings,  # as in `SINGLE_FILE`
+    ):
         args = self.args = SimpleNamespace(**settings)
         self.batch = args.num_envs * args.num_steps
         self.iterations, self.iteration = args.total // self.batch, 0
@@ -129,9 +130,10 @@ class SingleFile:
         bonus = self.args.entropy_coef * pi.entropy().mean()
         return policy_loss + self.value_coef * value_loss - bonus
 
-    def policy(self,
-               rng=None, # None = the most probable actions, else sampled ones
-              ): # (N, obs_size) array -> what the environments are told
+    def policy(
+        self,
+        rng=None,  # None = the most probable actions, else sampled ones
+    ):  # (N, obs_size) array -> what the environments are told
         "The policy as it is now."
         seen = None if self.discrete else self.envs.envs[0].get_wrapper_attr("obs_rms")
         @torch.no_grad()
@@ -144,8 +146,9 @@ class SingleFile:
         return choose
 
 # %% ../../nbs/studies/34_benchmark.ipynb #peers
-def equal(config: PPOConfig, # Ours
-         ) -> dict: # For `StableBaselines`
+def equal(
+    config: PPOConfig,  # ours
+) -> dict:  # for `StableBaselines`
     "Our hyperparameters by the names of stable-baselines3."
     activations = dict(tanh=nn.Tanh, relu=nn.ReLU, silu=nn.SiLU)
     network = dict(net_arch=dict(pi=[config.hidden] * 2, vf=[config.hidden] * 2),
@@ -164,14 +167,15 @@ def equal(config: PPOConfig, # Ours
 # %% ../../nbs/studies/34_benchmark.ipynb #stable-baselines
 class StableBaselines:
     "PPO of stable-baselines3, an iteration at a time."
-    def __init__(self,
-                 env_id: str, # A name that Gymnasium knows
-                 seed: int, # Of everything
-                 total: int, # Steps over which its schedules run
-                 n_envs: int, # Side by side
-                 reward_scale: float = 1.0, # Factor of the rewards
-                 **settings, # Of its PPO
-                ):
+    def __init__(
+        self,
+        env_id: str,  # a name that Gymnasium knows
+        seed: int,  # of everything
+        total: int,  # steps over which its schedules run
+        n_envs: int,  # side by side
+        reward_scale: float = 1.0,  # factor of the rewards
+        **settings,  # of its PPO
+    ):
         from stable_baselines3 import PPO as Theirs
         from stable_baselines3.common.env_util import make_vec_env
         def scaled(env):
@@ -189,9 +193,10 @@ class StableBaselines:
         m._update_current_progress_remaining(m.num_timesteps, self.total)
         m.train()
 
-    def policy(self,
-               rng=None, # None = the most probable actions, else sampled ones
-              ): # (N, obs_size) array -> what the environments are told
+    def policy(
+        self,
+        rng=None,  # None = the most probable actions, else sampled ones
+    ):  # (N, obs_size) array -> what the environments are told
         "The policy as it is now."
         m, steps = self.model, count()
         def choose(obs):
@@ -203,15 +208,17 @@ class StableBaselines:
 # %% ../../nbs/studies/34_benchmark.ipynb #ours
 class Ours:
     "`PPO` of `rlhf_notes.control`."
-    def __init__(self,
-                 config: PPOConfig, # With its seed
-                ):
+    def __init__(
+        self,
+        config: PPOConfig,  # with its seed
+    ):
         self.ppo, self.batch = PPO(**vars(config)), config.batch
         self.iterate = self.ppo.iterate
 
-    def policy(self,
-               rng=None, # None = the most probable actions, else sampled ones
-              ): # (N, obs_size) array -> what the environments are told
+    def policy(
+        self,
+        rng=None,  # None = the most probable actions, else sampled ones
+    ):  # (N, obs_size) array -> what the environments are told
         "The policy as it is now."
         choose = self.ppo.policy(rng)
         return lambda obs: self.ppo.agent.head.for_env(choose(obs))
@@ -235,8 +242,9 @@ ZOO = { # rl-zoo's hyperparams/ppo.yml; functions are linear schedules
                      sde_sample_freq=4),
 }
 
-def contenders(task: str, # "cartpole" or "pendulum"
-              ) -> list: # Of `Contender`; those of stable-baselines3 if it is installed
+def contenders(
+    task: str,  # "cartpole" or "pendulum"
+) -> list:  # of `Contender`; those of stable-baselines3 if it is installed
     "All that can be raced here."
     make, zoo, single = CONFIGS[task], ZOO[task], SINGLE_FILE[task]
     env_id, same = make().env, equal(make())
@@ -262,10 +270,11 @@ def _look(trainer, env_id, seed, steps):
         return {how: episode_returns(trainer.policy(rng), begun, env=env_id).mean().item()
                 for (how, rng), begun in zip(rngs.items(), seeds)}
 
-def race(contender: Contender, # Who
-         task: str, # "cartpole" or "pendulum"
-         seed: int, # Of everything
-        ) -> dict: # COLUMNS -> value; None where it did not cross
+def race(
+    contender: Contender,  # who
+    task: str,  # "cartpole" or "pendulum"
+    seed: int,  # of everything
+) -> dict:  # COLUMNS -> value; None where it did not cross
     "Train to both crossings or to the end of the budget, with the clock on the training alone."
     env_id, every = CONFIGS[task]().env, EVERY[task]
     row = dict.fromkeys(COLUMNS) | dict(task=task, seed=seed, contender=contender.name)
@@ -286,11 +295,12 @@ def race(contender: Contender, # Who
     return row | dict(steps=steps, seconds=round(seconds, 4))
 
 # %% ../../nbs/studies/34_benchmark.ipynb #compare
-def compare(task: str, # "cartpole" or "pendulum"
-            seeds: int, # How many
-            done=lambda row: None, # done(row): called after each race
-            first: int = 0, # The first seed
-           ) -> list: # A row for each seed and contender
+def compare(
+    task: str,  # "cartpole" or "pendulum"
+    seeds: int,  # how many
+    done=lambda row: None,  # done(row): called after each race
+    first: int = 0,  # the first seed
+) -> list:  # a row for each seed and contender
     "All contenders on all seeds, by turns."
     field, rows = contenders(task), []
     with THREADS.held(1):
@@ -303,10 +313,11 @@ def compare(task: str, # "cartpole" or "pendulum"
     return rows
 
 # %% ../../nbs/studies/34_benchmark.ipynb #ratio
-def ratios(rows: list, # From `compare`, of one task
-           contender: str, # A name
-           how: str = "sampled", # "sampled" or "greedy" crossing, or "speed": steps in a second
-          ) -> dict | None: # median, low, high, censored; None unless ours crossed on every seed
+def ratios(
+    rows: list,  # from `compare`, of one task
+    contender: str,  # a name
+    how: str = "sampled",  # "sampled" or "greedy" crossing, or "speed": steps in a second
+) -> dict | None:  # median, low, high, censored; None unless ours crossed on every seed
     "Ours against another, paired by seed: above 1 means that ours is faster."
     def seconds(r): return r["seconds"] / r["steps"] if how == "speed" else r[f"{how}_seconds"]
     ours = {r["seed"]: seconds(r) for r in rows if r["contender"] == "ours"}
@@ -319,8 +330,9 @@ def ratios(rows: list, # From `compare`, of one task
     return dict(median=float(np.median(values)), low=low, high=high, censored=sum(censored))
 
 # %% ../../nbs/studies/34_benchmark.ipynb #table
-def table(rows: list, # From `compare`, of one task
-         ) -> list: # Rows of strings, the first one a header
+def table(
+    rows: list,  # from `compare`, of one task
+) -> list:  # rows of strings, the first one a header
     "A row for each contender, medians over the seeds."
     def median(own, column, digits):
         value = float(np.median([np.inf if r[column] is None else r[column] for r in own]))

@@ -22,17 +22,18 @@ import numpy as np
 import torch
 
 from ..formulas.reward import apply_penalty
-from ..language.config import RLHFConfig
 from ..hub.load import quiet_transformers
+from ..language.config import RLHFConfig
 from ..reviews.pipeline import evaluate
 from ..reviews.task import review_prompts
 from .variants import Start, prepare
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #contenders
-def trl_grpo(start: Start, # Where to begin
-             config: RLHFConfig, # How to train
-            ) -> tuple: # (moments at which iterations ended, in seconds; the model)
+def trl_grpo(
+    start: Start,  # where to begin
+    config: RLHFConfig,  # how to train
+) -> tuple:  # (moments at which iterations ended, in seconds; the model)
     "TRL's GRPOTrainer."
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -96,9 +97,10 @@ def _shared(c, tmp):
                 adam_epsilon=c.adam_eps, max_grad_norm=c.max_grad_norm)
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #race
-def ours(start: Start, # Where to begin
-         config: RLHFConfig, # How to train
-        ) -> tuple: # (moments at which iterations ended, in seconds; the model)
+def ours(
+    start: Start,  # where to begin
+    config: RLHFConfig,  # how to train
+) -> tuple:  # (moments at which iterations ended, in seconds; the model)
     "Our loop."
     trainer, ends = replace(start, config=config).trainer(), []
     while trainer.iteration < trainer.iterations:
@@ -107,7 +109,7 @@ def ours(start: Start, # Where to begin
     return ends, trainer.policy.lm
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #field
-def contenders() -> dict: # Name -> (function, changes of the config)
+def contenders() -> dict:  # name -> (function, changes of the config)
     "All that can be raced here: TRL's GRPO if it is installed and can be imported."
     grpo = dict(algo="grpo")
     found = {"ours-grpo": (ours, grpo), "ours-ppo": (ours, dict(algo="ppo"))}
@@ -122,10 +124,11 @@ def contenders() -> dict: # Name -> (function, changes of the config)
 COLUMNS = ("task", "seed", "contender", "iterations", "seconds", "seconds_per_iteration",
            "tokens_per_second", "true_score")
 
-def race(name: str, # A contender
-         start: Start, # Where to begin
-         iterations: int, # That count; one more comes before
-        ) -> dict: # COLUMNS -> value
+def race(
+    name: str,  # a contender
+    start: Start,  # where to begin
+    iterations: int,  # that count; one more comes before
+) -> dict:  # COLUMNS -> value
     "Train, by the clock, and look at what came of it."
     train, changes = contenders()[name]
     trainer = start.trainer(**changes, iterations=iterations + 1)
@@ -137,12 +140,13 @@ def race(name: str, # A contender
                 true_score=evaluate(trainer, lm).true.mean().item())
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #compare
-def compare(seeds: int, # How many
-            iterations: int, # Of each training
-            done=lambda row: None, # done(row): called after each training
-            first: int = 0, # The first seed
-            **options, # Of `RLHFConfig`
-           ) -> list: # A row for each seed and contender
+def compare(
+    seeds: int,  # how many
+    iterations: int,  # of each training
+    done=lambda row: None,  # done(row): called after each training
+    first: int = 0,  # the first seed
+    **options,  # of `RLHFConfig`
+) -> list:  # a row for each seed and contender
     "By turns: for each seed all contenders, and each seed begins with another one."
     rows, names = [], list(contenders())
     for seed in range(first, first + seeds):
@@ -154,9 +158,10 @@ def compare(seeds: int, # How many
     return rows
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #ratios
-def ratios(rows: list, # From `compare`
-           name: str, # A contender, other than ours
-          ) -> dict: # median, low, high
+def ratios(
+    rows: list,  # from `compare`
+    name: str,  # a contender, other than ours
+) -> dict:  # median, low, high
     "Their seconds for an iteration over ours: median over the seeds, with its 95% interval."
     of = {(r["contender"], r["seed"]): r["seconds_per_iteration"] for r in rows}
     ours = f"ours-{name.split('-')[1]}"
@@ -165,8 +170,9 @@ def ratios(rows: list, # From `compare`
     return dict(median=float(np.median(values)), low=low, high=high)
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #table
-def table(rows: list, # From `compare`
-         ) -> list: # Rows of strings, the first one a header
+def table(
+    rows: list,  # from `compare`
+) -> list:  # rows of strings, the first one a header
     "Medians over the seeds, as a table."
     lines = [("contender", "ms / iteration", "tokens / s", "times ours", "true score")]
     for name in sorted({r["contender"] for r in rows}):

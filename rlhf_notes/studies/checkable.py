@@ -16,25 +16,27 @@ import torch
 from torch import nn
 
 from ..checks import check_value
-from ..language.model import make_gpt2
-from ..reviews.pretraining import warm_cosine
 from ..hub.trainers import RLHF
 from ..language.loop import Loop
+from ..language.model import make_gpt2
 from ..language.rollout import Rollout
+from ..reviews.pretraining import warm_cosine
 
 # %% ../../nbs/studies/40_checkable.ipynb #exact-match
-def exact_match(prompts: list, # Strings
-                responses: list, # Strings
-                solution: list, # Strings, one for each prompt
-               ) -> list: # 1.0 or 0.0 for each response
+def exact_match(
+    prompts: list,  # strings
+    responses: list,  # strings
+    solution: list,  # strings, one for each prompt
+) -> list:  # 1.0 or 0.0 for each response
     "1 for the right response and 0 for any other: a reward that needs no reward model."
     return [float(response == right) for response, right in zip(responses, solution)]
 
 # %% ../../nbs/studies/40_checkable.ipynb #pass-at-k
-def pass_at_k(correct: torch.Tensor, # Correct responses to each prompt, among n, (...), integer
-              n: int, # Responses to each prompt
-              k: int, # Attempts, 1 to n
-             ) -> torch.Tensor: # Probability that one of k attempts is right, (...) float64
+def pass_at_k(
+    correct: torch.Tensor,  # correct responses to each prompt, among n, (...), integer
+    n: int,  # responses to each prompt
+    k: int,  # attempts, 1 to n
+) -> torch.Tensor:  # (...) float64, probability that one of k attempts is right
     "1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, eq. 1)."
     check_value("k", k, f"int [1, {n}]")
     failed = [math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)]
@@ -43,8 +45,9 @@ def pass_at_k(correct: torch.Tensor, # Correct responses to each prompt, among n
 # %% ../../nbs/studies/40_checkable.ipynb #questions
 DIGITS = tuple("0123456789")
 
-def make_questions(n: int = 3500, # Number of distinct prompts
-                  ) -> list: # Of dicts with "prompt" and "solution"
+def make_questions(
+    n: int = 3500,  # number of distinct prompts
+) -> list:  # of dicts with "prompt" and "solution"
     "Three or four digits to sort or to reverse."
     rng, found = random.Random(0), {}
     while len(found) < n:
@@ -56,7 +59,7 @@ def make_questions(n: int = 3500, # Number of distinct prompts
 # %% ../../nbs/studies/40_checkable.ipynb #tokenizer
 TOKENS = ("<eos>", "sort", "reverse", "=", *DIGITS)
 
-def digit_tokenizer(): # PreTrainedTokenizerFast
+def digit_tokenizer():  # PreTrainedTokenizerFast
     "A tokenizer with a token for each digit and each task."
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -72,10 +75,11 @@ def _response_loss(lm, tokens):
     targets = tokens.masked_fill(~counts, -100)[:, 1:]  # ignored by the cross-entropy
     return nn.functional.cross_entropy(lm(tokens).logits[:, :-1].flatten(0, 1), targets.flatten())
 
-def pretrain(questions: list, # From `make_questions`
-             seed: int = 0, # Of weights and texts
-             steps: int = 700, # Gradient steps on 64 texts
-            ) -> nn.Module: # A tiny GPT-2
+def pretrain(
+    questions: list,  # from `make_questions`
+    seed: int = 0,  # of weights and texts
+    steps: int = 700,  # gradient steps on 64 texts
+) -> nn.Module:  # a tiny GPT-2
     "A model that has read many solutions, most of them wrong."
     rng, lm = random.Random(seed), make_gpt2("tiny", len(TOKENS), eos_token_id=0, seed=seed)
     optimizer, tokenizer = torch.optim.AdamW(lm.parameters()), digit_tokenizer()
@@ -158,9 +162,10 @@ class CheckableRLHF(RLHF):
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32
 
-def measure(trainer: RLHF, # At any iteration
-            questions: list, # Held out
-           ) -> tuple: # dict of pass_1 (exact match) to pass_32, and length; right responses (P,)
+def measure(
+    trainer: RLHF,  # at any iteration
+    questions: list,  # held out
+) -> tuple:  # dict of pass_1 (exact match) to pass_32, and length; right responses (P,)
     "Pass@k, from 32 responses to each held-out prompt, and their mean length in digits."
     prompts, solutions = ([q[key] for q in questions] for key in ("prompt", "solution"))
     samples = [trainer.generate(prompts, seed=seed) for seed in range(N)]

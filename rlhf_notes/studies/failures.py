@@ -22,7 +22,7 @@ from .ablations import in_standard_deviations
 
 # %% ../../nbs/studies/37_failures.ipynb #recorded
 @cache
-def recorded() -> tuple: # (failure -> what it is; (failure, seed) -> {dial: values, or None})
+def recorded() -> tuple:  # (failure -> what it is; (failure, seed) -> {dial: values, or None})
     "The failures and their dials, as `benchmarks/failures.py` kept them."
     runs = defaultdict(lambda: defaultdict(list))
     for row in _rows("dials.csv"):
@@ -41,8 +41,9 @@ def _rows(name):
         return list(csv.DictReader(f))
 
 # %% ../../nbs/studies/37_failures.ipynb #unusual
-def unusual(name: str, # Of a failure
-           ) -> dict: # Dial -> deviation, in standard deviations; the farthest first
+def unusual(
+    name: str,  # of a failure
+) -> dict:  # dial -> deviation, in standard deviations; the farthest first
     "Deviation of the mean of each dial with seed 0 from its means in the intact trainings."
     failures, runs = recorded()
     def level(values): return sum(values) / len(values)
@@ -54,11 +55,13 @@ def unusual(name: str, # Of a failure
     return dict(sorted(found.items(), key=lambda x: -abs(x[1])))
 
 # %% ../../nbs/studies/37_failures.ipynb #draw-dials
-def draw_dials(name: str, # Of a failure
-               dials: tuple = (), # Three or six of them; () = the six farthest
-              ): # Figure
+def draw_dials(
+    name: str,  # of a failure
+    dials: tuple = (),  # three or six of them; () = the six farthest
+):  # figure
     "Dials of a failure with seed 0, over the range of the intact trainings."
     import matplotlib.pyplot as plt
+
     from rlhf_notes import viz
     failures, runs = recorded()
     intact = [run for (n, _), run in runs.items() if n == failures[name]["base"]]
@@ -85,10 +88,11 @@ KINDS = {"ppo": "PPO", "cooler": "PPO, responses sampled at temperature 0.7",
 def _how_far(dial, z):
     return f"{dial} {z:+.0f}" if abs(z) < float("inf") else f"{dial}, which never moves otherwise"
 
-def diagnose(case: int | None = None, # From 1 on; None = any
-             answer: str | None = None, # a, b, c or d, or the name of the failure; None = ask
-             draw: bool = True, # Draw the dials with the question
-            ) -> Verdict | None: # None with the question
+def diagnose(
+    case: int | None = None,  # from 1 on; None = any
+    answer: str | None = None,  # a, b, c or d, or the name of the failure; None = ask
+    draw: bool = True,  # draw the dials with the question
+) -> Verdict | None:  # None with the question
     "Ask which fault it is, or say whether an answer is right and what would have told."
     failures, names = recorded()[0], _puzzles()
     case = random.randrange(len(names)) + 1 if case is None else case

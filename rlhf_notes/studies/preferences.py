@@ -15,10 +15,11 @@ from .variants import best_of_n
 
 # %% ../../nbs/studies/41_preferences.ipynb #selection-kl
 @checked(proxy="real (... N)", logp="float (... N)")
-def selection_kl(proxy: torch.Tensor, # By what the best is chosen, (..., N)
-                 logp: torch.Tensor, # log pi of the same responses, (..., N) nats
-                 n: int, # Of how many the best is taken, 1 to N
-                ) -> torch.Tensor: # (...) nats
+def selection_kl(
+    proxy: torch.Tensor,  # (..., N) by what the best is chosen
+    logp: torch.Tensor,  # log pi of the same responses, (..., N) nats
+    n: int,  # of how many the best is taken, 1 to N
+) -> torch.Tensor:  # (...) nats
     "KL between the best of n and the policy, estimated from N samples to a prompt."
     p = logp.double().exp().clamp(min=1e-10)
     ranked = proxy.sort(-1).values

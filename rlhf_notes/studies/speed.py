@@ -24,13 +24,17 @@ from ..checks import check_value
 from ..compat.ding import efficient_method, less_efficient_method, naive_method
 from ..fast import rows
 from ..formulas.advantage import gae
-from ..formulas.logprob import (
-    entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax)
+from rlhf_notes.formulas.logprob import (
+    entropy_from_logits,
+    linear_log_probs,
+    log_probs_and_entropy,
+    selective_log_softmax,
+)
 
 # %% ../../nbs/studies/38_speed.ipynb #machine
 def copy_bandwidth(
-    device: str, # where
-) -> float: # bytes per second, read and written together
+    device: str,  # where
+) -> float:  # bytes per second, read and written together
     "Speed of a copy of 128 MB (on a GPU, 1 GB) onto memory used before, the best of nine."
     numbers = 2**25 if torch.device(device).type == "cpu" else 2**28
     x = torch.ones(numbers, dtype=torch.float32, device=device)
@@ -39,9 +43,9 @@ def copy_bandwidth(
 
 # %% ../../nbs/studies/38_speed.ipynb #seconds
 def seconds(
-    f, # without arguments
-    device: str, # where it computes
-) -> float: # wall-clock seconds
+    f,  # without arguments
+    device: str,  # where it computes
+) -> float:  # wall-clock seconds
     "Time of `f`, until the device is done."
     _wait(device)
     start = time.perf_counter()
@@ -55,8 +59,8 @@ def _wait(device):
 
 # %% ../../nbs/studies/38_speed.ipynb #device-name
 def device_name(
-    device: str, # "cpu" or "cuda"
-) -> str: # as its maker calls it
+    device: str,  # "cpu" or "cuda"
+) -> str:  # as its maker calls it
     "Name of what computes."
     if torch.device(device).type == "cuda": return torch.cuda.get_device_name(device)
     name = re.search(r"model name\s*: (.*)", _system("cpuinfo"))
@@ -76,8 +80,8 @@ def _bytes(name, what):
 
 # %% ../../nbs/studies/38_speed.ipynb #code-that-runs
 def code_that_runs(
-    device: str, # "cpu" or "cuda"
-) -> str: # a sentence
+    device: str,  # "cpu" or "cuda"
+) -> str:  # a sentence
     "Which code computes many logits there: loops, kernels or the plain formulas."
     if not fast.is_open(): return "the plain formulas: fast is switched off"
     many = torch.empty(rows.LARGE + 1, dtype=torch.float32, device=device)
@@ -86,9 +90,9 @@ def code_that_runs(
 
 # %% ../../nbs/studies/38_speed.ipynb #peak-extra
 def peak_extra(
-    f, # without arguments
-    device: str, # where it computes
-) -> float | None: # bytes; None where nobody can say
+    f,  # without arguments
+    device: str,  # where it computes
+) -> float | None:  # bytes; None where nobody can say
     "Memory at the worst moment of `f`, less that before it."
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -119,11 +123,11 @@ class Case:
 
 # %% ../../nbs/studies/38_speed.ipynb #logit-cases
 def logit_cases(
-    shape: tuple, # (B, T, V)
-    dtype: torch.dtype, # of the logits
-    device: str, # where
-    width: int = 128, # of the hidden states
-): # yields Case, one at a time, so that their tensors need not be there together
+    shape: tuple,  # (B, T, V)
+    dtype: torch.dtype,  # of the logits
+    device: str,  # where
+    width: int = 128,  # of the hidden states
+):  # yields Case, one at a time, so that their tensors need not be there together
     "Log-probability, entropy, both, and log-probability from hidden states."
     trl, generator = _trl(), torch.Generator(device).manual_seed(0)
     z = torch.empty(shape, dtype=dtype, device=device)
@@ -226,8 +230,8 @@ def _loop_gae(r, v, after, done, gamma=0.99, lam=0.95):
     return A, A + v
 
 def gae_cases(
-    device: str, # where
-): # yields Case
+    device: str,  # where
+):  # yields Case
     "GAE over steps, of `GAE_SHAPES`."
     def ours(r, v, after, done): return gae(r, v, after, done, done)
     for T, N in GAE_SHAPES:
@@ -246,11 +250,11 @@ COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rou
 LONG = 5e-3  # seconds: what takes less is repeated for so long; on a GPU, five times that
 
 def measure(
-    case: Case, # what is computed
-    device: str, # where
-    rounds: int, # that count
-    bandwidth: float, # from `copy_bandwidth`, bytes per second
-) -> list: # rows, dicts with the keys of COLUMNS
+    case: Case,  # what is computed
+    device: str,  # where
+    rounds: int,  # that count
+    bandwidth: float,  # from `copy_bandwidth`, bytes per second
+) -> list:  # rows, dicts with the keys of COLUMNS
     "Time and memory of each method, forward and (where there are leaves) forward + backward."
     found = []
     for backward in (False, True)[:1 + bool(case.leaves)]:
@@ -307,13 +311,13 @@ SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024
 TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
 
 def bench(
-    sizes: tuple = ("small",), # of `SIZES`, or shapes
-    device: str = "cpu", # where
-    rounds: int = 7, # per measurement
-    done = lambda rows: None, # called with the rows of each case
-    left_out = lambda text: None, # called with what does not fit into memory
-    tasks: tuple = TASKS, # which of `TASKS`
-) -> list: # rows
+    sizes: tuple = ("small",),  # of `SIZES`, or shapes
+    device: str = "cpu",  # where
+    rounds: int = 7,  # per measurement
+    done=lambda rows: None,  # called with the rows of each case
+    left_out=lambda text: None,  # called with what does not fit into memory
+    tasks: tuple = TASKS,  # which of `TASKS`
+) -> list:  # rows
     "All cases on one device."
     for task in tasks:
         check_value("tasks", task, TASKS)
@@ -368,8 +372,8 @@ def _part_case(shape):
 
 # %% ../../nbs/studies/38_speed.ipynb #table-rows
 def table(
-    rows: list, # from `bench`
-) -> list: # rows of strings, a header first
+    rows: list,  # from `bench`
+) -> list:  # rows of strings, a header first
     "Rows for the eye."
     def shown(x, form): return "" if x in (None, "") else format(float(x), form)
     header = ("task", "shape", "dtype", "passes", "method", "ms", "x ours", "extra MB",

@@ -16,11 +16,11 @@ from torch import nn
 
 from ..checks import check_value, checked
 from ..language.config import RLHFConfig
-from ..reviews.pretraining import Pretraining
-from ..reviews.reward_model import RewardTraining, proxy_reward
-from ..reviews.pipeline import evaluate, make_world
 from ..language.loop import Loop
 from ..language.scale import make_loop
+from ..reviews.pipeline import evaluate, make_world
+from ..reviews.pretraining import Pretraining
+from ..reviews.reward_model import RewardTraining, proxy_reward
 from ..training.devices import pick_device
 
 # %% ../../nbs/studies/35_variants.ipynb #start
@@ -43,8 +43,9 @@ class Start:
         return make_loop(config, self.lm, self.task, reward)
 
 # %% ../../nbs/studies/35_variants.ipynb #prepare
-def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
-           ) -> Start: # The same for the same config
+def prepare(
+    config: RLHFConfig,  # seed, model, pretraining, labels
+) -> Start:  # the same for the same config
     "Pretrain a language model and train a reward model, as the first two stages of `train` do."
     lm, task = make_world(config, torch.device(pick_device(config.device, auto="cuda")))
     for kind in (Pretraining, RewardTraining):
@@ -54,15 +55,17 @@ def prepare(config: RLHFConfig, # Seed, model, pretraining, labels
     return Start(config, lm, stage.model, stage.norm, task)
 
 # %% ../../nbs/studies/35_variants.ipynb #measure
-def measure(trainer: Loop, # At any time; `eval_answers` of its config responses are sampled
-            lm: nn.Module | None = None, # The model to look at; None = the policy as it is now
-           ) -> dict: # proxy, true, kl (nats), valid, win: means, as numbers
+def measure(
+    trainer: Loop,  # at any time; `eval_answers` of its config responses are sampled
+    lm: nn.Module | None = None,  # the model to look at; None = the policy as it is now
+) -> dict:  # proxy, true, kl (nats), valid, win: means, as numbers
     "Proxy and true reward, KL, ends and win rate of a policy."
     return evaluate(trainer, lm).worth(evaluate(trainer, trainer.reference))
 
 # %% ../../nbs/studies/35_variants.ipynb #best
-def best_of_n_kl(n: int, # Responses to choose from, >= 1
-                ) -> float: # Nats
+def best_of_n_kl(
+    n: int,  # responses to choose from, >= 1
+) -> float:  # nats
     """Upper bound of the KL of the best of n responses: log n - (n - 1) / n (Stiennon et al. 2020;
     Beirami et al. 2024)."""
     check_value("n", n, "[1, inf)")
@@ -70,10 +73,11 @@ def best_of_n_kl(n: int, # Responses to choose from, >= 1
 
 # %% ../../nbs/studies/35_variants.ipynb #best-of-n
 @checked(proxy="real (... N)", true="real (... N)")
-def best_of_n(proxy: torch.Tensor, # By what the best is chosen, (..., N)
-              true: torch.Tensor, # What it is worth, (..., N)
-              n: int, # Of how many, 1 to N
-             ) -> torch.Tensor: # (...): the mean of `true` over all choices of n
+def best_of_n(
+    proxy: torch.Tensor,  # (..., N) by what the best is chosen
+    true: torch.Tensor,  # (..., N) what it is worth
+    n: int,  # of how many, 1 to N
+) -> torch.Tensor:  # (...): the mean of `true` over all choices of n
     "Expected worth of the response with the largest proxy among n of N."
     check_value("n", n, f"[1, {proxy.shape[-1]}]")
     N = proxy.shape[-1]

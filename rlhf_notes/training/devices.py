@@ -18,9 +18,10 @@ from functools import wraps
 import torch
 
 # %% ../../nbs/training/devices.ipynb #device
-def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
-                auto: str = "cpu", # Meaning of "auto": "cpu", or "cuda" = a GPU if there is one
-               ) -> str: # A name that torch understands
+def pick_device(
+    name: str,  # "auto", "cpu", "cuda", "cuda:1" or "mps"
+    auto: str = "cpu",  # meaning of "auto": "cpu", or "cuda" = a GPU if there is one
+) -> str:  # a name that torch understands
     "Return the device to compute on; ValueError if torch does not see it."
     mps = int(torch.backends.mps.is_available())
     seen = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": mps}
@@ -35,9 +36,10 @@ def pick_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
     return name
 
 # %% ../../nbs/training/devices.ipynb #to-device
-def to_device(x: torch.Tensor, # On the CPU
-              device: torch.device, # Where it is needed
-             ) -> torch.Tensor: # A copy there, or `x` itself on the CPU
+def to_device(
+    x: torch.Tensor,  # on the CPU
+    device: torch.device,  # where it is needed
+) -> torch.Tensor:  # a copy there, or `x` itself on the CPU
     "Send a tensor to a device; nobody waits for a GPU."
     if device.type != "cuda": return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
@@ -45,7 +47,7 @@ def to_device(x: torch.Tensor, # On the CPU
 # %% ../../nbs/training/devices.ipynb #processes
 LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
-def make_accelerator(): # accelerate.Accelerator
+def make_accelerator():  # accelerate.Accelerator
     "The processes that `accelerate launch` or torchrun started, or this one alone."
     missing = [name for name in LAUNCHER if name not in os.environ]
     if missing and "LOCAL_RANK" in os.environ:
@@ -55,8 +57,9 @@ def make_accelerator(): # accelerate.Accelerator
     return Accelerator(device_placement=False)
 
 # %% ../../nbs/training/devices.ipynb #process-device
-def process_device(name: str, # "auto", "cpu", "cuda", "cuda:1" or "mps"
-                  ) -> torch.device:
+def process_device(
+    name: str,  # "auto", "cpu", "cuda", "cuda:1" or "mps"
+) -> torch.device:
     "The device that the launcher gave to this process; alone, the one that is asked for."
     accelerator = make_accelerator()
     if accelerator.num_processes > 1: return accelerator.device

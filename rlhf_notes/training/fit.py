@@ -13,12 +13,12 @@ class Stage:
     PARTS = () # what has a `state_dict` of its own
     steps = 0  # of the optimizer, where they are not the iterations
 
-    def state_dict(self) -> dict: # Tensors, numbers, and lists and dicts of those
+    def state_dict(self) -> dict:  # tensors, numbers, and lists and dicts of those
         "Everything the rest of the training depends on."
         state = {name: getattr(self, name).state_dict() for name in self.PARTS}
         return state | dict(iteration=self.iteration, steps=self.steps)
 
-    def load_state_dict(self, state: dict): # From `state_dict` of the same training
+    def load_state_dict(self, state: dict):  # from `state_dict` of the same training
         "Continue from a checkpoint."
         for name in self.PARTS:
             getattr(self, name).load_state_dict(state[name])

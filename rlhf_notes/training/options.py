@@ -50,8 +50,9 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attribute_docstrings=True)
 
 # %% ../../nbs/training/options.ipynb #plain-errors
-def plain_errors(cls: type, # A pydantic dataclass
-                ) -> type: # The same class
+def plain_errors(
+    cls: type,  # a pydantic dataclass
+) -> type:  # the same class
     "Make the class raise a ValueError with one line per fault: option, value, expectation."
     make = cls.__init__
 

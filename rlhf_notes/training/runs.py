@@ -27,9 +27,10 @@ import torch
 from filelock import FileLock, Timeout
 
 # %% ../../nbs/training/runs.ipynb #atomic
-def write_atomically(path: Path, # Where to
-                     write, # Text, or a function that writes to the binary file it is given
-                    ):
+def write_atomically(
+    path: Path,  # where to
+    write,  # text, or a function that writes to the binary file it is given
+):
     "Write a file so that it is there whole or not at all, on the disk too."
     path = Path(path)
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -54,8 +55,9 @@ def _sync_directory(path):
 
 # %% ../../nbs/training/runs.ipynb #disk-errors
 @contextmanager
-def disk_errors(path: Path, # Of what is written inside
-               ):
+def disk_errors(
+    path: Path,  # of what is written inside
+):
     "Raise what the disk refuses as an OSError with the path, which libraries leave out or hide."
     try:
         yield
@@ -88,9 +90,10 @@ def load_checked(
     return torch.load(path, weights_only=True, map_location="cpu")
 
 # %% ../../nbs/training/runs.ipynb #table
-def write_table(path: Path, # Where to
-                rows: list, # Dicts with the same keys: number, string or None
-               ):
+def write_table(
+    path: Path,  # where to
+    rows: list,  # dicts with the same keys: number, string or None
+):
     "Write a CSV file, whole or not at all."
     lines = *rows[:1], *(row.values() for row in rows)
     write_atomically(path, "".join(map(_line, lines)))
@@ -122,11 +125,12 @@ class Run:
         self.path = Path(self.path).absolute()  # an environment may change the directory
 
     @classmethod
-    def create(cls,
-               path: Path, # A directory that is new, empty, or holds a run to overwrite
-               config: dict, # Goes to config.json; has a "task", and perhaps a "track"
-               overwrite: bool = False, # May the run that is there be deleted?
-              ) -> "Run": # Ready to `log`
+    def create(
+        cls,
+        path: Path,  # a directory that is new, empty, or holds a run to overwrite
+        config: dict,  # goes to config.json; has a "task", and perhaps a "track"
+        overwrite: bool = False,  # may the run that is there be deleted?
+    ) -> "Run":  # ready to `log`
         "Begin a run directory; ValueError if something else is there."
         cls.check(path, overwrite)
         _check_tracker(config)
@@ -143,9 +147,10 @@ class Run:
         return run
 
     @staticmethod
-    def check(path: Path, # As for `create`
-              overwrite: bool = False, # As for `create`
-             ):
+    def check(
+        path: Path,  # as for `create`
+        overwrite: bool = False,  # as for `create`
+    ):
         "Raise the ValueError with which `create` would refuse."
         path = Path(path)
         with _usable(path):
@@ -162,9 +167,10 @@ class Run:
                              f"continue it with --resume {path}, or replace it with --overwrite")
 
     @classmethod
-    def resume(cls,
-               path: Path, # A directory with config.json and checkpoint.pt
-              ) -> "Run": # Ready to `log` what comes after
+    def resume(
+        cls,
+        path: Path,  # a directory with config.json and checkpoint.pt
+    ) -> "Run":  # ready to `log` what comes after
         "Open an interrupted run at its last checkpoint; ValueError if there is none."
         path = Path(path)
         try:
@@ -189,11 +195,12 @@ class Run:
         for file in _unfinished(self.path):
             file.unlink()
 
-    def log(self,
-            row: dict, # Column -> number; None where there is none yet
-            step: int, # Where the tracker draws it
-            samples: list = (), # Dicts with the same keys, for the tracker alone
-           ):
+    def log(
+        self,
+        row: dict,  # column -> number; None where there is none yet
+        step: int,  # where the tracker draws it
+        samples: list = (),  # dicts with the same keys, for the tracker alone
+    ):
         "Append a row to metrics.csv and to the tracker."
         path, values = self.path / "metrics.csv", {k: x for k, x in row.items() if x is not None}
         if samples:
@@ -208,21 +215,24 @@ class Run:
         with disk_errors(self.path):
             self.tracker.log(values, step=step)
 
-    def save_checkpoint(self,
-                        state: dict, # Tensors, numbers, strings, and lists and dicts of those
-                       ):
+    def save_checkpoint(
+        self,
+        state: dict,  # tensors, numbers, strings, and lists and dicts of those
+    ):
         "Replace the checkpoint."
         saved = {"metrics": self.rows, "state": state}
         save_checked(self.path / "checkpoint.pt", saved)
 
-    def save_figure(self,
-                    draw, # draw(figure): draws on a matplotlib figure
-                    figsize: tuple = (7.2, 4.4), # Inches
-                   ):
+    def save_figure(
+        self,
+        draw,  # draw(figure): draws on a matplotlib figure
+        figsize: tuple = (7.2, 4.4),  # inches
+    ):
         "Draw curve.svg in the style of the project; warn if that fails. Needs no display."
         try:
             import matplotlib  # which may find a backend that is not there
             from matplotlib.figure import Figure
+
             from rlhf_notes import viz
             with matplotlib.rc_context():
                 matplotlib.rcdefaults()
@@ -233,9 +243,10 @@ class Run:
         except Exception as e:
             warnings.warn(f"could not draw curve.svg: {e}", stacklevel=2)
 
-    def finish(self,
-               summary: dict, # Goes to summary.json
-              ):
+    def finish(
+        self,
+        summary: dict,  # goes to summary.json
+    ):
         "Write the summary and close the tracker."
         if self.rows:
             write_table(self.path / "metrics.csv", self.rows)

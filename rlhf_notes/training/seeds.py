@@ -13,10 +13,11 @@ import random
 import torch
 
 # %% ../../nbs/training/seeds.ipynb #generator
-def seeded_generator(purpose: str, # What it is for: "rollout", "minibatches", ...
-                     seed: int, # Of the run
-                     *indices: int, # Such as iteration, process
-                    ) -> torch.Generator: # On the CPU
+def seeded_generator(
+    purpose: str,  # what it is for: "rollout", "minibatches", ...
+    seed: int,  # of the run
+    *indices: int,  # such as iteration, process
+) -> torch.Generator:  # on the CPU
     "Return a generator that depends on the arguments alone."
     key = " ".join(map(str, (purpose, seed, *indices)))
     return torch.Generator().manual_seed(random.Random(key).getrandbits(63))

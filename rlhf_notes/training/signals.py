@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 # %% ../../nbs/training/signals.ipynb #interrupt
 @contextmanager
-def stop_on_interrupt(): # Yields a threading.Event
+def stop_on_interrupt():  # yields a threading.Event
     "Let the first Ctrl-C only set the event that this yields; a second one interrupts."
     stop = threading.Event()
 
@@ -34,8 +34,9 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
 
 @contextmanager
-def handle_signals(handler, # handler(signum, frame), as for signal.signal
-                  ):
+def handle_signals(
+    handler,  # handler(signum, frame), as for signal.signal
+):
     "Handle Ctrl-C, SIGTERM and SIGHUP, except under nohup, which ignores SIGHUP."
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can handle signals
@@ -51,17 +52,19 @@ def handle_signals(handler, # handler(signum, frame), as for signal.signal
             signal.signal(s, old or signal.SIG_DFL)
 
 # %% ../../nbs/training/signals.ipynb #diverged
-def diverged(where: str, # Stage and iteration
-             why, # The name of what is NaN or infinite, or an exception
-            ) -> FloatingPointError: # To be raised before anything is saved
+def diverged(
+    where: str,  # stage and iteration
+    why,  # the name of what is NaN or infinite, or an exception
+) -> FloatingPointError:  # to be raised before anything is saved
     "Return the error to raise when training produces NaN or infinity."
     left = "the last checkpoint, if there is one, is from before"
     return FloatingPointError(f"{where}: {why}; {left}")
 
 # %% ../../nbs/training/signals.ipynb #check-finite
-def check_finite(where: str, # Stage and iteration
-                 row: dict, # Name -> number or None
-                ):
+def check_finite(
+    where: str,  # stage and iteration
+    row: dict,  # name -> number or None
+):
     "FloatingPointError if a number of a log is NaN or infinite."
     bad = [f"{k} is {v}" for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
     if bad: raise diverged(where, ", ".join(bad))
@@ -99,12 +102,13 @@ class _Lines:
 # %% ../../nbs/training/signals.ipynb #output
 class Lenient:
     "A stream that goes on when it can no longer be written to; `error` tells why."
-    def __init__(self,
-                 stream, # sys.stdout, say; None if it was closed before the program began
-                ):
+    def __init__(
+        self,
+        stream,  # sys.stdout, say; None if it was closed before the program began
+    ):
         self.stream, self.error = stream or open(os.devnull, "w"), None
 
-    def write(self, text: str) -> int: # The number of characters
+    def write(self, text: str) -> int:  # the number of characters
         "Write at once, or never again."
         try:
             self.stream.write(text)

@@ -16,10 +16,11 @@ from ..checks import checked
 
 # %% ../../nbs/training/statistics.ipynb #interval
 @checked(resamples="int [1, inf)", statistic=("mean", "median"))
-def bootstrap_interval(values, # Numbers, one for each seed
-                       resamples: int = 10_000, # Number of resamples, >= 1
-                       statistic: str = "mean", # "mean" or "median"
-                      ) -> tuple[float, float]: # (low, high), 95%
+def bootstrap_interval(
+    values,  # numbers, one for each seed
+    resamples: int = 10_000,  # number of resamples, >= 1
+    statistic: str = "mean",  # "mean" or "median"
+) -> tuple[float, float]:  # (low, high), 95%
     "Return the percentile bootstrap interval (Efron 1979), always the same for the same values."
     x = np.asarray(values)
     if x.ndim != 1 or not x.size or x.dtype.kind not in "iuf" or not np.isfinite(x).all():
@@ -31,9 +32,10 @@ def bootstrap_interval(values, # Numbers, one for each seed
 
 # %% ../../nbs/training/statistics.ipynb #share
 @checked(count="int [0, inf)", total="int [1, inf)")
-def wilson_interval(count: int, # Number of successes, in [0, total]
-                    total: int, # Number of trials, >= 1
-                   ) -> tuple[float, float]: # (low, high), in [0, 1], 95%
+def wilson_interval(
+    count: int,  # number of successes, in [0, total]
+    total: int,  # number of trials, >= 1
+) -> tuple[float, float]:  # (low, high), in [0, 1], 95%
     "Return the interval of a share (Wilson 1927); it holds for 0 and for all successes too."
     if count > total: raise ValueError(f"count must be at most total = {total}, got {count}")
     z2 = 1.959963984540054**2  # 95% of a normal distribution lie within so many deviations

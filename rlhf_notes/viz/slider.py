@@ -31,8 +31,9 @@ class Dial:
     show: object = None # show(value) -> text of the value; None = `value_text`
 
 # %% ../../nbs/viz/slider.ipynb #value-text
-def value_text(value,   # Of a parameter
-              ) -> str: # Stands beside its slider
+def value_text(
+    value,  # of a parameter
+) -> str:  # stands beside its slider
     "A value in a few characters."
     if value is None: return "off"
     if isinstance(value, bool): return "yes" if value else "no"
@@ -165,7 +166,7 @@ _SCRIPT = f"""for (const slider of document.querySelectorAll('[data-slider="{_NA
 }}"""
 
 def _frame(svg, alt, hidden):
-    # matplotlib says how lines end and meet in a style sheet, which would hold for the whole page
+    "A frame. The style sheet in it would hold for the whole page: attributes take its place."
     width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()
     svg = re.sub(r"^<svg[^>]*>",
                  f'<svg viewBox="0 0 {width} {height}" aria-hidden="true" focusable="false" '
@@ -190,11 +191,12 @@ def _control(dial):
 # %% ../../nbs/viz/slider.ipynb #slider
 class Slider:
     "Frames for all combinations of some parameters, and sliders that choose. Made by `slider`."
-    def __init__(self,
-                 draw,        # draw(**values), as in `slider`
-                 alt,         # A text or alt(**values), as in `slider`
-                 dials: dict, # Name -> complete `Dial`
-                ):
+    def __init__(
+        self,
+        draw,  # draw(**values), as in `slider`
+        alt,  # a text or alt(**values), as in `slider`
+        dials: dict,  # name -> complete `Dial`
+    ):
         self.dials = dials
         values = product(*(d.values for d in dials.values()))
         self.combinations = [dict(zip(dials, v)) for v in values]
@@ -224,10 +226,11 @@ class Slider:
         return text.replace(_NAME, "s" + sha256(text.encode()).hexdigest()[:6])
 
 # %% ../../nbs/viz/slider.ipynb #slider-function
-def slider(draw,         # draw(**values) draws a figure with pyplot or returns one
-           alt,          # Text for those who do not see it, or a function of the values
-           **parameters, # Name -> a sequence of values or a `Dial`; the last one turns fastest
-          ) -> Slider:   # A notebook renders it
+def slider(
+    draw,  # draw(**values) draws a figure with pyplot or returns one
+    alt,  # text for those who do not see it, or a function of the values
+    **parameters,  # name -> a sequence of values or a `Dial`; the last one turns fastest
+) -> Slider:  # a notebook renders it
     "A figure with a slider for each parameter, as HTML that needs no kernel."
     if not parameters:
         raise ValueError("parameters must name at least one, with its values, got none")

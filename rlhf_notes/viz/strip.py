@@ -16,16 +16,17 @@ from matplotlib.patches import Rectangle
 from .style import COLORS, INK
 
 # %% ../../nbs/viz/strip.ipynb #film
-def film(draw,          # draw(ax, t) draws the state of step t
-         steps,         # Steps to draw, integers; beyond the episode nothing is drawn
-         trace,         # A number for each step, (T,), for the lower picture
-         dt: float,     # Seconds of a step
-         length: int,   # Steps on the time axis, at least T
-         ylabel: str,   # Name of the number
-         limits: tuple, # Of its axis
-         title: str = "", # Of the whole
-         end: str = "", # Label of the last step, if it comes before `length`
-        ) -> Figure:    # 7.2 x 2.8 inches
+def film(
+    draw,  # draw(ax, t) draws the state of step t
+    steps,  # steps to draw, integers; beyond the episode nothing is drawn
+    trace,  # a number for each step, (T,), for the lower picture
+    dt: float,  # seconds of a step
+    length: int,  # steps on the time axis, at least T
+    ylabel: str,  # name of the number
+    limits: tuple,  # of its axis
+    title: str = "",  # of the whole
+    end: str = "",  # label of the last step, if it comes before `length`
+) -> Figure:  # 7.2 x 2.8 inches
     "Draw some states of an episode side by side, and below them a number over time."
     trace, steps = np.asarray(trace, float), list(steps)
     if trace.ndim != 1 or not 0 < len(trace) <= length:
@@ -72,12 +73,13 @@ def _row(ax, y, row, counts, limit):
         ink = COLORS["black"] if counts[x] else INK["grey"]
         ax.text(x + 0.48, y + 0.48, _number(v), ha="center", va="center", fontsize=8, color=ink)
 
-def token_strip(tokens,      # Tokens of a response, (T,)
-                rows: dict,  # Label -> a number for each token, (T,)
-                counts=None, # (T,), True = belongs to the response; None = all do
-                limits=None, # Label -> size of the darkest colour; the largest by default
-                title="",    # Above it
-               ) -> Figure:  # 0.62 inches for each token and 0.34 for each row
+def token_strip(
+    tokens,  # (T,) tokens of a response
+    rows: dict,  # (T,) label -> a number for each token
+    counts=None,  # (T,), True = belongs to the response; None = all do
+    limits=None,  # label -> size of the darkest colour; the largest by default
+    title="",  # above it
+) -> Figure:  # 0.62 inches for each token and 0.34 for each row
     "Draw numbers of each token of a response, as colours and as text."
     tokens, n = list(tokens), len(tokens)
     if not tokens or not rows:

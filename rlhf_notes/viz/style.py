@@ -39,9 +39,10 @@ def style():
     set_matplotlib_formats("svg", metadata={"Date": None}, bbox_inches=None)
 
 # %% ../../nbs/viz/style.ipynb #value-code
-def value_and_gradient(f,               # Elementwise function of a tensor
-                       x: torch.Tensor, # Points, (N,)
-                      ):                # ((N,), (N,)): f(x) and f'(x)
+def value_and_gradient(
+    f,  # elementwise function of a tensor
+    x: torch.Tensor,  # (N,) points
+):  # ((N,), (N,)): f(x) and f'(x)
     "`f` and its derivative by autograd at each of the points `x`."
     x = x.detach().clone().requires_grad_(True)
     y = f(x)
@@ -49,12 +50,13 @@ def value_and_gradient(f,               # Elementwise function of a tensor
     return y.detach(), grad
 
 # %% ../../nbs/viz/style.ipynb #pair-code
-def plot_with_gradient(functions: dict,    # Label -> elementwise function of a tensor
-                       x: torch.Tensor,    # Points, (N,)
-                       xlabel="x",         # Name of the variable
-                       ylabel="objective", # Name of the function
-                       axes=None,          # Two axes to draw on; new ones by default
-                      ):                   # The two axes
+def plot_with_gradient(
+    functions: dict,  # label -> elementwise function of a tensor
+    x: torch.Tensor,  # (N,) points
+    xlabel="x",  # name of the variable
+    ylabel="objective",  # name of the function
+    axes=None,  # two axes to draw on; new ones by default
+):  # the two axes
     "Draw each of `functions` on the left, its gradient by autograd on the right."
     axes = plt.subplots(1, 2)[1] if axes is None else axes
     for label, f in functions.items():

@@ -4,16 +4,39 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
-from rlhf_notes.compat.ding import (calculate_kl_div, efficient_method, grpo_info, grpo_policy_data, grpo_policy_error, less_efficient_method, naive_method,
-                                    rloo_info, rloo_policy_data, rloo_policy_error, ppo_data, ppo_data_continuous, ppo_error, ppo_error_continuous, ppo_info, ppo_loss,
-                                     ppo_policy_data, ppo_policy_data_continuous, ppo_policy_error, ppo_policy_error_continuous, ppo_policy_loss,
-                                     ppo_value_data, ppo_value_error, shape_fn_ppo)
+from rlhf_notes.compat.ding import (
+    calculate_kl_div,
+    efficient_method,
+    grpo_info,
+    grpo_policy_data,
+    grpo_policy_error,
+    less_efficient_method,
+    naive_method,
+    ppo_data,
+    ppo_data_continuous,
+    ppo_error,
+    ppo_error_continuous,
+    ppo_info,
+    ppo_loss,
+    ppo_policy_data,
+    ppo_policy_data_continuous,
+    ppo_policy_error,
+    ppo_policy_error_continuous,
+    ppo_policy_loss,
+    ppo_value_data,
+    ppo_value_error,
+    rloo_info,
+    rloo_policy_data,
+    rloo_policy_error,
+    shape_fn_ppo,
+)
 from rlhf_notes.formulas.grpo import policy_loss
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.logprob import selective_log_softmax
-from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 KINDS = st.sampled_from(["k1", "k2", "k3"])
 CLIPS = st.sampled_from([0.2, 0.05, 0.5, 1.0])

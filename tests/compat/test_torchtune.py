@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 from rlhf_notes.compat.torchtune import PPOLoss
-from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 CLIPS = st.sampled_from([0.2, 0.05, 0.5, 1.0])
 SHAPES = st.sampled_from([(4,), (1,), (2, 3), (2, 1), (2, 2, 3)])

@@ -8,7 +8,6 @@ import pytest
 
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 
-
 @pytest.mark.parametrize("bad, words", [
     (dict(seed=-1), "seed must be greater than or equal to 0, got -1"), (dict(seed=0.5), "seed must be a valid integer, got 0.5"), (dict(device=0), "device must be a valid string, got 0"),
     (dict(steps=0), "steps must be greater"), (dict(steps=1), "steps must be at least num_envs * num_steps = 1024, got 1"), (dict(num_steps=1), "num_steps must be greater than or equal to 2"),

@@ -10,8 +10,13 @@ from gymnasium.envs.classic_control import PendulumEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlhf_notes.control.envs import (
-    autoreset_mode, env_name, find_spec, identify, make_envs, threshold)
-
+    autoreset_mode,
+    env_name,
+    find_spec,
+    identify,
+    make_envs,
+    threshold,
+)
 
 class Still(gym.Env):
     "Nothing happens."

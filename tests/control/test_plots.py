@@ -9,16 +9,17 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from PIL import Image
+from strategies import SEEDS
 
 from rlhf_notes import viz
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.plots import draw_cartpole, draw_pendulum, film, plot_run
 from rlhf_notes.control.ppo import PPO, make_batch, train
 from rlhf_notes.formulas.advantage import gae
-from strategies import SEEDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = PendulumConfig(seed=2, steps=4 * 256, num_envs=4, num_steps=64, epochs=2)

@@ -1,17 +1,26 @@
-import warnings
 import math
 import re
+import warnings
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import SEEDS, normal
 
 from rlhf_notes.control.config import PPOConfig
-from rlhf_notes.control.policy import ACTIVATIONS, Agent, Categorical, Gaussian, distribution, mlp, numpy_mlp
-from strategies import SEEDS, normal
+from rlhf_notes.control.policy import (
+    ACTIVATIONS,
+    Agent,
+    Categorical,
+    Gaussian,
+    distribution,
+    mlp,
+    numpy_mlp,
+)
 
 BOX = gym.spaces.Box(np.array([-1, 10, -0.3], np.float32), np.array([3, 20, 0.7], np.float32))
 OPTIONS = dict(hidden=16, activation="tanh", init="orthogonal", log_std=-0.5, squash=False)

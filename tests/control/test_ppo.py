@@ -15,18 +15,29 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import SEEDS
 
 from rlhf_notes import fast
 from rlhf_notes.control import ppo as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
-from rlhf_notes.control.ppo import PPO, Batch, Scaling, batch_loss, episode_returns, health, make_batch, seeds, train
+from rlhf_notes.control.ppo import (
+    PPO,
+    Batch,
+    Scaling,
+    batch_loss,
+    episode_returns,
+    health,
+    make_batch,
+    seeds,
+    train,
+)
 from rlhf_notes.control.rollout import Collector, Rollout
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.training.runs import Run
-from strategies import SEEDS
 
 SHAPE = dict(seed=3, steps=8 * 128, num_envs=4, num_steps=32, epochs=2)      # eight iterations in a moment
 SMALL, PENDULUM = PPOConfig(**SHAPE, whitening="minibatch"), PendulumConfig(**SHAPE, whitening="minibatch")

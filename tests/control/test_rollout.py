@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import SEEDS
 
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.rollout import Collector, Rollout, minibatches, row_maker
-from strategies import SEEDS
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "is_step")
 

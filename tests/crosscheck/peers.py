@@ -26,19 +26,23 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from rlhf_notes.compat.ding import ppo_policy_data_continuous, ppo_policy_error_continuous
 from rlhf_notes.formulas.advantage import gae, gae_tokens, group_advantage, rloo_advantage
 from rlhf_notes.formulas.grpo import policy_loss
 from rlhf_notes.formulas.kl import kl_estimate
-from rlhf_notes.formulas.logprob import entropy_from_logits, gaussian_entropy, gaussian_log_prob, selective_log_softmax
+from rlhf_notes.formulas.logprob import (
+    entropy_from_logits,
+    gaussian_entropy,
+    gaussian_log_prob,
+    selective_log_softmax,
+)
 from rlhf_notes.formulas.masking import masked_mean
-from rlhf_notes.compat.ding import ppo_policy_data_continuous, ppo_policy_error_continuous
-from rlhf_notes.formulas.ratio import importance_ratio
 from rlhf_notes.formulas.preference import bradley_terry_loss, dpo_loss
+from rlhf_notes.formulas.ratio import importance_ratio
 from rlhf_notes.formulas.reward import token_rewards, truncate_at_stop
 from rlhf_notes.formulas.surrogate import clip_fraction
 from rlhf_notes.formulas.value import explained_variance, symlog, value_loss, value_transform
 from rlhf_notes.formulas.whitening import whiten
-
 
 PEERS = dict(
     trl="trl", torchtune="torchtune", ding="DI-engine", sb3="stable-baselines3", verl="verl", openrlhf="openrlhf"

@@ -5,12 +5,21 @@ from types import ModuleType
 
 import pytest
 import torch
+from crosscheck import peers
+from crosscheck.peers import (
+    DIFFERENT,
+    PEERS,
+    QUANTITIES,
+    TOLERANCE,
+    VERSIONS,
+    compare,
+    load_peer,
+    random_batch,
+)
+from strategies import value_and_grad
 
 from rlhf_notes.formulas.grpo import off_policy_sequence_mask, policy_loss
 from rlhf_notes.formulas.logprob import gaussian_log_prob
-from crosscheck import peers
-from crosscheck.peers import DIFFERENT, PEERS, QUANTITIES, TOLERANCE, VERSIONS, compare, load_peer, random_batch
-from strategies import value_and_grad
 
 SEEDS = range(5)
 CELLS = [(q, p) for q, quantity in QUANTITIES.items() for p in quantity.theirs]

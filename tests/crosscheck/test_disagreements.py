@@ -4,11 +4,23 @@ import math
 
 import pytest
 import torch
-
-from rlhf_notes.compat import ding as our_ding, torchtune as our_torchtune
-from rlhf_notes.formulas import advantage, grpo, kl, logprob, ppo, ratio, reward, surrogate, value, whitening
 from crosscheck.peers import openrlhf_advantages, sb3_update, trl_loss, verl_loss
 from crosscheck.test_agreement import functions_of
+
+from rlhf_notes.compat import ding as our_ding
+from rlhf_notes.compat import torchtune as our_torchtune
+from rlhf_notes.formulas import (
+    advantage,
+    grpo,
+    kl,
+    logprob,
+    ppo,
+    ratio,
+    reward,
+    surrogate,
+    value,
+    whitening,
+)
 
 NAN, INF = math.nan, math.inf
 

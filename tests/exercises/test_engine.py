@@ -9,15 +9,15 @@ import subprocess
 import sys
 
 import matplotlib
+import notebooks
 import pytest
 import torch
 
-import notebooks
 from rlhf_notes import check, kl_loss
 from rlhf_notes.exercises import outcomes
 from rlhf_notes.exercises.engine import EXERCISES, LEAK, Exercise
-from rlhf_notes.exercises.outcomes import ATOL, RTOL, Outcome, attempt, difference, show
 from rlhf_notes.exercises.given import pessimistic
+from rlhf_notes.exercises.outcomes import ATOL, RTOL, Outcome, attempt, difference, show
 
 MISTAKES = [(e.name, name) for e in EXERCISES.values() for name in e.mistakes]
 each_exercise = pytest.mark.parametrize("e", EXERCISES.values(), ids=list(EXERCISES))

@@ -12,7 +12,6 @@ from rlhf_notes.exercises.engine import Exercise
 from rlhf_notes.exercises.relations import related, row_by_row
 from rlhf_notes.exercises.substitutes import varied
 
-
 def k3(d): return d.exp() - 1 - d
 
 

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import SEEDS
 from torch import nn
 
 from rlhf_notes import fast
 from rlhf_notes.fast.adam import Adam, one_vector
-from strategies import SEEDS
-
 
 def net(seed=0):
     torch.manual_seed(seed)

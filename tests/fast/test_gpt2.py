@@ -3,16 +3,17 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from language_models import KINDS, count_rows, make, rough, texts, tiny
+from strategies import SEEDS, random_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from language_models import KINDS, count_rows, make, rough, texts, tiny
 from rlhf_notes import fast
 from rlhf_notes.fast.gpt2 import Decoder, Elementwise, Fused, decoder, is_plain, states
 from rlhf_notes.language import sampling
 from rlhf_notes.language.model import autocast, hidden_states, no_dropout, position_ids
 from rlhf_notes.language.sampling import sample
-from strategies import SEEDS, random_mask
 
 CHANGES = ({}, dict(n_layer=1), dict(n_layer=3, scale_attn_by_inverse_layer_idx=True), dict(scale_attn_weights=False),
            dict(activation_function="gelu_new", n_inner=24), dict(tie_word_embeddings=False), dict(n_head=1),

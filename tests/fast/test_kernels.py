@@ -6,17 +6,23 @@ import sys
 
 import pytest
 import torch
+from strategies import normal, random_mask, value_and_grad
 
 from rlhf_notes import fast
 from rlhf_notes.fast import linear, rows
 from rlhf_notes.formulas import advantage
-from rlhf_notes.formulas.logprob import entropy_from_logits, linear_log_probs, log_probs_and_entropy, selective_log_softmax
+from rlhf_notes.formulas.logprob import (
+    entropy_from_logits,
+    linear_log_probs,
+    log_probs_and_entropy,
+    selective_log_softmax,
+)
 from rlhf_notes.language.sampling import draw
-from strategies import normal, random_mask, value_and_grad
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 triton = pytest.mark.skipif(not fast.HAS_TRITON, reason="triton is not installed")
-if fast.HAS_TRITON: from rlhf_notes.fast import kernels
+if fast.HAS_TRITON:
+    from rlhf_notes.fast import kernels
 inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a process of its own")
 
 

@@ -6,12 +6,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-
 from formulas.test_logprob import by_rows
-from rlhf_notes.fast import row_loops, rows
-from rlhf_notes.formulas.logprob import entropy_from_logits, log_probs_and_entropy, selective_log_softmax
 from strategies import normal, value_and_grad
 
+from rlhf_notes.fast import row_loops, rows
+from rlhf_notes.formulas.logprob import (
+    entropy_from_logits,
+    log_probs_and_entropy,
+    selective_log_softmax,
+)
 
 def power(x):
     return np.array([row_loops.exp2(v) for v in np.asarray(x, np.float32)], np.float32)

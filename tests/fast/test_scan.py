@@ -3,12 +3,19 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import SEEDS, normal, random_mask, value_and_grad
 
 from rlhf_notes import fast
 from rlhf_notes.fast import scan
-from rlhf_notes.formulas.advantage import accumulate, discounted_returns, gae, gae_tokens, reinforce_pp_advantage
-from strategies import SEEDS, normal, random_mask, value_and_grad
+from rlhf_notes.formulas.advantage import (
+    accumulate,
+    discounted_returns,
+    gae,
+    gae_tokens,
+    reinforce_pp_advantage,
+)
 
 needs_numba = pytest.mark.skipif(not fast.has_numba(), reason="needs Numba")
 

@@ -4,14 +4,23 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
 
 from rlhf_notes import fast
 from rlhf_notes.fast import scan
-from rlhf_notes.formulas.advantage import GROUP_SCALES, accumulate, discounted_returns, gae, gae_tokens, group_advantage, reinforce_pp_advantage, rloo_advantage
+from rlhf_notes.formulas.advantage import (
+    GROUP_SCALES,
+    accumulate,
+    discounted_returns,
+    gae,
+    gae_tokens,
+    group_advantage,
+    reinforce_pp_advantage,
+    rloo_advantage,
+)
 from rlhf_notes.formulas.whitening import whiten
-from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
-
 
 @pytest.fixture(autouse=True, scope="module", params=["plain", "loop"])
 def way(request):

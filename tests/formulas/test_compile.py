@@ -1,9 +1,9 @@
 """Every formula goes through torch.compile, in one graph unless it returns Python floats, and computes in double precision what it is given in double precision."""
 import pytest
 import torch
+from strategies import normal, random_mask
 
 import rlhf_notes as rn
-from strategies import normal, random_mask
 
 x, y, z = (normal(seed, (4, 5)) for seed in (0, 1, 2))
 m = random_mask(3, (4, 5))

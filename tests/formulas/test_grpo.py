@@ -2,12 +2,18 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
-from rlhf_notes.formulas.grpo import POLICY_VARIANTS, microbatch_weight, off_policy_sequence_mask, policy_loss
+from rlhf_notes.formulas.grpo import (
+    POLICY_VARIANTS,
+    microbatch_weight,
+    off_policy_sequence_mask,
+    policy_loss,
+)
 from rlhf_notes.formulas.masking import aggregate_count
 from rlhf_notes.formulas.ratio import importance_ratio, truncated_importance_weight
-from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 F64 = torch.float64
 VARIANTS = st.sampled_from(list(POLICY_VARIANTS))

@@ -3,12 +3,30 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    JUNK,
+    SEEDS,
+    masked,
+    normal,
+    random_mask,
+    shapes,
+    value_and_grad,
+    values,
+)
 
 from rlhf_notes.compat.ding import calculate_kl_div
-from rlhf_notes.formulas.kl import KL_KINDS, AdaptiveKLController, FixedKLController, exact_kl, kl_estimate, kl_loss
+from rlhf_notes.formulas.kl import (
+    KL_KINDS,
+    AdaptiveKLController,
+    FixedKLController,
+    exact_kl,
+    kl_estimate,
+    kl_loss,
+)
 from rlhf_notes.formulas.ratio import importance_ratio
-from strategies import DTYPES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
 
 KIND = st.sampled_from(KL_KINDS)
 

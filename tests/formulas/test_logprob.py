@@ -5,13 +5,32 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    EXTREMES,
+    JUNK,
+    SEEDS,
+    normal,
+    random_mask,
+    shapes,
+    value_and_grad,
+    values,
+)
 
 from rlhf_notes import fast
 from rlhf_notes.fast import linear, rows
 from rlhf_notes.formulas.logprob import (
-    entropy_from_logits, gaussian_entropy, gaussian_log_prob, linear_log_probs, log_probs_and_entropy, log_softmax, selective_log_softmax, tanh_log_det)
-from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
+    entropy_from_logits,
+    gaussian_entropy,
+    gaussian_log_prob,
+    linear_log_probs,
+    log_probs_and_entropy,
+    log_softmax,
+    selective_log_softmax,
+    tanh_log_det,
+)
 
 TEMPERATURES = st.sampled_from([0.1, 0.5, 0.7, 1, 1.0, 2.0, 10.0])
 GRAD_RTOL = {torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -2,10 +2,21 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
-
-from rlhf_notes.formulas.masking import AGGREGATION_MODES, aggregate_count, aggregate_loss, apply_mask, centre, masked_mean, masked_share, masked_sum, masked_var
+from hypothesis import given
+from hypothesis import strategies as st
 from strategies import JUNK, SEEDS, masked, normal, random_mask, value_and_grad
+
+from rlhf_notes.formulas.masking import (
+    AGGREGATION_MODES,
+    aggregate_count,
+    aggregate_loss,
+    apply_mask,
+    centre,
+    masked_mean,
+    masked_share,
+    masked_sum,
+    masked_var,
+)
 
 REDUCTIONS = {
     "sum": masked_sum,

@@ -2,12 +2,19 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 from rlhf_notes.formulas.kl import kl_loss
-from rlhf_notes.formulas.ppo import clip_cov_mask, kl_cov_penalty, ppo_loss, ppo_stats, top_entropy_mask
+from rlhf_notes.formulas.ppo import (
+    clip_cov_mask,
+    kl_cov_penalty,
+    ppo_loss,
+    ppo_stats,
+    top_entropy_mask,
+)
 from rlhf_notes.formulas.ratio import importance_ratio
-from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
 SHAPES = st.sampled_from([(4,), (1,), (2, 3), (2, 2, 3)])
 MASKS = st.sampled_from([None, 0.0, 0.5, 1.0])

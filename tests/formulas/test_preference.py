@@ -4,11 +4,20 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
-
-from rlhf_notes.formulas.preference import (DPO_KINDS, best_of_n_loss, bradley_terry_loss, dpo_loss, implicit_reward, kto_loss,
-                                            orpo_loss, simpo_loss)
+from hypothesis import given
+from hypothesis import strategies as st
 from strategies import DTYPES, SEEDS, normal, shapes, value_and_grad, values
+
+from rlhf_notes.formulas.preference import (
+    DPO_KINDS,
+    best_of_n_loss,
+    bradley_terry_loss,
+    dpo_loss,
+    implicit_reward,
+    kto_loss,
+    orpo_loss,
+    simpo_loss,
+)
 
 F64, ROWS = torch.float64, st.integers(1, 5)
 

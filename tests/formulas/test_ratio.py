@@ -2,10 +2,28 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    EXTREMES,
+    JUNK,
+    SEEDS,
+    masked,
+    normal,
+    random_mask,
+    shapes,
+    value_and_grad,
+    values,
+)
 
-from rlhf_notes.formulas.ratio import RATIO_LEVELS, bounded_log_ratio, effective_sample_size, importance_ratio, truncated_importance_weight
-from strategies import DTYPES, EXTREMES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
+from rlhf_notes.formulas.ratio import (
+    RATIO_LEVELS,
+    bounded_log_ratio,
+    effective_sample_size,
+    importance_ratio,
+    truncated_importance_weight,
+)
 
 LOG_RATIOS = st.one_of(EXTREMES, st.floats(-60, 60, width=32), st.sampled_from([math.inf, -math.inf, 3e38, -3e38, 40.0, -40.0, 88.7, 89.0]))
 

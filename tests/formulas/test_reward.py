@@ -3,10 +3,28 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    JUNK,
+    SEEDS,
+    masked,
+    normal,
+    random_mask,
+    shapes,
+    value_and_grad,
+    values,
+)
 
-from rlhf_notes.formulas.reward import (PENALTY_MODES, RewardNorm, apply_penalty, overlong_penalty, token_rewards, truncate_at_stop)
-from strategies import DTYPES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
+from rlhf_notes.formulas.reward import (
+    PENALTY_MODES,
+    RewardNorm,
+    apply_penalty,
+    overlong_penalty,
+    token_rewards,
+    truncate_at_stop,
+)
 
 ROWS, WIDTH = st.integers(1, 5), st.integers(1, 7)
 

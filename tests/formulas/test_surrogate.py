@@ -2,11 +2,23 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    EXTREMES,
+    JUNK,
+    SEEDS,
+    masked,
+    normal,
+    random_mask,
+    shapes,
+    value_and_grad,
+    values,
+)
 
 from rlhf_notes.formulas.ratio import importance_ratio
 from rlhf_notes.formulas.surrogate import CLIP_KINDS, clip_fraction, clipped_surrogate
-from strategies import DTYPES, EXTREMES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
 
 EPS = st.one_of(st.sampled_from([0.2, 1.0, 1e-3]), st.floats(0.01, 1.0))
 EPS_HIGH = st.one_of(st.none(), st.sampled_from([0.28, 1e-3, 4.0, 1e6]), st.floats(0.01, 3.0))

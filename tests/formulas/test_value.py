@@ -3,11 +3,29 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    EXTREMES,
+    JUNK,
+    SEEDS,
+    normal,
+    random_mask,
+    shapes,
+    value_and_grad,
+    values,
+)
 
-from rlhf_notes.formulas.value import (explained_variance, inv_symlog, symlog, value_clip_fraction, value_inv_transform, value_loss,
-                                       value_transform)
-from strategies import DTYPES, EXTREMES, JUNK, SEEDS, normal, random_mask, shapes, value_and_grad, values
+from rlhf_notes.formulas.value import (
+    explained_variance,
+    inv_symlog,
+    symlog,
+    value_clip_fraction,
+    value_inv_transform,
+    value_loss,
+    value_transform,
+)
 
 CLIPS = st.sampled_from([None, 0.05, 0.2, 1, 10.0])
 TRANSFORMS = {"h": value_transform, "h inverse": value_inv_transform, "symlog": symlog, "symexp": inv_symlog}

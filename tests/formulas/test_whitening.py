@@ -2,10 +2,21 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    DTYPES,
+    JUNK,
+    SEEDS,
+    masked,
+    normal,
+    random_mask,
+    shapes,
+    value_and_grad,
+    values,
+)
 
 from rlhf_notes.formulas.whitening import RunningMoments, whiten
-from strategies import DTYPES, JUNK, SEEDS, masked, normal, random_mask, shapes, value_and_grad, values
 
 BOOL = st.booleans()
 EPS = st.sampled_from([1e-8, 1e-3, 2.0])

@@ -1,11 +1,11 @@
 "Both benchmarks of a GPU run from end to end and write down what they measured, and on which device."
 import csv
 
+import gpu
 import pytest
+import rlhf_gpu
 import torch
 
-import gpu
-import rlhf_gpu
 from rlhf_notes.studies import speed
 
 NAME = torch.cuda.get_device_name()

@@ -1,10 +1,10 @@
 "Control on a GPU: the CPU's first iteration, and a training that changes its device."
 import pytest
 import torch
-
 from pretend import inner
-from rlhf_notes.control.ppo import PPO
 from same import assert_rows
+
+from rlhf_notes.control.ppo import PPO
 
 SMALL = {"CartPole-v1": dict(num_envs=8, num_steps=16, steps=8 * 16 * 3), "Pendulum-v1": dict(num_envs=4, num_steps=32, steps=4 * 32 * 3)}
 slow = pytest.mark.slow  # `make test-all` alone

@@ -4,10 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
-
 from pretend import STATE, counted, inner, on_cpu
-
+from torch import nn
 
 @pytest.mark.parametrize("refused, said", [
     (lambda x: x + torch.randn(3, 4), "same device"),

@@ -1,12 +1,12 @@
 "Every exported function on a GPU, with and without kernels: values and gradients of the CPU."
 import pytest
 import torch
-
-import rlhf_notes as rn
 from formulas import test_compile as calls
 from pretend import STATE, counted, inner, on_cpu, to_gpu
-from rlhf_notes import fast
 from strategies import normal, random_mask
+
+import rlhf_notes as rn
+from rlhf_notes import fast
 
 INPUTS = ("x", "y", "z", "m", "done", "logits", "logits_ref", "index")
 TOLERANCE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}

@@ -3,16 +3,16 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-
 from language_models import make, tokenizer
 from pretend import STATE, counted, inner, on_cpu, to_gpu
+from same import assert_rows
+
 from rlhf_notes import RLHF
-from rlhf_notes.reviews import pipeline
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import autocast, make_gpt2
 from rlhf_notes.language.sampling import draw, sample
+from rlhf_notes.reviews import pipeline
 from rlhf_notes.training.runs import Run
-from same import assert_rows
 
 SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_answers=16, eval_every=1)
 

@@ -2,11 +2,11 @@
 from collections import Counter
 
 import pytest
-
 from pretend import counted
+
 from rlhf_notes.control.ppo import PPO
-from rlhf_notes.reviews import pipeline
 from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews import pipeline
 
 EXPECTED = {
     "pretraining": {"D2H reviews/pretraining": 1},  # loss and norm

@@ -1,7 +1,6 @@
 "What both GPUs, the pretended and the real one, are asked."
 import pytest
 
-
 def assert_rows(rows, others, tolerance=2e-3):
     "Two lists of metrics are as good as equal, times apart."
     for row, other in zip(rows, others, strict=True):

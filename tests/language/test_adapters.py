@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
 from language.parts import TINY
 from language_models import WORDS, make, tiny, tokenizer
+
 from rlhf_notes import RLHF
-from rlhf_notes.hub.trainers import DPO
 from rlhf_notes.hub.load import add_lora, load_model, save_model
+from rlhf_notes.hub.trainers import DPO
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.reviews.pipeline import make_world
 from rlhf_notes.studies.checkable import exact_match

@@ -5,13 +5,12 @@ from typing import get_args
 
 import pytest
 
-from rlhf_notes.control.config import PPOConfig, PendulumConfig
-from rlhf_notes.formulas.grpo import POLICY_VARIANTS
+from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
+from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.language import config as module
 from rlhf_notes.language.config import UNREAD, RLHFConfig, Variant, check_effect
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
-
 
 def test_defaults_are_whole():
     c = RLHFConfig()
@@ -45,7 +44,8 @@ def test_what_can_be_is_taken(good):
 
 @pytest.mark.parametrize("config", [RLHFConfig, PPOConfig, PendulumConfig])
 def test_a_seed_is_one_that_every_source_of_chance_takes(config):
-    import numpy, torch
+    import numpy
+    import torch
     assert config(seed=2**63 - 1).seed == 2**63 - 1
     torch.Generator().manual_seed(2**63 - 1); numpy.random.default_rng(2**63 - 1)
     for seed in (2**63, 2**64, -1):

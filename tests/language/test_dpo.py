@@ -5,17 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from language.parts import TINY, After, Pretend, tiny_lm, vector, weights, without_times
+from language_models import make
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from language.parts import TINY, After, Pretend, tiny_lm, vector, weights, without_times
-from language_models import make
 from rlhf_notes.formulas.reward import RewardNorm
+from rlhf_notes.hub.trainers import DPO as UserDPO
+from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language import dpo as D
-from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.language.dpo import ScaledDPO, make_dpo
+from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.reward_model import RewardTraining, choices_of
-from rlhf_notes.hub.trainers import DPO as UserDPO, RLHF
 from rlhf_notes.reviews.task import Reviews, make_tokenizer
 from rlhf_notes.training.runs import Run
 

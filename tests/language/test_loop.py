@@ -2,8 +2,8 @@
 import csv
 
 import pytest
-
 from language import reference
+
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.scale import Scale
 

@@ -5,18 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
-
+from hypothesis import given
+from hypothesis import strategies as st
 from language_models import KINDS, count_rows, make, rough, texts, tiny
+from strategies import SEEDS, random_mask
+
 from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
 from rlhf_notes.language import model
 from rlhf_notes.language.model import (
-    PRESETS, Policy, RewardModel, autocast, check_context, hidden_states, make_gpt2,
-    no_dropout, position_ids, response_states, sum_of_squares, to_logits)
+    PRESETS,
+    Policy,
+    RewardModel,
+    autocast,
+    check_context,
+    hidden_states,
+    make_gpt2,
+    no_dropout,
+    position_ids,
+    response_states,
+    sum_of_squares,
+    to_logits,
+)
 from rlhf_notes.reviews.pretraining import Pretraining, next_token_loss, warm_cosine
-from strategies import SEEDS, random_mask
-
 
 class Texts:
     "A task of which nothing but the texts is asked: the next word is the last one plus one."

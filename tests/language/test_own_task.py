@@ -12,21 +12,21 @@ from typing import get_args
 import pytest
 import torch
 import transformers
-
 from language.parts import TINY, After, handmade, trainer, without_times
 from language_models import WORDS, make
+
 from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
-from rlhf_notes.language.config import Variant
 from rlhf_notes.hub.load import check_model, end_tokens
-from rlhf_notes.language.model import make_gpt2, no_dropout
 from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts, reward_functions
+from rlhf_notes.language.config import Variant
 from rlhf_notes.language.loop import rate_by_size
-from rlhf_notes.language.scale import ScaledLoop
+from rlhf_notes.language.model import make_gpt2, no_dropout
 from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
 from rlhf_notes.language.sampling import sample
-from rlhf_notes.reviews.task import make_tokenizer
+from rlhf_notes.language.scale import ScaledLoop
 from rlhf_notes.launch import new_training, old_training
+from rlhf_notes.reviews.task import make_tokenizer
 from rlhf_notes.training.runs import Run
 
 SMALL = dict(max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)

@@ -5,24 +5,37 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from language.parts import (
+    TIMES,
+    TINY,
+    Pretend,
+    a_batch,
+    a_rollout,
+    handmade,
+    logp_now,
+    tiny_lm,
+    trainer,
+    vector,
+    weights,
+    without_times,
+)
+from strategies import SEEDS
 
-from language.parts import TIMES, TINY, Pretend, a_batch, a_rollout, handmade, logp_now, tiny_lm, trainer, vector, weights, without_times
 from rlhf_notes.formulas.kl import AdaptiveKLController
 from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.reviews import pipeline as P
+from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language import loop as R
 from rlhf_notes.language.config import Variant
-from rlhf_notes.language.model import RewardModel, response_states, hidden_states, to_logits
-from rlhf_notes.hub.trainers import RLHF
+from rlhf_notes.language.model import RewardModel, hidden_states, response_states, to_logits
 from rlhf_notes.language.rollout import Rollout, with_advantages
 from rlhf_notes.language.scale import make_loop
+from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.reward_model import proxy_reward
-from rlhf_notes.training.devices import process_device
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
-from strategies import SEEDS
-
+from rlhf_notes.training.devices import process_device
 
 def test_the_log_probabilities_are_those_of_the_policy_and_of_the_reference_at_the_temperature():     # P1
     t = trainer(replace(TINY, temperature=0.6))

@@ -2,14 +2,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from language.parts import TINY, a_batch, handmade, trainer
+
 from rlhf_notes.formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.hub.prompts import Prompts
 from rlhf_notes.language.rollout import with_advantages
 from rlhf_notes.reviews.task import make_tokenizer
-
 
 def test_rows_of_a_rollout():
     b = a_batch(trainer())

@@ -4,14 +4,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from language_models import KINDS, make, texts
+from strategies import SEEDS, normal
+
 from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.language.model import Policy, hidden_states, make_gpt2, no_dropout, to_logits
 from rlhf_notes.language.sampling import draw, sample
-from strategies import SEEDS, normal
 
 TOP = 1 - 2**-24                                            # the largest float32 below 1
 

@@ -11,15 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from language.parts import (
+    TIMES,
+    TINY,
+    After,
+    a_batch,
+    handmade,
+    tiny_lm,
+    trainer,
+    vector,
+    weights,
+    without_times,
+)
 
-from language.parts import TIMES, TINY, After, a_batch, handmade, tiny_lm, trainer, vector, weights, without_times
-from rlhf_notes.language.loop import Loop
-from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.hub.load import pad_outside, save_model
+from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.model import make_gpt2
+from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer, true_reward
 from rlhf_notes.training.runs import Run
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
@@ -223,8 +233,8 @@ def test_the_policy_loads_as_any_model_does(whole):
 
 @pytest.mark.parametrize("pad, expected", [(None, WORDS[0]), (WORDS[5], WORDS[5]), ("outside", WORDS[0])])
 def test_the_policy_answers_many_texts_as_it_does_one(tmp_path, pad, expected):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
     words, lm = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)})), tiny_lm()
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     g = torch.Generator().manual_seed(0)

@@ -3,15 +3,40 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import SEEDS
 
 from rlhf_notes.reviews import task
 from rlhf_notes.reviews.task import (
-    ADJECTIVES, CATEGORY, COSTS, DOMAINS, EOS, FOLLOWS, HELD_OUT, INTENSIFIERS, MOOD, NOUNS,
-    PAD, PROMPTS, SLIP, STOP, STRAY, WORDS, Reviews, corpus, domain_of, grammatical,
-    human_choice, judgement, make_tokenizer, review_prompts, sentiments, true_reward,
-    write_review)
-from strategies import SEEDS
+    ADJECTIVES,
+    CATEGORY,
+    COSTS,
+    DOMAINS,
+    EOS,
+    FOLLOWS,
+    HELD_OUT,
+    INTENSIFIERS,
+    MOOD,
+    NOUNS,
+    PAD,
+    PROMPTS,
+    SLIP,
+    STOP,
+    STRAY,
+    WORDS,
+    Reviews,
+    corpus,
+    domain_of,
+    grammatical,
+    human_choice,
+    judgement,
+    make_tokenizer,
+    review_prompts,
+    sentiments,
+    true_reward,
+    write_review,
+)
 
 T, AFTER = 16, 8
 TEXT = st.lists(st.sampled_from([*CATEGORY, EOS, "visited", "hotel"]), max_size=20).map(" ".join)

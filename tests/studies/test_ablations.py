@@ -3,20 +3,20 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import ablations as details
+import notebooks
 import numpy as np
 import pytest
 import torch
-
-import notebooks
-from rlhf_notes.control import policy, ppo as control
-from rlhf_notes.formulas import ppo as losses
-from rlhf_notes.control.ppo import PPO
-from rlhf_notes.studies.ablations import compare, in_standard_deviations, verdict
-from rlhf_notes.formulas.advantage import gae
+from ablations import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, check_swap, experiments, swapped
 from control.test_ppo import SHAPE, agent, collect, some_batch
 
-import ablations as details
-from ablations import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, check_swap, experiments, swapped
+from rlhf_notes.control import policy
+from rlhf_notes.control import ppo as control
+from rlhf_notes.control.ppo import PPO
+from rlhf_notes.formulas import ppo as losses
+from rlhf_notes.formulas.advantage import gae
+from rlhf_notes.studies.ablations import compare, in_standard_deviations, verdict
 
 TINY = dict(SHAPE, steps=4 * 512, num_steps=128, epochs=6, learning_rate=1e-2)        # long enough for a truncation of Pendulum, fast enough for 0.005 nats in a pass or two
 EACH = [(task, name) for task in CONFIGS for name in experiments(task)[2:]]

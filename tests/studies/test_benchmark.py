@@ -8,11 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_notes.studies import benchmark as compare
-from rlhf_notes.studies.benchmark import COLUMNS, SINGLE_FILE, Contender, Ours, SingleFile, StableBaselines, contenders, equal, race, ratios, table
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.formulas.surrogate import clipped_surrogate
 from rlhf_notes.formulas.value import value_loss
+from rlhf_notes.studies import benchmark as compare
+from rlhf_notes.studies.benchmark import (
+    COLUMNS,
+    SINGLE_FILE,
+    Contender,
+    Ours,
+    SingleFile,
+    StableBaselines,
+    contenders,
+    equal,
+    race,
+    ratios,
+    table,
+)
 
 needs_sb3 = pytest.mark.skipif(importlib.util.find_spec("stable_baselines3") is None, reason="stable-baselines3 is not installed")
 SMALL = dict(num_envs=2, num_steps=16, total=320, minibatches=2, epochs=2)

@@ -5,13 +5,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import rlhf_gpu
 import torch
 
-import rlhf_gpu
 from rlhf_notes import cli
-from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews.pipeline import evaluate
+from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.studies.variants import prepare
 
 SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=8, kl_target=0.0)

@@ -2,11 +2,24 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_notes.language.rollout import Rollout
-from rlhf_notes.studies.checkable import (ALGORITHMS, TOKENS, CheckableRLHF, _no_spread, _refill, _response_loss, digit_tokenizer,
-                                          exact_match, make_questions, measure, pass_at_k, pretrain)
+from rlhf_notes.studies.checkable import (
+    ALGORITHMS,
+    TOKENS,
+    CheckableRLHF,
+    _no_spread,
+    _refill,
+    _response_loss,
+    digit_tokenizer,
+    exact_match,
+    make_questions,
+    measure,
+    pass_at_k,
+    pretrain,
+)
 
 SMALL = dict(batch=16, iterations=2, minibatches=2, seed=1)
 

@@ -4,27 +4,30 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import failures
 import matplotlib.pyplot as plt
+import notebooks
 import pytest
 import torch
+from failures import BASES, COLUMNS, DIALS, FAILURES, PRETRAINED, Failure, attempt, read, swapped
 from torch import nn
 
-import notebooks
 from rlhf_notes import check
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.preference import bradley_terry_loss
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.formulas.surrogate import clipped_surrogate
 from rlhf_notes.formulas.whitening import whiten
-from rlhf_notes.language import loop, model, rollout as rollouts, sampling as sample
-from rlhf_notes.reviews import reward_model
+from rlhf_notes.language import loop, model
+from rlhf_notes.language import rollout as rollouts
+from rlhf_notes.language import sampling as sample
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.studies.variants import measure, prepare
+from rlhf_notes.reviews import reward_model
 from rlhf_notes.studies import failures as game
-from rlhf_notes.studies.failures import _choices as choices, _puzzles as puzzles, diagnose, draw_dials, recorded, unusual
-
-import failures
-from failures import BASES, COLUMNS, DIALS, FAILURES, PRETRAINED, Failure, attempt, read, swapped
+from rlhf_notes.studies.failures import _choices as choices
+from rlhf_notes.studies.failures import _puzzles as puzzles
+from rlhf_notes.studies.failures import diagnose, draw_dials, recorded, unusual
+from rlhf_notes.studies.variants import measure, prepare
 
 SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=32, minibatches=2, iterations=2, eval_answers=8)
 SAME = {"values unclipped"}          # in a moment no value moves as far as 0.2

@@ -9,7 +9,6 @@ from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.studies import speed
 
-
 def cases(): yield from speed.logit_cases((2, 3, 40), torch.float32, "cpu", width=8); yield from speed.gae_cases("cpu")
 
 

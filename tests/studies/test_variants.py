@@ -3,14 +3,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rlhf_frontier import best_of_n_win, measure_best_of_n
 
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.language.rollout import rollout_stats
+from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.variants import best_of_n, best_of_n_kl, measure, prepare
-
-from rlhf_frontier import best_of_n_win, measure_best_of_n
 
 SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=12)
 

@@ -5,8 +5,13 @@ import pytest
 import torch
 
 from rlhf_notes.training.devices import (
-    DTYPE, SMALL, THREADS, make_accelerator, pick_device, usual_defaults)
-
+    DTYPE,
+    SMALL,
+    THREADS,
+    make_accelerator,
+    pick_device,
+    usual_defaults,
+)
 
 @pytest.mark.parametrize("name, gpus, auto, expected", [
     ("auto", 0, "cpu", "cpu"), ("auto", 2, "cpu", "cpu"), ("auto", 0, "cuda", "cpu"), ("auto", 2, "cuda", "cuda"),

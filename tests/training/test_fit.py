@@ -3,7 +3,6 @@ import torch
 
 from rlhf_notes.training.fit import Stage
 
-
 class Part:
     def __init__(self, x): self.x = x
     def state_dict(self): return dict(x=self.x)

@@ -13,9 +13,17 @@ from pydantic.dataclasses import dataclass
 
 from rlhf_notes import checks
 from rlhf_notes.training.options import (
-    HUGE, MAX_SEED, STRICT, TINY, Count, NonNegative, Positive, Seed, plain_errors)
+    HUGE,
+    MAX_SEED,
+    STRICT,
+    TINY,
+    Count,
+    NonNegative,
+    Positive,
+    Seed,
+    plain_errors,
+)
 from rlhf_notes.training.options import Fraction as Share
-
 
 @plain_errors
 @dataclass(frozen=True, config=STRICT)

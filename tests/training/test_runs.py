@@ -10,7 +10,8 @@ import time
 import matplotlib
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_notes.training import runs
 from rlhf_notes.training.runs import Run, write_atomically, write_table

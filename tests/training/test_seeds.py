@@ -4,7 +4,6 @@ import torch
 
 from rlhf_notes.training.seeds import seeded_generator
 
-
 def test_a_generator_depends_on_its_arguments_alone():
     before, python = torch.get_rng_state(), random.getstate()
     assert torch.equal(seeded_generator("a", 1, 2).get_state(), seeded_generator("a", 1, 2).get_state())

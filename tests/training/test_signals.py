@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from rlhf_notes.training.signals import BAR, Lenient, check_finite, diverged, stop_on_interrupt
 
-
 @pytest.mark.parametrize("number", [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)])
 def test_first_interrupt_asks_second_stops(number):
     before = signal.getsignal(number)

@@ -3,10 +3,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_notes.training.statistics import bootstrap_interval, wilson_interval
-
 
 def every_resample(values, statistic):
     "The exact bootstrap: the statistic of each of the n ** n resamples, in order; as a function that reads off a quantile."

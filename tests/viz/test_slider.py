@@ -9,11 +9,11 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
+import notebooks
 import pytest
 import torch
 from matplotlib.figure import Figure
 
-import notebooks
 from rlhf_notes.viz import Dial, slider, value_text
 from rlhf_notes.viz.slider import _draw, _settle
 

@@ -8,7 +8,6 @@ import pytest
 from rlhf_notes import viz
 from rlhf_notes.viz import film, token_strip
 
-
 def contrast_with_black(colour):
     rgb = np.array(matplotlib.colors.to_rgb(colour))
     return (np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722] + 0.05) / 0.05

@@ -5,7 +5,6 @@ import torch
 
 from rlhf_notes import viz
 
-
 def luminance(colour):
     rgb = np.array(matplotlib.colors.to_rgb(colour))
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722]
