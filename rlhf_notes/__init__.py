@@ -64,7 +64,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
     "formulas.reward": "PENALTY_MODES token_rewards RewardNorm truncate_at_stop apply_penalty "
                        "overlong_penalty",
     "formulas.ppo": "ppo_loss ppo_stats top_entropy_mask clip_cov_mask kl_cov_penalty",
-    "formulas.grpo": "POLICY_VARIANTS policy_loss microbatch_weight off_policy_sequence_mask",
+    "formulas.grpo": "POLICY_VARIANTS policy_loss register_variant microbatch_weight "
+                     "off_policy_sequence_mask",
     "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss "
                            "implicit_reward simpo_loss orpo_loss kto_loss",
     "compat.ding": "ppo_data ppo_data_continuous ppo_policy_data ppo_policy_data_continuous "

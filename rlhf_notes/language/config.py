@@ -8,7 +8,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/language/config.html.md"""
 __all__ = ['Algo', 'Variant', 'UNREAD', 'RLHFConfig', 'check_effect']
 
 # %% ../../nbs/language/21_config.ipynb #export-imports
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -99,7 +99,7 @@ class RLHFConfig:
     "discount of a reward one token later (P6)"
     lam: Fraction = 0.95
     "lambda of GAE: 0 trusts the value head, 1 the rewards"
-    variant: Variant = "ppo"
+    variant: Variant | str = "ppo"
     "policy loss: ppo (clipped ratio, mean over tokens) or one of its relatives"
     clip: Annotated[Fraction, Field(gt=0)] = 0.2
     "clip range of the ratio around 1, for ppo, grpo and dr_grpo; other variants have their own"
@@ -147,6 +147,8 @@ class RLHFConfig:
             refuse("microbatches", f"divide the {minibatch} responses of a minibatch")
         if self.batch % self.answers_per_query:
             refuse("group", f"divide the batch of {self.batch} responses")
+        if self.variant not in get_args(Variant) and self.variant not in _registered():
+            refuse("variant", f"be one of {', '.join(_registered())} or registered")
         if self.algo == "ppo" and self.variant != "ppo":
             refuse("variant", "be ppo for algo ppo")
         if self.kl_adapts and self.batch >= 5 * self.kl_horizon:
@@ -184,6 +186,10 @@ class RLHFConfig:
             if whole % (count * part):
                 raise ValueError(f"batch must divide into {self.minibatches} minibatches, {count} "
                                  f"processes and {part} {what}, got {self.batch}")
+
+def _registered():
+    from rlhf_notes.formulas.grpo import POLICY_VARIANTS  # brings torch
+    return POLICY_VARIANTS
 
 # %% ../../nbs/language/21_config.ipynb #check-effect
 UNREAD = (  # options, the trainings that do not read them, and how to tell one: f(config, own)

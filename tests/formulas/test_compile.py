@@ -91,7 +91,7 @@ CALLS |= WITH_INFO
 
 def test_all_functions_are_here():
     functions = {n for names in rn.FORMULAS.values() for n in names.split() if callable(getattr(rn, n)) and not isinstance(getattr(rn, n), type)}
-    assert set(CALLS) == functions
+    assert set(CALLS) == functions - {"register_variant"}
 
 
 @pytest.mark.parametrize("name", CALLS)

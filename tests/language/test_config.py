@@ -99,7 +99,8 @@ def test_the_coefficient_adapts_only_if_it_can():
 
 def test_names_are_those_of_the_modules_that_use_them():
     def choices(name): return set(get_args(RLHFConfig.__dataclass_fields__[name].type))
-    assert choices("variant") | {"gspo_token"} == set(POLICY_VARIANTS) and choices("preset") == set(MODEL_PRESETS)
+    assert set(get_args(Variant)) == set(POLICY_VARIANTS)
+    assert choices("preset") == set(MODEL_PRESETS)
     assert {None if s == "none" else s for s in choices("group_scale")} == set(FORMULA_SCALES)
 
 
@@ -109,6 +110,12 @@ def test_ppo_takes_its_own_loss_alone(variant):
     if variant == "ppo": RLHFConfig(variant=variant)
     else:
         with pytest.raises(ValueError, match=f"^variant must be ppo for algo ppo, got {variant}$"): RLHFConfig(variant=variant)
+
+
+def test_a_registered_variant_is_one(own_variant):
+    assert RLHFConfig(algo="grpo", variant=own_variant).variant == own_variant
+    with pytest.raises(ValueError, match="^variant must be one of ppo, .* or registered, got x$"):
+        RLHFConfig(algo="grpo", variant="x")
 
 
 def test_frozen_and_checked_again():

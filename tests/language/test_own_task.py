@@ -15,7 +15,7 @@ import transformers
 from language.parts import TINY, After, handmade, trainer, without_times
 from language_models import WORDS, make
 
-from rlhf_notes import RLHF, cli
+from rlhf_notes import RLHF, cli, register_variant
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.hub.load import check_model, end_tokens
 from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts, reward_functions
@@ -603,6 +603,14 @@ def test_a_batch_with_unscored_responses_teaches_what_the_others_teach(variant, 
     found, scored = gradient(batch, loop.microbatches(batch)), batch[~unscored]
     torch.testing.assert_close(found, gradient(scored, [scored]), rtol=1e-4, atol=1e-6)
     assert found.any()
+
+
+def test_a_variant_of_ones_own_trains_as_the_same_one_of_ours_does(own_variant):
+    register_variant(own_variant, lambda r, A, logp, mask, low, high:
+                     torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A), eps_high=0.28)
+    ours, own_one = (own(reward=count, variant=v, group=4).learn() for v in ("dapo", own_variant))
+    assert [r["policy_loss"] for r in own_one.rows] == pytest.approx([r["policy_loss"] for r in ours.rows])
+    for a, b in zip(ours.policy.parameters(), own_one.policy.parameters()): torch.testing.assert_close(a, b)
 
 
 def test_means_and_groups_leave_them_out():
