@@ -413,7 +413,7 @@ def attempt(name, start):
 
 
 @lru_cache(maxsize=1)
-def started(seed): return prepare(RLHFConfig(seed=seed, device="cpu", eval_answers=512))
+def started(seed): return prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=512))
 
 
 def run(name, seed):

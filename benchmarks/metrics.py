@@ -24,7 +24,7 @@ RL = (dict(), dict(learning_rate=0.02), dict(learning_rate=2e-5), dict(kl_coef=0
       dict(kl_coef=2.0), dict(kl_horizon=100), dict(penalty=5.0), dict(epochs=8),
       dict(value_clip=0.005), dict(sampled_at=0.7))
 SHORT = dict(sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2,
-             eval_answers=12, eval_every=1)
+             eval_responses=12, eval_every=1)
 
 
 def name(change): return ", ".join(f"{k}={v}" for k, v in change.items()) or "healthy"

@@ -46,7 +46,7 @@ def curve(start, method, every=5):
 
 def best_of_n_curve(start, rounds=128, ns=NS):
     "The best of n responses of the pretrained model, by the reward model's score."
-    look = start.trainer(eval_answers=len(HELD_OUT))
+    look = start.trainer(eval_responses=len(HELD_OUT))
     seen = [evaluate(look, start.lm, seed=seed) for seed in range(rounds)]
     def stack(value): return torch.stack([value(e) for e in seen], 1).cpu()
     logp = stack(lambda e: masked_sum(e.rollout.logp, e.rollout.response_mask, 1))
@@ -66,7 +66,7 @@ def main():
     for seed in args.seeds:
         todo = [m for m in ("best of n", *METHODS) if (seed, m) not in done]
         if not todo: continue
-        start = prepare(RLHFConfig(seed=seed, device="cpu", eval_answers=512))
+        start = prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=512))
         for method in todo:
             found = best_of_n_curve(start) if method == "best of n" else curve(start, method)
             rows += [[text((dict(seed=seed, method=method) | row).get(c)) for c in COLUMNS]

@@ -52,11 +52,11 @@ def main():
     done = {int(row[0]) for row in looks}
     for seed in args.seeds:
         if seed in done: continue
-        start = prepare(RLHFConfig(seed=seed, device="cpu", kl_target=0.0, eval_answers=1024))
-        look = start.trainer(eval_answers=256)
+        start = prepare(RLHFConfig(seed=seed, device="cpu", kl_target=0.0, eval_responses=1024))
+        look = start.trainer(eval_responses=256)
         def worth(found): return [text(found[c]) for c in WORTH]
         frontier.append([seed, "pretrained", "", *worth(measure(start.trainer(), start.lm))])
-        every = start.trainer(eval_answers=len(HELD_OUT))
+        every = start.trainer(eval_responses=len(HELD_OUT))
         for n, found in measure_best_of_n(every, NS, max(NS)).items():
             frontier.append([seed, "best of n", n, *worth(found)])
         for coef in COEFS:

@@ -87,7 +87,7 @@ def measure(device, size, precision, batch, length, iterations, trl):
     with tempfile.TemporaryDirectory() as folder:
         start = prepare(RLHFConfig(**options(size, folder), device=device, precision=precision,
                                    batch=batch, response_length=length, sft_steps=0, labels=16,
-                                   norm_samples=16, eval_answers=16, kl_target=0.0))
+                                   norm_samples=16, eval_responses=16, kl_target=0.0))
     known = compare.contenders()
     for contender in ("ours-ppo", "ours-grpo", *["trl-grpo"] * (trl and "trl-grpo" in known)):
         gc.collect()  # the peak is of one contender

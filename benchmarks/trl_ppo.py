@@ -45,13 +45,13 @@ def trl_ppo(start, config):
                          response_length=c.response_length, missing_eos_penalty=None,
                          kl_coef=c.beta, cliprange=c.clip, cliprange_value=c.value_clip,
                          vf_coef=c.value_coef, whiten_rewards=c.whiten_rewards)
-        judge = classifier(start, start.reward_model.trunk, gain * head.weight,
+        reward_model = classifier(start, start.reward_model.trunk, gain * head.weight,
                            gain * head.bias + start.norm.bias)
         value = classifier(start, start.lm.base_model, 0 * head.weight, 0 * head.bias)
         prompts = task.tokenizer(review_prompts(), add_special_tokens=False)
         trainer = PPOTrainer(args=args, processing_class=task.tokenizer,
                              model=copy.deepcopy(start.lm), ref_model=copy.deepcopy(start.lm),
-                             reward_model=judge, value_model=value,
+                             reward_model=reward_model, value_model=value,
                              train_dataset=Dataset.from_dict(prompts),
                              callbacks=[study._clock(ends, 1)])
         trainer.train()

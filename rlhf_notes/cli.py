@@ -22,10 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError, validators
+from cyclopts import (
+    App,
+    CycloptsError,
+    Group,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    validators,
+)
 
 from . import __version__
 from .launch import TASKS, many_seeds, new_training, old_training, versions
+from .training.options import OLD_NAMES
 from .training.signals import Lenient, handle_signals
 
 # %% ../nbs/cli.ipynb #parser
@@ -59,7 +68,7 @@ def _run(argv):
         message = f"expected an option after {before}, got {stray} (a yes or no is --x or --no-x)"
         code = 2
     except (CycloptsError, _UsageError) as e:
-        message, code = e, 2
+        message, code = _renamed(e) or e, 2
     except FloatingPointError as e:
         message, code = e, 1
     except (OSError, MemoryError, RuntimeError) as e:
@@ -71,6 +80,13 @@ def _run(argv):
         message, code = "interrupted", 130
     print("rlhf-notes:", message, file=sys.stderr)
     return code
+
+def _renamed(error):
+    "One sentence if the option has another name today; else None."
+    if not isinstance(error, UnknownOptionError): return None
+    old = str(error.token.keyword or error.token.value).split("=")[0]
+    new = OLD_NAMES.get(old.strip("-").replace("-", "_"))
+    if new: return f"Unknown option: {old}. Did you mean --{new.replace('_', '-')}?"
 
 def _of_the_machine(error):
     "One sentence if a disk, the memory or the table of files was full; else None."
@@ -97,7 +113,7 @@ def _usage_errors():
 
 # %% ../nbs/cli.ipynb #options
 SECTIONS = dict(  # first field -> title
-    vectorization="Environments", preset="Model", query_length="Prompts and responses",
+    vectorization="Environments", preset="Model", prompt_length="Prompts and responses",
     sft_steps="Pretraining", labels="Reward model", batch="Rollouts", num_envs="Rollouts",
     epochs="Updates", gamma="Advantages", clip="Loss", variant="Loss", max_grad_norm="Updates",
     whiten_rewards="Advantages", kl_coef="KL penalty", normalize_obs="Scales", hidden="Networks",

@@ -23,6 +23,7 @@ from pathlib import Path
 from . import __version__
 from .control.config import PendulumConfig, PPOConfig
 from .language.config import RLHFConfig, check_effect
+from .training.options import read_options
 
 # %% ../nbs/launch.ipynb #new
 TASKS = {
@@ -218,7 +219,7 @@ def _check_seed(out, seed):
 
 def _config(path):
     try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return read_options(path / "config.json")
     except OSError:
         return {}
 

@@ -24,7 +24,7 @@ from rlhf_notes.studies import benchmark
 from rlhf_notes.training.runs import Run
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
-TINY = ["--sft-steps", "3", "--sft-batch", "8", "--labels", "16", "--norm-samples", "16", "--iterations", "2", "--batch", "16", "--eval-answers", "8", "--device", "cpu"]
+TINY = ["--sft-steps", "3", "--sft-batch", "8", "--labels", "16", "--norm-samples", "16", "--iterations", "2", "--batch", "16", "--eval-responses", "8", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,9 @@ BAD = [
     ("train --env rlhf_notes/Grid-v0 --out run --overwrite", "--env must have Discrete actions"),
     ("rlhf --algo reinforce", 'Invalid value "reinforce" for --algo. Choose from: "ppo", "grpo", "rloo"'), ("rlhf --minibatches 3", "--minibatches must divide the batch of 128 responses, got 3"),
     ("rlhf --variant sapo", "--variant must be ppo for algo ppo, got sapo"), ("rlhf --max-new-tokens 80", "--response-length must fit into the model's context"), ("generate word --model nowhere --max-new-tokens 0", "--max-new-tokens must be in"),
-    ("rlhf --query-length 100000", "--query-length must fit into the model's context of 64 tokens"), ("rlhf --labels 2000000000", "--labels must be less than or equal to 1048576, got 2000000000"),
+    ("rlhf --query-length 9", "Unknown option: --query-length. Did you mean --prompt-length?"),
+    ("rlhf --eval-answers=9", "Unknown option: --eval-answers. Did you mean --eval-responses?"),
+    ("rlhf --prompt-length 100000", "--prompt-length must fit into the model's context of 64 tokens"), ("rlhf --labels 2000000000", "--labels must be less than or equal to 1048576, got 2000000000"),
     ("rlhf --temperature 1e-7", "--temperature must be greater than or equal to 0.000001, got 1e-07"), ("rlhf --human-temperature 1e-7", "--human-temperature must be greater"), ("generate word --model nowhere --temperature 1e-7", "--temperature must be greater"),
     ("rlhf --model full", "--model must be a directory or a name on the hub"), ("rlhf --device cuda:99", "--device must be one that torch sees"),
     ("cartpole --seeds 0", 'Invalid value "0" for --seeds. Must be >= 1'), ("cartpole --seeds 2 --seed 9223372036854775807", "--seed must be less"), (f"cartpole --seeds {10**30}", "for --seeds. Must be <= 10000"), ("cartpole --seeds 2 --resume run", "--resume must stand alone"),
@@ -347,6 +349,9 @@ def test_rlhf_leaves_what_was_promised_and_it_can_be_trained_further(tmp_path, c
     assert set(summary["seconds"]) == {"sft", "reward_model", "rl"} and out.startswith("processes: 1\n") and f"{summary['true_score']:.2f} after" in out and "\n  before " in out
     assert cli.main(["rlhf", *TINY[2:], "--model", str(run / "policy"), "--sft-steps", "0", "--out", "again"]) == 0
     Path(run, "summary.json").unlink()
+    for new, old in (("prompt_length", "query_length"), ("eval_responses", "eval_answers")):
+        config[old] = config.pop(new)
+    Path(run, "config.json").write_text(json.dumps(config))                     # an earlier version wrote it
     assert cli.main(["rlhf", "--resume", str(run)]) == 0 and read(run / "summary.json")["steps"] == summary["steps"]
 
 
@@ -389,7 +394,7 @@ def test_a_model_learns_by_a_reward_of_ones_own_and_generates(tmp_path, capsys, 
 
 def test_the_demo_solves_what_it_trains(capsys, monkeypatch):
     "The main job, as the README has it; the language model, which takes longer, is trained in a test of its own."
-    begin, little = cli.new_training, dict(sft_steps=3, labels=8, norm_samples=8, iterations=1, batch=8, eval_answers=8)
+    begin, little = cli.new_training, dict(sft_steps=3, labels=8, norm_samples=8, iterations=1, batch=8, eval_responses=8)
     monkeypatch.setattr(cli, "new_training", lambda task, options, *rest: begin(task, {**options, **(little if task == "rlhf" else {})}, *rest))
     assert cli.main(["demo", "--device", "cpu"]) == 0
     for task, enough in (("cartpole", 475), ("pendulum", -200)):

@@ -20,7 +20,7 @@ CONTROL = dict(steps=32, num_envs=2, num_steps=8, minibatches=2, epochs=2, hidde
                value_clip=0.2)
 LANGUAGE = dict(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4, norm_samples=8,
                 iterations=2, batch=8, epochs=1, minibatches=2, group=2, eval_every=1,
-                eval_answers=4, response_length=8, stop_after=2)
+                eval_responses=4, response_length=8, stop_after=2)
 
 
 def numbers(config):

@@ -32,7 +32,7 @@ def logged(tmp_path_factory):
         ppo, run = PPO(**vars(config)), Run.create(tmp / type(config).__name__, dict(task="control") | asdict(config))
         run.log(ppo.iterate(), 64); run.finish({})
         found |= {("control", c) for c in header(run.path / "metrics.csv")}
-    config = RLHFConfig(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4, norm_samples=8, batch=8, minibatches=2, iterations=1, eval_answers=4)
+    config = RLHFConfig(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4, norm_samples=8, batch=8, minibatches=2, iterations=1, eval_responses=4)
     run = Run.create(tmp / "rlhf", dict(task="rlhf") | asdict(config))
     pipeline.train(pipeline.Training(config), run)
     for file, name in (("sft", "sft"), ("reward_model", "reward_model"), ("rl", "metrics")): found |= {(file, c) for c in header(run.path / f"{name}.csv")}

@@ -58,7 +58,7 @@ tokens = AutoTokenizer.from_pretrained(f"{sys.argv[1]}/reward_model")("about the
 assert score(**tokens).logits.shape == (1, 1)
 print(text)
 """
-TINY = "--sft-steps 50 --labels 256 --norm-samples 64 --iterations 2 --eval-answers 16".split()
+TINY = "--sft-steps 50 --labels 256 --norm-samples 64 --iterations 2 --eval-responses 16".split()
 
 
 ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

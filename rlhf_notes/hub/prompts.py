@@ -100,12 +100,12 @@ class Prompts:
         prompts,  # for `read_prompts`
         reward,  # for `reward_functions`; None = for `generate` alone
         response_length: int,  # T, tokens of each response
-        query_length: int = 0,  # Q, tokens of each prompt; 0 = as many as the longest has
+        prompt_length: int = 0,  # Q, tokens of each prompt; 0 = as many as the longest has
         stop_after: int = 0,  # first position at which a response may end
         lm=None,  # the policy: may know of more end tokens, and a reward model joins it
     ):
         self.tokenizer, self.response_length = tokenizer, response_length
-        self.query_length, self.stop_after = 0, stop_after
+        self.prompt_length, self.stop_after = 0, stop_after
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
         device = getattr(lm, "device", "cpu")
         self.rewards = [] if reward is None else reward_functions(reward, device)
@@ -116,11 +116,11 @@ class Prompts:
         for f, _ in self.rewards:
             if not isinstance(f, Classifier):
                 reward_arguments(f, {name: [] for name in TEXTS}, columns)
-        self.tokens, self.mask = self.encode(self.rows, query_length)
-        self.query_length, self.row_of = self.tokens.shape[1], {}
-        if 0 < query_length < self.query_length:
-            raise ValueError(f"query_length must be 0 or at least {self.query_length}, the tokens "
-                             f"of the longest prompt, got {query_length}")
+        self.tokens, self.mask = self.encode(self.rows, prompt_length)
+        self.prompt_length, self.row_of = self.tokens.shape[1], {}
+        if 0 < prompt_length < self.prompt_length:
+            raise ValueError(f"prompt_length must be 0 or at least {self.prompt_length}, the "
+                             f"tokens of the longest prompt, got {prompt_length}")
         for ids, row in zip(self.tokens.tolist(), self.rows):
             self.row_of.setdefault(tuple(ids), row)
 

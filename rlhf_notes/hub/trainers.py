@@ -31,6 +31,7 @@ from ..language.model import autocast, check_context
 from ..language.sampling import sample
 from ..language.scale import make_loop
 from ..training.devices import process_device, usual_defaults
+from ..training.options import read_options
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
 from ..training.signals import progress_bar, stop_on_interrupt
@@ -44,9 +45,9 @@ class Trainer:
         c = config
         lm, tokenizer = load_model(model, tokenizer, process_device(c.device))
         lm = add_lora(lm, c.lora, c.seed)
-        self.task = Prompts(tokenizer, prompts, reward, c.response_length, c.query_length,
+        self.task = Prompts(tokenizer, prompts, reward, c.response_length, c.prompt_length,
                             c.stop_after, lm)
-        lengths = {"query_length" if c.query_length else "prompts": self.task.query_length}
+        lengths = {"prompt_length" if c.prompt_length else "prompts": self.task.prompt_length}
         check_context(lm, **lengths, max_new_tokens=c.response_length)
         check_trainable(lm, type(lm).__name__)
         self.rows = []
@@ -181,7 +182,7 @@ class RLHF(Trainer):
     ) -> "RLHF":  # the saved policy is the new reference
         "A saved policy, ready to generate; with prompts and a reward, to learn further."
         try:
-            saved = json.loads((Path(path) / "rlhf.json").read_text(encoding="utf-8"))
+            saved = read_options(Path(path) / "rlhf.json")
         except (OSError, ValueError) as e:
             raise ValueError("path must be a directory that RLHF.save has written, got "
                              f"{path}: {e}") from e

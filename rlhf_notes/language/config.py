@@ -49,7 +49,7 @@ class RLHFConfig:
     "of matrix products: float32, or bfloat16 by autocast"
     lora: Whole = 0
     "rank of the adapter that is trained in place of all weights, by peft; 0 = none"
-    query_length: Whole = 0
+    prompt_length: Whole = 0
     "tokens to which prompts are padded on the left (G2); 0 = length of the longest"
     response_length: Size = 16
     "tokens of each response, sampled past its end (G4)"
@@ -131,7 +131,7 @@ class RLHFConfig:
     "dpo: pull to the pretrained model, reward per nat"
     eval_every: Count = 10
     "iterations between evaluations of the true score"
-    eval_answers: Size = 256
+    eval_responses: Size = 256
     "responses to held-out prompts in each evaluation"
 
     def __post_init__(self):
@@ -145,7 +145,7 @@ class RLHFConfig:
             refuse("minibatches", f"divide the batch of {self.batch} responses")
         if minibatch % self.microbatches:
             refuse("microbatches", f"divide the {minibatch} responses of a minibatch")
-        if self.batch % self.answers_per_query:
+        if self.batch % self.responses_per_prompt:
             refuse("group", f"divide the batch of {self.batch} responses")
         if self.variant not in get_args(Variant) and self.variant not in _registered():
             refuse("variant", f"be one of {', '.join(_registered())} or registered")
@@ -155,7 +155,7 @@ class RLHFConfig:
             refuse("kl_horizon", f"be more than a fifth of the batch of {self.batch} responses")
 
     @property
-    def answers_per_query(self) -> int:  # >= 1
+    def responses_per_prompt(self) -> int:  # >= 1
         "Responses to a prompt in a rollout: a group, or one where a value head is the baseline."
         return self.group if self.algo in ("grpo", "rloo") else 1
 
@@ -181,7 +181,7 @@ class RLHFConfig:
     ):
         "ValueError unless the batch and its parts fall to the processes in equal parts."
         minibatch = self.batch // self.minibatches
-        for whole, part, what in ((self.batch, self.answers_per_query, "responses to a prompt"),
+        for whole, part, what in ((self.batch, self.responses_per_prompt, "responses to a prompt"),
                                   (minibatch, self.microbatches, "microbatches")):
             if whole % (count * part):
                 raise ValueError(f"batch must divide into {self.minibatches} minibatches, {count} "
@@ -194,13 +194,13 @@ def _registered():
 # %% ../../nbs/language/21_config.ipynb #check-effect
 UNREAD = (  # options, the trainings that do not read them, and how to tell one: f(config, own)
     ("preset sft_steps sft_batch sft_learning_rate labels human_temperature rm_batch rm_epochs "
-     "rm_learning_rate norm_samples eval_every eval_answers",
+     "rm_learning_rate norm_samples eval_every eval_responses",
      "prompts of your own", lambda c, own: own),
     ("preset", "a model of your own", lambda c, own: c.model),
     ("variant clip epochs kl_coef kl_target kl_horizon kl_in_loss overlong overlong_buffer penalty "
      "rm_batch rm_epochs rm_learning_rate norm_samples", "dpo", lambda c, own: c.algo == "dpo"),
     ("dpo_beta", "algorithms other than dpo", lambda c, own: c.algo != "dpo"),
-    ("group", "algorithms other than grpo and rloo", lambda c, own: c.answers_per_query == 1),
+    ("group", "algorithms other than grpo and rloo", lambda c, own: c.responses_per_prompt == 1),
     ("group_scale", "algorithms other than grpo", lambda c, own: c.algo != "grpo"),
     ("value_clip value_coef whiten_rewards whiten_advantages gamma lam",
      "algorithms other than ppo", lambda c, own: c.algo != "ppo"),

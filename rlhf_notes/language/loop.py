@@ -78,7 +78,7 @@ class Loop(Stage):
         "Prompts, and the random numbers for their responses; `again` gives others."
         c, seed = self.config, self.config.seed + 100_003 * self.rank  # G6
         generator = seeded_generator("rollout", seed, self.iteration + again * c.iterations)
-        n, k = c.batch // self.processes, c.answers_per_query
+        n, k = c.batch // self.processes, c.responses_per_prompt
         prompts = self.task.sample_prompts(n // k, generator)
         u = torch.rand(n, c.response_length, generator=generator)
         inputs = *(x.repeat_interleave(k, 0) for x in prompts), u

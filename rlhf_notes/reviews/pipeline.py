@@ -190,9 +190,9 @@ def make_world(
         lm = make_gpt2(config.preset, size, eos_token_id=tokenizer.eos_token_id, seed=config.seed,
                        device=device)
     lengths = dict(response_length=config.response_length)
-    check_context(lm, query_length=config.query_length, **lengths)
-    task = Reviews(tokenizer, config.response_length, config.stop_after, config.query_length)
-    check_context(lm, query_length=task.query_length, **lengths)
+    check_context(lm, prompt_length=config.prompt_length, **lengths)
+    task = Reviews(tokenizer, config.response_length, config.stop_after, config.prompt_length)
+    check_context(lm, prompt_length=task.prompt_length, **lengths)
     return lm, task
 
 # %% ../../nbs/reviews/28_pipeline.ipynb #own-training
@@ -243,13 +243,13 @@ def evaluate(
     trainer: Loop,  # in training or after it
     lm: nn.Module | None = None,  # the model to look at; None = the policy as it is now
     seed: int | None = None,  # of the responses; None = that of the run
-) -> Evaluation:  # of `config.eval_answers` responses
+) -> Evaluation:  # of `config.eval_responses` responses
     "Responses to held-out prompts and their true rewards, which no training sees."
     c, task = trainer.config, trainer.task
     lm = trainer.policy.lm if lm is None else lm
     generator = seeded_generator("evaluation", c.seed if seed is None else seed,
                                  int(lm is trainer.reference))
-    prompts, mask = task.held_out(c.eval_answers)
+    prompts, mask = task.held_out(c.eval_responses)
     u = torch.rand(len(prompts), c.response_length, generator=generator)
     inputs, parts = (to_device(x, trainer.device) for x in (prompts, mask, u)), []
     for part in zip(*(x.split(c.batch) for x in inputs)):

@@ -201,14 +201,14 @@ class Reviews(Prompts):
         tokenizer,  # of transformers, with a padding token of its own
         response_length: int,  # T, tokens of each response
         stop_after: int = 8,  # first position at which a full stop ends a response, < T
-        query_length: int = 0,  # Q, tokens of each prompt; 0 = as many as the longest has
+        prompt_length: int = 0,  # Q, tokens of each prompt; 0 = as many as the longest has
     ):
         check_value("stop_after", stop_after, "[0, inf)")
         check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
-        check_value("query_length", query_length, "[0, inf)")
+        check_value("prompt_length", prompt_length, "[0, inf)")
         self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
         stop_token = self._check_tokenizer()
-        super().__init__(tokenizer, PROMPTS, None, response_length, query_length)
+        super().__init__(tokenizer, PROMPTS, None, response_length, prompt_length)
         self.stop_token, self.stop_after = stop_token, stop_after
         train = torch.tensor([prompt not in HELD_OUT for prompt in PROMPTS])
         self._held_out = self.tokens[~train], self.mask[~train]
@@ -264,7 +264,7 @@ class Reviews(Prompts):
         words = self.response_length * (1 if self.tokenizer.eos_token else 2)
         texts = corpus(n, words, seed)
         responses = torch.tensor([ids[:self.response_length] for ids in self._split(texts)[1]])
-        tokens, mask = self.encode((prompt for prompt, _ in texts), self.query_length)
+        tokens, mask = self.encode((prompt for prompt, _ in texts), self.prompt_length)
         real = torch.ones_like(responses, dtype=torch.bool)
         return torch.cat([tokens, responses], 1), torch.cat([mask, real], 1)
 

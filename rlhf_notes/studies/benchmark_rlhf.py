@@ -43,7 +43,7 @@ def trl_grpo(
     tokenizer.pad_token = tokenizer.eos_token  # one that the model knows
     @torch.no_grad()
     def reward(prompts, completion_ids, **_):
-        q = task.tokenizer(prompts, padding="max_length", max_length=task.query_length,
+        q = task.tokenizer(prompts, padding="max_length", max_length=task.prompt_length,
                            return_tensors="pt", add_special_tokens=False).to(device)
         padded = [ids + [tokenizer.eos_token_id] * (c.response_length - len(ids))
                   for ids in completion_ids]

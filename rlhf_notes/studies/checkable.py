@@ -128,7 +128,7 @@ class DynamicLoop(Loop):
 
     def collect(self, *inputs) -> Rollout:  # as of `Loop`
         "Responses; with dynamic sampling, groups without spread are replaced (DAPO, eq. 11)."
-        rollout, group = super().collect(*inputs), self.config.answers_per_query
+        rollout, group = super().collect(*inputs), self.config.responses_per_prompt
         self.extra = dict(same=_no_spread(rollout, group).float().mean().item(), rounds=1)
         while self.extra["rounds"] <= self.resample and _no_spread(rollout, group).any():
             again = self.prompts(self.extra["rounds"])

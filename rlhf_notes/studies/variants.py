@@ -56,7 +56,7 @@ def prepare(
 
 # %% ../../nbs/studies/35_variants.ipynb #measure
 def measure(
-    trainer: Loop,  # at any time; `eval_answers` of its config responses are sampled
+    trainer: Loop,  # at any time; `eval_responses` of its config responses are sampled
     lm: nn.Module | None = None,  # the model to look at; None = the policy as it is now
 ) -> dict:  # proxy, true, kl (nats), valid, win: means, as numbers
     "Proxy and true reward, KL, ends and win rate of a policy."

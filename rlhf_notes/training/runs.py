@@ -26,6 +26,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from .options import read_options
+
 # %% ../../nbs/training/runs.ipynb #atomic
 def write_atomically(
     path: Path,  # where to
@@ -174,7 +176,7 @@ class Run:
         "Open an interrupted run at its last checkpoint; ValueError if there is none."
         path = Path(path)
         try:
-            config = dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
+            config = read_options(path / "config.json")
             saved = load_checked(path / "checkpoint.pt")
             run = cls(path, config, saved["metrics"], saved["state"])
         except Exception as e:

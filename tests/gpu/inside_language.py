@@ -14,7 +14,7 @@ from rlhf_notes.language.sampling import draw, sample
 from rlhf_notes.reviews import pipeline
 from rlhf_notes.training.runs import Run
 
-SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_answers=16, eval_every=1)
+SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_responses=16, eval_every=1)
 
 
 slow = pytest.mark.slow  # `make test-all` alone

@@ -25,7 +25,7 @@ def waits(f):
 
 
 def test_rlhf_waits_here_and_nowhere_else():
-    training = pipeline.Training(RLHFConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4, batch=16, eval_answers=16, eval_every=100))
+    training = pipeline.Training(RLHFConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4, batch=16, eval_responses=16, eval_every=100))
     found = {}
     for name, key in (("sft", "pretraining"), ("reward_model", "reward model"), ("rl", "rl")):
         while training.name != name: training.iterate()

@@ -12,7 +12,7 @@ from rlhf_notes.language.scale import ScaledLoop, make_loop
 from rlhf_notes.reviews.reward_model import proxy_reward
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
 
-TINY = RLHFConfig(device="cpu", seed=3, sft_steps=3, sft_batch=8, labels=8, rm_batch=4, norm_samples=16, iterations=4, batch=16, epochs=2, minibatches=2, group=4, eval_every=2, eval_answers=10)
+TINY = RLHFConfig(device="cpu", seed=3, sft_steps=3, sft_batch=8, labels=8, rm_batch=4, norm_samples=16, iterations=4, batch=16, epochs=2, minibatches=2, group=4, eval_every=2, eval_responses=10)
 TIMES = {"tokens_per_second"}
 
 

@@ -14,7 +14,7 @@ from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
 
 def test_defaults_are_whole():
     c = RLHFConfig()
-    assert c.batch % c.minibatches == 0 and c.algo == "ppo" and c.answers_per_query == 1
+    assert c.batch % c.minibatches == 0 and c.algo == "ppo" and c.responses_per_prompt == 1
     explained = [f.description for f in RLHFConfig.__pydantic_fields__.values()]
     assert all(len(text) > 8 for text in explained) and len(set(explained)) == len(explained)
 
@@ -80,7 +80,7 @@ def test_options_of_the_reviews_are_for_them():
 
 
 def test_groups_are_for_those_without_a_value_head():
-    assert [RLHFConfig(algo=a, group=8).answers_per_query for a in ("ppo", "grpo", "rloo", "dpo")] == [1, 8, 8, 1]
+    assert [RLHFConfig(algo=a, group=8).responses_per_prompt for a in ("ppo", "grpo", "rloo", "dpo")] == [1, 8, 8, 1]
 
 
 def test_the_kl_stands_where_the_paper_of_the_algorithm_has_it():

@@ -99,6 +99,14 @@ def test_what_is_named_is_taken(tmp_path):
     assert trainer().config.learning_rate == 1e-3 and TINY.adam == "tensorflow"  # the reviews
 
 
+def test_a_policy_that_an_earlier_version_saved_is_loaded(tmp_path):
+    bare(prompt_length=5).save(tmp_path)
+    path = tmp_path / "rlhf.json"
+    path.write_text(path.read_text().replace("prompt_length", "query_length"))
+    again = RLHF.load(tmp_path, prompts=["w3"], reward=count)
+    assert again.config.prompt_length == 5 == again.task.prompt_length
+
+
 def test_the_rate_falls_with_the_size():
     sizes = 10 ** torch.arange(1, 12)
     rates = [rate_by_size(int(n)) for n in sizes]
@@ -295,7 +303,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
      r"reward must return a list of numbers, .*SystemExit: 0"),
     (lambda: own(max_new_tokens=30), r"max_new_tokens must fit into the model's context of 32 tokens, got 3 \+ 30"),
     (lambda: own(prompts=["w3 " * 40]), r"prompts must fit into the model's context of 32 tokens, got 41 \+ 4"),
-    (lambda: own(query_length=40), r"query_length must fit into the model's context of 32 tokens, got 40 \+ 4"),
+    (lambda: own(prompt_length=40), r"prompt_length must fit into the model's context of 32 tokens, got 40 \+ 4"),
     (lambda: own(max_new_tokens=0), "max_new_tokens must be in"),
     (lambda: own(prompts=["w3", CHAT], tok=tokenizer(TEMPLATE)), r"prompts must be all strings or all chats, got both in prompts\[1\]"),
     (lambda: own(prompts=dict(prompt=["w3"])), "prompts must be a list, a dataset or the path of a file, got {'prompt'"),
@@ -350,11 +358,11 @@ def test_several_tokens_end_a_response(tmp_path):
 
 
 def test_options_of_prompts_and_responses_are_followed():
-    t = own(reward=count, stop_after=2, query_length=5)
+    t = own(reward=count, stop_after=2, prompt_length=5)
     assert t.task.tokens.shape == (2, 5) and t.loop.prompts()[0].shape == (16, 5)
     _, mask, has_end = t.task.truncate(torch.tensor([[2, 5, 2, 6], [5, 2, 6, 7], [5, 6, 7, 2]]))
     assert mask.sum(1).tolist() == [3, 4, 4] and has_end.tolist() == [True, False, True]
-    with pytest.raises(ValueError, match="query_length must be 0 or at least 3, the tokens of the longest prompt, got 2"): own(query_length=2)
+    with pytest.raises(ValueError, match="prompt_length must be 0 or at least 3, the tokens of the longest prompt, got 2"): own(prompt_length=2)
 
 
 ENDS = torch.tensor([3, 7, 8, 8])
@@ -393,7 +401,7 @@ def test_rewards_add_up_and_none_is_no_score():
     def some(prompts, responses): return [None if "w5" in p else 2 for p in prompts]
     t = own(reward=[(count, 0.5), some])
     task = t.task
-    tokens, mask = task.encode(["w3 w4", "w5"], task.query_length)
+    tokens, mask = task.encode(["w3 w4", "w5"], task.prompt_length)
     said, _ = task.encode(["w9 w9"] * 2)
     assert task.score(tokens, mask, said, None).tolist() == [3, 1]
     task.rewards = reward_functions(some)

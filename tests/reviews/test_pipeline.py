@@ -170,7 +170,7 @@ def test_a_query_longer_than_the_context_is_refused(tmp_path):
     tokenizer = make_tokenizer()
     save_model(tmp_path / "short", tiny_lm(n_positions=20), tokenizer)
     with pytest.raises(ValueError, match="20 tokens"): P.make_world(replace(TINY, model=str(tmp_path / "short")), torch.device("cpu"))
-    for options, words in ((dict(response_length=60), "response_length must fit into the model's context of 64 tokens, got 9 \\+ 60"), (dict(query_length=60), "query_length must fit into the model's context of 64 tokens, got 60 \\+ 16")):
+    for options, words in ((dict(response_length=60), "response_length must fit into the model's context of 64 tokens, got 9 \\+ 60"), (dict(prompt_length=60), "prompt_length must fit into the model's context of 64 tokens, got 60 \\+ 16")):
         with pytest.raises(ValueError, match=f"^{words}$"): P.make_world(replace(TINY, **options), torch.device("cpu"))
     P.make_world(replace(TINY, response_length=55), torch.device("cpu"))
 

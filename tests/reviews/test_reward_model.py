@@ -101,7 +101,7 @@ def test_answers_are_drawn_at_the_temperature_of_the_policy(lm, task):
 
 def test_labels_are_four_responses_to_a_prompt_and_the_humans_choice(lm, task):
     texts, best = ask_human(replace(CONFIG, labels=60, human_temperature=1e-3), lm, task, generator(5))
-    assert [x.shape for x in texts] == [(60, 4, task.query_length)] * 2 + [(60, 4, 16)] * 2              # no true rewards
+    assert [x.shape for x in texts] == [(60, 4, task.prompt_length)] * 2 + [(60, 4, 16)] * 2              # no true rewards
     assert CHOICES == 4 and best.shape == (60,)
     prompts, mask, responses, _ = (x.flatten(0, 1) for x in texts)
     true = task.true_rewards(prompts, mask, responses).view(60, 4)

@@ -220,8 +220,8 @@ def test_the_world_is_as_it_was_when_results_were_measured(reviews):
     "The benchmarks' numbers hold for this world; whoever changes it, measures again."
     assert (MOOD, SLIP, STRAY) == ((-0.5, 2.0), 0.03, 0.1) and COSTS == dict(grammar=0.5, topic=1.0, repetition=0.5, ending=2.0)
     tokens, mask = reviews.train_texts(3000, 0)
-    answers, _, found = reviews.truncate(tokens[:, reviews.query_length:])
-    true = reviews.true_rewards(tokens[:, :reviews.query_length], mask[:, :reviews.query_length], answers)
+    answers, _, found = reviews.truncate(tokens[:, reviews.prompt_length:])
+    true = reviews.true_rewards(tokens[:, :reviews.prompt_length], mask[:, :reviews.prompt_length], answers)
     assert -1.25 < true.mean() < -0.95 and 1.6 < true.std() < 2.0 and true.max() == 3 and 0.9 < found.float().mean() < 0.96 and (true >= 2).float().mean() > 0.03
 
 
@@ -256,7 +256,7 @@ def test_queries_are_padded_on_the_left(reviews):
     for tokens, mask in (reviews.sample_prompts(300, g), reviews.held_out(52), Reviews(reviews.tokenizer, T, AFTER, 13).sample_prompts(300, g)):
         assert tokens.dtype == torch.int64 and mask.dtype == torch.bool
         check_left_padded(reviews, tokens, mask)
-    assert reviews.query_length == 9 and tokens.shape == (300, 13) and not mask[:, :4].any()
+    assert reviews.prompt_length == 9 and tokens.shape == (300, 13) and not mask[:, :4].any()
     assert reviews.sample_prompts(300, g)[1].sum(1).unique().tolist() == [4, 5, 6, 7, 8, 9]
 
 
@@ -272,7 +272,7 @@ def test_queries_come_from_where_they_should(reviews):
 
 def test_train_texts_are_the_corpus(reviews):
     tokens, mask = reviews.train_texts(100, seed=4)
-    Q = reviews.query_length
+    Q = reviews.prompt_length
     assert tokens.shape == mask.shape == (100, Q + T) and mask[:, Q:].all() and tokens[mask].max() < len(WORDS)
     check_left_padded(reviews, tokens[:, :Q], mask[:, :Q])
     assert reviews.texts(tokens[:, :Q], mask[:, :Q], tokens[:, Q:]) == corpus(100, T, seed=4)
@@ -281,7 +281,7 @@ def test_train_texts_are_the_corpus(reviews):
 def test_train_texts_in_pieces(pieces):
     bpe = pieces(eos_token="<|end|>", pad_token="<pad>")
     task = Reviews(bpe, 40, 20)
-    Q, (tokens, mask) = task.query_length, task.train_texts(100, seed=4)
+    Q, (tokens, mask) = task.prompt_length, task.train_texts(100, seed=4)
     assert Q > 9 and tokens.shape == (100, Q + 40) and mask[:, Q:].all() and bpe.decode([task.stop_token]) == " ."
     check_left_padded(task, tokens[:, :Q], mask[:, :Q])
     some_end = 0
@@ -297,7 +297,7 @@ def test_train_texts_in_pieces(pieces):
 
 def test_a_tokenizer_without_an_end_of_text(pieces):
     task = Reviews(pieces(pad_token="<pad>"), 40, 20)
-    Q, (tokens, mask) = task.query_length, task.train_texts(50, seed=4)
+    Q, (tokens, mask) = task.prompt_length, task.train_texts(50, seed=4)
     assert tokens.shape == (50, Q + 40) and not any(EOS in a for _, a in task.texts(tokens[:, :Q], mask[:, :Q], tokens[:, Q:]))
 
 
@@ -323,8 +323,8 @@ def test_true_rewards_see_query_and_answer(reviews):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(query_length=8), "query_length must be 0 or at least 9, the tokens of the longest prompt, got 8"),
-    (dict(query_length=-1), r"query_length must be in \[0, inf\), got -1"),
+    (dict(prompt_length=8), "prompt_length must be 0 or at least 9, the tokens of the longest prompt, got 8"),
+    (dict(prompt_length=-1), r"prompt_length must be in \[0, inf\), got -1"),
     (dict(response_length=8), r"response_length must be in \[9, inf\), got 8"),
     (dict(stop_after=-1), r"stop_after must be in \[0, inf\), got -1"),
 ])
@@ -357,7 +357,7 @@ def words_alone(words):
 def test_words_without_an_end_of_text_fill_an_answer(length):
     reviews = Reviews(words_alone([w for w in WORDS if w != EOS]), length, AFTER)
     tokens, mask = reviews.train_texts(300, seed=0)
-    assert tokens.shape == mask.shape == (300, reviews.query_length + length) and mask[:, -length:].all() and (tokens[:, -length:] != reviews.pad_token).all()
+    assert tokens.shape == mask.shape == (300, reviews.prompt_length + length) and mask[:, -length:].all() and (tokens[:, -length:] != reviews.pad_token).all()
     for query, answer in reviews.texts(tokens[:, :-length], mask[:, :-length], tokens[:, -length:]): assert query in review_prompts() and len(answer.split()) == length and EOS not in answer
 
 

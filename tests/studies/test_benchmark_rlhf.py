@@ -14,7 +14,7 @@ from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.studies.variants import prepare
 
-SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=8, kl_target=0.0)
+SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_responses=8, kl_target=0.0)
 
 
 @pytest.fixture(scope="module")

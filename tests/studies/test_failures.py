@@ -29,7 +29,7 @@ from rlhf_notes.studies.failures import _puzzles as puzzles
 from rlhf_notes.studies.failures import diagnose, draw_dials, recorded, unusual
 from rlhf_notes.studies.variants import measure, prepare
 
-SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=32, minibatches=2, iterations=2, eval_answers=8)
+SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=32, minibatches=2, iterations=2, eval_responses=8)
 SAME = {"values unclipped"}          # in a moment no value moves as far as 0.2
 
 

@@ -11,7 +11,7 @@ from rlhf_notes.studies.preferences import selection_kl
 from rlhf_notes.studies.variants import best_of_n_kl, prepare
 
 @pytest.fixture(scope="module")
-def start(): return prepare(RLHFConfig(device="cpu", sft_steps=5, labels=16, rm_batch=8, norm_samples=16, batch=16, minibatches=2, iterations=4, eval_answers=12, seed=2))
+def start(): return prepare(RLHFConfig(device="cpu", sft_steps=5, labels=16, rm_batch=8, norm_samples=16, batch=16, minibatches=2, iterations=4, eval_responses=12, seed=2))
 
 
 def exact_kl(p, worth, n):
@@ -56,7 +56,7 @@ def test_best_of_n(start):
     rows = list(best_of_n_curve(start, rounds=8, ns=(1, 2, 4)))
     assert [r["step"] for r in rows] == [1, 2, 4] and rows[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert rows[0]["proxy"] < rows[1]["proxy"] < rows[2]["proxy"]
-    look = start.trainer(eval_answers=len(HELD_OUT))
+    look = start.trainer(eval_responses=len(HELD_OUT))
     seen = [evaluate(look, start.lm, seed=seed) for seed in range(8)]
     assert rows[0]["true"] == pytest.approx(torch.stack([e.true for e in seen]).mean().item(), abs=1e-5)
     by_hand = torch.stack([e.rollout.scores for e in seen], 1)

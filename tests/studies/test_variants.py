@@ -12,7 +12,7 @@ from rlhf_notes.language.rollout import rollout_stats
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.variants import best_of_n, best_of_n_kl, measure, prepare
 
-SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_answers=12)
+SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, iterations=2, eval_responses=12)
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,4 @@
+import json
 import math
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes import checks
+from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.training.options import (
     HUGE,
     MAX_SEED,
@@ -22,6 +24,7 @@ from rlhf_notes.training.options import (
     Positive,
     Seed,
     plain_errors,
+    read_options,
 )
 from rlhf_notes.training.options import Fraction as Share
 
@@ -76,6 +79,22 @@ class Options:
 def test_faults_are_named_one_per_line(bad, words):
     with pytest.raises(ValueError) as e: Options(**bad)
     assert str(e.value).startswith(words) and type(e.value) is ValueError
+
+
+RENAMED = [("query_length", "prompt_length"), ("eval_answers", "eval_responses")]
+
+
+@pytest.mark.parametrize("old, new", RENAMED)
+def test_an_old_name_is_answered_with_the_new_one(old, new):
+    words = f"^{old} must be an option of RLHFConfig: did you mean {new}\\?$"
+    with pytest.raises(ValueError, match=words): RLHFConfig(**{old: 20})
+    assert getattr(RLHFConfig(**{new: 20}), new) == 20
+
+
+@pytest.mark.parametrize("old, new", RENAMED)
+def test_a_file_with_old_names_is_read_with_the_new_ones(old, new, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"seed": 3, old: 20}))
+    assert read_options(tmp_path / "config.json") == {"seed": 3, new: 20}
 
 
 def test_values_in_range_pass():
