@@ -6,6 +6,7 @@ All of `rlhf_notes.formulas` and `rlhf_notes.compat` can be imported from here, 
 Modules:
 
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
+- `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.
 - `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: nine policy losses, microbatches, and samples of an older policy.
 - `rlhf_notes.formulas.kl`: KL to the reference: three estimators as values and as losses, and coefficient controllers.
 - `rlhf_notes.formulas.logprob`: The log-probability of a token and the entropy, in any precision; both for Gaussians.
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .control.ppo import PPO
     from .exercises import check
     from .formulas.advantage import *
+    from .formulas.distillation import *
     from .formulas.grpo import *
     from .formulas.kl import *
     from .formulas.logprob import *
@@ -68,6 +70,7 @@ FORMULAS = {  # module -> its public names, separated by spaces
                      "off_policy_sequence_mask",
     "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss "
                            "implicit_reward simpo_loss orpo_loss kto_loss",
+    "formulas.distillation": "DISTILLATION_KINDS distillation_loss distillation_advantage",
     "compat.ding": "ppo_data ppo_data_continuous ppo_policy_data ppo_policy_data_continuous "
                    "ppo_value_data ppo_policy_loss ppo_info naive_method less_efficient_method "
                    "efficient_method calculate_kl_div ppo_policy_error ppo_policy_error_continuous "

@@ -33,6 +33,7 @@ from rlhf_notes.exercises.given import (
 )
 from rlhf_notes.formulas import (
     advantage,
+    distillation,
     grpo,
     kl,
     logprob,
@@ -580,3 +581,42 @@ exercise("dpo_loss", "12_preference",
     beta_outside=(lambda c, r, p, q, b: -b * _log_sigmoid(c - p - r + q).mean(),
         "beta multiplies the loss; it belongs inside of the sigmoid, to the margin."),
     underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), _FAR))
+
+# %% ../../nbs/formulas/39_distillation.ipynb #exercise-checks
+def _kl_rows(p, q): return (p.exp() * (p - q)).sum(-1)
+
+def _both(z, t): return z.log_softmax(-1), t.detach().log_softmax(-1)
+
+exercise("reverse_kl", "39_distillation", distillation.distillation_loss,
+    "f(logits (T, V), teacher_logits) -> KL of the student from the teacher, KL(pi || pi_T), mean "
+    "over the tokens, 0-dim; the teacher is a constant",
+    "Whose probabilities weigh the difference of the logarithms?",
+    inputs=[(vec([0., 0.], [1., 0.]), vec([1., 0.], [0., 2.])),
+            (normal(3, 5, seed=60), normal(3, 5, seed=61))],
+    wrt=("logits", "teacher_logits"),
+    forward=(lambda z, t: _kl_rows(*_both(z, t)[::-1]).mean(),
+        "That is the forward KL: the teacher's probabilities weigh it. Here the student's do."),
+    summed=(lambda z, t: _kl_rows(*_both(z, t)).sum(),
+        "You sum over the tokens; take their mean."),
+    over_vocabulary=(lambda z, t: _kl_rows(*_both(z, t)).mean() / z.shape[-1],
+        "You take the mean over the vocabulary; within a token it is a sum."),
+    weights_constant=(lambda z, t: (z.softmax(-1).detach()
+        * (_both(z, t)[0] - _both(z, t)[1])).sum(-1).mean(),
+        "The value is right, but the probabilities that weigh the sum need their gradient: "
+        "without it nothing is learned."))
+
+exercise("distillation_advantage", "39_distillation", distillation.distillation_advantage,
+    "f(logp (B, T), teacher_logp, mask) -> the advantage of each token under the teacher, (B, T), "
+    "without gradient; 0 where nothing counts",
+    "A token is good if the teacher would have said it more often than the student does.",
+    inputs=[(vec([[-1., -2.]]), vec([[-0.5, -3.]]), flags("11")[None]),
+            (normal(2, 4, seed=62) - 2, normal(2, 4, seed=63) - 2, flags("1100", "1111"))],
+    edges=[(vec([[-1., NAN]]), vec([[-2., NAN]]), flags("10")[None])],
+    wrt=("logp", "teacher_logp"),
+    upside_down=(lambda s, t, m: keep(s - t, m).detach(),
+        "The sign is turned: that is the penalty. What the teacher prefers gets an advantage "
+        "above 0."),
+    with_gradient=(lambda s, t, m: keep(t - s, m),
+        "An advantage is a constant: detach it, or its own gradient joins in."),
+    probabilities=(lambda s, t, m: keep(t.exp() - s.exp(), m).detach(),
+        "That is the difference of the probabilities; take that of their logarithms."))

@@ -53,6 +53,8 @@ CALLS = {
     "kl_estimate": lambda: (lambda a, b: rn.kl_estimate(a, b, "k3"), x, y),
     "calculate_kl_div": lambda: (lambda a: rn.calculate_kl_div(a, "k3"), x),
     "exact_kl": lambda: (rn.exact_kl, logits, logits_ref),
+    "distillation_loss": lambda: (lambda a, b: rn.distillation_loss(a, b, m, "jsd", 0.3, 0.7), logits, logits_ref),
+    "distillation_advantage": lambda: (lambda a, b: rn.distillation_advantage(a, b, m), x, y),
     "kl_loss": lambda: (lambda a, b: rn.kl_loss(a, b, "k3", mask=m, straight_through=True), x, y),
     "whiten": lambda: (lambda a: rn.whiten(a, m, unbiased=True), x),
     "accumulate": lambda: (lambda a: rn.accumulate(a, 0.9 * done.to(a.dtype)), x),
