@@ -1,8 +1,10 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")           # a name that is no directory is no reason to wait for a network
-os.environ.setdefault("TQDM_DISABLE", "1")             # what a training says does not depend on how long it takes
+# a name that is no directory is no reason to wait for a network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# what a training says does not depend on how long it takes
+os.environ.setdefault("TQDM_DISABLE", "1")
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 def pytest_terminal_summary(terminalreporter):
     "Close with a count that names the failures even when there are none."
-    count = {k: len(terminalreporter.stats.get(k, [])) for k in ("passed", "failed", "error", "skipped")}
-    terminalreporter.write_line(f"{count['passed']} passed, {count['failed'] + count['error']} failed, {count['skipped']} skipped")
+    count = {
+        k: len(terminalreporter.stats.get(k, [])) for k in ("passed", "failed", "error", "skipped")}
+    terminalreporter.write_line(
+        f"{count['passed']} passed, {count['failed'] + count['error']} failed, "
+        f"{count['skipped']} skipped")
 
 
 @pytest.fixture

@@ -1,33 +1,44 @@
-"""One small, random language model of each kind: positions learnt or rotated; logits plain, scaled or capped."""
+"""One small, random language model of each kind: positions learnt or rotated; logits plain, scaled
+or capped.
+"""
 import torch
 import transformers
 
 from rlhf_notes.language.model import make_gpt2
 
-SHAPE = dict(vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32)
+SHAPE = dict(vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+             max_position_embeddings=32)
 SPECIAL = dict(bos_token_id=0, eos_token_id=0, pad_token_id=None)
-ROTARY = dict(**SHAPE, **SPECIAL, intermediate_size=32, num_key_value_heads=1, attention_dropout=0.2)
+ROTARY = dict(
+    **SHAPE, **SPECIAL, intermediate_size=32, num_key_value_heads=1, attention_dropout=0.2)
 
 KINDS = {
     "GPT2": dict(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=32, **SPECIAL),
-    "GPTNeoX": dict(**SHAPE, **SPECIAL, intermediate_size=32, attention_dropout=0.1, hidden_dropout=0.1),
+    "GPTNeoX": dict(**SHAPE, **SPECIAL, intermediate_size=32, attention_dropout=0.1,
+                    hidden_dropout=0.1),
     "Llama": ROTARY,
     "Qwen2": ROTARY,
-    "OPT": dict(**SHAPE, **SPECIAL, ffn_dim=32, word_embed_proj_dim=8),                              # its last hidden state is narrower than the others
-    "Gemma2": dict(**ROTARY, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, final_logit_softcapping=2.0),
+    # its last hidden state is narrower than the others
+    "OPT": dict(**SHAPE, **SPECIAL, ffn_dim=32, word_embed_proj_dim=8),
+    "Gemma2": dict(**ROTARY, head_dim=8, query_pre_attn_scalar=8, sliding_window=4,
+                   final_logit_softcapping=2.0),
     "Cohere": dict(**ROTARY, logit_scale=0.25),
     "Granite": dict(**ROTARY, logits_scaling=4.0),
     "Mistral": dict(**ROTARY, sliding_window=4),
     "Phi": ROTARY | dict(num_key_value_heads=2, resid_pdrop=0.1),
     "Falcon": dict(**ROTARY, multi_query=True, hidden_dropout=0.1),
     "Gemma": dict(**ROTARY, head_dim=8),
-    "FalconH1": dict(**ROTARY, lm_head_multiplier=0.5, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=4),   # half of it is recurrent
+    # half of it is recurrent
+    "FalconH1": dict(**ROTARY, lm_head_multiplier=0.5, mamba_d_ssm=16, mamba_n_heads=2,
+                     mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=4),
 }
 WORDS = [f"w{i}" for i in range(37)]
 
 
 def make(kind, seed=0, **changes):
-    "A model of this kind with weights large enough to matter, in training mode, its dropout in place."
+    """A model of this kind with weights large enough to matter, in training mode, its dropout in
+    place.
+    """
     config = getattr(transformers, f"{kind}Config")(**KINDS[kind] | changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -45,7 +56,9 @@ def tokenizer(words=WORDS, pad=None):
 
 
 def texts(seed, B, T, vocab_size=37, right=False):
-    "(tokens, mask): padded on the left by any number of tokens but the last, with rubbish where the mask is False; with `right`, on the right too."
+    """(tokens, mask): padded on the left by any number of tokens but the last, with rubbish where
+    the mask is False; with `right`, on the right too.
+    """
     g = torch.Generator().manual_seed(seed)
     tokens, place = torch.randint(vocab_size, (B, T), generator=g), torch.arange(T)
     left = torch.randint(0, T, (B, 1), generator=g)

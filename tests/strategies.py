@@ -5,7 +5,8 @@ import torch
 from hypothesis import strategies as st
 
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-EXTREMES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, -1e30, 1e-8, 88.0, -88.0, 100.0, -100.0, 1e3, -1e3, 1e6, -1e6])
+EXTREMES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, -1e30, 1e-8, 88.0, -88.0, 100.0,
+                            -100.0, 1e3, -1e3, 1e6, -1e6])
 JUNK = st.sampled_from([1e30, -1e30, math.nan, math.inf, -math.inf])
 SEEDS = st.integers(0, 2**31 - 1)
 
@@ -16,7 +17,8 @@ def shapes(min_dims=1, max_dims=3, max_side=5):
 
 def normal(seed, shape, dtype=torch.float64, scale=1.0):
     "A normal sample that depends on `seed` alone."
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            * scale).to(dtype)
 
 
 def random_mask(seed, shape, keep=0.6):
@@ -26,15 +28,20 @@ def random_mask(seed, shape, keep=0.6):
 
 @st.composite
 def masked(draw, min_dims=1, max_dims=3, max_side=5, dtypes=DTYPES):
-    "(x, mask): a normal sample of any dtype and a mask of its shape that may be full, empty or anything between."
+    """(x, mask): a normal sample of any dtype and a mask of its shape that may be full, empty or
+    anything between.
+    """
     shape, seed = draw(shapes(min_dims, max_dims, max_side)), draw(SEEDS)
-    return normal(seed, shape, draw(dtypes)), random_mask(seed + 1, shape, draw(st.sampled_from([0.0, 0.5, 0.8, 1.0])))
+    return (normal(seed, shape, draw(dtypes)),
+            random_mask(seed + 1, shape, draw(st.sampled_from([0.0, 0.5, 0.8, 1.0]))))
 
 
 @st.composite
-def values(draw, shape, elements=st.one_of(EXTREMES, st.floats(-10, 10, width=32)), dtype=torch.float64):
+def values(
+    draw, shape, elements=st.one_of(EXTREMES, st.floats(-10, 10, width=32)), dtype=torch.float64):
     "A tensor whose elements are drawn one by one, extremes among them."
-    return torch.tensor(draw(st.lists(elements, min_size=math.prod(shape), max_size=math.prod(shape))), dtype=dtype).reshape(shape)
+    return torch.tensor(draw(st.lists(elements, min_size=math.prod(shape),
+                                      max_size=math.prod(shape))), dtype=dtype).reshape(shape)
 
 
 def value_and_grad(f, *tensors):

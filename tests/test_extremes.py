@@ -41,7 +41,8 @@ def refused(config, **options):
 
 @pytest.mark.parametrize("config", [PPOConfig, PendulumConfig, RLHFConfig])
 def test_a_number_that_float32_cannot_hold_is_refused_by_name(config):
-    assert len(numbers(config)) > 12 and {"clip", "learning_rate", "value_coef"} <= {*numbers(config)}
+    assert len(numbers(config)) > 12
+    assert {"clip", "learning_rate", "value_coef"} <= {*numbers(config)}
     for name in numbers(config):
         for x in BEYOND:
             assert (refused(config, **{name: x}) or "taken").startswith(f"{name} must "), (name, x)
@@ -65,12 +66,15 @@ def test_a_huge_number_in_control_runs_or_diverges_by_name(name):
 
 @pytest.mark.parametrize("name", numbers(RLHFConfig))
 def test_a_huge_number_in_language_runs_or_diverges_by_name(name):
-    more = dict(dpo_beta=dict(algo="dpo"), kl_coef=dict(algo="grpo"), penalty=dict(overlong="subtract"))
+    more = dict(
+        dpo_beta=dict(algo="dpo"), kl_coef=dict(algo="grpo"), penalty=dict(overlong="subtract"))
     for options in ({}, more[name]) if name in more else ({},):
         runs(lambda c: train_language(Training(c)), RLHFConfig, name, LANGUAGE | options)
 
 
 def test_a_clip_that_falls_below_what_float32_holds_is_refused_before_anything_begins():
     told = refused(PPOConfig, clip_anneal=30.0)
-    assert told.startswith("clip_anneal must leave a clip range that fits float32 in the last of 39 ")
-    train_control(PPOConfig(**CONTROL | dict(steps=5 * 16, clip_anneal=50.0)))  # 0.2 / 5^50 is 2e-36
+    assert told.startswith(
+        "clip_anneal must leave a clip range that fits float32 in the last of 39 ")
+    # 0.2 / 5^50 is 2e-36
+    train_control(PPOConfig(**CONTROL | dict(steps=5 * 16, clip_anneal=50.0)))

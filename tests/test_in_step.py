@@ -22,7 +22,8 @@ def load(path): return json.loads(path.read_text(encoding="utf-8"))
 
 def code_cells(path):
     "(id, source, outputs) of each code cell."
-    return [(c["id"], "".join(c["source"]), c["outputs"]) for c in load(path)["cells"] if c["cell_type"] == "code"]
+    return [(c["id"], "".join(c["source"]), c["outputs"]) for c in load(path)["cells"]
+            if c["cell_type"] == "code"]
 
 
 def files(root):
@@ -62,7 +63,8 @@ def test_a_second_export_changes_nothing(exported):
 
 
 def test_nbdev_clean_changes_nothing(exported):
-    def texts(): return {p: p.read_text(encoding="utf-8") for p in (exported / "nbs").rglob("*.ipynb")}
+    def texts():
+        return {p: p.read_text(encoding="utf-8") for p in (exported / "nbs").rglob("*.ipynb")}
     before = texts()
     subprocess.run([notebooks.BIN / "nbdev-clean"], cwd=exported, check=True)
     assert texts() == before
@@ -70,7 +72,8 @@ def test_nbdev_clean_changes_nothing(exported):
 
 @each_notebook
 def test_is_clean(path):
-    assert path.read_text(encoding="utf-8") == notebooks.cleaned(load(path)), f"run `make outputs NB={path.relative_to(notebooks.ROOT)}`"
+    assert path.read_text(encoding="utf-8") == notebooks.cleaned(
+        load(path)), f"run `make outputs NB={path.relative_to(notebooks.ROOT)}`"
 
 
 @each_notebook
@@ -80,32 +83,42 @@ def test_cell_ids_are_unique_and_stable(path):
 
 
 def beyond(source, width):
-    "Lines whose code goes further than `width` characters; comments, and strings that have a line or more to themselves, do not count."
+    """Lines whose code goes further than `width` characters; comments, and strings that have a line
+    or more to themselves, do not count.
+    """
     lines, ends, whole = source.split("\n"), {}, set()
     for t in tokenize.generate_tokens(io.StringIO(source).readline):
-        if t.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER): continue
+        if t.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT,
+                      tokenize.DEDENT, tokenize.ENDMARKER):
+            continue
         (first, start), (last, end) = t.start, t.end
         alone = not (lines[first - 1][:start] + lines[last - 1][end:]).strip()
-        if t.type == tokenize.STRING and (first != last or alone): whole |= {*range(first, last + 1)}
+        if t.type == tokenize.STRING and (first != last or alone):
+            whole |= {*range(first, last + 1)}
         ends[last] = end
     return [lines[n - 1] for n, end in ends.items() if end > width and n not in whole]
 
 
 @each_notebook
 def test_code_ends_where_the_page_does(path):
-    long = {cell_id: lines for cell_id, source, _ in code_cells(path) if (lines := beyond(source, notebooks.WIDTH))}
+    long = {cell_id: lines for cell_id, source, _ in code_cells(path)
+            if (lines := beyond(source, notebooks.WIDTH))}
     assert not long, long
 
 
 def test_lines_that_are_too_long_are_seen():
-    assert beyond('x = 1  # a comment\n"a string alone"\ny = "a string behind"', 12) == ['y = "a string behind"'] and beyond("f(1,\n  2, 3, 4)", 8) == ["  2, 3, 4)"]
+    assert beyond('x = 1  # a comment\n"a string alone"\ny = "a string behind"',
+                  12) == ['y = "a string behind"']
+    assert beyond("f(1,\n  2, 3, 4)", 8) == ["  2, 3, 4)"]
 
 
 @each_notebook
 def test_outputs_are_stored_and_hold_no_error(path):
-    cells = [(source, outputs) for _, source, outputs in code_cells(path) if not notebooks.is_skipped({"source": source})]
+    cells = [(source, outputs) for _, source, outputs in code_cells(path)
+             if not notebooks.is_skipped({"source": source})]
     assert not any(o["output_type"] == "error" for _, outputs in cells for o in outputs)
-    silent = [source for source, outputs in cells if not outputs and re.search(r"^(print\(|display\(|plt\.|fig, ax)", source, re.M)]
+    silent = [source for source, outputs in cells if not outputs
+              and re.search(r"^(print\(|display\(|plt\.|fig, ax)", source, re.M)]
     assert not silent, f"these cells print or draw, but have no stored output: {silent}"
 
 
@@ -119,13 +132,16 @@ def test_outputs_hold_nothing_of_the_machine(path):
 def test_every_figure_says_what_it_shows(path):
     for cell_id, source, outputs in code_cells(path):
         drawn = any(kind.startswith("image/") for o in outputs for kind in o.get("data", {}))
-        if drawn: assert len(notebooks.directives(source).get("fig-alt", "")) >= 30, f"{cell_id} draws a figure without a `#| fig-alt:` line"
+        if drawn:
+            assert (len(notebooks.directives(source).get("fig-alt", ""))
+                    >= 30), (f"{cell_id} draws a figure without a `#| fig-alt:` line")
 
 
 @each_notebook
 def test_imports_stand_in_cells_of_their_own(path):
     for cell_id, source, _ in code_cells(path):
-        lines = [line for line in source.splitlines() if line.strip() and not line.startswith(("#", " ", ")", "viz.style()"))]
+        lines = [line for line in source.splitlines() if line.strip()
+                 and not line.startswith(("#", " ", ")", "viz.style()"))]
         imports = [line for line in lines if line.startswith(("import ", "from "))]
         assert not imports or len(imports) == len(lines), f"{cell_id} mixes imports with other code"
 
@@ -179,5 +195,6 @@ def test_a_lesson_is_known_everywhere(path):
 
 def test_a_lesson_that_stands_nowhere_is_seen():
     assert len(list(links_missing("formulas/99_none.ipynb"))) == 3
-    assert len(list(code_missing("formulas.none"))) == 4 and len(list(code_missing("fast.none"))) == 2
+    assert len(list(code_missing("formulas.none"))) == 4
+    assert len(list(code_missing("fast.none"))) == 2
     assert not list(links_missing("fast/none.ipynb")) and not list(code_missing("viz.style"))

@@ -1,4 +1,6 @@
-"""Every notebook runs from top to bottom in a kernel of its own, as in JupyterLab, in a minute of processor time, and changes no file of the repository."""
+"""Every notebook runs from top to bottom in a kernel of its own, as in JupyterLab, in a minute of
+processor time, and changes no file of the repository.
+"""
 import resource
 import subprocess
 from importlib.util import find_spec
@@ -8,12 +10,15 @@ import pytest
 
 LIMIT_S, HANGS_S = 60, 600  # of the processor for a notebook; of the clock for a cell
 SLOWEST_FIRST = ["19_ppo", "08_advantage", "06_kl"]
-PATHS = sorted(notebooks.notebooks(), key=lambda p: SLOWEST_FIRST.index(p.stem) if p.stem in SLOWEST_FIRST else len(SLOWEST_FIRST))
+PATHS = sorted(
+    notebooks.notebooks(),
+    key=lambda p: SLOWEST_FIRST.index(p.stem) if p.stem in SLOWEST_FIRST else len(SLOWEST_FIRST))
 
 
 def changes():
     "What git would commit."
-    told = subprocess.run(["git", "status", "--porcelain", "--untracked-files=all"], cwd=notebooks.ROOT, capture_output=True, text=True)
+    told = subprocess.run(["git", "status", "--porcelain", "--untracked-files=all"],
+                          cwd=notebooks.ROOT, capture_output=True, text=True)
     return set(told.stdout.splitlines())
 
 
@@ -25,7 +30,8 @@ def processor_seconds():
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 def test_runs(path, monkeypatch):
-    if path.stem == "kernels" and find_spec("triton") is None: pytest.skip("Triton is not installed")
+    if path.stem == "kernels" and find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     before, spent = changes(), processor_seconds()

@@ -1,4 +1,6 @@
-"""The package as a user gets it: what is promised is there, importing is light, the distributions build and work."""
+"""The package as a user gets it: what is promised is there, importing is light, the distributions
+build and work.
+"""
 import ast
 import csv
 import importlib
@@ -20,21 +22,28 @@ import rlhf_notes
 
 ROOT = notebooks.ROOT
 FORMULAS = {m: importlib.import_module(f"rlhf_notes.{m}") for m in rlhf_notes.FORMULAS}
-HIDDEN = set(), {"ppo_loss"}                                   # at the top, `ppo_loss` is the formula's
-PUBLIC = [(m, name) for m, module in FORMULAS.items() for name in module.__all__ if name not in HIDDEN[m == "compat.ding"]]
+HIDDEN = set(), {"ppo_loss"}  # at the top, `ppo_loss` is the formula's
+PUBLIC = [(m, name) for m, module in FORMULAS.items() for name in module.__all__
+          if name not in HIDDEN[m == "compat.ding"]]
 
 
 def python(code, **kwargs):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, **kwargs).stdout.strip()
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          **kwargs).stdout.strip()
 
 
 def test_top_level_offers_every_formula():
-    for m, module in FORMULAS.items(): assert set(rlhf_notes.FORMULAS[m].split()) == set(module.__all__) - HIDDEN[m == "compat.ding"], m
+    for m, module in FORMULAS.items():
+        assert set(
+            rlhf_notes.FORMULAS[m].split()) == set(module.__all__) - HIDDEN[m == "compat.ding"], m
     names = [name for _, name in PUBLIC]
     assert len(set(names)) == len(names), "a name stands in two modules"
     for m, name in PUBLIC: assert getattr(rlhf_notes, name) is getattr(FORMULAS[m], name)
-    assert set(names) <= set(dir(rlhf_notes)) and {*names, "PPO", "RLHF", "DPO", "check", "fast"} == set(rlhf_notes.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'clip_surrogate'; did you mean 'clipped_surrogate'"): rlhf_notes.clip_surrogate
+    assert set(names) <= set(dir(rlhf_notes))
+    assert {*names, "PPO", "RLHF", "DPO", "check", "fast"} == set(rlhf_notes.__all__)
+    with pytest.raises(
+        AttributeError, match="no attribute 'clip_surrogate'; did you mean 'clipped_surrogate'"):
+        rlhf_notes.clip_surrogate
     with pytest.raises(AttributeError, match="no attribute 'xyzzy'$"): rlhf_notes.xyzzy
 
 
@@ -49,14 +58,17 @@ def test_a_name_that_is_not_there_is_told_with_its_neighbour_by_import_too():
 
 
 def test_the_package_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "rlhf_notes", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_notes", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"rlhf-notes {rlhf_notes.__version__}\n")
-    done = subprocess.run([sys.executable, "-m", "rlhf_notes", "cartpole", "--seed", "x"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "rlhf_notes", "cartpole", "--seed", "x"],
+                          capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--seed" in done.stderr
 
 
 def test_importing_is_lazy():
-    loaded = python("import sys, rlhf_notes; print([m for m in ('torch', 'numpy', 'gymnasium', 'transformers', 'matplotlib') if m in sys.modules])")
+    loaded = python("import sys, rlhf_notes; print([m for m in ('torch', 'numpy', "
+                    "'gymnasium', 'transformers', 'matplotlib') if m in sys.modules])")
     assert loaded == "[]"
     loaded = python("""import sys
 import rlhf_notes
@@ -64,18 +76,22 @@ from rlhf_notes import whiten, gae, clipped_surrogate
 import torch
 torch_brings = set(sys.modules)
 for m in rlhf_notes.FORMULAS: __import__('rlhf_notes.' + m)
-print([m for m in ('gymnasium', 'transformers', 'matplotlib', 'cyclopts', 'nbdev', 'fastcore') if m in sys.modules])
-print(sorted({m.split('.')[0] for m in set(sys.modules) - torch_brings} - {'rlhf_notes'}))""").splitlines()
+heavy = 'gymnasium', 'transformers', 'matplotlib', 'cyclopts', 'nbdev', 'fastcore'
+print([m for m in heavy if m in sys.modules])
+brought = {m.split('.')[0] for m in set(sys.modules) - torch_brings}
+print(sorted(brought - {'rlhf_notes'}))""").splitlines()
     assert loaded == ["[]", "[]"]
 
 
 PATHS = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
          for p in sorted((ROOT / "rlhf_notes").rglob("*.py")) if p.name != "_modidx.py"}
 # Rooms that a room may import besides itself; studies and cli may import all.
-ARROWS = {"checks": "", "formulas": "checks fast", "fast": "checks", "compat": "checks formulas", "training": "checks viz", "viz": "",
-          "control": "checks formulas fast training viz", "language": "checks formulas fast training viz",
-          "hub": "language formulas training fast checks",
-          "reviews": "hub language formulas training fast checks", "exercises": "formulas viz studies"}
+ARROWS = {
+    "checks": "", "formulas": "checks fast", "fast": "checks", "compat": "checks formulas",
+    "training": "checks viz", "viz": "",
+    "control": "checks formulas fast training viz", "language": "checks formulas fast training viz",
+    "hub": "language formulas training fast checks",
+    "reviews": "hub language formulas training fast checks", "exercises": "formulas viz studies"}
 
 
 BUILDERS = {"nbdev", "fastcore", "execnb"}
@@ -83,14 +99,18 @@ BENCHMARKS = {p.stem for p in (ROOT / "benchmarks").glob("*.py")}  # they import
 
 
 def imports(name):
-    "(module, line) of all that a module imports, lazily too; a module of the package stands under its whole name."
+    """(module, line) of all that a module imports, lazily too; a module of the package stands under
+    its whole name.
+    """
     package = name.split(".") if PATHS[name].name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(PATHS[name].read_text(encoding="utf-8"), feature_version=(3, 10))):
+    for node in ast.walk(
+        ast.parse(PATHS[name].read_text(encoding="utf-8"), feature_version=(3, 10))):
         if isinstance(node, ast.Import): yield from ((a.name, node.lineno) for a in node.names)
         if not isinstance(node, ast.ImportFrom): continue
         base = ".".join(package[:len(package) - node.level + 1] if node.level else [])
         module = ".".join(filter(None, (base, node.module)))
-        for a in node.names: yield (whole if (whole := f"{module}.{a.name}") in PATHS else module), node.lineno
+        for a in node.names:
+            yield (whole if (whole := f"{module}.{a.name}") in PATHS else module), node.lineno
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -99,22 +119,29 @@ def test_imports_follow_the_arrows(name):
     for other, line in imports(name):
         package, *rest = other.split(".")
         assert package not in BUILDERS | BENCHMARKS, f"line {line}: {other}"
-        if room in ("formulas", "checks"): assert package in {"rlhf_notes", "torch"} | sys.stdlib_module_names, f"line {line}: {other}"
+        if room in ("formulas", "checks"):
+            assert package in {
+                "rlhf_notes", "torch"} | sys.stdlib_module_names, f"line {line}: {other}"
         if package != "rlhf_notes" or room not in ARROWS or not rest: continue
-        assert rest[0] == room or rest[0] in ARROWS[room].split(), f"line {line}: {room} imports {other}"
+        assert rest[0] == room or rest[0] in ARROWS[
+            room].split(), f"line {line}: {room} imports {other}"
 
 
 def test_no_module_imports_itself_over_others():
     "No cycle, lazy imports included; the package itself only says where names stand."
-    graph = {name: {m for m, _ in imports(name) if m in PATHS and m not in (name, "rlhf_notes")} for name in PATHS if name != "rlhf_notes"}
-    def ends(): return {n for n in graph if not graph[n] & graph.keys() or not any(n in others for others in graph.values())}
+    graph = {name: {m for m, _ in imports(name) if m in PATHS and m not in (name, "rlhf_notes")}
+             for name in PATHS if name != "rlhf_notes"}
+    def ends():
+        return {n for n in graph if not graph[n] & graph.keys()
+                or not any(n in others for others in graph.values())}
     while gone := ends(): graph = {n: others for n, others in graph.items() if n not in gone}
     assert not graph, f"these import each other: {sorted(graph)}"
 
 
 def uncommented(functions, lines):
     "Parameters without a comment in their line that says what they are."
-    return [f"{f.name}: {a.arg}" for f in functions for a in f.args.args + f.args.kwonlyargs if a.arg not in ("self", "cls") and "#" not in lines[a.lineno - 1]]
+    return [f"{f.name}: {a.arg}" for f in functions for a in f.args.args + f.args.kwonlyargs
+            if a.arg not in ("self", "cls") and "#" not in lines[a.lineno - 1]]
 
 
 @pytest.mark.parametrize("m, name", PUBLIC, ids=lambda v: v)
@@ -127,26 +154,42 @@ def test_public_names_are_documented_and_tested(m, name):
     source = Path(FORMULAS[m].__file__).read_text(encoding="utf-8")
     lines, tree = source.splitlines(), ast.parse(source)
     top = next((n for n in tree.body if getattr(n, "name", None) == thing.__name__), None)
-    if top is None: assert issubclass(thing, tuple) and thing._fields; return              # a namedtuple: its fields stand where it is used
-    assert not uncommented([n for n in ast.walk(top) if isinstance(n, ast.FunctionDef) and (n is top or n.name == "__init__" or n.name[0] != "_")], lines)
+    # a namedtuple: its fields stand where it is used
+    if top is None:
+        assert issubclass(thing, tuple) and thing._fields
+        return
+    assert not uncommented([n for n in ast.walk(top) if isinstance(n, ast.FunctionDef)
+                            and (n is top or n.name == "__init__" or n.name[0] != "_")], lines)
 
 
-# Not the rooms behind a door or in a lesson's last cell; the command line documents its options in its types.
-WITH_NAMES = [p for p in PATHS.values() if p.name[0] != "_" and p.parent.name != "fast" and not p.stem.endswith("_checks")]
+# Not the rooms behind a door or in a lesson's last cell; the command line documents its options in
+# its types.
+WITH_NAMES = [p for p in PATHS.values() if p.name[0] != "_" and p.parent.name != "fast"
+              and not p.stem.endswith("_checks")]
 
 
-@pytest.mark.parametrize("path", WITH_NAMES, ids=lambda p: p.relative_to(ROOT / "rlhf_notes").as_posix())
+@pytest.mark.parametrize(
+    "path", WITH_NAMES, ids=lambda p: p.relative_to(ROOT / "rlhf_notes").as_posix())
 def test_what_is_exported_says_what_it_is(path):
     source = path.read_text(encoding="utf-8")
     lines, tree = source.splitlines(), ast.parse(source)
-    exported = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    exported = next(
+        n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
     exported = {e.value for e in exported.elts if isinstance(e, ast.Constant)}
-    tops = [n for n in tree.body if getattr(n, "name", None) in exported and n.body[0].lineno != n.lineno]          # a line of its own says what it is
-    own = {n.name: {m.name: m for m in n.body if isinstance(m, ast.FunctionDef) and (m.name == "__init__" or m.name[0] != "_")} for n in tops if isinstance(n, ast.ClassDef)}
-    said = {n.name: {name for base in n.bases for name in own.get(getattr(base, "id", None), ())} for n in tops if isinstance(n, ast.ClassDef)}     # an override keeps the words of what it overrides
+    # a line of its own says what it is
+    tops = [n for n in tree.body if getattr(n, "name", None) in exported
+            and n.body[0].lineno != n.lineno]
+    own = {n.name: {m.name: m for m in n.body if isinstance(m, ast.FunctionDef)
+                    and (m.name == "__init__" or m.name[0] != "_")} for n in tops
+           if isinstance(n, ast.ClassDef)}
+    # an override keeps the words of what it overrides
+    said = {n.name: {name for base in n.bases for name in own.get(getattr(base, "id", None), ())}
+            for n in tops if isinstance(n, ast.ClassDef)}
     methods = [m for c, named in own.items() for name, m in named.items() if name not in said[c]]
-    assert exported and not [n.name for n in tops + methods if n.name != "__init__" and not ast.get_docstring(n)]
-    assert path.name == "cli.py" or not uncommented([n for n in tops + methods if isinstance(n, ast.FunctionDef)], lines)
+    assert exported
+    assert not [n.name for n in tops + methods if n.name != "__init__" and not ast.get_docstring(n)]
+    assert path.name == "cli.py" or not uncommented(
+        [n for n in tops + methods if isinstance(n, ast.FunctionDef)], lines)
 
 
 @pytest.mark.parametrize("m", [m for m in FORMULAS if m.startswith("formulas.")])
@@ -166,7 +209,8 @@ def wheel_agrees_with_nbdev(metadata):
     "The distribution is called, and numbered, as nbdev says."
     said, nbdev = message_from_string(metadata), notebooks.NBDEV
     assert (said["Name"], said["Version"]) == (nbdev.lib_name, rlhf_notes.__version__)
-    assert said["Summary"] == nbdev.description and said["Requires-Python"] == f">={nbdev.min_python}"
+    assert said["Summary"] == nbdev.description
+    assert said["Requires-Python"] == f">={nbdev.min_python}"
     urls = [url.split(", ")[1] for url in said.get_all("Project-URL")]
     assert {nbdev.git_url, nbdev.doc_url} <= set(urls)
 
@@ -177,11 +221,14 @@ def distributions(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("dist")
     source = tmp / "source"
     source.mkdir()
-    files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+                           cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for f in files:
         if not f.startswith(("nbs/", "tests/")) and (ROOT / f).exists():
-            (source / f).parent.mkdir(parents=True, exist_ok=True); (source / f).write_bytes((ROOT / f).read_bytes())
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp / "out"), str(source)], check=True, capture_output=True)
+            (source / f).parent.mkdir(parents=True, exist_ok=True)
+            (source / f).write_bytes((ROOT / f).read_bytes())
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp / "out"),
+                    str(source)], check=True, capture_output=True)
     return next((tmp / "out").glob("*.whl")), next((tmp / "out").glob("*.tar.gz"))
 
 
@@ -198,21 +245,27 @@ def test_wheel_works_away_from_the_project(distributions, tmp_path):
     assert "rlhf-notes = rlhf_notes.cli:main" in entry or "rlhf-notes=rlhf_notes.cli:main" in entry
     assert "rlhf_notes = rlhf_notes._modidx:d" in entry, "other projects of nbdev link to our names"
     wheel_agrees_with_nbdev(metadata)
-    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra" not in line]
-    assert any("torch" in r for r in required) and not any("==" in r for r in required), "ranges, not pins"
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")
+                and "extra" not in line]
+    assert any("torch" in r for r in required) and not any(
+        "==" in r for r in required), "ranges, not pins"
     assert not any(n in r for r in required for n in ("nbdev", "fastcore", "jupyter"))
-    out = python("import rlhf_notes, torch; print(rlhf_notes.__file__); print(rlhf_notes.masked_mean(torch.ones(3)).item(), rlhf_notes.__version__)",
+    out = python("import rlhf_notes, torch; print(rlhf_notes.__file__); "
+                 "print(rlhf_notes.masked_mean(torch.ones(3)).item(), " "rlhf_notes.__version__)",
                  cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""}).splitlines()
     assert Path(out[0]).is_relative_to(tmp_path) and out[1] == f"1.0 {notebooks.NBDEV.version}"
-    assert not any(n.endswith(".csv") for n in shipped), "the records of a game are no part of the package"
-    said = python("from rlhf_notes import gae; print(gae.__doc__)", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""})
+    assert not any(
+        n.endswith(".csv") for n in shipped), "the records of a game are no part of the package"
+    said = python("from rlhf_notes import gae; print(gae.__doc__)", cwd=tmp_path,
+                  env={"PYTHONPATH": str(tmp_path), "PATH": ""})
     assert "(T, N)" in said and "terminated or truncated" in said and "default 0.95" in said
 
 
 def without_docstrings(source):
     tree = ast.parse(source)
     for n in ast.walk(tree):
-        if isinstance(n, ast.FunctionDef) and ast.get_docstring(n) is not None: n.body = n.body[1:] or [ast.Pass()]
+        if isinstance(n, ast.FunctionDef) and ast.get_docstring(n) is not None:
+            n.body = n.body[1:] or [ast.Pass()]
     return ast.dump(tree)
 
 
@@ -255,18 +308,24 @@ def test_sdist_holds_what_building_needs(distributions):
     _, sdist = distributions
     with tarfile.open(sdist) as t: names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
     assert not any(n.startswith("tests") for n in names), "all tests or none"
-    assert {"tools/docstrings.py", "setup.py", "settings.ini", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"tools/docstrings.py", "setup.py", "settings.ini", "pyproject.toml", "README.md",
+            "LICENSE"} <= names
 
 
 def test_every_break_that_was_made_is_listed_and_was_caught():
-    with open(ROOT / "tests" / "breaks" / "caught.csv", newline="", encoding="utf-8") as f: made = {(r["module"], r["break"]): r["caught"] for r in csv.DictReader(f)}
-    listed = {(p.stem, b["why"]) for p in (ROOT / "tests" / "breaks").glob("*.json") for b in json.loads(p.read_text(encoding="utf-8"))}
+    with open(ROOT / "tests" / "breaks" / "caught.csv", newline="", encoding="utf-8") as f:
+        made = {(r["module"], r["break"]): r["caught"] for r in csv.DictReader(f)}
+    listed = {(p.stem, b["why"]) for p in (ROOT / "tests" / "breaks").glob("*.json")
+              for b in json.loads(p.read_text(encoding="utf-8"))}
     assert set(made) <= listed and set(made.values()) == {"True"}, "run `make breaks`"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "breaks").glob("*.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests" / "breaks").glob("*.json")), ids=lambda p: p.stem)
 def test_every_listed_break_can_be_made(path):
-    module = next((ROOT / "rlhf_notes").rglob(path.stem.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    module = next((ROOT / "rlhf_notes").rglob(path.stem.replace(".", "/")
+                                              + ".py")).read_text(encoding="utf-8")
     breaks = json.loads(path.read_text(encoding="utf-8"))
     assert not [b["why"] for b in breaks if module.count(b["old"]) != 1]
-    for b in breaks: ast.parse(module.replace(b["old"], b["new"]), b["why"])                # what is no Python would be caught by anything
+    # what is no Python would be caught by anything
+    for b in breaks: ast.parse(module.replace(b["old"], b["new"]), b["why"])

@@ -9,12 +9,15 @@ import pytest
 PACKAGE = notebooks.ROOT / "rlhf_notes"
 WIDTH, LENGTH = 100, 40
 NO_OPENING = re.compile(r"(What|How|Who|Whose|Are|Is)\b")
-# Words that the field does not use for these things, and the files in which they mean something else.
+# Words that the field does not use for these things, and the files in which they mean something
+# else.
 OLD_WORDS = re.compile(r"\b(words?|answers?|query|queries|seam|Keeper|Laps|human_score)\b")
 OTHER_MEANING = {"check.py": {"answer"}, "failures.py": {"answer"}, "task.py": {"word", "words"}}
 
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name != "_modidx.py"]
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+BESIDE = [p for room in ("tests", "tools", "benchmarks")
+          for p in sorted((notebooks.ROOT / room).rglob("*.py"))]
 
 
 BY_NBDEV = re.compile(r"^__all__ = \[[^]]*\]$|^- `rlhf_notes\..*$", re.M)  # of its own width
@@ -33,21 +36,26 @@ def crowded(source):
     lines, found = source.splitlines(), []
     ways_out = (ast.Return, ast.Raise, ast.Continue, ast.Break, ast.Pass)
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.stmt) or not (before := lines[node.lineno - 1][:node.col_offset].strip()): continue
+        if not isinstance(node, ast.stmt) or not (
+            before := lines[node.lineno - 1][:node.col_offset].strip()):
+            continue
         header = re.match(r"(if|elif|else|try|def|except)\b", before) and before.endswith(":")
         one = isinstance(node, (*ways_out, ast.Expr) if before.startswith("def") else ways_out)
-        if before not in ("async", "el") and not (header and one): found.append(lines[node.lineno - 1])
+        if before not in ("async", "el") and not (header and one):
+            found.append(lines[node.lineno - 1])
     return found
 
 
 def long_functions(source):
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [n for n in ast.walk(ast.parse(source))
+                 if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return [(f.name, n) for f in functions if (n := f.end_lineno - f.lineno + 1) > LENGTH]
 
 
 def odd_docstrings(source):
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    texts = [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(source)) if isinstance(n, kinds)]
+    texts = [
+        ast.get_docstring(n) or "" for n in ast.walk(ast.parse(source)) if isinstance(n, kinds)]
     return [text for text in texts if NO_OPENING.match(text)]
 
 
@@ -74,11 +82,17 @@ def dialects(source):
     return found
 
 
-def old_words(source, allowed=()): return [m[0] for m in OLD_WORDS.finditer(source) if m[0] not in allowed]
+def old_words(source, allowed=()):
+    return [m[0] for m in OLD_WORDS.finditer(source) if m[0] not in allowed]
 
 
 @each_file
 def test_a_line_ends_at_100_columns(path): assert not wide(path.read_text(encoding="utf-8"))
+
+
+def test_the_lines_beside_the_package_end_there_too():
+    assert len(BESIDE) > 100
+    assert not [(p.name, w) for p in BESIDE for w in wide(p.read_text(encoding="utf-8"))]
 
 
 @each_file
@@ -90,7 +104,8 @@ def test_a_function_fits_a_screen(path): assert not long_functions(path.read_tex
 
 
 @each_file
-def test_a_docstring_says_what_it_returns_or_does(path): assert not odd_docstrings(path.read_text(encoding="utf-8"))
+def test_a_docstring_says_what_it_returns_or_does(path):
+    assert not odd_docstrings(path.read_text(encoding="utf-8"))
 
 
 @each_file
@@ -112,8 +127,10 @@ LESSONS = [p for p in notebooks.notebooks() if p.parent.name != "exercises"]
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
 def test_an_exported_cell_holds_one_public_name(path):
-    sources = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
-    assert not [names for s in sources if re.match(r"#\| export\n", s) and len(names := public_names(s)) > 1]
+    sources = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+               if c["cell_type"] == "code"]
+    assert not [names for s in sources if re.match(r"#\| export\n", s)
+                and len(names := public_names(s)) > 1]
 
 
 def test_what_breaks_a_limit_is_seen():
@@ -121,10 +138,21 @@ def test_what_breaks_a_limit_is_seen():
     assert wide("x = " + "1" * 97) and not wide("x = " + "1" * 96)
     names = "__all__ = ['" + "a" * 100 + "',\n           'b']\n"
     assert not wide(names) and wide(names + "x = " + "1" * 97)
-    for bad in ("for x in y: f(x)\n", "a = 1; b = 2\n", "with f: g()\n", "if a: b = 1\n", "if a:\n    b()\nelse: c()\n", "while a: b()\n", "try: a()\nexcept E: pass\n"): assert crowded(bad), bad
-    for good in ("def f(x):\n    if x: return 1\n    if not x: raise E\n", "def f(x): return x\n", "if a:\n    b()\nelif c:\n    d()\n", "x = [a for a in b]\n", "try:\n    a()\nexcept E: pass\n"): assert not crowded(good), good
-    assert long_functions("def f():\n" + "    x()\n" * 40) and not long_functions("def f():\n" + "    x()\n" * 39)
-    assert odd_docstrings('def f():\n    "What it is."\n') and odd_docstrings('class A:\n    "Is it?"\n') and not odd_docstrings('def f():\n    "Whatever it is."\n')
-    assert old_words("the answer to a query") == ["answer", "query"] and not old_words("crosswords") and public_names("def a(): pass\nclass B: pass\ndef _c(): pass\n") == ["a", "B"]
-    assert dialects("def f(x, # what\n      ): pass\n") and dialects("def f(\n    x,  # What\n): pass\n")
+    for bad in ("for x in y: f(x)\n", "a = 1; b = 2\n", "with f: g()\n", "if a: b = 1\n",
+                "if a:\n    b()\nelse: c()\n", "while a: b()\n", "try: a()\nexcept E: pass\n"):
+        assert crowded(bad), bad
+    for good in ("def f(x):\n    if x: return 1\n    if not x: raise E\n", "def f(x): return x\n",
+                 "if a:\n    b()\nelif c:\n    d()\n", "x = [a for a in b]\n",
+                 "try:\n    a()\nexcept E: pass\n"):
+        assert not crowded(good), good
+    assert long_functions("def f():\n" + "    x()\n" * 40)
+    assert not long_functions("def f():\n" + "    x()\n" * 39)
+    assert odd_docstrings('def f():\n    "What it is."\n')
+    assert odd_docstrings('class A:\n    "Is it?"\n')
+    assert not odd_docstrings('def f():\n    "Whatever it is."\n')
+    assert old_words("the answer to a query") == ["answer", "query"]
+    assert not old_words("crosswords")
+    assert public_names("def a(): pass\nclass B: pass\ndef _c(): pass\n") == ["a", "B"]
+    assert dialects("def f(x, # what\n      ): pass\n")
+    assert dialects("def f(\n    x,  # What\n): pass\n")
     assert not dialects("def f(\n    x,  # True = so\n) -> int:  # what\n    pass\n")

@@ -1,4 +1,6 @@
-"""The words: few enough; every symbol and every term once, in both languages, with a link that leads somewhere and a name that the library has."""
+"""The words: few enough; every symbol and every term once, in both languages, with a link that
+leads somewhere and a name that the library has.
+"""
 import importlib
 import inspect
 import re
@@ -23,11 +25,14 @@ def tables(name="00_notation.ipynb"):
         if cell.cell_type != "markdown": continue
         head = None
         for line in cell.source.splitlines():
-            if not line.startswith("|"): head = None; continue
+            if not line.startswith("|"):
+                head = None
+                continue
             row = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
             if head is None: head = row
             elif not set("".join(row)) <= set("-: "):
-                assert len(row) == len(head), f"{cell.id}: {len(row)} cells under {len(head)} headings: {line}"
+                assert len(row) == len(
+                    head), f"{cell.id}: {len(row)} cells under {len(head)} headings: {line}"
                 found.append(dict(zip(head, row)))
     return found
 
@@ -41,7 +46,8 @@ def false_friends(): return [r for r in tables("words.ipynb") if "elsewhere" in 
 def module_of(notebook):
     "The module that a notebook exports, imported; None if it exports none."
     for cell in nbformat.read(NBS / notebook, as_version=4).cells:
-        if name := notebooks.directives(cell.source).get("default_exp"): return importlib.import_module(f"rlhf_notes.{name}")
+        if name := notebooks.directives(cell.source).get("default_exp"):
+            return importlib.import_module(f"rlhf_notes.{name}")
 
 
 def linked(row): return [target for target, _ in LINK.findall(row["lesson"])]
@@ -57,17 +63,23 @@ def code_names(cell):
     "'`a`, `b` of `f`, `g`' -> [('f', ['a', 'b']), ('g', [])]"
     found, waiting = [], []
     for of, name in re.findall(r"( of )?`(\w+)`", cell):
-        if of: found.append((name, waiting)); waiting = []
+        if of:
+            found.append((name, waiting))
+            waiting = []
         else: waiting.append(name)
     return found + [(name, []) for name in waiting]
 
 
 def problems_of_symbol(row):
-    "What is wrong with a row of the symbols: links that lead nowhere, names that no linked lesson exports."
-    found = [f"{row['symbol']}: {target} is not there" for target in linked(row) if not (NBS / target).exists()]
+    """What is wrong with a row of the symbols: links that lead nowhere, names that no linked lesson
+    exports.
+    """
+    found = [f"{row['symbol']}: {target} is not there" for target in linked(row)
+             if not (NBS / target).exists()]
     if found: return found
     if not linked(row): return [f"{row['symbol']}: no link"]
-    found += [f"{row['symbol']}: {what} is empty" for what in ("meaning", "shape", "unit") if not row[what]]
+    found += [f"{row['symbol']}: {what} is empty" for what in ("meaning", "shape", "unit")
+              if not row[what]]
     modules = [m for m in map(module_of, linked(row)) if m is not None]
     names = code_names(row["in code"])
     if not names: return found + [f"{row['symbol']}: no name in code"]
@@ -75,21 +87,29 @@ def problems_of_symbol(row):
         owners = [getattr(m, thing) for m in modules if thing in m.__all__]
         if not owners: found.append(f"{row['symbol']}: no linked lesson exports {thing}")
         for part in parts:
-            if owners and not any(part in arguments(o) for o in owners): found.append(f"{row['symbol']}: {thing} has no {part}")
+            if owners and not any(part in arguments(o) for o in owners):
+                found.append(f"{row['symbol']}: {thing} has no {part}")
     return found
 
 
-def terms(row): return [t.strip().lower() for t in row["English"].split(",")], [t.strip() for t in row["中文"].split("、")]
+def terms(row):
+    return ([t.strip().lower() for t in row["English"].split(",")],
+            [t.strip() for t in row["中文"].split("、")])
 
 
 def problems_of_glossary(rows):
-    "What is wrong with the glossary: a language that is missing, a term that is listed twice, a link that leads nowhere."
+    """What is wrong with the glossary: a language that is missing, a term that is listed twice, a
+    link that leads nowhere.
+    """
     found = []
     for r in rows:
-        if not r["English"] or CHINESE.search(r["English"]): found.append(f"{r['English']!r} is not English")
-        if not CHINESE.search(r["中文"]) or not all(terms(r)[1]): found.append(f"{r['English']}: {r['中文']!r} is not Chinese")
+        if not r["English"] or CHINESE.search(r["English"]):
+            found.append(f"{r['English']!r} is not English")
+        if not CHINESE.search(r["中文"]) or not all(terms(r)[1]):
+            found.append(f"{r['English']}: {r['中文']!r} is not Chinese")
         if not r["in one line"]: found.append(f"{r['English']}: no explanation")
-        if not linked(r) or not all((NBS / target).exists() for target in linked(r)): found.append(f"{r['English']}: {r['lesson']} leads nowhere")
+        if not linked(r) or not all((NBS / target).exists() for target in linked(r)):
+            found.append(f"{r['English']}: {r['lesson']} leads nowhere")
     for language in (0, 1):
         count = Counter(t for r in rows for t in terms(r)[language])
         found += [f"{term} is listed {n} times" for term, n in count.items() if n > 1]
@@ -113,34 +133,60 @@ def test_glossary_is_whole():
 def test_the_fields_own_names_are_there():
     "The names that the sources use, in their languages."
     english, chinese = ({t for r in glossary() for t in terms(r)[i]} for i in (0, 1))
-    assert {"importance ratio", "clipped surrogate", "advantage", "whitening", "value head", "reward model", "reference policy", "rollout", "response", "truncation"} <= english
-    assert {"重要性采样比", "裁剪后的代理目标", "优势", "白化", "价值头", "奖励模型", "参考策略", "回复", "截断", "双重裁剪", "熵奖赏", "折现因子", "均值平移", "奖励头", "拒绝采样", "学习率退火"} <= chinese
+    assert {"importance ratio", "clipped surrogate", "advantage", "whitening", "value head",
+            "reward model", "reference policy", "rollout", "response", "truncation"} <= english
+    assert {"重要性采样比", "裁剪后的代理目标", "优势", "白化", "价值头", "奖励模型", "参考策略",
+            "回复", "截断", "双重裁剪", "熵奖赏", "折现因子", "均值平移", "奖励头", "拒绝采样",
+            "学习率退火"} <= chinese
 
 
 def test_false_friends_have_two_meanings():
     rows = false_friends()
     assert max(Counter(r["word"] for r in rows).values()) == 1
     words = ", ".join(r["word"] for r in rows)
-    for word in ("truncation", "clip", "mask", "done", "KL penalty", "baseline", "group", "epoch", "iteration", "return"): assert word in words
-    for r in rows: assert len(r["here"]) > 10 and len(r["elsewhere"]) > 10 and linked(r) and all((NBS / t).exists() for t in linked(r)), r["word"]
+    for word in ("truncation", "clip", "mask", "done", "KL penalty", "baseline", "group", "epoch",
+                 "iteration", "return"):
+        assert word in words
+    for r in rows:
+        assert len(r["here"]) > 10 and len(r["elsewhere"]) > 10 and linked(r) and all(
+            (NBS / t).exists() for t in linked(r)), r["word"]
 
 
 def test_planted_mistakes_are_found():
     "The checks above can fail."
-    good = dict(symbol="$r$", meaning="ratio", shape="$(B, T)$", unit="none", lesson="[ratio](formulas/03_ratio.ipynb)")
-    assert not problems_of_symbol(good | {"in code": "`logp` of `importance_ratio`, `effective_sample_size`"})
-    for change, why in (({"in code": "`importance_ratios`"}, "exports importance_ratios"), ({"in code": "`logps` of `importance_ratio`"}, "has no logps"), ({"in code": "`whiten`"}, "exports whiten"), ({"in code": ""}, "no name"),
-                        ({"in code": "`importance_ratio`", "lesson": "[ratio](formulas/3_ratio.ipynb)"}, "not there"), ({"in code": "`importance_ratio`", "unit": ""}, "unit"), ({"in code": "`importance_ratio`", "lesson": "ratio"}, "no link")):
-        assert any(why in p for p in problems_of_symbol(good | {"in code": "`importance_ratio`"} | change)), change
-    row = {"English": "advantage", "中文": "优势", "in one line": "better than expected", "lesson": "[advantage](formulas/08_advantage.ipynb)"}
+    good = dict(symbol="$r$", meaning="ratio", shape="$(B, T)$", unit="none",
+                lesson="[ratio](formulas/03_ratio.ipynb)")
+    assert not problems_of_symbol(
+        good | {"in code": "`logp` of `importance_ratio`, `effective_sample_size`"})
+    for change, why in (({"in code": "`importance_ratios`"}, "exports importance_ratios"),
+                        ({"in code": "`logps` of `importance_ratio`"}, "has no logps"),
+                        ({"in code": "`whiten`"}, "exports whiten"),
+                        ({"in code": ""}, "no name"),
+                        ({"in code": "`importance_ratio`",
+                          "lesson": "[ratio](formulas/3_ratio.ipynb)"}, "not there"),
+                        ({"in code": "`importance_ratio`", "unit": ""}, "unit"),
+                        ({"in code": "`importance_ratio`", "lesson": "ratio"}, "no link")):
+        assert any(
+            why in p
+            for p in problems_of_symbol(good | {"in code": "`importance_ratio`"} | change)), change
+    row = {"English": "advantage", "中文": "优势", "in one line": "better than expected",
+           "lesson": "[advantage](formulas/08_advantage.ipynb)"}
     assert not problems_of_glossary([row])
-    for other in (row, row | {"English": "edge"}, row | {"中文": "优势函数"}): assert any("listed 2 times" in p for p in problems_of_glossary([row, other]))
-    for change in ({"English": ""}, {"中文": ""}, {"中文": "advantage"}, {"中文": "优势、"}, {"in one line": ""}, {"lesson": "[x](formulas/99_x.ipynb)"}): assert problems_of_glossary([row | change]), change
+    for other in (row, row | {"English": "edge"}, row | {"中文": "优势函数"}):
+        assert any("listed 2 times" in p for p in problems_of_glossary([row, other]))
+    for change in ({"English": ""},
+                   {"中文": ""},
+                   {"中文": "advantage"},
+                   {"中文": "优势、"},
+                   {"in one line": ""},
+                   {"lesson": "[x](formulas/99_x.ipynb)"}):
+        assert problems_of_glossary([row | change]), change
 
 
 def prose(source):
     "The words of a Markdown cell: no code, formulas, tables or addresses."
-    source = re.sub(r"\$\$.*?\$\$|\$[^$]*\$|```.*?```|`[^`]*`|<[^>]*>|\]\([^)]*\)", " ", source, flags=re.S)
+    source = re.sub(
+        r"\$\$.*?\$\$|\$[^$]*\$|```.*?```|`[^`]*`|<[^>]*>|\]\([^)]*\)", " ", source, flags=re.S)
     lines = [line for line in source.splitlines() if not line.strip().startswith(("|", ":::"))]
     return re.findall(r"[A-Za-z][A-Za-z'’-]+", "\n".join(lines))
 
@@ -157,10 +203,14 @@ def test_no_notebook_is_long():
     words = {path.name: words_of(path) for path in notebooks.notebooks()}
     assert max(words.values()) <= LONGEST, {name: n for name, n in words.items() if n > LONGEST}
     assert sum(words.values()) <= ALL
-    assert prose("Two words, `no code`, $x$ [link](to/it.ipynb)\n| a table |") == ["Two", "words", "link"]
+    assert prose("Two words, `no code`, $x$ [link](to/it.ipynb)\n| a table |") == [
+        "Two", "words", "link"]
 
 
-@pytest.mark.parametrize("path", [p for p in notebooks.notebooks() if p.name[0].isdigit() and p.name[:2] != "00"], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in notebooks.notebooks() if p.name[0].isdigit() and p.name[:2] != "00"],
+    ids=lambda p: p.stem)
 def test_every_lesson_closes_with_one_paragraph(path):
-    headings = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
+    headings = [
+        c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
     assert sum(source.count("## In one paragraph\n") for source in headings) == 1

@@ -2,11 +2,16 @@
 
     python tools/breaks.py [MODULE ...] [--out breaks.csv] [--keep] [--tests-first]
 
-Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its place, and why that would be wrong. A break is made in a copy of
-the project, in the module and in its notebook alike; then the module's tests are run and the notebook is run. It is caught if either fails.
-A module whose name stands twice is called FOLDER.MODULE. Before anything is broken the same is done with nothing changed, which must not be "caught",
-and says how long tests and notebook take; a break that makes them take four times as long, and more than two minutes, counts as caught, and is printed.
-With --tests-first the notebook is run only where the tests notice nothing, and its column stays empty elsewhere. With --keep the breaks that the
+Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its place, and why that
+would be wrong. A break is made in a copy of
+the project, in the module and in its notebook alike; then the module's tests are run and the
+notebook is run. It is caught if either fails.
+A module whose name stands twice is called FOLDER.MODULE. Before anything is broken the same is done
+with nothing changed, which must not be "caught",
+and says how long tests and notebook take; a break that makes them take four times as long, and more
+than two minutes, counts as caught, and is printed.
+With --tests-first the notebook is run only where the tests notice nothing, and its column stays
+empty elsewhere. With --keep the breaks that the
 CSV holds already are not made again.
 """
 import argparse
@@ -23,7 +28,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = {"checks": ("test_checks.py",), "outcomes": ("exercises/test_engine.py",), **dict.fromkeys(("engine", "relations", "facts", "substitutes"), ("exercises/test_engine.py", "exercises/test_unseen.py")), "launch": ("test_cli.py", "language/test_own_task.py"), "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"), "linear": ("formulas/test_logprob.py",), "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"), **dict.fromkeys(("loop", "scale", "trainers"), ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py", "language/test_own_task.py")), "pretraining": ("language/test_model.py",), "dpo": ("language/test_dpo.py", "language/test_adapters.py"), "pipeline": ("reviews/test_pipeline.py", "language/test_own_task.py"), "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"), "prompts": ("language/test_own_task.py", "language/test_rollout.py", "reviews/test_task.py"), "load": ("language/test_hub.py", "language/test_adapters.py", "language/test_own_task.py"), "model": ("language/test_model.py", "language/test_adapters.py"), "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}  # where they are called otherwise than the module
+# where they are called otherwise than the module
+TESTS = {
+    "checks": ("test_checks.py",), "outcomes": ("exercises/test_engine.py",),
+    **dict.fromkeys(("engine", "relations", "facts", "substitutes"),
+                    ("exercises/test_engine.py", "exercises/test_unseen.py")),
+    "launch": ("test_cli.py", "language/test_own_task.py"),
+    "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"),
+    "linear": ("formulas/test_logprob.py",),
+    "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"),
+    **dict.fromkeys(("loop", "scale", "trainers"),
+                    ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py",
+                     "language/test_own_task.py")), "pretraining": ("language/test_model.py",),
+    "dpo": ("language/test_dpo.py", "language/test_adapters.py"),
+    "pipeline": ("reviews/test_pipeline.py", "language/test_own_task.py"),
+    "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"),
+    "prompts": ("language/test_own_task.py", "language/test_rollout.py", "reviews/test_task.py"),
+    "load": ("language/test_hub.py", "language/test_adapters.py", "language/test_own_task.py"),
+    "model": ("language/test_model.py", "language/test_adapters.py"),
+    "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
@@ -31,9 +54,11 @@ def find(name):
     "The module called `name`, its notebook and its tests, as paths from the top."
     module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
     folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
-    notebook = next(p for p in folder.glob("*.ipynb") if p.stem.split("_", 1)[-1] == module.stem or p.stem == module.stem)
+    notebook = next(p for p in folder.glob("*.ipynb") if p.stem.split("_", 1)[-1] == module.stem
+                    or p.stem == module.stem)
     room = module.parent.relative_to(ROOT / "rlhf_notes")
-    tests = [next((ROOT / "tests").rglob(t)) for t in TESTS.get(name, ((room / f"test_{module.stem}.py").as_posix(),))]
+    tests = [next((ROOT / "tests").rglob(t))
+             for t in TESTS.get(name, ((room / f"test_{module.stem}.py").as_posix(),))]
     return [p.relative_to(ROOT) for p in (module, notebook, *tests)]
 
 
@@ -41,20 +66,27 @@ def replace_once(path, old, new):
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         nb = json.loads(text)
-        cells = [c for c in nb["cells"] if "#| export" in "".join(c["source"]) and old in "".join(c["source"])]
-        if len(cells) != 1: raise ValueError(f"{path}: {old!r} stands in {len(cells)} exported cells, expected 1")
+        cells = [c for c in nb["cells"] if "#| export" in "".join(c["source"])
+                 and old in "".join(c["source"])]
+        if len(cells) != 1:
+            raise ValueError(f"{path}: {old!r} stands in {len(cells)} exported cells, expected 1")
         cells[0]["source"] = "".join(cells[0]["source"]).replace(old, new)
         text = json.dumps(nb)
     else:
-        if text.count(old) != 1: raise ValueError(f"{path}: {old!r} stands there {text.count(old)} times, expected once")
+        if text.count(old) != 1:
+            raise ValueError(f"{path}: {old!r} stands there {text.count(old)} times, expected once")
         text = text.replace(old, new)
-        ast.parse(text)                                       # what is no Python would be caught by anything
+        ast.parse(text)  # what is no Python would be caught by anything
     path.write_text(text, encoding="utf-8")
 
 
 def run(command, cwd, limit):
-    try: return subprocess.run(command, cwd=cwd, env={**ENV, "PYTHONPATH": str(cwd)}, capture_output=True, timeout=limit).returncode
-    except subprocess.TimeoutExpired: print(f"{' '.join(command[2:])} took longer than {limit:.0f} s", flush=True); return 124
+    try:
+        return subprocess.run(command, cwd=cwd, env={**ENV, "PYTHONPATH": str(cwd)},
+                              capture_output=True, timeout=limit).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{' '.join(command[2:])} took longer than {limit:.0f} s", flush=True)
+        return 124
 
 
 def try_break(name, change, tests_first, limit):
@@ -62,33 +94,45 @@ def try_break(name, change, tests_first, limit):
     module, notebook, *tests = find(name)
     with tempfile.TemporaryDirectory() as tmp:
         tree = Path(tmp) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "runs", ".hypothesis", "__pycache__"))
+        shutil.copytree(ROOT, tree,
+                        ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "runs",
+                                                      ".hypothesis", "__pycache__"))
         if change["old"]:
             replace_once(tree / module, change["old"], change["new"])
             replace_once(tree / notebook, change["old"], change["new"])
-        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, tests)], tree, limit) != 0
-        by_notebook = "" if tests_first and by_tests else run([sys.executable, "tools/notebooks.py", "run", str(notebook)], tree, limit) != 0
-    return {"module": name, "break": change["why"], "notebook": by_notebook, "tests": by_tests, "caught": bool(by_notebook or by_tests)}
+        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider",
+                        *map(str, tests)], tree, limit) != 0
+        by_notebook = "" if tests_first and by_tests else run(
+            [sys.executable, "tools/notebooks.py", "run", str(notebook)], tree, limit) != 0
+    return {"module": name, "break": change["why"], "notebook": by_notebook, "tests": by_tests,
+            "caught": bool(by_notebook or by_tests)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", nargs="*", help="all that have a list, by default")
     parser.add_argument("--out", type=Path, help="write the result as CSV")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--keep", action="store_true", help="do not make again what stands in --out")
-    parser.add_argument("--tests-first", action="store_true", help="run the notebook only where the tests notice nothing")
+    parser.add_argument(
+        "--keep", action="store_true", help="do not make again what stands in --out")
+    parser.add_argument("--tests-first", action="store_true",
+                        help="run the notebook only where the tests notice nothing")
     args = parser.parse_args()
     lists = sorted((ROOT / "tests" / "breaks").glob("*.json"))
-    todo = [(p.stem, b) for p in lists if not args.module or p.stem in args.module for b in json.loads(p.read_text(encoding="utf-8"))]
+    todo = [(p.stem, b) for p in lists if not args.module or p.stem in args.module
+            for b in json.loads(p.read_text(encoding="utf-8"))]
     kept = {}
     if args.keep and args.out and args.out.exists():
-        with open(args.out, newline="", encoding="utf-8") as f: kept = {(r["module"], r["break"]): r | {"caught": r["caught"] == "True"} for r in csv.DictReader(f)}
+        with open(args.out, newline="", encoding="utf-8") as f:
+            kept = {(r["module"], r["break"]): r | {"caught": r["caught"] == "True"}
+                    for r in csv.DictReader(f)}
     new = [(name, b) for name, b in todo if (name, b["why"]) not in kept]
     limits = {}
     for name in dict(new):
         start = time.perf_counter()
-        if try_break(name, {"why": "nothing is changed", "old": ""}, False, 1800)["caught"]: sys.exit(f"the tests or the notebook of {name} fail before anything is broken")
+        if try_break(name, {"why": "nothing is changed", "old": ""}, False, 1800)["caught"]:
+            sys.exit(f"the tests or the notebook of {name} fail before anything is broken")
         limits[name] = max(120, 4 * (time.perf_counter() - start))
     with ThreadPoolExecutor(args.jobs) as pool:
         made = dict(kept)
@@ -99,7 +143,9 @@ def main():
     rows = [made[name, b["why"]] for name, b in todo]
     if args.out:
         with open(args.out, "w", newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, rows[0].keys(), lineterminator="\n"); writer.writeheader(); writer.writerows(rows)
+            writer = csv.DictWriter(f, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
     missed = [r for r in rows if not r["caught"]]
     print(f"{len(rows) - len(missed)} of {len(rows)} breaks caught")
     sys.exit(bool(missed))

@@ -1,6 +1,7 @@
 """The comments of arguments as numpy docstrings: `help()` and editors read no comments.
 
-In the project an argument is explained once, in the comment beside it. setup.py runs `with_parameters` over each
+In the project an argument is explained once, in the comment beside it. setup.py runs
+`with_parameters` over each
 module that it puts into a wheel.
 """
 import ast
@@ -25,14 +26,17 @@ def arguments(function):
 
 
 def docstring(function, said):
-    "The docstring, with sections for arguments and result; None if no comment says anything of them."
+    """The docstring, with sections for arguments and result; None if no comment says anything of
+    them.
+    """
     args = []
     for x, default, stars in arguments(function):
         comment = said.get((default or x).end_lineno)
         if comment and x.arg not in ("self", "cls"):
             kind = [ast.unparse(x.annotation)] if x.annotation else []
             if default: kind.append(f"default {ast.unparse(default)}")
-            args += [f"{stars}{x.arg} : {', '.join(kind)}" if kind else stars + x.arg, f"    {comment}"]
+            args += [
+                f"{stars}{x.arg} : {', '.join(kind)}" if kind else stars + x.arg, f"    {comment}"]
     result = function.returns and said.get(function.returns.end_lineno)
     if not args and not result: return None
     lines = [ast.get_docstring(function) or ""]
@@ -50,6 +54,7 @@ def with_parameters(source):
         if text is None or first.lineno == f.lineno: continue
         has = ast.get_docstring(f) is not None
         escaped = text.replace("\\", "\\\\").replace('"""', "'''")
-        new = [" " * first.col_offset + line if line else "" for line in f'"""{escaped}\n"""'.splitlines()]
+        new = [" " * first.col_offset + line if line else ""
+               for line in f'"""{escaped}\n"""'.splitlines()]
         lines[first.lineno - 1:first.end_lineno if has else first.lineno - 1] = new
     return "\n".join(lines) + "\n"

@@ -1,10 +1,14 @@
-"""The package as a stranger meets it: built, installed away from the project, used (`make newcomer`).
+"""The package as a stranger meets it: built, installed away from the project, used (`make
+newcomer`).
 
     python tools/newcomer.py [--newest]
 
-Builds wheel and sdist, and installs them in environments of their own: the wheel beside torch alone, where a formula
-has to work; the wheel with all that it requires, where an agent and a language model are trained and what they save
-is loaded by transformers; the sdist. Prints the seconds and the size of each. With --newest the newest versions are
+Builds wheel and sdist, and installs them in environments of their own: the wheel beside torch
+alone, where a formula
+has to work; the wheel with all that it requires, where an agent and a language model are trained
+and what they save
+is loaded by transformers; the sdist. Prints the seconds and the size of each. With --newest the
+newest versions are
 installed instead of those of constraints.txt.
 """
 import argparse
@@ -54,7 +58,8 @@ prompt = "about the hotel ."
 text = write(prompt)[0]["generated_text"]
 assert text.startswith(prompt) and len(text) > len(prompt), text
 score = AutoModelForSequenceClassification.from_pretrained(f"{sys.argv[1]}/reward_model")
-tokens = AutoTokenizer.from_pretrained(f"{sys.argv[1]}/reward_model")("about the hotel . the bed was lovely .", return_tensors="pt")
+tokenizer = AutoTokenizer.from_pretrained(f"{sys.argv[1]}/reward_model")
+tokens = tokenizer("about the hotel . the bed was lovely .", return_tensors="pt")
 assert score(**tokens).logits.shape == (1, 1)
 print(text)
 """
@@ -65,8 +70,10 @@ ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"
 
 
 def run(*command, cwd=None):
-    found = subprocess.run([str(c) for c in command], cwd=cwd, env=ENV, capture_output=True, text=True)
-    if found.returncode: sys.exit(f"{' '.join(map(str, command))}\n{found.stdout[-4000:]}{found.stderr[-4000:]}")
+    found = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=ENV, capture_output=True, text=True)
+    if found.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{found.stdout[-4000:]}{found.stderr[-4000:]}")
     return found.stdout
 
 
@@ -74,14 +81,20 @@ class Environment:
     "A fresh virtual environment in `folder`; each installation is timed."
     def __init__(self, folder, options):
         venv.create(folder, with_pip=True)
-        self.folder, self.options, self.bin = folder, options, folder / ("Scripts" if sys.platform == "win32" else "bin")
+        self.folder, self.options, self.bin = (folder, options,
+                                               folder
+                                               / ("Scripts" if sys.platform == "win32" else "bin"))
 
-    def size(self): return sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file() and not p.is_symlink())
+    def size(self):
+        return sum(
+            p.stat().st_size for p in self.folder.rglob("*") if p.is_file() and not p.is_symlink())
 
     def install(self, what, *requirements):
         start, size = time.perf_counter(), self.size()
-        run(self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.options, *requirements)
-        print(f"{what:40} {time.perf_counter() - start:6.0f} s {(self.size() - size) / 2**20:7.0f} MiB", flush=True)
+        run(self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+            *self.options, *requirements)
+        print(f"{what:40} {time.perf_counter() - start:6.0f} s "
+              f"{(self.size() - size) / 2**20:7.0f} MiB", flush=True)
 
     def python(self, *arguments, cwd): return run(self.bin / "python", *arguments, cwd=cwd)
 
@@ -113,7 +126,8 @@ def newcomer(tmp, options):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--newest", action="store_true")
     options = [] if parser.parse_args().newest else ["--constraint", ROOT / "constraints.txt"]
     with tempfile.TemporaryDirectory() as tmp: newcomer(Path(tmp), options)

@@ -1,10 +1,13 @@
 """Keep notebooks, modules and README in step.
 
     python tools/notebooks.py export               notebooks -> modules and README
-    python tools/notebooks.py outputs [NB ...]     execute notebooks and store their outputs (all by default)
-    python tools/notebooks.py run NB               execute one notebook and store nothing: this is how it is tested
+    python tools/notebooks.py outputs [NB ...]     execute notebooks and store their outputs (all by
+    default)
+    python tools/notebooks.py run NB               execute one notebook and store nothing: this is
+    how it is tested
 
-A cell with `#| eval: false`, `#| slow` or `#| gpu` is skipped and keeps the outputs it has; `--also slow gpu` runs those too.
+A cell with `#| eval: false`, `#| slow` or `#| gpu` is skipped and keeps the outputs it has; `--also
+slow gpu` runs those too.
 """
 import argparse
 import copy
@@ -75,10 +78,13 @@ class _Client(NotebookClient):
 
 
 def execute(path, also=(), timeout=None):
-    "Run the notebook at `path` in a kernel of its own and return it with its new outputs; no cell takes longer than `timeout` seconds."
+    """Run the notebook at `path` in a kernel of its own and return it with its new outputs; no cell
+    takes longer than `timeout` seconds.
+    """
     nb = nbformat.read(path, as_version=4)
-    client = _Client(nb, timeout=timeout, kernel_name="python3", coalesce_streams=True, store_widget_state=False,
-                     resources={"metadata": {"path": str(path.parent)}})
+    client = _Client(
+        nb, timeout=timeout, kernel_name="python3", coalesce_streams=True, store_widget_state=False,
+        resources={"metadata": {"path": str(path.parent)}})
     client.also = also
     with tempfile.TemporaryDirectory() as sockets:
         if os.name == "posix":
@@ -89,19 +95,26 @@ def execute(path, also=(), timeout=None):
 
 
 def cleaned(nb):
-    "The text of `nb` without execution counts, widget views, functions that a call hands back, and metadata that change from run to run."
+    """The text of `nb` without execution counts, widget views, functions that a call hands back,
+    and metadata that change from run to run.
+    """
     nb = copy.deepcopy(nb)
     for cell in nb["cells"]:
         if cell["cell_type"] == "code":
-            cell["outputs"] = [o for o in cell["outputs"] if not "".join(o.get("data", {}).get("text/plain", "")).startswith("<function ")]
+            cell["outputs"] = [
+                o for o in cell["outputs"]
+                if not "".join(o.get("data", {}).get("text/plain", "")).startswith("<function ")]
         for out in cell.get("outputs", []):
             out.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
-    clean_nb(nb, allowed_cell_metadata_keys=NBDEV.allowed_cell_metadata_keys, clean_ids=NBDEV.clean_ids)
+    clean_nb(
+        nb, allowed_cell_metadata_keys=NBDEV.allowed_cell_metadata_keys, clean_ids=NBDEV.clean_ids)
     return nb2str(nb)
 
 
 def _absolute(link, picture):
-    "The address of a file that the index refers to: the README is read where there is no repository, too."
+    """The address of a file that the index refers to: the README is read where there is no
+    repository, too.
+    """
     path = os.path.normpath(f"nbs/{link}")
     url, branch = NBDEV.git_url, NBDEV.branch
     if picture: return f"{url.replace('github.com', 'raw.githubusercontent.com')}/{branch}/{path}"
@@ -109,24 +122,31 @@ def _absolute(link, picture):
 
 
 def readme(root=ROOT):
-    "The README, which is nbs/index.ipynb as Markdown with absolute links, and the figures it shows: (text, {file name: svg})."
+    """The README, which is nbs/index.ipynb as Markdown with absolute links, and the figures it
+    shows: (text, {file name: svg}).
+    """
     nb = nbformat.read(root / "nbs" / "index.ipynb", as_version=4)
     figures, cells = {}, []
     for cell in nb.cells:
         d = directives(cell.source)
         if "hide" in d: continue
         if "fig-alt" in d:
-            figures[f"{cell.id}.svg"] = next(o.data["image/svg+xml"] for o in cell.outputs if "image/svg+xml" in o.get("data", {}))
-            cell = nbformat.v4.new_markdown_cell(f"![{d['fig-alt']}](images/{cell.id}.svg)", id=cell.id)
+            figures[f"{cell.id}.svg"] = next(o.data["image/svg+xml"] for o in cell.outputs
+                                             if "image/svg+xml" in o.get("data", {}))
+            cell = nbformat.v4.new_markdown_cell(
+                f"![{d['fig-alt']}](images/{cell.id}.svg)", id=cell.id)
         elif d.get("echo") == "false":
-            cell = nbformat.v4.new_markdown_cell("\n\n".join(o.data["text/markdown"] for o in cell.outputs), id=cell.id)
+            cell = nbformat.v4.new_markdown_cell(
+                "\n\n".join(o.data["text/markdown"] for o in cell.outputs), id=cell.id)
         cells.append(cell)
     nb.cells = cells
     nb.metadata["language_info"] = {"name": "python"}
     body, _ = MarkdownExporter().from_notebook_node(nb)
-    body = re.sub(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)([^)#]+)", lambda m: m[1] + m[2] + _absolute(m[3], bool(m[1])), body)
+    body = re.sub(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)([^)#]+)",
+                  lambda m: m[1] + m[2] + _absolute(m[3], bool(m[1])), body)
     body = re.sub(r"\n{3,}", "\n\n", body)
-    return "<!-- Made from nbs/index.ipynb by `make export`; edit that. -->\n\n" + body.strip() + "\n", figures
+    return ("<!-- Made from nbs/index.ipynb by `make export`; edit that. -->\n\n" + body.strip()
+            + "\n", figures)
 
 
 def export(root=ROOT):
@@ -135,11 +155,13 @@ def export(root=ROOT):
     text, figures = readme(root)
     (root / "README.md").write_text(text, encoding="utf-8")
     (root / "nbs" / "images").mkdir(exist_ok=True)
-    for name, svg in figures.items(): (root / "nbs" / "images" / name).write_text(svg, encoding="utf-8")
+    for name, svg in figures.items():
+        (root / "nbs" / "images" / name).write_text(svg, encoding="utf-8")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["export", "outputs", "run"])
     parser.add_argument("notebook", nargs="*", type=Path)
     parser.add_argument("--also", nargs="*", default=[], help="flags of cells to run all the same")

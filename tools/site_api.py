@@ -1,4 +1,6 @@
-"""What the notebooks export, read from their source: names, parameters with their comments (docments), and how a page of the site shows them."""
+"""What the notebooks export, read from their source: names, parameters with their comments
+(docments), and how a page of the site shows them.
+"""
 import ast
 import importlib
 import io
@@ -20,7 +22,8 @@ class Thing:
     module: str                         # rlhf_notes.formulas.kl
     page: str                           # formulas/kl
     doc: str = ""
-    params: list = field(default_factory=list)      # (name, type, default, comment) of each; None = not given
+    # (name, type, default, comment) of each; None = not given
+    params: list = field(default_factory=list)
     returns: tuple = ("", "")           # type, comment
     inside: list = field(default_factory=list)      # methods of a class
 
@@ -32,7 +35,8 @@ def _comments(source):
     "{line number: (comment, stands alone on its line)}"
     found = {}
     for t in tokenize.generate_tokens(io.StringIO(source).readline):
-        if t.type == tokenize.COMMENT: found[t.start[0]] = (t.string.lstrip("# ").strip(), not t.line[:t.start[1]].strip())
+        if t.type == tokenize.COMMENT:
+            found[t.start[0]] = (t.string.lstrip("# ").strip(), not t.line[:t.start[1]].strip())
     return found
 
 
@@ -40,27 +44,35 @@ def _text(node): return None if node is None else ast.unparse(node)
 
 
 def _arguments(f):
-    "(name, annotation, default, last line) of each parameter of the function `f`, but for self and cls."
+    """(name, annotation, default, last line) of each parameter of the function `f`, but for self
+    and cls.
+    """
     a = f.args
     plain = a.posonlyargs + a.args
-    pairs = list(zip(plain, [None] * (len(plain) - len(a.defaults)) + a.defaults)) + ([(a.vararg, None)] if a.vararg else [])
+    pairs = (list(zip(plain, [None] * (len(plain) - len(a.defaults)) + a.defaults))
+             + ([(a.vararg, None)] if a.vararg else []))
     pairs += list(zip(a.kwonlyargs, a.kw_defaults)) + ([(a.kwarg, None)] if a.kwarg else [])
     for x, default in pairs:
         if x.arg in ("self", "cls"): continue
         stars = "*" if x is a.vararg else "**" if x is a.kwarg else ""
-        yield stars + x.arg, _text(x.annotation), _text(default), max(x.end_lineno, default.end_lineno if default is not None else 0)
+        yield (stars + x.arg, _text(x.annotation), _text(default),
+               max(x.end_lineno, default.end_lineno if default is not None else 0))
 
 
 def _signature(f, comments):
     "Parameters and what comes back, each with the comment behind it (or alone on the line above)."
     arguments = list(_arguments(f))
-    end = f.returns.end_lineno if f.returns is not None else max([f.lineno] + [line for *_, line in arguments])
+    end = f.returns.end_lineno if f.returns is not None else max(
+        [f.lineno] + [line for *_, line in arguments])
     if f.returns is None:               # `): # comment`
-        end = next((n for n in range(end + 1, f.body[0].lineno) if n in comments and not comments[n][1]), end)
+        end = next((n for n in range(end + 1, f.body[0].lineno) if n in comments
+                    and not comments[n][1]), end)
     params = []
     for i, (name, kind, default, line) in enumerate(arguments):
-        own = line not in [last for *_, last in arguments[i + 1:]] and not (f.returns is not None and line == end)
-        comment = comments.get(line, ("", True))[0] if own and not comments.get(line, ("", True))[1] else ""
+        own = line not in [
+            last for *_, last in arguments[i + 1:]] and not (f.returns is not None and line == end)
+        comment = comments.get(line, ("", True))[0] if own and not comments.get(
+            line, ("", True))[1] else ""
         if not comment and comments.get(line - 1, ("", False))[1]: comment = comments[line - 1][0]
         params.append((name, kind, default, comment))
     taken = any(line == end for *_, line in arguments) and f.returns is None
@@ -69,11 +81,14 @@ def _signature(f, comments):
 
 
 def _fields(node, comments):
-    "Fields of a dataclass: the comment behind each, the text below it, or the help text of its `option(default, help)`."
+    """Fields of a dataclass: the comment behind each, the text below it, or the help text of its
+    `option(default, help)`.
+    """
     for f, below in zip(node.body, [*node.body[1:], None]):
         if not isinstance(f, ast.AnnAssign): continue
         default, comment = f.value, comments.get(f.end_lineno, ("", True))[0]
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant): comment = below.value.value
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            comment = below.value.value
         if isinstance(default, ast.Call) and ast.unparse(default.func) == "option":
             default, comment = default.args[0], ast.literal_eval(default.args[1])
         yield ast.unparse(f.target), ast.unparse(f.annotation), _text(default), comment
@@ -83,28 +98,36 @@ def _things(source, module, page):
     comments = _comments(source)
     for node in ast.parse(source).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            thing = Thing(node.name, "function" if isinstance(node, ast.FunctionDef) else "class", module, page, ast.get_docstring(node) or "")
+            thing = Thing(node.name, "function" if isinstance(node, ast.FunctionDef) else "class",
+                          module, page, ast.get_docstring(node) or "")
             if thing.kind == "function": thing.params, thing.returns = _signature(node, comments)
-            elif any("dataclass" in ast.unparse(d) for d in node.decorator_list): thing.params = list(_fields(node, comments))
+            elif any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+                thing.params = list(_fields(node, comments))
             for f in node.body if thing.kind == "class" else []:
                 if not isinstance(f, ast.FunctionDef): continue
                 if f.name == "__init__": thing.params = _signature(f, comments)[0]
                 elif f.name == "__call__" or not f.name.startswith("_"):
-                    kind = "property" if any(ast.unparse(d) == "property" for d in f.decorator_list) else "method"
-                    thing.inside.append(Thing(f"{node.name}.{f.name}", kind, module, page, ast.get_docstring(f) or "", *_signature(f, comments)))
+                    kind = "property" if any(
+                        ast.unparse(d) == "property" for d in f.decorator_list) else "method"
+                    thing.inside.append(Thing(f"{node.name}.{f.name}", kind, module, page,
+                                              ast.get_docstring(f) or "", *_signature(f, comments)))
             yield thing
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "namedtuple":
+        elif isinstance(node, ast.Assign) and isinstance(
+            node.value, ast.Call) and ast.unparse(node.value.func) == "namedtuple":
             name = _text(node.targets[0])
             fields = getattr(importlib.import_module(module), name)
             defaults = {n: repr(d) for n, d in fields._field_defaults.items()}
-            yield Thing(name, "class", module, page, "A namedtuple.", [(n, None, defaults.get(n), "") for n in fields._fields])
+            yield Thing(name, "class", module, page, "A namedtuple.",
+                        [(n, None, defaults.get(n), "") for n in fields._fields])
 
 
 def exported(nb, page):
     "{cell id: what that cell exports to the module of the notebook}, methods within their classes."
-    name = next((d["default_exp"] for c in nb.cells if "default_exp" in (d := directives(c.source))), None)
+    name = next(
+        (d["default_exp"] for c in nb.cells if "default_exp" in (d := directives(c.source))), None)
     if name is None: return {}
-    cells = {c.id: list(_things(c.source, f"{NBDEV.lib_name}.{name}", page)) for c in nb.cells if c.cell_type == "code" and directives(c.source).get("export") == ""}
+    cells = {c.id: list(_things(c.source, f"{NBDEV.lib_name}.{name}", page)) for c in nb.cells
+             if c.cell_type == "code" and directives(c.source).get("export") == ""}
     return {i: things for i, things in cells.items() if things}
 
 
@@ -120,7 +143,9 @@ def _lines(module):
     if not path.exists(): return {}
     found = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        for name in [node.name] if hasattr(node, "name") else [ast.unparse(t) for t in getattr(node, "targets", [])]: found[name] = node.lineno, node.end_lineno
+        for name in [node.name] if hasattr(node, "name") else [
+            ast.unparse(t) for t in getattr(node, "targets", [])]:
+            found[name] = node.lineno, node.end_lineno
         for f in node.body if isinstance(node, ast.ClassDef) else []:
             if hasattr(f, "name"): found[f"{node.name}.{f.name}"] = f.lineno, f.end_lineno
     return found
@@ -129,23 +154,30 @@ def _lines(module):
 def source_url(module, name):
     "Where the code of `module`.`name` stands in the repository, with its lines."
     lines = _lines(module).get(name)
-    return f"{NBDEV.git_url}/blob/{NBDEV.branch}/{module_file(module).as_posix()}" + (f"#L{lines[0]}-L{lines[1]}" if lines else "")
+    return f"{NBDEV.git_url}/blob/{NBDEV.branch}/{module_file(module).as_posix()}" + (
+        f"#L{lines[0]}-L{lines[1]}" if lines else "")
 
 
 def prose(text):
     "A comment as Markdown: what looks like markup by chance is none; backticks stay."
     parts = re.split(r"(`[^`]+`)", text)
-    return "".join(p if p.startswith("`") else re.sub(r"([*_<>$\[\]{}\\|~^])", r"\\\1", p) for p in parts).replace("\n", " ")
+    return "".join(p if p.startswith("`") else re.sub(r"([*_<>$\[\]{}\\|~^])", r"\\\1", p)
+                   for p in parts).replace("\n", " ")
 
 
-def _code(text): return "" if text is None else "`" + text.replace("|", r"\|").replace("\n", " ") + "`"
+def _code(text):
+    return "" if text is None else "`" + text.replace("|", r"\|").replace("\n", " ") + "`"
 
 
 def _table(thing):
-    rows = [(_code(n), " = ".join(filter(None, [_code(t), _code(d)])) if t else f"= {_code(d)}" if d else "", prose(c)) for n, t, d, c in thing.params if t or c]
-    if any(thing.returns): rows.append(("*returns*", _code(thing.returns[0] or None), prose(thing.returns[1])))
+    rows = [(_code(n),
+             " = ".join(filter(None, [_code(t), _code(d)])) if t else f"= {_code(d)}" if d else "",
+             prose(c)) for n, t, d, c in thing.params if t or c]
+    if any(thing.returns):
+        rows.append(("*returns*", _code(thing.returns[0] or None), prose(thing.returns[1])))
     if not rows: return ""
-    return "\n\n| parameter | type, default | meaning |\n|---|---|---|\n" + "\n".join(f"| {a} | {b} | {c} |" for a, b, c in rows) + "\n"
+    return "\n\n| parameter | type, default | meaning |\n|---|---|---|\n" + "\n".join(
+        f"| {a} | {b} | {c} |" for a, b, c in rows) + "\n"
 
 
 def as_directives(things):
@@ -154,15 +186,20 @@ def as_directives(things):
 
 
 def as_directive(thing, fence=5):
-    """The Sphinx directive that puts `thing` on the page, into its table of contents, the search and the reach of references.
+    """The Sphinx directive that puts `thing` on the page, into its table of contents, the search
+    and the reach of references.
     Its table and its methods are folded: the cell above says the same."""
     shown = [n + (f"={d}" if d is not None else "") for n, _, d, _ in thing.params]
     if len(shown) > 12: shown = ["..."]
     brackets = "" if thing.kind == "property" else f"({', '.join(shown)})"
     inside = "\n\n".join(as_directive(t, fence - 1) for t in thing.inside)
-    if len(thing.inside) > 3: inside = f'\n<details class="parameters"><summary>Methods</summary>\n\n{inside}\n\n</details>\n'
+    if len(thing.inside) > 3:
+        inside = ('\n<details class="parameters"><summary>Methods</summary>\n\n'
+                  f'{inside}\n\n</details>\n')
     table = _table(thing)
-    if table: table = f'\n\n<details class="parameters"><summary>Parameters</summary>{table}\n</details>\n'
+    if table:
+        table = ('\n\n<details class="parameters"><summary>Parameters</summary>'
+                 f'{table}\n</details>\n')
     body = f"{prose(thing.doc)}{table}\n{inside}".strip()
     name = thing.name.split(".")[-1] if thing.kind in ("method", "property") else thing.name
     head = f"{'`' * fence}{{py:{thing.kind}}} {name}{brackets}".replace("\n", " ")
@@ -173,10 +210,11 @@ def as_directive(thing, fence=5):
 class Names:
     "Which inline code names something of ours: `whiten` in prose becomes a link to it."
     def __init__(self, things):
-        self.by_name, self.params = {}, {}              # parameters of ours: the pages they stand on
+        self.by_name, self.params = {}, {}  # parameters of ours: the pages they stand on
         for t in things:
             for x in [t, *t.inside]:
-                for name in {x.name, f"{x.module.split('.')[-1]}.{x.name}", x.full}: self.by_name.setdefault(name, []).append(x)
+                for name in {x.name, f"{x.module.split('.')[-1]}.{x.name}", x.full}:
+                    self.by_name.setdefault(name, []).append(x)
                 for name, *_ in x.params: self.params.setdefault(name, set()).add(x.page)
 
     def __call__(self, text, page):
@@ -187,5 +225,7 @@ class Names:
         if len(found) != 1 or text in WORDS: return None
         thing, formula = found[0], found[0].page.startswith("formulas/")
         if text.endswith("()"): return thing
-        if text in self.params and not (formula and page not in self.params[text]): return None         # a parameter, or the function?
-        return thing if here or formula or not re.fullmatch(r"[a-z0-9]+", text) else None               # `train` may be a word of any kind
+        # a parameter, or the function?
+        if text in self.params and not (formula and page not in self.params[text]): return None
+        # `train` may be a word of any kind
+        return thing if here or formula or not re.fullmatch(r"[a-z0-9]+", text) else None

@@ -1,11 +1,14 @@
-"""On a narrow screen the panels of a figure stand one above the other: parts of the same file, cut between the axes."""
+"""On a narrow screen the panels of a figure stand one above the other: parts of the same file, cut
+between the axes.
+"""
 import html
 import re
 from pathlib import Path
 
 AXES = re.compile(r'<g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="([^"]*)"')
 TICK = re.compile(r'<g id="ytick_\d+">')
-PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*/_images/([^"/]+\.svg)|_images/([^"/]+\.svg))"\s*/?>')
+PICTURE = re.compile(
+    r'<img alt="([^"]*)" src="([^"]*/_images/([^"/]+\.svg)|_images/([^"/]+\.svg))"\s*/?>')
 NARROW = 520            # points: a figure of one panel that a narrow screen shows whole
 STRIP = 6               # panels: more are the frames of a film, which stay side by side
 SPACE = 4               # points to the right of its axes that belong to a panel
@@ -20,7 +23,8 @@ def spans(svg):
         found.append((min(x), max(x)))
     columns = []
     for left, right in sorted(found):
-        if columns and (left < columns[-1][1] or right - left < BAR): columns[-1][1] = max(columns[-1][1], right)
+        if columns and (left < columns[-1][1] or right - left < BAR):
+            columns[-1][1] = max(columns[-1][1], right)
         else: columns.append([left, right])
     return columns
 
@@ -32,7 +36,9 @@ def share_labels(svg):
 
 
 def panels(svg):
-    "Each panel of `svg`, from left to right, as its view boxes (x, y, width, height): where axes share their labels, those come first."
+    """Each panel of `svg`, from left to right, as its view boxes (x, y, width, height): where axes
+    share their labels, those come first.
+    """
     width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
     columns = spans(svg)
     cuts = [0, *(min(a[1] + SPACE, b[0]) for a, b in zip(columns, columns[1:])), width]
@@ -47,8 +53,12 @@ def stacked(alt, src, rows):
     "The panels above each other, none larger than in the whole figure."
     def part(x, y, w, h):
         view = f"svgView(viewBox({x},{y},{w},{h}))"
-        return f'<img alt="" aria-hidden="true" loading="lazy" style="aspect-ratio: {w} / {h}; flex: {w} {w} 0" src="{src}#{view}">'
-    drawn = "".join(f'<div style="max-width: {sum(box[2] for box in row):.0f}pt">{"".join(part(*box) for box in row)}</div>' for row in rows)
+        return (f'<img alt="" aria-hidden="true" loading="lazy" style="aspect-ratio: {w} '
+                f'/ {h}; flex: {w} {w} 0" src="{src}#{view}">')
+    drawn = "".join(
+        f'<div style="max-width: '
+        f'{sum(box[2] for box in row):.0f}pt">{"".join(part(*box) for box in row)}</div>'
+        for row in rows)
     return f'<div class="panels" role="img" aria-label="{alt}">{drawn}</div>'
 
 
@@ -59,8 +69,10 @@ def stack(app, pagename, templatename, context, doctree):
     def change(m):
         alt, src, name = m[1], m[2], m[3] or m[4]
         rows = panels(files[html.unescape(name)].read_text(encoding="utf-8"))
-        if 1 < len(rows) <= STRIP: return m[0].replace("<img ", '<img class="side-by-side" ', 1) + stacked(alt, src, rows)
-        if len(rows) > STRIP or rows[0][0][2] <= NARROW: return m[0].replace("<img ", '<img class="narrow" ', 1)
+        if 1 < len(rows) <= STRIP:
+            return m[0].replace("<img ", '<img class="side-by-side" ', 1) + stacked(alt, src, rows)
+        if len(rows) > STRIP or rows[0][0][2] <= NARROW:
+            return m[0].replace("<img ", '<img class="narrow" ', 1)
         return m[0]
     context["body"] = PICTURE.sub(change, context["body"])
 

@@ -1,6 +1,8 @@
-"""What a page of the site keeps closed until it is asked for: answers to predictions, more proofs, engineering, errata, and what `help` says.
+"""What a page of the site keeps closed until it is asked for: answers to predictions, more proofs,
+engineering, errata, and what `help` says.
 
-A section called "More proofs", "In the workshop", "Errata" or "The formulas by name" is folded as a whole. After "Predict before you run" the code stays in view; what it puts
+A section called "More proofs", "In the workshop", "Errata" or "The formulas by name" is folded as a
+whole. After "Predict before you run" the code stays in view; what it puts
 out, and the paragraph after it, are the answer. A slider stays in view: moving it shows the answer.
 """
 import re
@@ -9,12 +11,14 @@ from docutils import nodes
 from sphinx.addnodes import desc
 
 SECTIONS = ("More proofs", "In the workshop", "Errata", CARD := "The formulas by name")
-PREDICT = re.compile(r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
+PREDICT = re.compile(
+    r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
 
 
 def details(name, summary, children):
     start = f'<details class="fold {name}"><summary>{summary}</summary>'
-    return [nodes.raw("", start, format="html"), *children, nodes.raw("", "</details>", format="html")]
+    return [
+        nodes.raw("", start, format="html"), *children, nodes.raw("", "</details>", format="html")]
 
 
 def fold_sections(doctree):
@@ -27,7 +31,8 @@ def fold_sections(doctree):
         else: section[:] = [title, *details("section", shown, rest)]
 
 
-def is_code(node): return isinstance(node, nodes.container) and node.get("nb_element") == "cell_code"
+def is_code(node):
+    return isinstance(node, nodes.container) and node.get("nb_element") == "cell_code"
 
 
 def outputs(cell):
@@ -43,7 +48,9 @@ def flow(section):
         else: yield node
 
 
-def is_question(node): return isinstance(node, (nodes.paragraph, nodes.bullet_list, nodes.enumerated_list)) and bool(PREDICT.search(node.astext()))
+def is_question(node):
+    return (isinstance(node, (nodes.paragraph, nodes.bullet_list, nodes.enumerated_list))
+            and bool(PREDICT.search(node.astext())))
 
 
 def answer(blocks):

@@ -1,4 +1,5 @@
-"""What the text of a page refers to becomes a link: lessons by number, papers by authors and year, details of RLHF by code (P9).
+"""What the text of a page refers to becomes a link: lessons by number, papers by authors and year,
+details of RLHF by code (P9).
 
 Papers stand in a table of the map; details in the first column of a table of lesson 27.
 """
@@ -27,7 +28,8 @@ class Links:
             for cell in p.nb.cells:
                 if cell.cell_type != "markdown": continue
                 self.details |= {code: p for row in ROW.findall(cell.source) for code in codes(row)}
-                self.papers |= {(names, year): url for names, year, url in PAPER.findall(cell.source)}
+                self.papers |= {
+                    (names, year): url for names, year, url in PAPER.findall(cell.source)}
         papers = "|".join(rf"{re.escape(n)},? (?:\({y}\)|\(?{y})" for n, y in self.papers)
         self.pattern = "|".join([
             ROW.pattern, LEAVE, r"\b[Ll]esson (?P<lesson>\d\d)\b", r"(?<!-)\b(?P<code>[GRP]\d+)\b",
@@ -35,12 +37,18 @@ class Links:
         ])
 
     def __call__(self, text, page, outside):
-        "`text` of `page`, with its links; `outside(pattern, change, text)` substitutes, but not in fenced code."
+        """`text` of `page`, with its links; `outside(pattern, change, text)` substitutes, but not
+        in fenced code.
+        """
         def link(m):
-            if m["row"]: return "| " + "".join(f'<a id="detail-{c.lower()}"></a>' for c in codes(m["row"])) + f"{m['row']} |"
-            if m["lesson"] in self.lessons: return f"[{m[0]}]({relative(self.lessons[m['lesson']], page)}.ipynb)"
+            if m["row"]:
+                return "| " + "".join(
+                    f'<a id="detail-{c.lower()}"></a>' for c in codes(m["row"])) + f"{m['row']} |"
+            if m["lesson"] in self.lessons:
+                return f"[{m[0]}]({relative(self.lessons[m['lesson']], page)}.ipynb)"
             if m["code"] in self.details:
-                return f'<a href="{relative(self.details[m["code"]], page)}.html#detail-{m["code"].lower()}">{m[0]}</a>'
+                at, code = relative(self.details[m["code"]], page), m["code"].lower()
+                return f'<a href="{at}.html#detail-{code}">{m[0]}</a>'
             if m["paper"]: return f"[{m[0]}]({self.papers[re.fullmatch(PARTS, m[0]).groups()]})"
             return m[0]
         return outside(self.pattern, link, text)

@@ -2,9 +2,12 @@
 
     python tools/site_pages.py [--out _docs]
 
-Nothing is executed. What is for tools only (`#| hide`, `#| default_exp`, the directive lines) is left out, notebooks lose their numbers, and a
-figure's `#| fig-alt:` becomes its alternative text. What a cell exports stands below it with a table of its parameters; its name in backticks,
-on any page, is a link to it. Formulas on lines of their own are numbered. `llms.txt` and `llms-full.txt` are the same for readers that are programs.
+Nothing is executed. What is for tools only (`#| hide`, `#| default_exp`, the directive lines) is
+left out, notebooks lose their numbers, and a
+figure's `#| fig-alt:` becomes its alternative text. What a cell exports stands below it with a
+table of its parameters; its name in backticks,
+on any page, is a link to it. Formulas on lines of their own are numbered. `llms.txt` and
+`llms-full.txt` are the same for readers that are programs.
 Any warning of Sphinx fails the build.
 """
 import argparse
@@ -22,7 +25,8 @@ import site_links
 from notebooks import NBDEV, ROOT, WIDTH, directives, notebooks
 from sphinx.cmd.build import main as sphinx
 
-FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control", "Language": "language", "Hub": "hub",
+FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control",
+          "Language": "language", "Hub": "hub",
           "Reviews": "reviews", "Studies": "studies", "Workshop": "."}
 FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch")
@@ -30,28 +34,35 @@ FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re
 
 
 def page(path):
-    "Where the notebook at `path` stands on the site, without suffix: nbs/formulas/01_masking.ipynb -> formulas/masking."
+    """Where the notebook at `path` stands on the site, without suffix:
+    nbs/formulas/01_masking.ipynb -> formulas/masking.
+    """
     relative = path.relative_to(ROOT / "nbs")
     return relative.with_name(re.sub(r"^\d+_", "", relative.stem))
 
 
-def repository(path): return f"{NBDEV.git_url}/blob/{NBDEV.branch}/{path.relative_to(ROOT).as_posix()}"
+def repository(path):
+    return f"{NBDEV.git_url}/blob/{NBDEV.branch}/{path.relative_to(ROOT).as_posix()}"
 
 
 def target(link, path):
-    "A link of the notebook at `path`, as its page needs it: notebooks become pages, other files of the project stand in its repository."
+    """A link of the notebook at `path`, as its page needs it: notebooks become pages, other files
+    of the project stand in its repository.
+    """
     if re.match(r"[a-z]+:|#|$", link): return link
     file, _, anchor = link.partition("#")
     to = Path(os.path.normpath(path.parent / file))
     if to.suffix == ".ipynb" and to.is_relative_to(ROOT / "nbs"):
-        return os.path.relpath(page(to), page(path).parent) + ".ipynb" + (f"#{anchor.lower()}" if anchor else "")
+        return os.path.relpath(
+            page(to), page(path).parent) + ".ipynb" + (f"#{anchor.lower()}" if anchor else "")
     if to.is_relative_to(ROOT / "nbs" / "images"): return link
     return repository(to) + (f"#{anchor}" if anchor else "") if to.exists() else link
 
 
 def relink(text, path):
     text = re.sub(r"(?<=\]\()([^()\s]+)(?=\))", lambda m: target(m[1], path), text)
-    return re.sub(r'(?<=href=")([^"]+)(?=")', lambda m: target(m[1], path).replace(".ipynb", ".html"), text)
+    return re.sub(
+        r'(?<=href=")([^"]+)(?=")', lambda m: target(m[1], path).replace(".ipynb", ".html"), text)
 
 
 def outside(pattern, change, text):
@@ -64,7 +75,9 @@ def outside(pattern, change, text):
 
 
 def asked(cell):
-    "What the directives of a cell ask for; an exported cell asks by `source_hidden`, since directives would stand in its module."
+    """What the directives of a cell ask for; an exported cell asks by `source_hidden`, since
+    directives would stand in its module.
+    """
     hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
     return ({"hide-input": ""} if hidden else {}) | directives(cell.source)
 
@@ -81,22 +94,32 @@ class Page:
         self.equations = 0
         twice = sum(page(p).name == self.page.name for p in notebooks()) > 1
         self.label = self.page.as_posix().replace("/", "-") if twice else self.page.name
-        self.sections = {name for c in self.nb.cells if c.cell_type == "markdown" for head in re.findall(r"^#+ .*", c.source, re.M) for name in re.findall(r"`(\w+)`", head)}
+        self.sections = {name for c in self.nb.cells if c.cell_type == "markdown"
+                         for head in re.findall(r"^#+ .*", c.source, re.M)
+                         for name in re.findall(r"`(\w+)`", head)}
 
     @property
     def minutes(self):
-        "How long a reader needs for what is not folded, without the exercises: 200 words a minute, and three seconds a line of code."
-        words, lines, folded = 0, 0, 0          # folded: the level of the heading that folds what follows
+        """How long a reader needs for what is not folded, without the exercises: 200 words a
+        minute, and three seconds a line of code.
+        """
+        words, lines, folded = 0, 0, 0  # folded: the level of the heading that folds what follows
         for cell in self.nb.cells:
             d = asked(cell)
             if "hide" in d or "default_exp" in d: continue
-            for block in re.split(r"^(?=#+ )", cell.source, flags=re.M) if cell.cell_type == "markdown" else []:
+            for block in re.split(
+                r"^(?=#+ )", cell.source, flags=re.M) if cell.cell_type == "markdown" else []:
                 if head := re.match(r"(#+) (.*)", block):
                     if len(head[1]) <= folded: folded = 0
                     if head[2].strip() in ("Exercises", *site_folds.SECTIONS): folded = len(head[1])
-                if not folded: words += len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\]\([^)]*\)|\$[^$]*\$|^\|.*", "", block, flags=re.M)))
-            hidden = folded or {"code-fold", "echo", "hide-input"} & d.keys() or only_imports(cell.source)
-            if cell.cell_type == "code" and not hidden: lines += sum(bool(line.strip()) for line in cell.source.splitlines())
+                if not folded:
+                    words += len(
+                        re.findall(r"[A-Za-z]{2,}",
+                                   re.sub(r"\]\([^)]*\)|\$[^$]*\$|^\|.*", "", block, flags=re.M)))
+            hidden = folded or {
+                "code-fold", "echo", "hide-input"} & d.keys() or only_imports(cell.source)
+            if cell.cell_type == "code" and not hidden:
+                lines += sum(bool(line.strip()) for line in cell.source.splitlines())
         return max(1, round(words / 200 + lines / 20))
 
     @property
@@ -105,14 +128,16 @@ class Page:
     @property
     def exports_to(self):
         "The module that the notebook makes, or None."
-        name = next((d["default_exp"] for c in self.nb.cells if "default_exp" in (d := directives(c.source))), None)
+        name = next((d["default_exp"] for c in self.nb.cells
+                     if "default_exp" in (d := directives(c.source))), None)
         return name and f"{NBDEV.lib_name}.{name}"
 
     @property
     def floor(self):
         folder = self.page.parent.as_posix()
         if folder in WORKSHOP: return "Workshop"
-        if folder != ".": return next((floor for floor, f in FLOORS.items() if f == folder), folder.capitalize())
+        if folder != ".":
+            return next((floor for floor, f in FLOORS.items() if f == folder), folder.capitalize())
         return "Workshop" if self.exports_to else "Start"
 
     def references(self, text, names):
@@ -120,23 +145,33 @@ class Page:
         def refer(m):
             if not m["code"]: return m[0]
             code, thing = m["code"], names(m["code"], self.page.as_posix())
-            if thing is None or code in self.sections and thing.page != self.page.as_posix(): return m[0]       # a section of this page has the name: a metric
-            return f"{{py:obj}}`{code} <{thing.full}>`" if "." in code else f"{{py:obj}}`~{thing.full}`"
-        return outside(r"^#+ [^\n]*|\[[^\[\]]*\]\([^()]*\)|``.+?``|(?<![`}])`(?P<code>[\w.]+(?:\(\))?)`(?!`)|`[^`]*`", refer, text)
+            # a section of this page has the name: a metric
+            if thing is None or code in self.sections and thing.page != self.page.as_posix():
+                return m[0]
+            return (f"{{py:obj}}`{code} <{thing.full}>`" if "." in code
+                    else f"{{py:obj}}`~{thing.full}`")
+        names = (r"^#+ [^\n]*|\[[^\[\]]*\]\([^()]*\)|``.+?``"
+                 r"|(?<![`}])`(?P<code>[\w.]+(?:\(\))?)`(?!`)|`[^`]*`")
+        return outside(names, refer, text)
 
     def numbered(self, text):
-        "Formulas that stand on lines of their own get a number, and an anchor: equation-kl-3. One with a label, `$$ ... $$ (eq-name)`, keeps its name."
+        """Formulas that stand on lines of their own get a number, and an anchor: equation-kl-3. One
+        with a label, `$$ ... $$ (eq-name)`, keeps its name.
+        """
         def number(m):
             self.equations += 1
             return m[0] if m["label"] else f"{m['formula']} ({self.label}-{self.equations})"
-        text = outside(r"^(?P<formula>[ \t>]*\$\$(?:(?!\$\$).)+\$\$)[ \t]*(?P<label>\([\w-]+\))?[ \t]*$", number, text)
+        text = outside(
+            r"^(?P<formula>[ \t>]*\$\$(?:(?!\$\$).)+\$\$)[ \t]*(?P<label>\([\w-]+\))?[ \t]*$",
+            number, text)
         return re.sub(r"\[[^\[\]]*\]\(#(?:equation-)?(eq-[\w-]+)\)", r"{eq}`\1`", text)
 
     links = None                        # site_links.Links, as soon as all pages are known
 
     def linked(self, text): return self.links(text, self, outside) if self.links else text
 
-    def prose(self, text, names): return self.numbered(self.references(self.linked(relink(text, self.path)), names))
+    def prose(self, text, names):
+        return self.numbered(self.references(self.linked(relink(text, self.path)), names))
 
     @property
     def number(self):
@@ -151,7 +186,9 @@ class Page:
         modules = sorted({t.module for t in self.things})
         links += [f'<a href="{site_api.source_url(m, None)}">{m}</a>' for m in modules]
         at = NBDEV.git_url.removeprefix("https://github.com/")
-        links.append(f'run it on <a href="https://mybinder.org/v2/gh/{at}/{NBDEV.branch}?labpath={self.path.relative_to(ROOT).as_posix()}">Binder</a>')
+        path = self.path.relative_to(ROOT).as_posix()
+        binder = f"https://mybinder.org/v2/gh/{at}/{NBDEV.branch}?labpath={path}"
+        links.append(f'run it on <a href="{binder}">Binder</a>')
         return '\n\n<p class="sources">' + " · ".join(links) + "</p>\n"
 
     def cell(self, cell, d, names, intro):
@@ -165,16 +202,19 @@ class Page:
         if d.get("echo") == "false": tags.append("remove-input")
         elif d.get("code-fold") == "true":
             tags.append("hide-input")
-            options |= {"code_prompt_show": d.get("code-summary", "Code"), "code_prompt_hide": d.get("code-summary", "Code")}
+            options |= {"code_prompt_show": d.get("code-summary", "Code"),
+                        "code_prompt_hide": d.get("code-summary", "Code")}
         elif "hide-input" in d or intro and only_imports(cell.source):
             tags.append("hide-input")
-            options |= {"code_prompt_show": "Imports" if only_imports(cell.source) else "Code"} | {"code_prompt_hide": "Imports" if only_imports(cell.source) else "Code"}
+            options |= {"code_prompt_show": "Imports" if only_imports(cell.source) else "Code"} | {
+                "code_prompt_hide": "Imports" if only_imports(cell.source) else "Code"}
         if prints_sentences(cell): tags.append("sentences")
         if "fig-alt" in d: options["image"] = {"alt": d["fig-alt"]}
         cell.metadata = nbformat.from_dict({"tags": tags, "mystnb": options})
         for out in cell.outputs:
             data = out.get("data", {})
-            if "text/markdown" in data: data["text/markdown"] = self.prose(data["text/markdown"], names)
+            if "text/markdown" in data:
+                data["text/markdown"] = self.prose(data["text/markdown"], names)
             if "text/html" in data: data["text/html"] = relink(data["text/html"], self.path)
         return cell
 
@@ -186,49 +226,66 @@ class Page:
             if "hide" in d or "default_exp" in d: continue
             if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.M): intro = False
             shown = self.cell(cell, d, names, intro)
-            if cells and folded(shown) and folded(cells[-1]) == folded(shown) and not cells[-1].outputs:
+            if cells and folded(shown) and folded(
+                cells[-1]) == folded(shown) and not cells[-1].outputs:
                 shown.source = f"{cells.pop().source}\n\n{shown.source}"
             if not cells and self.page.name != "index": shown.source += self.sources()
             cells.append(shown)
             if things := self.exports.get(cell.id):
                 text = self.references_in_tables(site_api.as_directives(things), names)
-                cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-api"[-64:], metadata={"class": "api"}))
+                cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-api"[-64:],
+                                                           metadata={"class": "api"}))
         nb = self.nb.copy()
         nb.cells, nb.metadata = cells, nbformat.from_dict(dict(nb.metadata))
         return nb
 
     def references_in_tables(self, text, names):
-        "Docstrings and comments refer to each other, too; the first two columns, names and types, do not."
+        """Docstrings and comments refer to each other, too; the first two columns, names and types,
+        do not.
+        """
         lines = []
         for line in text.splitlines():
             if line.startswith("| "):
                 first, second, *rest = re.split(r"(?<!\\)\|", line)[1:-1]
-                lines.append(f"|{first}|{second}|" + "".join(self.references(self.linked(r), names) + "|" for r in rest))
-            else: lines.append(line if line.startswith(("`", ":", "<")) else self.references(self.linked(line), names))
+                lines.append(f"|{first}|{second}|"
+                             + "".join(self.references(self.linked(r), names) + "|" for r in rest))
+            else:
+                lines.append(line if line.startswith(("`", ":", "<"))
+                             else self.references(self.linked(line), names))
         return "\n".join(lines)
 
 
 def prints_sentences(cell):
-    "Does a cell print lines that are longer than a page is wide, and no columns? Those may be wrapped."
-    long = [line.strip() for out in cell.outputs for line in out.get("text", "").splitlines() if len(line) > WIDTH]
+    """Does a cell print lines that are longer than a page is wide, and no columns? Those may be
+    wrapped.
+    """
+    long = [line.strip() for out in cell.outputs for line in out.get("text", "").splitlines()
+            if len(line) > WIDTH]
     return bool(long) and not any("  " in line for line in long)
 
 
 def folded(shown):
-    "The name of the fold that a cell's code is in, if any; folds that follow each other become one."
+    """The name of the fold that a cell's code is in, if any; folds that follow each other become
+    one.
+    """
     return shown.cell_type == "code" and shown.metadata["mystnb"].get("code_prompt_show")
 
 
 def only_imports(source):
     "Imports before the first section are folded away: a lesson opens with its question."
-    return all(re.match(r"import |from |viz\.style\(\)|\s|#|\)|$", line) for line in source.splitlines())
+    return all(
+        re.match(r"import |from |viz\.style\(\)|\s|#|\)|$", line) for line in source.splitlines())
 
 
 def by_floor(pages):
-    "[(floor, its pages in the order in which they are read)], without the front page and the empty floors."
+    """[(floor, its pages in the order in which they are read)], without the front page and the
+    empty floors.
+    """
     known = list(FLOORS) + sorted({p.floor for p in pages} - set(FLOORS))
-    floors = [(floor, [p for p in pages if p.floor == floor and p.page.name != "index"]) for floor in known]
-    for _, found in floors: found.sort(key=lambda p: FIRST.index(p.page.name) if p.page.name in FIRST else len(FIRST))
+    floors = [(floor, [p for p in pages if p.floor == floor and p.page.name != "index"])
+              for floor in known]
+    for _, found in floors:
+        found.sort(key=lambda p: FIRST.index(p.page.name) if p.page.name in FIRST else len(FIRST))
     return [(floor, found) for floor, found in floors if found]
 
 
@@ -246,18 +303,21 @@ def timed(front, pages):
 def contents(pages):
     "The table of contents, floor by floor, as a cell for the end of the front page."
     def entry(p): return f"{p.number} {p.title} <{p.page.as_posix()}>".strip()
-    blocks = [f"```{{toctree}}\n:hidden:\n:caption: {floor}\n\n" + "\n".join(map(entry, found)) + "\n```" for floor, found in by_floor(pages)]
+    blocks = [f"```{{toctree}}\n:hidden:\n:caption: {floor}\n\n" + "\n".join(map(entry, found))
+              + "\n```" for floor, found in by_floor(pages)]
     return nbformat.v4.new_markdown_cell("\n\n".join(blocks), id="contents")
 
 
 def llms(pages):
     "The site in one line per page."
     front = next(p for p in pages if p.page.name == "index")
-    text = f"# {front.title}\n\n> {front.summary}\n\nEverything in one file, code and results included: [llms-full.txt](llms-full.txt).\n"
+    text = (f"# {front.title}\n\n> {front.summary}\n\nEverything in one file, code "
+            f"and results included: [llms-full.txt](llms-full.txt).\n")
     for floor, found in by_floor(pages):
         text += f"\n## {floor}\n\n"
         for p in found:
-            names = f" `{p.things[0].module}`: {', '.join(t.name for t in p.things)}." if p.things else ""
+            names = (f" `{p.things[0].module}`: {', '.join(t.name for t in p.things)}." if p.things
+                     else "")
             text += f"- [{p.title}]({p.page.as_posix()}.html): {p.summary}{names}\n"
     return text
 
@@ -267,23 +327,33 @@ def as_markdown(page):
     def cell(c):
         if c.cell_type == "markdown": return c.source
         source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", c.source)
-        said = [o.get("text") or o.get("data", {}).get("text/markdown") or o.get("data", {}).get("text/plain", "") for o in c.outputs]
+        said = [o.get("text") or o.get("data", {}).get("text/markdown")
+                or o.get("data", {}).get("text/plain", "") for o in c.outputs]
         alt = directives(c.source).get("fig-alt")
-        said = [f"[figure: {alt}]" if alt and re.match(r"<(Figure|IPython)", s) else s for s in said]
-        return f"```python\n{source}\n```" + "".join(f"\n\n```text\n{s.rstrip()}\n```" for s in said if s.strip())
-    return "\n\n".join(cell(c) for c in page.nb.cells if not {"hide", "default_exp"} & directives(c.source).keys()) + "\n"
+        said = [
+            f"[figure: {alt}]" if alt and re.match(r"<(Figure|IPython)", s) else s for s in said]
+        return f"```python\n{source}\n```" + "".join(
+            f"\n\n```text\n{s.rstrip()}\n```" for s in said if s.strip())
+    return "\n\n".join(cell(c) for c in page.nb.cells
+                       if not {"hide", "default_exp"} & directives(c.source).keys()) + "\n"
 
 
 def for_programs(pages, out):
-    "The site in one line per page; each page as Markdown, where its module's docstring points to; all of them in one file."
+    """The site in one line per page; each page as Markdown, where its module's docstring points to;
+    all of them in one file.
+    """
     (out / "llms.txt").write_text(llms(pages), encoding="utf-8")
     whole = {f"{p.page.as_posix()}.html": as_markdown(p) for p in pages}
     for name, text in whole.items(): (out / f"{name}.md").write_text(text, encoding="utf-8")
-    (out / "llms-full.txt").write_text("\n---\n\n".join(f"<!-- {name} -->\n\n{text}" for name, text in whole.items()), encoding="utf-8")
+    (out / "llms-full.txt").write_text(
+        "\n---\n\n".join(f"<!-- {name} -->\n\n{text}" for name, text in whole.items()),
+        encoding="utf-8")
 
 
 def build(out):
-    "The site in `out`; Sphinx works elsewhere, since it leaves the executed notebooks beside what it builds."
+    """The site in `out`; Sphinx works elsewhere, since it leaves the executed notebooks beside what
+    it builds.
+    """
     with tempfile.TemporaryDirectory() as work:
         html = Path(work) / "html"
         code = build_from(Path(work) / "source", html)
@@ -293,7 +363,8 @@ def build(out):
 
 def build_from(source, out):
     pages = [Page(path) for path in notebooks()]
-    pages = [p for p in pages if p.page.name == "index"] + [p for _, found in by_floor(pages) for p in found]
+    pages = [p for p in pages if p.page.name == "index"] + [
+        p for _, found in by_floor(pages) for p in found]
     timed(pages[0], pages)
     Page.links = site_links.Links(pages)
     names = site_api.Names([t for p in pages for t in p.things])
@@ -304,13 +375,15 @@ def build_from(source, out):
         to.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(nb, to)
     shutil.copytree(ROOT / "nbs" / "images", source / "images", dirs_exist_ok=True)
-    code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d", str(source / ".doctrees"), str(source), str(out)])
+    code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d",
+                   str(source / ".doctrees"), str(source), str(out)])
     if not code: for_programs(pages, out)
     return code
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "_docs")
     out = parser.parse_args().out
     code = build(out)

@@ -24,30 +24,43 @@ class Still(gym.Env):
 
 
 def test_a_module_makes_its_environments_known(tmp_path, monkeypatch):
-    (tmp_path / "makes_itself_known.py").write_text("import gymnasium as gym\ngym.register('rlhf_notes/Known-v0', 'gymnasium.envs.classic_control:PendulumEnv', reward_threshold=7, max_episode_steps=9)")
+    (tmp_path / "makes_itself_known.py").write_text(
+        "import gymnasium as gym\ngym.register('rlhf_notes/Known-v0', "
+        "'gymnasium.envs.classic_control:PendulumEnv', reward_threshold=7, " "max_episode_steps=9)")
     monkeypatch.syspath_prepend(tmp_path)
     try:
         assert find_spec("makes_itself_known:rlhf_notes/Known-v0").reward_threshold == 7
-        sys.modules.pop("makes_itself_known"); gym.registry.pop("rlhf_notes/Known-v0")
+        sys.modules.pop("makes_itself_known")
+        gym.registry.pop("rlhf_notes/Known-v0")
         assert make_envs("makes_itself_known:rlhf_notes/Known-v0", 2).num_envs == 2
     finally: gym.registry.pop("rlhf_notes/Known-v0", None)
     assert find_spec("CartPole-v1") is gym.spec("CartPole-v1")
 
 
-@pytest.mark.parametrize("error, words", [(RuntimeError("no licence"), "no licence"), (ImportError("libfoo.so"), "libfoo.so"), (AssertionError(), "AssertionError"), (None, "size")])
+@pytest.mark.parametrize("error, words", [(RuntimeError("no licence"), "no licence"),
+                                          (ImportError("libfoo.so"), "libfoo.so"),
+                                          (AssertionError(), "AssertionError"),
+                                          (None, "size")])
 def test_an_environment_that_cannot_be_made_is_named(monkeypatch, error, words):
     class Fails(gym.Env):
         def __init__(self, *size):
             if error is not None: raise error
     class Needs(gym.Env):
         def __init__(self, size): pass
-    monkeypatch.setitem(gym.registry, "Fails-v0", gym.envs.registration.EnvSpec("Fails-v0", Needs if error is None else Fails))
-    with pytest.raises(ValueError, match=f"env must be an environment that Gymnasium can make, got 'Fails-v0': .*{words}"): make_envs("Fails-v0", 1)
+    monkeypatch.setitem(
+        gym.registry, "Fails-v0",
+        gym.envs.registration.EnvSpec("Fails-v0", Needs if error is None else Fails))
+    with pytest.raises(
+        ValueError,
+        match=f"env must be an environment that Gymnasium can make, got 'Fails-v0': .*{words}"):
+        make_envs("Fails-v0", 1)
 
 
 def test_make_envs():
-    assert type(make_envs("CartPole-v1", 3).unwrapped).__name__ == "CartPoleVectorEnv" and make_envs("CartPole-v1", 3).num_envs == 3
-    assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv) and isinstance(make_envs("CartPole-v1", 2, "sync"), SyncVectorEnv)
+    assert type(make_envs("CartPole-v1", 3).unwrapped).__name__ == "CartPoleVectorEnv"
+    assert make_envs("CartPole-v1", 3).num_envs == 3
+    assert isinstance(make_envs("Acrobot-v1", 2), SyncVectorEnv)
+    assert isinstance(make_envs("CartPole-v1", 2, "sync"), SyncVectorEnv)
     envs = make_envs("CartPole-v1", 2, "async")
     assert isinstance(envs, AsyncVectorEnv)
     envs.close()
@@ -64,18 +77,30 @@ def test_observations_are_handed_out_without_a_copy():
 
 
 def test_autoreset_mode():
-    assert autoreset_mode(make_envs("CartPole-v1", 2)) == autoreset_mode(SyncVectorEnv([Still])) == "NextStep"
-    assert autoreset_mode(SyncVectorEnv([Still], autoreset_mode=AutoresetMode.SAME_STEP)) == "SameStep"
+    assert autoreset_mode(make_envs("CartPole-v1", 2)) == autoreset_mode(
+        SyncVectorEnv([Still])) == "NextStep"
+    assert autoreset_mode(
+        SyncVectorEnv([Still], autoreset_mode=AutoresetMode.SAME_STEP)) == "SameStep"
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: make_envs("CartPool-v1", 2), "env must be an environment that Gymnasium can make, got 'CartPool-v1'"),
-    *((lambda env=env: find_spec(env), f"^env must be an environment that Gymnasium can make, got '{env}': .") for env in ("CartPool-v1", "no_such_module:CartPole-v1")),
-    (lambda: make_envs("CartPole", 2), r"got 'CartPole': No registered env with id: CartPole \(one of your own is module:Name-v0\)$"),
-    (lambda: make_envs("no_such_module:CartPole-v1", 2), "env must be an environment that Gymnasium can make"),
-    (lambda: make_envs("FrozenLake-v1", 2), "env must have Box observations of at least one number, got 'FrozenLake-v1' with Discrete"),
-    (lambda: make_envs("Blackjack-v1", 2), "env must have Box observations of at least one number, got 'Blackjack-v1' with Tuple.* \\(gymnasium.wrappers.FlattenObservation makes them\\)$"),
-    (lambda: make_envs("CartPole-v1", 2, "threads"), "vectorization must be one of 'auto', 'sync', 'async', got 'threads'"),
+    (lambda: make_envs("CartPool-v1", 2),
+     "env must be an environment that Gymnasium can make, got 'CartPool-v1'"),
+    *((lambda env=env: find_spec(env),
+       f"^env must be an environment that Gymnasium can make, got '{env}': .")
+      for env in ("CartPool-v1", "no_such_module:CartPole-v1")),
+    (lambda: make_envs("CartPole", 2),
+     r"got 'CartPole': No registered env with id: CartPole \(one of your own "
+     r"is module:Name-v0\)$"),
+    (lambda: make_envs("no_such_module:CartPole-v1", 2),
+     "env must be an environment that Gymnasium can make"),
+    (lambda: make_envs("FrozenLake-v1", 2),
+     "env must have Box observations of at least one number, got " "'FrozenLake-v1' with Discrete"),
+    (lambda: make_envs("Blackjack-v1", 2),
+     "env must have Box observations of at least one number, got "
+     "'Blackjack-v1' with Tuple.* \\(gymnasium.wrappers.FlattenObservation " "makes them\\)$"),
+    (lambda: make_envs("CartPole-v1", 2, "threads"),
+     "vectorization must be one of 'auto', 'sync', 'async', got 'threads'"),
     (lambda: make_envs("CartPole-v1", 0), "num_envs must be .* got 0"),
 ])
 def test_bad_input_is_named(call, words):
@@ -91,36 +116,51 @@ def test_a_wrapper_makes_numbers_of_any_observation():
 def test_an_observation_has_a_number(monkeypatch):
     class Blind(Still): observation_space = gym.spaces.Box(-1, 1, (0,))
     monkeypatch.setitem(gym.registry, "Blind-v0", gym.envs.registration.EnvSpec("Blind-v0", Blind))
-    with pytest.raises(ValueError, match="env must have Box observations of at least one number, got 'Blind-v0' with Box"): make_envs("Blind-v0", 1)
+    with pytest.raises(
+        ValueError,
+        match="env must have Box observations of at least one number, got 'Blind-v0' with Box"):
+        make_envs("Blind-v0", 1)
 
 
 def test_thresholds(monkeypatch):
-    assert (threshold("CartPole-v1"), threshold("Pendulum-v1"), threshold("Acrobot-v1"), threshold("gymnasium:Pendulum-v1")) == (475, -200, -100, -200)
+    assert (threshold("CartPole-v1"), threshold("Pendulum-v1"), threshold("Acrobot-v1"),
+            threshold("gymnasium:Pendulum-v1")) == (475, -200, -100, -200)
     monkeypatch.setitem(gym.registry, "Still-v0", gym.envs.registration.EnvSpec("Still-v0", Still))
     assert threshold("Still-v0") is None
-    with pytest.raises(ValueError, match="^env must be an environment that Gymnasium can make, got 'Nope-v0': "): threshold("Nope-v0")
+    with pytest.raises(
+        ValueError, match="^env must be an environment that Gymnasium can make, got 'Nope-v0': "):
+        threshold("Nope-v0")
 
 
 class Guessed(Still):
     "The first state is drawn from the space."
-    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return self.observation_space.sample(), {}
-    def step(self, action): return self.observation_space.sample(), float(self.action_space.sample()), False, False, {}
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+    def step(self, action):
+        return self.observation_space.sample(), float(self.action_space.sample()), False, False, {}
 
 
 def test_the_seed_is_that_of_the_spaces_too(monkeypatch):
-    monkeypatch.setitem(gym.registry, "Guessed-v0", gym.envs.registration.EnvSpec("Guessed-v0", Guessed))
+    monkeypatch.setitem(
+        gym.registry, "Guessed-v0", gym.envs.registration.EnvSpec("Guessed-v0", Guessed))
     def played(seed):
         envs = make_envs("Guessed-v0", 1)
-        return [envs.reset(seed=seed)[0].tolist(), *(x.tolist() for _ in range(9) for x in envs.step(np.zeros(1, int))[:2])]
+        return [envs.reset(seed=seed)[0].tolist(),
+                *(x.tolist() for _ in range(9) for x in envs.step(np.zeros(1, int))[:2])]
     assert played(3) == played(3) != played(4)
 
 
 def test_an_environment_of_ones_own_needs_no_name():
-    "A function that makes it, its class, or the environment itself, with its limits; of one alone no copy is needed."
+    """A function that makes it, its class, or the environment itself, with its limits; of one alone
+    no copy is needed.
+    """
     made = gym.make("Pendulum-v1", g=5.0)
-    for env, kwargs in ((made, {}), (lambda: gym.make("Pendulum-v1", g=5.0), {}), (PendulumEnv, {"g": 5.0})):
+    for env, kwargs in (
+        (made, {}), (lambda: gym.make("Pendulum-v1", g=5.0), {}), (PendulumEnv, {"g": 5.0})):
         envs = make_envs(env, 3, env_kwargs=kwargs)
-        assert [e.unwrapped.g for e in envs.envs] == [5, 5, 5] and all(e.unwrapped is not made.unwrapped for e in envs.envs)
+        assert [e.unwrapped.g for e in envs.envs] == [5, 5, 5]
+        assert all(e.unwrapped is not made.unwrapped for e in envs.envs)
         assert envs.reset(seed=0)[0].std(0).min() > 0
     assert make_envs(made, 1).envs[0].unwrapped is made.unwrapped and len(made.unwrapped.state) == 2
     balance = gym.make("CartPole-v1")
@@ -143,28 +183,54 @@ class Alone(Guessed):
 def test_an_environment_that_is_the_only_one():
     one = Alone()
     assert make_envs(one, 1).envs[0].unwrapped is one
-    with pytest.raises(ValueError, match=r"env must be an environment that Gymnasium can make, got .*Alone.*: it cannot be copied, so num_envs must be 1 \(a licence for one\)"): make_envs(one, 2)
-    with pytest.raises(ValueError, match="env must make a new environment at each call, got .*lambda"): make_envs(lambda: one, 2)
-    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got .*Alone.*: .*'g'"): make_envs(Alone(), 1, env_kwargs={"g": 5.0})
+    with pytest.raises(
+        ValueError,
+        match=r"env must be an environment that Gymnasium can make, got .*Alone.*: it "
+        r"cannot be copied, so num_envs must be 1 \(a licence for one\)"):
+        make_envs(one, 2)
+    with pytest.raises(
+        ValueError, match="env must make a new environment at each call, got .*lambda"):
+        make_envs(lambda: one, 2)
+    with pytest.raises(
+        ValueError,
+        match="env must be an environment that Gymnasium can make, got .*Alone.*: .*'g'"):
+        make_envs(Alone(), 1, env_kwargs={"g": 5.0})
 
 
 def test_an_environment_with_arguments():
-    assert [env.unwrapped.g for env in make_envs("Pendulum-v1", 2, env_kwargs={"g": 5.0}).envs] == [5, 5]
-    with pytest.raises(ValueError, match="env must be an environment that Gymnasium can make, got 'Pendulum-v1': .*'gg'"): make_envs("Pendulum-v1", 2, env_kwargs={"gg": 5.0})
+    assert [env.unwrapped.g
+            for env in make_envs("Pendulum-v1", 2, env_kwargs={"g": 5.0}).envs] == [5, 5]
+    with pytest.raises(
+        ValueError,
+        match="env must be an environment that Gymnasium can make, got 'Pendulum-v1': .*'gg'"):
+        make_envs("Pendulum-v1", 2, env_kwargs={"gg": 5.0})
 
 
-@pytest.mark.parametrize("name, wrong", [("reset", lambda self, *, seed=None, options=None: np.zeros(2)), ("reset", lambda self, seed=None: (np.zeros(2), {})), ("step", lambda self, a: (np.zeros(2), 0.0, False, {})),
-                                         ("step", lambda self, a: (np.zeros(2), np.zeros((1, 1)), False, False, {})), ("step", lambda self, a: (np.zeros(3), 0.0, False, False, {}))], ids=["no info", "no options", "old step", "reward of shape (1, 1)", "shape"])
+@pytest.mark.parametrize(
+    "name, wrong", [("reset", lambda self, *, seed=None, options=None: np.zeros(2)),
+                    ("reset", lambda self, seed=None: (np.zeros(2), {})),
+                    ("step", lambda self, a: (np.zeros(2), 0.0, False, {})),
+                    ("step", lambda self, a: (np.zeros(2), np.zeros((1, 1)), False, False, {})),
+                    ("step", lambda self, a: (np.zeros(3), 0.0, False, False, {}))],
+    ids=["no info", "no options", "old step", "reward of shape (1, 1)", "shape"])
 def test_an_environment_with_another_api_is_named(monkeypatch, name, wrong, request):
-    if "reward" in request.node.name and np.lib.NumpyVersion(np.__version__) < "2.4.0": pytest.skip("an older NumPy takes an array of one number for a number")
+    if "reward" in request.node.name and np.lib.NumpyVersion(np.__version__) < "2.4.0":
+        pytest.skip("an older NumPy takes an array of one number for a number")
     kind = type("Odd", (Guessed,), {name: wrong})
-    monkeypatch.setitem(gym.registry, "Odd-v0", gym.envs.registration.EnvSpec("Odd-v0", kind, disable_env_checker=True, order_enforce=False))
-    with pytest.raises(ValueError, match="^env must be an environment whose reset and step are as Gymnasium's API has them, with observations of shape \\(2,\\), got 'Odd-v0': ."): make_envs("Odd-v0", 2)
+    monkeypatch.setitem(gym.registry, "Odd-v0",
+                        gym.envs.registration.EnvSpec("Odd-v0", kind, disable_env_checker=True,
+                                                      order_enforce=False))
+    with pytest.raises(ValueError,
+                       match="^env must be an environment whose reset and step are as Gymnasium's "
+                       "API has them, with observations of shape \\(2,\\), got 'Odd-v0': ."):
+        make_envs("Odd-v0", 2)
 
 
 @pytest.mark.parametrize("env", [None, 3, b"CartPole-v1", gym.make_vec("CartPole-v1", 2)])
 def test_what_is_no_environment_is_told(env):
-    with pytest.raises(TypeError, match="^env must be a name, an environment or a function that makes one, got "): make_envs(env, 2)
+    with pytest.raises(
+        TypeError, match="^env must be a name, an environment or a function that makes one, got "):
+        make_envs(env, 2)
 
 
 @pytest.mark.parametrize("what, bad", [
@@ -172,9 +238,16 @@ def test_what_is_no_environment_is_told(env):
     ("reward", np.nan), ("reward", np.inf), ("reward", None)])
 def test_an_environment_of_nan_is_refused_before_a_training(what, bad):
     class Broken(Still):
-        def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.full(2, bad if what == "reset" else 0, np.float32), {}
-        def step(self, action): return np.full(2, bad if what == "observation" else 0, np.float32), bad if what == "reward" else 0.0, False, False, {}
-    with pytest.raises(ValueError, match=f"^env must be an environment whose .* its {what.replace('reset', 'observation')} is not a finite number$"): make_envs(Broken, 2)
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return np.full(2, bad if what == "reset" else 0, np.float32), {}
+        def step(self, action):
+            return (np.full(2, bad if what == "observation" else 0, np.float32),
+                    bad if what == "reward" else 0.0, False, False, {})
+    with pytest.raises(ValueError,
+                       match=f"^env must be an environment whose .* its "
+                       f"{what.replace('reset', 'observation')} is not a finite number$"):
+        make_envs(Broken, 2)
 
 
 @pytest.mark.parametrize("env, kwargs, limit", [
@@ -299,14 +372,17 @@ def test_an_environment_that_is_the_users_stays_open(way):
 
 def test_a_function_is_looked_at_once_and_what_it_made_is_used():
     made = []
-    def make(): made.append(gym.make("Pendulum-v1")); return made[-1]
+    def make():
+        made.append(gym.make("Pendulum-v1"))
+        return made[-1]
     spec, again = identify(make)
     envs = make_envs(again, 3)
     assert (spec.id, len(made), env_name(again)) == ("Pendulum-v1", 3, "make")
     assert [single.unwrapped for single in envs.envs] == [env.unwrapped for env in made]
     assert identify("CartPole-v1") == (gym.spec("CartPole-v1"), "CartPole-v1")
     assert identify(PendulumEnv)[0].id == "PendulumEnv"
-    with pytest.raises(ValueError, match="^env must be an environment that Gymnasium can make, got "):
+    with pytest.raises(
+        ValueError, match="^env must be an environment that Gymnasium can make, got "):
         identify(lambda: None)
 
 
@@ -314,7 +390,8 @@ def test_a_reward_is_a_number():
     if np.lib.NumpyVersion(np.__version__) < "2.4.0": pytest.skip("it is taken for one")
     class Odd(Guessed):
         def step(self, action): return np.zeros(2, np.float32), np.ones(1), False, False, {}
-    with pytest.raises(ValueError, match="its reward has shape \\(1,\\)$"): make_envs(Odd, 2, "async")
+    with pytest.raises(ValueError, match="its reward has shape \\(1,\\)$"):
+        make_envs(Odd, 2, "async")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

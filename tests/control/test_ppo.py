@@ -39,18 +39,24 @@ from rlhf_notes.control.rollout import Collector, Rollout
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.training.runs import Run
 
-SHAPE = dict(seed=3, steps=8 * 128, num_envs=4, num_steps=32, epochs=2)      # eight iterations in a moment
-SMALL, PENDULUM = PPOConfig(**SHAPE, whitening="minibatch"), PendulumConfig(**SHAPE, whitening="minibatch")
+# eight iterations in a moment
+SHAPE = dict(seed=3, steps=8 * 128, num_envs=4, num_steps=32, epochs=2)
+SMALL, PENDULUM = (PPOConfig(**SHAPE, whitening="minibatch"),
+                   PendulumConfig(**SHAPE, whitening="minibatch"))
 PUSHES, TORQUE = gym.spaces.Discrete(2), gym.spaces.Box(-2, 2, (1,), np.float32)
 
 
-def agent(seed=0, config=SMALL): return Agent(*((4, PUSHES) if config.env == "CartPole-v1" else (3, TORQUE)), config, torch.Generator().manual_seed(seed))
+def agent(seed=0, config=SMALL):
+    return Agent(*((4, PUSHES) if config.env == "CartPole-v1" else (3, TORQUE)), config,
+                 torch.Generator().manual_seed(seed))
 
 
 def some_batch(seed=0, size=40):
     g = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(shape, generator=g)
-    return Batch(normal(size, 4), torch.randint(2, (size,), generator=g), math.log(0.5) + 0.3 * normal(size), normal(size), 3 * normal(size) + 1, 2 * normal(size))
+    return Batch(
+        normal(size, 4), torch.randint(2, (size,), generator=g), math.log(0.5) + 0.3 * normal(size),
+        normal(size), 3 * normal(size) + 1, 2 * normal(size))
 
 
 def collect(a, config=SMALL, steps=32, seed=0, envs=None):
@@ -63,7 +69,9 @@ def scaling_of(state):
 
 
 def some_rollout(seed, T=40, N=3, size=2, mean=3.0, std=4.0, p_end=0.15):
-    "Numbers with episodes of all lengths and, after each, a reset full of junk, that may lie at either edge of the data."
+    """Numbers with episodes of all lengths and, after each, a reset full of junk, that may lie at
+    either edge of the data.
+    """
     rng = np.random.default_rng(seed)
     f = lambda *shape: torch.from_numpy(rng.normal(mean, std, shape).astype(np.float32))
     terminated, truncated = (torch.from_numpy(rng.random((T, N)) < p_end) for _ in range(2))
@@ -71,9 +79,12 @@ def some_rollout(seed, T=40, N=3, size=2, mean=3.0, std=4.0, p_end=0.15):
     is_step = torch.ones(T, N, dtype=torch.bool)
     for t in range(1, T):
         is_step[t] = ~((terminated | truncated)[t - 1] & is_step[t - 1])
-        terminated[t] &= is_step[t]; truncated[t] &= is_step[t]
-    r = Rollout(f(T, N, size), torch.zeros(T, N, dtype=torch.long), f(T, N), f(T, N, size), terminated, truncated, is_step)
-    r.obs[~is_step] = r.next_obs[~is_step] = 1e6; r.rewards[~is_step] = -1e6
+        terminated[t] &= is_step[t]
+        truncated[t] &= is_step[t]
+    r = Rollout(f(T, N, size), torch.zeros(T, N, dtype=torch.long), f(T, N), f(T, N, size),
+                terminated, truncated, is_step)
+    r.obs[~is_step] = r.next_obs[~is_step] = 1e6
+    r.rewards[~is_step] = -1e6
     return r
 
 
@@ -81,23 +92,31 @@ def loss_and_grad(a, batch, config, clip=0.2):
     a.zero_grad()
     loss, parts = batch_loss(a, batch, config, clip)
     loss.backward()
-    return loss.item(), {k: v.item() for k, v in parts.items()}, torch.cat([p.grad.flatten() for p in a.parameters()])
+    return (loss.item(), {k: v.item() for k, v in parts.items()},
+            torch.cat([p.grad.flatten() for p in a.parameters()]))
 
 
 @settings(max_examples=40)
-@given(seed=SEEDS, clip=st.sampled_from([0.1, 0.2, 1.0]), entropy_coef=st.sampled_from([0.0, 0.01, 1.0]), value_coef=st.sampled_from([0.0, 0.5, 2.0]),
-       value_clip=st.sampled_from([0.0, 0.2, 1.0]), whitening=st.sampled_from(["minibatch", "rollout", "none"]))
+@given(seed=SEEDS, clip=st.sampled_from([0.1, 0.2, 1.0]),
+       entropy_coef=st.sampled_from([0.0, 0.01, 1.0]), value_coef=st.sampled_from([0.0, 0.5, 2.0]),
+       value_clip=st.sampled_from([0.0, 0.2, 1.0]),
+       whitening=st.sampled_from(["minibatch", "rollout", "none"]))
 def test_loss_equals_the_loops(seed, clip, entropy_coef, value_coef, value_clip, whitening):
     a, b = agent(seed % 7), some_batch(seed)
-    config = replace(SMALL, clip=0.5, entropy_coef=entropy_coef, value_coef=value_coef, value_clip=value_clip, whitening=whitening)      # the clip is the argument, not the option
-    logits, values = a.policy(b.obs).detach().double().tolist(), a.critic(b.obs).detach().double()[:, 0].tolist()
+    # the clip is the argument, not the option
+    config = replace(SMALL, clip=0.5, entropy_coef=entropy_coef, value_coef=value_coef,
+                     value_clip=value_clip, whitening=whitening)
+    logits, values = (a.policy(b.obs).detach().double().tolist(),
+                      a.critic(b.obs).detach().double()[:, 0].tolist())
     n, advantage = len(values), b.advantages.double()
-    mean, std = (advantage.mean().item(), advantage.std(correction=0).item()) if whitening == "minibatch" else (0, 1)
+    mean, std = (advantage.mean().item(),
+                 advantage.std(correction=0).item()) if whitening == "minibatch" else (0, 1)
     policy = value = entropy = 0.0
     for i in range(n):
         top = max(logits[i])
         logp = [z - top - math.log(sum(math.exp(y - top) for y in logits[i])) for z in logits[i]]
-        ratio, A = math.exp(logp[b.actions[i]] - b.logp[i].item()), (b.advantages[i].item() - mean) / std
+        ratio, A = (math.exp(logp[b.actions[i]] - b.logp[i].item()),
+                    (b.advantages[i].item() - mean) / std)
         policy -= min(ratio * A, min(max(ratio, 1 - clip), 1 + clip) * A) / n
         old, R = b.values[i].item(), b.returns[i].item()
         near = old + min(max(values[i] - old, -value_clip), value_clip) if value_clip else values[i]
@@ -106,11 +125,13 @@ def test_loss_equals_the_loops(seed, clip, entropy_coef, value_coef, value_clip,
     loss, parts, _ = loss_and_grad(a, b, config, clip)
     if entropy_coef: assert parts.pop("entropy") == pytest.approx(entropy, abs=2e-5, rel=1e-4)
     assert parts == pytest.approx(dict(policy_loss=policy, value_loss=value), abs=2e-5, rel=1e-4)
-    assert loss == pytest.approx(policy + value_coef * value - entropy_coef * entropy, abs=2e-5, rel=1e-4)
+    assert loss == pytest.approx(
+        policy + value_coef * value - entropy_coef * entropy, abs=2e-5, rel=1e-4)
 
 
 FORMULAS = {
-    "importance_ratio": lambda logp, *rest: torch.ones_like(logp), "clipped_surrogate": lambda ratio, A, *bounds: torch.zeros_like(A), "whiten": lambda x: x,
+    "importance_ratio": lambda logp, *rest: torch.ones_like(logp),
+    "clipped_surrogate": lambda ratio, A, *bounds: torch.zeros_like(A), "whiten": lambda x: x,
     "value_loss": lambda v, *rest: v, "masked_mean": lambda x, mask: x.sum(),
 }
 
@@ -131,11 +152,18 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
     monkeypatch.setattr(control, "gae", lambda *args: seen.setdefault("gae", args)[:2])
     b = make_batch(a, r, replace(SMALL, gamma=0.9, lam=0.8))
     rewards, values, next_values, terminated, done, gamma, lam = seen["gae"]
-    assert torch.equal(values, a.value(r.obs)) and torch.equal(next_values, a.value(r.next_obs)) and (gamma, lam) == (0.9, 0.8)
+    assert torch.equal(values, a.value(r.obs))
+    assert torch.equal(next_values, a.value(r.next_obs))
+    assert (gamma, lam) == (0.9, 0.8)
     assert torch.equal(terminated, r.terminated) and torch.equal(done, r.done | ~r.is_step)
-    assert torch.equal(b.advantages, rewards[r.is_step]) and torch.equal(b.returns, values[r.is_step])
-    for name, column in (("kl_estimate", "kl_k3"), ("clip_fraction", "clip_fraction"), ("explained_variance", "explained_variance")):
-        monkeypatch.setattr(losses if column == "clip_fraction" else control, name, lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape, 42.0))
+    assert torch.equal(b.advantages, rewards[r.is_step])
+    assert torch.equal(b.returns, values[r.is_step])
+    for name, column in (("kl_estimate", "kl_k3"), ("clip_fraction", "clip_fraction"),
+                         ("explained_variance", "explained_variance")):
+        monkeypatch.setattr(
+            losses if column == "clip_fraction" else control, name,
+            lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape,
+                                                                                             42.0))
         assert health(a, b, SMALL, 0.2)[column] == 42
 
 
@@ -143,21 +171,29 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
 @pytest.mark.parametrize("clip", [0.05, 0.2])
 def test_health_measures_the_move(clip, whitening):
     a, b = agent(), some_batch()
-    b = replace(b, advantages=b.advantages + 3.0)                              # as they come from the task, whitened only if the loss does
-    with torch.no_grad(): a.policy[-1].weight *= 100                           # decided here, undecided there
+    # as they come from the task, whitened only if the loss does
+    b = replace(b, advantages=b.advantages + 3.0)
+    with torch.no_grad(): a.policy[-1].weight *= 100  # decided here, undecided there
     logp = a.policy(b.obs).log_softmax(-1).gather(-1, b.actions[:, None])[:, 0].detach()
-    ratio, A = (logp - b.logp).exp(), b.advantages - (b.advantages.mean() if whitening == "minibatch" else 0)
-    d = b.logp - logp                                                       # samples from the old policy: KL(old || new)
-    got, p = health(a, b, replace(SMALL, whitening=whitening), clip), a.policy(b.obs).softmax(-1).detach()
+    ratio, A = ((logp - b.logp).exp(),
+                b.advantages - (b.advantages.mean() if whitening == "minibatch" else 0))
+    d = b.logp - logp  # samples from the old policy: KL(old || new)
+    got, p = (health(a, b, replace(SMALL, whitening=whitening), clip),
+              a.policy(b.obs).softmax(-1).detach())
     assert got["entropy"] == pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-5)
     assert got["kl_k3"] == pytest.approx(((-d).exp() - 1 + d).mean().item(), rel=1e-3)
-    assert got["clip_fraction"] == pytest.approx((((ratio > 1 + clip) & (A > 0)) | ((ratio < 1 - clip) & (A < 0))).float().mean().item())
-    assert got["explained_variance"] == pytest.approx(1 - ((b.returns - b.values).var() / b.returns.var()).item(), rel=1e-3)
+    assert got["clip_fraction"] == pytest.approx(
+        (((ratio > 1 + clip) & (A > 0)) | ((ratio < 1 - clip) & (A < 0))).float().mean().item())
+    assert got["explained_variance"] == pytest.approx(
+        1 - ((b.returns - b.values).var() / b.returns.var()).item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("config", [SMALL, PENDULUM, replace(PENDULUM, squash=True)], ids=lambda c: f"{c.env} {c.squash}")
+@pytest.mark.parametrize("config", [SMALL, PENDULUM, replace(PENDULUM, squash=True)],
+                         ids=lambda c: f"{c.env} {c.squash}")
 def test_the_first_ratio_is_one_and_the_first_loss_zero(config):
-    "log pi_old is that of the policy that acted, recomputed: on its own data the ratio is 1, and whitened advantages have mean 0."
+    """log pi_old is that of the policy that acted, recomputed: on its own data the ratio is 1, and
+    whitened advantages have mean 0.
+    """
     a = agent(config=config)
     r = collect(a, config, steps=64)
     b = make_batch(a, r, config)
@@ -166,23 +202,32 @@ def test_the_first_ratio_is_one_and_the_first_loss_zero(config):
     else:
         base = torch.distributions.Normal(out, a.head.log_std.exp().detach().expand_as(out))
         expected = base.log_prob(b.actions).sum(-1)
-        if config.squash: expected = expected - torch.distributions.TanhTransform().log_abs_det_jacobian(b.actions, b.actions.tanh()).sum(-1)
+        if config.squash:
+            expected = expected - torch.distributions.TanhTransform().log_abs_det_jacobian(
+                b.actions, b.actions.tanh()).sum(-1)
     torch.testing.assert_close(b.logp, expected, atol=2e-5, rtol=1e-4)
     assert not b.logp.requires_grad
     for rows in (torch.arange(len(b)), torch.arange(len(b)).flip(0)[:len(b) // 4]):
         logp = a.head.logp(a.policy(b[rows].obs), b[rows].actions)
-        assert ((logp - b.logp[rows]).exp() - 1).abs().max() < 2e-6         # exactly 1 where a product of matrices rounds each row alike whatever its size
+        # exactly 1 where a product of matrices rounds each row alike whatever its size
+        assert ((logp - b.logp[rows]).exp() - 1).abs().max() < 2e-6
     _, parts, grad = loss_and_grad(a, b, replace(config, value_coef=0.0))
     assert abs(parts["policy_loss"]) < 1e-5 and grad.norm() > 1e-3
-    assert abs(health(a, b, config, 0.2)["kl_k3"]) < 1e-9 and health(a, b, config, 0.2)["clip_fraction"] == 0
+    assert abs(health(a, b, config, 0.2)["kl_k3"]) < 1e-9
+    assert health(a, b, config, 0.2)["clip_fraction"] == 0
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 10000), gamma=st.sampled_from([0.9, 1.0]), lam=st.sampled_from([0.0, 0.7, 1.0]), truncation=st.sampled_from(["bootstrap", "terminate"]))
+@given(seed=st.integers(0, 10000), gamma=st.sampled_from([0.9, 1.0]),
+       lam=st.sampled_from([0.0, 0.7, 1.0]), truncation=st.sampled_from(["bootstrap", "terminate"]))
 def test_advantages_equal_the_sums_over_each_episode(seed, gamma, lam, truncation):
-    "From the definition, episode by episode, with terminations, truncations, resets and the end of the data."
+    """From the definition, episode by episode, with terminations, truncations, resets and the end
+    of the data.
+    """
     a = agent(1)
-    r = collect(a, steps=50, seed=seed, envs=gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point", max_episode_steps=17))
+    r = collect(a, steps=50, seed=seed,
+                envs=gym.make_vec("CartPole-v1", num_envs=3,
+                                  vectorization_mode="vector_entry_point", max_episode_steps=17))
     assert r.truncated.any() and (~r.is_step).any()
     b = make_batch(a, r, replace(SMALL, gamma=gamma, lam=lam, truncation=truncation))
     V = lambda o: a.value(o).item()
@@ -193,15 +238,22 @@ def test_advantages_equal_the_sums_over_each_episode(seed, gamma, lam, truncatio
             total, weight, k = 0.0, 1.0, t
             while True:
                 over = r.terminated[k, n] or truncation == "terminate" and r.truncated[k, n]
-                total += weight * (r.rewards[k, n].item() + gamma * (0.0 if over else V(r.next_obs[k, n])) - V(r.obs[k, n]))
-                weight *= gamma * lam; k += 1
+                total += weight * (r.rewards[k, n].item() + gamma
+                                   * (0.0 if over else V(r.next_obs[k, n])) - V(r.obs[k, n]))
+                weight *= gamma * lam
+                k += 1
                 if k == 50 or r.done[k - 1, n]: break
-            assert b.advantages[i].item() == pytest.approx(total, abs=1e-3) and b.returns[i].item() == pytest.approx(total + V(r.obs[t, n]), abs=1e-3)
-            assert torch.equal(b.obs[i], r.obs[t, n]) and b.actions[i] == r.actions[t, n] and b.values[i].item() == pytest.approx(V(r.obs[t, n]), abs=1e-5)
+            assert b.advantages[i].item() == pytest.approx(total, abs=1e-3)
+            assert b.returns[i].item() == pytest.approx(total + V(r.obs[t, n]), abs=1e-3)
+            assert torch.equal(b.obs[i], r.obs[t, n])
+            assert b.actions[i] == r.actions[t, n]
+            assert b.values[i].item() == pytest.approx(V(r.obs[t, n]), abs=1e-5)
             i += 1
     assert len(b) == i == r.is_step.sum()
     rows = torch.tensor([3, 77, 3])
-    for f in fields(b): assert torch.equal(getattr(b[rows], f.name), getattr(b, f.name)[rows]) and not getattr(b, f.name).requires_grad
+    for f in fields(b):
+        assert torch.equal(getattr(b[rows], f.name), getattr(b, f.name)[rows])
+        assert not getattr(b, f.name).requires_grad
 
 
 @settings(max_examples=20)
@@ -209,20 +261,30 @@ def test_advantages_equal_the_sums_over_each_episode(seed, gamma, lam, truncatio
 def test_rows_that_are_no_data_have_no_influence(seed):
     a, r = Agent(2, PUSHES, SMALL, torch.Generator().manual_seed(0)), some_rollout(seed)
     reset = ~r.is_step
-    other = replace(r, obs=torch.where(reset[..., None], -7.0, r.obs), next_obs=torch.where(reset[..., None], 3.0, r.next_obs), rewards=torch.where(reset, 1e4, r.rewards), actions=torch.where(reset, 1, r.actions))
+    other = replace(
+        r, obs=torch.where(reset[..., None], -7.0, r.obs),
+        next_obs=torch.where(reset[..., None], 3.0, r.next_obs),
+        rewards=torch.where(reset, 1e4, r.rewards), actions=torch.where(reset, 1, r.actions))
     for whitening in ("minibatch", "rollout"):
         one, two = (make_batch(a, x, replace(SMALL, whitening=whitening)) for x in (r, other))
-        for f in fields(one): torch.testing.assert_close(getattr(one, f.name), getattr(two, f.name), rtol=1e-5, atol=1e-5)
+        for f in fields(one):
+            torch.testing.assert_close(
+                getattr(one, f.name), getattr(two, f.name), rtol=1e-5, atol=1e-5)
 
 
 def test_whitening_choices():
     a = agent()
     r = collect(a, steps=64)
-    raw, rollout = (make_batch(a, r, replace(SMALL, whitening=w)).advantages for w in ("none", "rollout"))
-    assert (~r.is_step).any() and torch.equal(raw, make_batch(a, r, SMALL).advantages) and abs(raw.mean()) > 0.1
-    torch.testing.assert_close(rollout, (raw - raw.mean()) / raw.std(correction=0), rtol=1e-4, atol=1e-5)
+    raw, rollout = (
+        make_batch(a, r, replace(SMALL, whitening=w)).advantages for w in ("none", "rollout"))
+    assert (~r.is_step).any()
+    assert torch.equal(raw, make_batch(a, r, SMALL).advantages)
+    assert abs(raw.mean()) > 0.1
+    torch.testing.assert_close(
+        rollout, (raw - raw.mean()) / raw.std(correction=0), rtol=1e-4, atol=1e-5)
     b = some_batch()
-    losses = {w: batch_loss(a, b, replace(SMALL, whitening=w), 0.2)[1]["policy_loss"].item() for w in ("none", "rollout", "minibatch")}
+    losses = {w: batch_loss(a, b, replace(SMALL, whitening=w), 0.2)[1]["policy_loss"].item()
+              for w in ("none", "rollout", "minibatch")}
     assert losses["none"] == losses["rollout"] != losses["minibatch"]
 
 
@@ -235,14 +297,16 @@ def loops(rollouts, config):
             if not config.normalize_obs or not seen: return [float(v) for v in o]
             columns = list(zip(*seen))
             means = [sum(c) / len(c) for c in columns]
-            stds = [math.sqrt(sum((v - m) ** 2 for v in c) / len(c) + 1e-8) for c, m in zip(columns, means)]
+            stds = [math.sqrt(sum((v - m) ** 2 for v in c) / len(c) + 1e-8)
+                    for c, m in zip(columns, means)]
             return [min(max((float(v) - m) / s, -10.0), 10.0) for v, m, s in zip(o, means, stds)]
         obs, next_obs = ([[scaled(o) for o in row] for row in x] for x in (r.obs, r.next_obs))
         for t in range(T):
             for n in range(N):
                 if not r.is_step[t, n]: continue
                 seen.append([float(v) for v in r.obs[t, n]])
-                running[n] = config.gamma * running[n] + float(r.rewards[t, n]) * config.reward_scale
+                running[n] = config.gamma * running[n] + float(
+                    r.rewards[t, n]) * config.reward_scale
                 earned.append(running[n])
                 if r.done[t, n]: running[n] = 0.0
         rewards = [[float(x) * config.reward_scale for x in row] for row in r.rewards]
@@ -255,28 +319,36 @@ def loops(rollouts, config):
 
 
 @settings(max_examples=15)
-@given(seed=SEEDS, normalize_obs=st.booleans(), normalize_rewards=st.booleans(), reward_scale=st.sampled_from([1.0, 0.1, 30.0]), std=st.sampled_from([0.01, 4.0]))
+@given(seed=SEEDS, normalize_obs=st.booleans(), normalize_rewards=st.booleans(),
+       reward_scale=st.sampled_from([1.0, 0.1, 30.0]), std=st.sampled_from([0.01, 4.0]))
 def test_scaling_equals_the_loops(seed, normalize_obs, normalize_rewards, reward_scale, std):
-    config = replace(SMALL, num_envs=3, num_steps=12, minibatches=1, normalize_obs=normalize_obs, normalize_rewards=normalize_rewards, reward_scale=reward_scale, gamma=0.9)
+    config = replace(SMALL, num_envs=3, num_steps=12, minibatches=1, normalize_obs=normalize_obs,
+                     normalize_rewards=normalize_rewards, reward_scale=reward_scale, gamma=0.9)
     rollouts = [some_rollout(seed + k, T=12, std=std) for k in range(3)]
     scaling = Scaling(config, 2)
     for r, (obs, next_obs, rewards) in zip(rollouts, loops(rollouts, config)):
         before = [x.clone() for x in (r.obs, r.next_obs, r.rewards)]
         got = scaling(r)
         assert all(map(torch.equal, before, (r.obs, r.next_obs, r.rewards)))
-        torch.testing.assert_close(got.obs, torch.tensor(obs), rtol=2e-4, atol=2e-4); torch.testing.assert_close(got.next_obs, torch.tensor(next_obs), rtol=2e-4, atol=2e-4)
-        torch.testing.assert_close(got.rewards[r.is_step], torch.tensor(rewards)[r.is_step], rtol=2e-4, atol=2e-4)
-        for name in ("actions", "terminated", "truncated", "is_step"): assert torch.equal(getattr(got, name), getattr(r, name))
+        torch.testing.assert_close(got.obs, torch.tensor(obs), rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(got.next_obs, torch.tensor(next_obs), rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(
+            got.rewards[r.is_step], torch.tensor(rewards)[r.is_step], rtol=2e-4, atol=2e-4)
+        for name in ("actions", "terminated", "truncated", "is_step"):
+            assert torch.equal(getattr(got, name), getattr(r, name))
         assert got.obs.dtype == got.rewards.dtype == torch.float32
-    if normalize_obs: assert got.obs[r.is_step].abs().max() < 10 and (got.obs[~r.is_step] == 10).all()
-    if not (normalize_obs or normalize_rewards) and reward_scale == 1: assert torch.equal(got.obs, r.obs) and torch.equal(got.rewards, r.rewards)
+    if normalize_obs:
+        assert got.obs[r.is_step].abs().max() < 10 and (got.obs[~r.is_step] == 10).all()
+    if not (normalize_obs or normalize_rewards) and reward_scale == 1:
+        assert torch.equal(got.obs, r.obs) and torch.equal(got.rewards, r.rewards)
 
 
 @pytest.mark.parametrize("reward", [3.0, -3.0])
 def test_a_rare_reward_is_cut_at_ten_deviations(reward):
     "One reward among 400 zeros lies sqrt(400) deviations out, nearly."
     r = some_rollout(0, T=40, N=10, p_end=0.0)
-    r.rewards.zero_(); r.rewards[20, 5] = reward
+    r.rewards.zero_()
+    r.rewards[20, 5] = reward
     scaled = Scaling(replace(SMALL, num_envs=10, gamma=0.0, normalize_rewards=True), 2)(r).rewards
     assert scaled[20, 5] == math.copysign(10, reward) and scaled.count_nonzero() == 1
 
@@ -290,9 +362,12 @@ def test_the_batch_holds_what_the_policy_saw(monkeypatch):
     monkeypatch.setattr(p.agent, "actor", recording)
     monkeypatch.setattr(control, "make_batch", lambda a, r, c: batches.append(r) or make(a, r, c))
     for i in range(3):
-        saw.clear(); p.iterate()
+        saw.clear()
+        p.iterate()
         torch.testing.assert_close(batches[-1].obs, torch.from_numpy(np.stack(saw)), rtol=0, atol=0)
-    assert abs(batches[-1].obs.mean()) < 0.6 and p.scaling.seen.count == 3 * 128 and p.scaling.earned.count == 3 * 128
+    assert abs(batches[-1].obs.mean()) < 0.6
+    assert p.scaling.seen.count == 3 * 128
+    assert p.scaling.earned.count == 3 * 128
 
 
 def test_evaluation_sees_scaled_observations_and_teaches_the_scaling_nothing(monkeypatch):
@@ -304,7 +379,8 @@ def test_evaluation_sees_scaled_observations_and_teaches_the_scaling_nothing(mon
     expected = p.agent.actor()(np.clip((obs - mean) / std, -10, 10).astype(np.float32))
     np.testing.assert_allclose(p.policy()(obs), expected, rtol=1e-3, atol=1e-5)
     p.evaluate(seed=1, deterministic=True)
-    assert scaling_of(p.state_dict()) == before and all(map(torch.equal, weights, p.agent.parameters()))
+    assert scaling_of(p.state_dict()) == before
+    assert all(map(torch.equal, weights, p.agent.parameters()))
 
 
 def test_evaluation_plays_each_episode_whole_and_once():
@@ -315,31 +391,48 @@ def test_evaluation_plays_each_episode_whole_and_once():
     expected = []
     for state in envs.state.T:
         single, total, over = gym.make("CartPole-v1"), 0.0, False
-        single.reset(); single.unwrapped.state = tuple(state)
+        single.reset()
+        single.unwrapped.state = tuple(state)
         while not over:
-            _, reward, terminated, truncated, _ = single.step(int(choose(np.array(single.unwrapped.state, np.float32)[None])[0]))
-            total += reward; over = terminated or truncated
+            _, reward, terminated, truncated, _ = single.step(
+                int(choose(np.array(single.unwrapped.state, np.float32)[None])[0]))
+            total += reward
+            over = terminated or truncated
         expected.append(total)
     assert sorted(returns.tolist()) == sorted(expected) and len(set(expected)) > 3
     assert len(episode_returns(choose, seed=5)) == 100
     assert episode_returns(lambda o: np.zeros(len(o), np.int64), seed=0).max() < 12
-    assert (episode_returns(lambda o: np.zeros((len(o), 1)), seed=0, episodes=5, env="Pendulum-v1") < -5).all()
+    assert (episode_returns(lambda o: np.zeros((len(o), 1)), seed=0, episodes=5, env="Pendulum-v1")
+            < -5).all()
 
 
 def test_nothing_is_evaluated_on_what_it_was_trained_on(monkeypatch):
     trained, seen = [], []
     collector, original = control.Collector, control.episode_returns
-    monkeypatch.setattr(control, "Collector", lambda envs, seed, *stagger: (trained.append(seed), collector(envs, seed, *stagger))[1])
-    monkeypatch.setattr(control, "episode_returns", lambda choose, seed, *rest: (seen.append(seed), original(choose, seed, *rest))[1])
+    monkeypatch.setattr(
+        control, "Collector",
+        lambda envs, seed, *stagger: (trained.append(seed), collector(envs, seed, *stagger))[1])
+    monkeypatch.setattr(
+        control, "episode_returns",
+        lambda choose, seed, *rest: (seen.append(seed), original(choose, seed, *rest))[1])
     got = PPO(**vars(SMALL)).scores()
-    assert seen == seeds(3)[2:] and set(trained) == set(seeds(3)[:1]) and not set(seen) & set(trained)
-    assert got["eval_episodes"] == 100 and got["solved"] is False and 5 < got["eval_return_mean"] < 475
+    assert seen == seeds(3)[2:]
+    assert set(trained) == set(seeds(3)[:1])
+    assert not set(seen) & set(trained)
+    assert got["eval_episodes"] == 100
+    assert got["solved"] is False
+    assert 5 < got["eval_return_mean"] < 475
 
 
 def test_starts_are_staggered_over_the_time_limit_if_asked_for():
-    assert PPO(**vars(PENDULUM)).collector.until_cut.tolist() == [50, 100, 150, 200] and PPO(**vars(replace(PENDULUM, stagger=False))).collector.until_cut.tolist() == [0] * 4 == PPO(**vars(SMALL)).collector.until_cut.tolist()
-    assert PPO(**vars(replace(SMALL, stagger=True, vectorization="sync"))).collector.until_cut.tolist() == [125, 250, 375, 500]
-    with pytest.raises(ValueError, match="stagger must be left off .*, got CartPoleVectorEnv"): PPO(**vars(replace(SMALL, stagger=True)))
+    assert PPO(**vars(PENDULUM)).collector.until_cut.tolist() == [50, 100, 150, 200]
+    assert (PPO(**vars(replace(PENDULUM, stagger=False))).collector.until_cut.tolist() == [0] * 4
+            == PPO(**vars(SMALL)).collector.until_cut.tolist())
+    assert PPO(
+        **vars(replace(SMALL, stagger=True,
+                       vectorization="sync"))).collector.until_cut.tolist() == [125, 250, 375, 500]
+    with pytest.raises(ValueError, match="stagger must be left off .*, got CartPoleVectorEnv"):
+        PPO(**vars(replace(SMALL, stagger=True)))
 
 
 def test_greedy_takes_the_most_probable_action_and_sampled_draws():
@@ -347,38 +440,65 @@ def test_greedy_takes_the_most_probable_action_and_sampled_draws():
     logits = p.agent.policy(torch.zeros(1, 4)).detach()
     greedy = p.policy()(np.zeros((5000, 4), np.float32))
     drawn = p.policy(np.random.default_rng(0))(np.zeros((5000, 4), np.float32))
-    assert (greedy == logits.argmax().item()).all() and abs(drawn.mean() - logits.softmax(-1)[0, 1].item()) < 0.03
-    assert torch.equal(p.evaluate(seed=7, deterministic=False), p.evaluate(seed=7, deterministic=False)) and not torch.equal(p.evaluate(seed=7, deterministic=False), p.evaluate(seed=8, deterministic=False))
+    assert (greedy == logits.argmax().item()).all()
+    assert abs(drawn.mean() - logits.softmax(-1)[0, 1].item()) < 0.03
+    assert torch.equal(
+        p.evaluate(seed=7, deterministic=False), p.evaluate(seed=7, deterministic=False))
+    assert not torch.equal(
+        p.evaluate(seed=7, deterministic=False), p.evaluate(seed=8, deterministic=False))
 
 
 def test_what_draws_the_start_states_does_not_draw_the_actions(monkeypatch):
-    "Gymnasium begins with the stream of the seed: actions from the same numbers would know where their episode began."
+    """Gymnasium begins with the stream of the seed: actions from the same numbers would know where
+    their episode began.
+    """
     p, handed = PPO(**vars(SMALL)), []
-    monkeypatch.setattr(p, "policy", lambda rng: handed.append(rng) or (lambda obs: np.zeros(len(obs), np.int64)))
+    monkeypatch.setattr(
+        p, "policy", lambda rng: handed.append(rng) or (lambda obs: np.zeros(len(obs), np.int64)))
     for seed in range(20): p.evaluate(seed=seed, deterministic=False)
-    streams = [rng.random(8) for rng in handed] + [np.random.default_rng(seed + i).random(8) for seed in range(20) for i in range(3)]
-    assert len(np.unique(np.concatenate(streams[:20]))) == 160 and not np.isin(np.concatenate(streams[:20]), np.concatenate(streams[20:])).any()
+    streams = [rng.random(8) for rng in handed] + [
+        np.random.default_rng(seed + i).random(8) for seed in range(20) for i in range(3)]
+    assert len(np.unique(np.concatenate(streams[:20]))) == 160
+    assert not np.isin(np.concatenate(streams[:20]), np.concatenate(streams[20:])).any()
 
 
 def test_a_greedy_score_is_that_of_the_most_probable_actions():
     p = PPO(**vars(SMALL))
-    assert torch.equal(p.evaluate(seed=7, deterministic=True), episode_returns(lambda obs: p.agent.policy(torch.from_numpy(obs)).argmax(-1).numpy(), 7))
+    assert torch.equal(
+        p.evaluate(seed=7, deterministic=True),
+        episode_returns(lambda obs: p.agent.policy(torch.from_numpy(obs)).argmax(-1).numpy(), 7))
 
 
-@pytest.mark.parametrize("greedy, sampled, solved", [(475, 475, True), (500, 474.9, False), (474.9, 500, False), (500, 500, True), (20, 20, False)])
+@pytest.mark.parametrize(
+    "greedy, sampled, solved",
+    [(475, 475, True), (500, 474.9, False), (474.9, 500, False), (500, 500, True), (20, 20, False)])
 def test_solved_needs_both_means(monkeypatch, greedy, sampled, solved):
-    monkeypatch.setattr(PPO, "evaluate", lambda self, deterministic=True, **how: torch.tensor([0.0, 2.0 * (greedy if deterministic else sampled)], dtype=torch.float64))
+    monkeypatch.setattr(
+        PPO, "evaluate",
+        lambda self, deterministic=True, **how: torch.tensor([0.0,
+                                                              2.0
+                                                              * (greedy if deterministic
+                                                                 else sampled)],
+                                                             dtype=torch.float64))
     p = PPO(**vars(SMALL))
     got = p.scores()
-    assert got["solved"] is solved and got["eval_return_mean"] == pytest.approx(greedy) and got["eval_sampled_return_mean"] == pytest.approx(sampled) and got["eval_episodes"] == 2
-    assert got["eval_return_std"] == pytest.approx(greedy * 2 ** 0.5) and got["eval_sampled_return_std"] == pytest.approx(sampled * 2 ** 0.5)
+    assert got["solved"] is solved
+    assert got["eval_return_mean"] == pytest.approx(greedy)
+    assert got["eval_sampled_return_mean"] == pytest.approx(sampled)
+    assert got["eval_episodes"] == 2
+    assert got["eval_return_std"] == pytest.approx(greedy * 2 ** 0.5)
+    assert got["eval_sampled_return_std"] == pytest.approx(sampled * 2 ** 0.5)
     monkeypatch.setattr(control, "threshold", lambda env_id: None)
     assert p.scores()["solved"] is None
 
 
-@pytest.mark.parametrize("episodes, error, words", [(0, ValueError, r"episodes must be in \[1, inf\), got 0"), (-3, ValueError, r"episodes must be in \[1, inf\), got -3"), (2.5, TypeError, "episodes must be an integer, got 2.5")])
+@pytest.mark.parametrize("episodes, error, words",
+                         [(0, ValueError, r"episodes must be in \[1, inf\), got 0"),
+                          (-3, ValueError, r"episodes must be in \[1, inf\), got -3"),
+                          (2.5, TypeError, "episodes must be an integer, got 2.5")])
 def test_an_evaluation_has_an_episode(episodes, error, words):
-    with pytest.raises(error, match=f"^{words}$"): episode_returns(lambda obs: np.zeros(len(obs), int), 0, episodes)
+    with pytest.raises(error, match=f"^{words}$"):
+        episode_returns(lambda obs: np.zeros(len(obs), int), 0, episodes)
 
 
 def iterate_all(config):
@@ -388,35 +508,48 @@ def iterate_all(config):
 
 def test_an_iteration_sees_each_row_once_in_each_pass(monkeypatch):
     seen, original = [], control.batch_loss
-    monkeypatch.setattr(control, "batch_loss", lambda a, b, c, clip: (seen.append(b), original(a, b, c, clip))[1])
+    monkeypatch.setattr(
+        control, "batch_loss", lambda a, b, c, clip: (seen.append(b), original(a, b, c, clip))[1])
     batches, make = [], control.make_batch
-    monkeypatch.setattr(control, "make_batch", lambda *args: batches.append(make(*args)) or batches[-1])
+    monkeypatch.setattr(
+        control, "make_batch", lambda *args: batches.append(make(*args)) or batches[-1])
     PPO(**vars(SMALL)).iterate()
     assert len(seen) == SMALL.epochs * SMALL.minibatches
-    key = lambda b: sorted(map(tuple, torch.cat([b.obs, b.logp[:, None], b.returns[:, None]], 1).tolist()))
+    key = lambda b: sorted(
+        map(tuple, torch.cat([b.obs, b.logp[:, None], b.returns[:, None]], 1).tolist()))
     join = lambda bs: Batch(*(torch.cat([getattr(b, f.name) for b in bs]) for f in fields(Batch)))
     n = SMALL.minibatches
-    for epoch in range(SMALL.epochs): assert key(join(seen[epoch * n:epoch * n + n])) == key(batches[0])
+    for epoch in range(SMALL.epochs):
+        assert key(join(seen[epoch * n:epoch * n + n])) == key(batches[0])
     assert not torch.equal(seen[0].obs, seen[4].obs)
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
 def test_gradients_are_shortened_and_learning_rate_and_clip_fall(monkeypatch, power):
-    norms, rates, clips, measured, original, measure = [], [], [], [], control.batch_loss, control.health
-    monkeypatch.setattr(control, "batch_loss", lambda a, b, c, clip: (clips.append(clip), original(a, b, c, clip))[1])
-    monkeypatch.setattr(control, "health", lambda a, b, c, clip: (measured.append(clip), measure(a, b, c, clip))[1])
-    p = PPO(**vars(replace(SMALL, max_grad_norm=0.25, learning_rate=2e-3, lr_anneal=power, clip_anneal=2 - power, clip=0.3)))
+    norms, rates, clips, measured, original, measure = ([], [], [], [], control.batch_loss,
+                                                        control.health)
+    monkeypatch.setattr(control, "batch_loss",
+                        lambda a, b, c, clip: (clips.append(clip), original(a, b, c, clip))[1])
+    monkeypatch.setattr(
+        control, "health", lambda a, b, c, clip: (measured.append(clip), measure(a, b, c, clip))[1])
+    p = PPO(**vars(replace(SMALL, max_grad_norm=0.25, learning_rate=2e-3, lr_anneal=power,
+                           clip_anneal=2 - power, clip=0.3)))
     step = p.optimizer.step
     def spy(rate):
-        norms.append(torch.cat([q.grad.flatten() for q in p.agent.parameters()]).norm().item()); rates.append(rate)
+        norms.append(torch.cat([q.grad.flatten() for q in p.agent.parameters()]).norm().item())
+        rates.append(rate)
         return step(rate)
     monkeypatch.setattr(p.optimizer, "step", spy)
     rows = [p.iterate() for _ in range(8)]
     assert max(norms) <= 0.2501 and rows[0]["grad_norm"] > 0.25
     left, n = [1 - i / 8 for i in range(8)], SMALL.epochs * SMALL.minibatches
-    assert [r["learning_rate"] for r in rows] == pytest.approx([2e-3 * x ** power for x in left]) and rates[::n] == pytest.approx([r["learning_rate"] for r in rows])
-    assert clips[::n] == pytest.approx([0.3 * x ** (2 - power) for x in left]) and clips[n - 1::n] == clips[::n] and measured == clips[::n]
-    assert p.optimizer.eps == 1e-5 and PPO(**vars(replace(SMALL, adam_eps=1e-3))).optimizer.eps == 1e-3
+    assert [r["learning_rate"] for r in rows] == pytest.approx([2e-3 * x ** power for x in left])
+    assert rates[::n] == pytest.approx([r["learning_rate"] for r in rows])
+    assert clips[::n] == pytest.approx([0.3 * x ** (2 - power) for x in left])
+    assert clips[n - 1::n] == clips[::n]
+    assert measured == clips[::n]
+    assert p.optimizer.eps == 1e-5
+    assert PPO(**vars(replace(SMALL, adam_eps=1e-3))).optimizer.eps == 1e-3
 
 
 @pytest.mark.parametrize("target_kl, passes", [(0.0, 6), (1e-12, 1), (1e3, 6)])
@@ -429,10 +562,13 @@ def test_target_kl_stops_the_passes(monkeypatch, target_kl, passes):
 
 
 def test_a_target_kl_in_between_stops_after_the_pass_that_went_too_far(monkeypatch):
-    "With a limit of half of what six passes move, the run stops on the way, past the limit by one pass and not more."
+    """With a limit of half of what six passes move, the run stops on the way, past the limit by one
+    pass and not more.
+    """
     far = PPO(**vars(replace(SMALL, epochs=6))).iterate()["kl_k3"]
     moved, original = [], control.health
-    monkeypatch.setattr(control, "health", lambda *args: (moved.append(original(*args)), moved[-1])[1])
+    monkeypatch.setattr(
+        control, "health", lambda *args: (moved.append(original(*args)), moved[-1])[1])
     p = PPO(**vars(replace(SMALL, epochs=6, target_kl=far / 2)))
     p.iterate()
     kl = [m["kl_k3"] for m in moved]
@@ -441,12 +577,14 @@ def test_a_target_kl_in_between_stops_after_the_pass_that_went_too_far(monkeypat
 
 def test_value_clip_is_used_in_training():
     one, two = (PPO(**vars(replace(SMALL, value_clip=v))) for v in (0.0, 0.01))
-    one.iterate(); two.iterate()
+    one.iterate()
+    two.iterate()
     assert not torch.equal(one.agent.critic[0].weight, two.agent.critic[0].weight)
 
 
 def test_more_minibatches_than_rows():
-    p = PPO(**vars(PPOConfig(seed=0, steps=4 * 30, num_envs=1, num_steps=4, minibatches=4, epochs=1)))
+    p = PPO(
+        **vars(PPOConfig(seed=0, steps=4 * 30, num_envs=1, num_steps=4, minibatches=4, epochs=1)))
     rows = [p.iterate() for _ in range(30)]
     assert rows[-1]["episodes"] > 2 and all(math.isfinite(r["policy_loss"]) for r in rows)
 
@@ -457,13 +595,17 @@ def test_the_rows_count_what_happened():
     collect = p.collector.collect
     def spy(*args):
         r, e = collect(*args)
-        episodes.extend(e); steps.append(r.is_step.sum().item())
+        episodes.extend(e)
+        steps.append(r.is_step.sum().item())
         return r, e
     p.collector.collect, steps = spy, []
     for i in range(8):
         row = p.iterate()
-        assert (row["iteration"], row["steps"], row["episodes"]) == (i + 1, sum(steps), len(episodes))
-        if episodes: assert row["return_mean"] == pytest.approx(np.mean([r for r, _ in episodes[-20:]])) and row["length_mean"] == pytest.approx(np.mean([l for _, l in episodes[-20:]]))
+        assert (
+            row["iteration"], row["steps"], row["episodes"]) == (i + 1, sum(steps), len(episodes))
+        if episodes:
+            assert row["return_mean"] == pytest.approx(np.mean([r for r, _ in episodes[-20:]]))
+            assert row["length_mean"] == pytest.approx(np.mean([l for _, l in episodes[-20:]]))
         else: assert row["return_mean"] is None
     assert len(episodes) > 20 and 900 < sum(steps) < 8 * 128               # a reset is no step
 
@@ -474,7 +616,9 @@ both = pytest.mark.parametrize("config", [SMALL, HARD], ids=["cartpole", "pendul
 
 @both
 def test_a_state_is_a_copy_of_the_scaling(config):
-    "What was saved does not move with the run that goes on, and holds what plain torch.load can read."
+    """What was saved does not move with the run that goes on, and holds what plain torch.load can
+    read.
+    """
     p = PPO(**vars(config))
     p.iterate()
     state = p.state_dict()
@@ -484,43 +628,64 @@ def test_a_state_is_a_copy_of_the_scaling(config):
 
 
 def test_training_leaves_the_global_generators_alone():
-    torch.manual_seed(0); np.random.seed(0)
+    torch.manual_seed(0)
+    np.random.seed(0)
     expected = torch.rand(3), np.random.rand(3)
-    torch.manual_seed(0); np.random.seed(0)
+    torch.manual_seed(0)
+    np.random.seed(0)
     PPO(**vars(SMALL)).iterate()
     assert torch.equal(torch.rand(3), expected[0]) and (np.random.rand(3) == expected[1]).all()
 
 
 def test_a_gpu_is_asked_for_where_it_is_not():
     if torch.cuda.is_available(): pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match="device must be .* got 'cuda'"): PPO(**vars(replace(SMALL, device="cuda")))
+    with pytest.raises(ValueError, match="device must be .* got 'cuda'"):
+        PPO(**vars(replace(SMALL, device="cuda")))
 
 
 class Broken(gym.Env):
     "Rewards or observations that are no numbers, from the 100th step."
     observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(2)
     def __init__(self, what): self.what, self.t = what, 0
-    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
     def step(self, action):
         self.t += 1
         nan = math.nan if self.t > 100 else 0.5
-        return np.full(2, nan if self.what == "obs" else 0, np.float32), nan if self.what == "reward" else 0.5, self.t % 10 == 0, False, {}
+        return (np.full(2, nan if self.what == "obs" else 0, np.float32),
+                nan if self.what == "reward" else 0.5, self.t % 10 == 0, False, {})
 
 
-@pytest.mark.parametrize("what, words", [("reward", "iteration 4: the environment gave no finite number as reward"), ("obs", "iteration 4: the environment gave no finite number as observation"), ("rate", "iteration 1: policy_loss is nan")])
+@pytest.mark.parametrize(
+    "what, words",
+    [("reward", "iteration 4: the environment gave no finite number as reward"),
+     ("obs", "iteration 4: the environment gave no finite number as observation"),
+     ("rate", "iteration 1: policy_loss is nan")])
 def test_a_training_that_comes_to_nan_ends_there(tmp_path, monkeypatch, what, words):
     monkeypatch.setattr(control, "CHECKPOINT_EVERY", -1.0)
-    monkeypatch.setitem(gym.registry, "Broken-v0", gym.envs.registration.EnvSpec("Broken-v0", Broken, max_episode_steps=500, kwargs={"what": what}, disable_env_checker=True))
-    run, config = Run.create(tmp_path / "run", {"task": "some"}), replace(SMALL, env="Broken-v0") if what != "rate" else replace(SMALL, learning_rate=1e30)
-    with pytest.raises(FloatingPointError, match=words + ".*the last checkpoint, if there is one, is from before"): train(config, run)
+    monkeypatch.setitem(
+        gym.registry, "Broken-v0",
+        gym.envs.registration.EnvSpec("Broken-v0", Broken, max_episode_steps=500,
+                                      kwargs={"what": what}, disable_env_checker=True))
+    run, config = (Run.create(tmp_path / "run", {"task": "some"}),
+                   replace(SMALL, env="Broken-v0") if what != "rate"
+                   else replace(SMALL, learning_rate=1e30))
+    with pytest.raises(
+        FloatingPointError, match=words + ".*the last checkpoint, if there is one, is from before"):
+        train(config, run)
     assert not (run.path / "summary.json").exists()
-    if what != "rate": assert Run.resume(run.path).checkpoint["ppo"]["spent"] == 3 * 128 and len((run.path / "metrics.csv").read_text().splitlines()) == 4
+    if what != "rate":
+        assert Run.resume(run.path).checkpoint["ppo"]["spent"] == 3 * 128
+        assert len((run.path / "metrics.csv").read_text().splitlines()) == 4
 
 
 def test_numbers_of_a_reset_may_be_anything():
     "They are no data."
     reset = torch.tensor([[False, True], [True, False]])
-    r = Rollout(torch.where(reset[..., None], math.nan, torch.rand(2, 2, 1)), torch.zeros(2, 2), torch.where(reset, math.inf, 1.0), torch.zeros(2, 2, 1), *torch.zeros(2, 2, 2, dtype=torch.bool), ~reset)
+    r = Rollout(torch.where(reset[..., None], math.nan, torch.rand(2, 2, 1)), torch.zeros(2, 2),
+                torch.where(reset, math.inf, 1.0), torch.zeros(2, 2, 1),
+                *torch.zeros(2, 2, 2, dtype=torch.bool), ~reset)
     scaling = Scaling(replace(SMALL, num_envs=2, normalize_obs=True, normalize_rewards=True), 1)
     scaling(r)
     assert scaling.seen.count == scaling.earned.count == 2
@@ -529,13 +694,17 @@ def test_numbers_of_a_reset_may_be_anything():
 class Endless(gym.Env):
     "No episode ends."
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
-    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
     def step(self, action): return np.zeros(2, np.float32), 1.0, False, False, {}
 
 
 def test_an_evaluation_without_a_time_limit_ends(tmp_path, monkeypatch):
-    monkeypatch.setitem(gym.registry, "Endless-v0", gym.envs.registration.EnvSpec("Endless-v0", Endless))
-    with pytest.warns(UserWarning, match="^an episode has no end after 50 steps, and counts as ended$"):
+    monkeypatch.setitem(
+        gym.registry, "Endless-v0", gym.envs.registration.EnvSpec("Endless-v0", Endless))
+    with pytest.warns(
+        UserWarning, match="^an episode has no end after 50 steps, and counts as ended$"):
         got = episode_returns(lambda obs: np.zeros(len(obs), int), 0, 3, "Endless-v0", longest=50)
     assert got.tolist() == [50.0] * 3
 
@@ -553,19 +722,29 @@ def test_an_episode_ends_where_its_environment_ends_it(monkeypatch, registered, 
 
 
 def test_the_summary_says_what_was_promised(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "threshold", lambda env_id: 22.0); monkeypatch.setattr(control, "RECENT", 10)
+    monkeypatch.setattr(control, "threshold", lambda env_id: 22.0)
+    monkeypatch.setattr(control, "RECENT", 10)
     run = Run.create(tmp_path / "run", {"task": "cartpole"})
     _, rows, s = train(SMALL, run)
-    assert {"task", "env", "algo", "seed", "device", "steps", "wall_seconds", "eval_return_mean", "eval_return_std", "eval_episodes", "solved", "steps_to_solve", "seconds_to_solve", "interrupted",
+    assert {"task", "env", "algo", "seed", "device", "steps", "wall_seconds", "eval_return_mean",
+            "eval_return_std", "eval_episodes", "solved", "steps_to_solve", "seconds_to_solve",
+            "interrupted",
             "eval_sampled_return_mean", "eval_sampled_return_std"} == set(s)
     assert json.loads((run.path / "summary.json").read_text()) == s
-    assert (s["task"], s["env"], s["algo"], s["seed"], s["device"], s["steps"], s["eval_episodes"]) == ("cartpole", "CartPole-v1", "ppo", 3, "cpu", rows[-1]["steps"], 100)
+    assert ((s["task"], s["env"], s["algo"], s["seed"], s["device"], s["steps"], s["eval_episodes"])
+            == ("cartpole", "CartPole-v1", "ppo", 3, "cpu", rows[-1]["steps"], 100))
     first = next((r["steps"] for r in rows if r["episodes"] >= 10 and r["return_mean"] >= 22), None)
-    assert s["steps_to_solve"] == first and first is not None and 0 < s["seconds_to_solve"] <= s["wall_seconds"]
-    assert s["solved"] == (min(s["eval_return_mean"], s["eval_sampled_return_mean"]) >= 22) and isinstance(s["solved"], bool)
+    assert s["steps_to_solve"] == first
+    assert first is not None
+    assert 0 < s["seconds_to_solve"] <= s["wall_seconds"]
+    assert s["solved"] == (min(s["eval_return_mean"], s["eval_sampled_return_mean"]) >= 22)
+    assert isinstance(s["solved"], bool)
     monkeypatch.setattr(control, "threshold", lambda env_id: 475.0)
     _, _, s = train(SMALL)
-    assert s["steps_to_solve"] is None and s["seconds_to_solve"] is None and s["solved"] is False and s["task"] == "CartPole-v1"
+    assert s["steps_to_solve"] is None
+    assert s["seconds_to_solve"] is None
+    assert s["solved"] is False
+    assert s["task"] == "CartPole-v1"
     monkeypatch.setattr(control, "threshold", lambda env_id: None)
     _, _, s = train(replace(SMALL, steps=128))
     assert s["solved"] is None and s["steps_to_solve"] is None
@@ -578,20 +757,30 @@ class Robot(gym.Env):
     def __init__(self):
         if Robot.there: raise RuntimeError("port in use")
         Robot.there = 1
-    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(2, np.float32), {}
-    def step(self, action): Robot.steps += 1; self.shown += 1; return np.zeros(2, np.float32), float(self.shown > 200), False, False, {}
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        Robot.steps += 1
+        self.shown += 1
+        return np.zeros(2, np.float32), float(self.shown > 200), False, False, {}
     def close(self): Robot.there = 0
 
 
 def test_it_is_evaluated_where_it_has_trained_as_often_as_one_says(tmp_path, monkeypatch):
-    "There may be one such environment only, its wrappers may have running moments, and no episode is played for nothing."
-    monkeypatch.setitem(gym.registry, "Robot-v0", gym.envs.registration.EnvSpec("Robot-v0", Robot, max_episode_steps=20))
-    monkeypatch.setattr(Robot, "there", 0); monkeypatch.setattr(Robot, "steps", 0)
+    """There may be one such environment only, its wrappers may have running moments, and no episode
+    is played for nothing.
+    """
+    monkeypatch.setitem(gym.registry, "Robot-v0",
+                        gym.envs.registration.EnvSpec("Robot-v0", Robot, max_episode_steps=20))
+    monkeypatch.setattr(Robot, "there", 0)
+    monkeypatch.setattr(Robot, "steps", 0)
     config = PPOConfig(env="Robot-v0", num_envs=1, num_steps=256, steps=256, eval_episodes=3)
     PPO.begin(config).envs.close()
     before, run = Robot.steps, Run.create(tmp_path / "run", {"task": "train"})
     ppo, _, summary = train(config, run)
-    assert summary["eval_return_mean"] == summary["eval_sampled_return_mean"] == 20 and summary["eval_episodes"] == 3
+    assert summary["eval_return_mean"] == summary["eval_sampled_return_mean"] == 20
+    assert summary["eval_episodes"] == 3
     assert Robot.steps - before < 1 + 256 + 2 * 3 * 20
     assert json.loads((run.path / "summary.json").read_text()) == summary
 
@@ -604,18 +793,25 @@ def test_ended_episodes_do_not_play_on():
     assert len(returns) == 7 and torch.equal(returns, episode_returns(lean, 5, 7, envs))
     envs = make_envs("Pendulum-v1", 3, "sync")
     torque = lambda obs: np.zeros((len(obs), 1))
-    one_each = [episode_returns(torque, 5 + i, 2 + (i == 2), single) for i, single in enumerate(make_envs("Pendulum-v1", 1) for _ in range(3))]
-    assert sorted(episode_returns(torque, 5, 7, envs).tolist()) == pytest.approx(sorted(torch.cat(one_each).tolist()))
+    one_each = [episode_returns(torque, 5 + i, 2 + (i == 2), single)
+                for i, single in enumerate(make_envs("Pendulum-v1", 1) for _ in range(3))]
+    assert (sorted(episode_returns(torque, 5, 7, envs).tolist())
+            == pytest.approx(sorted(torch.cat(one_each).tolist())))
 
 
 def test_a_finished_run_can_be_loaded(tmp_path):
     run = Run.create(tmp_path / "run", {"task": "pendulum"})
     ppo, _, _ = train(replace(PENDULUM, eval_episodes=2), run)
-    again, obs = PPO.load(run.path / "ppo.pt", steps=2 * PENDULUM.steps), np.ones((2, 3), np.float32)
-    assert np.array_equal(again.predict(obs), ppo.predict(obs)) and len(again.learn().rows) == PENDULUM.iterations
+    again, obs = (PPO.load(run.path / "ppo.pt", steps=2 * PENDULUM.steps),
+                  np.ones((2, 3), np.float32))
+    assert np.array_equal(again.predict(obs), ppo.predict(obs))
+    assert len(again.learn().rows) == PENDULUM.iterations
 
 
-@pytest.mark.parametrize("break_it", [lambda m: m.setattr(control.plots, "plot_run", lambda *args: 1 / 0), lambda m: m.setitem(matplotlib.rcParams, "text.usetex", True)], ids=["broken", "usetex"])
+@pytest.mark.parametrize(
+    "break_it",
+    [lambda m: m.setattr(control.plots, "plot_run", lambda *args: 1 / 0),
+     lambda m: m.setitem(matplotlib.rcParams, "text.usetex", True)], ids=["broken", "usetex"])
 def test_a_picture_that_fails_costs_no_summary(tmp_path, monkeypatch, break_it):
     break_it(monkeypatch)
     run = Run.create(tmp_path / "run", {"task": "cartpole"})
@@ -635,11 +831,14 @@ def test_a_disk_that_is_full_at_the_end_costs_no_summary(tmp_path, monkeypatch):
 
 
 def test_too_few_episodes_solve_nothing(monkeypatch):
-    "With a threshold that the first episode passes, `steps_to_solve` still waits until RECENT episodes have ended."
+    """With a threshold that the first episode passes, `steps_to_solve` still waits until RECENT
+    episodes have ended.
+    """
     monkeypatch.setattr(control, "threshold", lambda env_id: 1.0)
     _, rows, s = train(SMALL)
     waited = [r["steps"] for r in rows if r["episodes"] >= control.RECENT]
-    assert rows[0]["episodes"] < control.RECENT and s["steps_to_solve"] == waited[0] > rows[0]["steps"]
+    assert rows[0]["episodes"] < control.RECENT
+    assert s["steps_to_solve"] == waited[0] > rows[0]["steps"]
 
 
 def test_nothing_is_learned_without_the_surrogate(monkeypatch):
@@ -650,24 +849,34 @@ def test_nothing_is_learned_without_the_surrogate(monkeypatch):
         m.setattr(losses, "clipped_surrogate", lambda ratio, A, *bounds: ratio * 0)
         idle, _ = iterate_all(replace(config, steps=2560))
     assert torch.equal(idle.agent.policy[0].weight, PPO(**vars(config)).agent.policy[0].weight)
-    assert learned.evaluate(seed=1, deterministic=True).mean() > 100 and idle.evaluate(seed=1, deterministic=False).mean() < 40
+    assert learned.evaluate(seed=1, deterministic=True).mean() > 100
+    assert idle.evaluate(seed=1, deterministic=False).mean() < 40
 
 
 def test_any_environment_with_a_box(monkeypatch):
-    "Discrete actions that do not begin at 0 and a continuous task with a threshold of Gymnasium: two iterations and an evaluation each."
+    """Discrete actions that do not begin at 0 and a continuous task with a threshold of Gymnasium:
+    two iterations and an evaluation each.
+    """
     for env in ("Acrobot-v1", "MountainCarContinuous-v0"):
         _, rows, s = train(replace(SMALL, env=env, steps=256, eval_episodes=2))
-        assert len(rows) == 2 and s["solved"] is False and all(math.isfinite(v) for r in rows for k, v in r.items() if v is not None and k != "explained_variance")
+        assert len(rows) == 2
+        assert s["solved"] is False
+        assert all(math.isfinite(v) for r in rows for k, v in r.items() if v is not None
+                   and k != "explained_variance")
 
 
 def test_training_does_not_import_the_compiler():
     "It takes as long to import as CartPole to be solved."
-    code = "import sys; from rlhf_notes.control.ppo import PPO, PPOConfig; p = PPO(**vars(PPOConfig(num_envs=2))); p.iterate(); p.state_dict(); print('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    code = ("import sys; from rlhf_notes.control.ppo import PPO, PPOConfig; p = "
+            "PPO(**vars(PPOConfig(num_envs=2))); p.iterate(); p.state_dict(); "
+            "print('torch._dynamo' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=True).stdout == "False\n"
 
 
 def test_seeds_are_apart():
-    assert seeds(3) == seeds(3) == seeds(3, 0) and len(set(seeds(0) + seeds(1) + seeds(2) + seeds(0, 1) + seeds(0, 2))) == 20
+    assert seeds(3) == seeds(3) == seeds(3, 0)
+    assert len(set(seeds(0) + seeds(1) + seeds(2) + seeds(0, 1) + seeds(0, 2))) == 20
 
 
 # resumed, saved, loaded
@@ -680,11 +889,18 @@ def test_same_seed_same_run_and_a_saved_one_goes_on_with_new_episodes(tmp_path, 
     rows = [p.iterate() for _ in range(3)]
     p.save(tmp_path / "ppo.pt")
     one, two = (PPO.load(tmp_path / "ppo.pt") for _ in range(2))
-    assert one.config == config and rows == a[:3] and one.iteration == 3 and one.episodes == p.episodes and one.recent == p.recent
-    assert torch.equal(one.optimizer.vector, p.optimizer.vector) and torch.equal(one.optimizer.v, p.optimizer.v)
+    assert one.config == config
+    assert rows == a[:3]
+    assert one.iteration == 3
+    assert one.episodes == p.episodes
+    assert one.recent == p.recent
+    assert torch.equal(one.optimizer.vector, p.optimizer.vector)
+    assert torch.equal(one.optimizer.v, p.optimizer.v)
     fresh = PPO(**vars(config))
-    assert not np.array_equal(one.collector.obs, p.collector.obs) and not np.array_equal(one.collector.obs, fresh.collector.obs)
-    assert (one.collector.until_cut == fresh.collector.until_cut).all() and not one.scaling.running.any()
+    assert not np.array_equal(one.collector.obs, p.collector.obs)
+    assert not np.array_equal(one.collector.obs, fresh.collector.obs)
+    assert (one.collector.until_cut == fresh.collector.until_cut).all()
+    assert not one.scaling.running.any()
     assert one.learn().rows == two.learn().rows and len(one.rows) == 5 and one.iteration == 8
     assert rows[-1]["steps"] < one.rows[0]["steps"] <= rows[-1]["steps"] + 128
     assert [r["learning_rate"] for r in one.rows] == [r["learning_rate"] for r in a[3:]]
@@ -713,9 +929,13 @@ def test_load_may_change_options_and_refuses_other_files(tmp_path):
     (tmp_path / "damaged.pt").write_bytes(damaged)
     with pytest.raises(FileNotFoundError): PPO.load(tmp_path / "nowhere.pt")
     for name in ("other", "text", "hi", "cut", "empty", "damaged"):
-        with pytest.raises(ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"): PPO.load(tmp_path / f"{name}.pt")
+        with pytest.raises(
+            ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"):
+            PPO.load(tmp_path / f"{name}.pt")
     for options in (dict(hidden=32), dict(env="Pendulum-v1")):
-        with pytest.raises(ValueError, match="ppo.pt: the options are not those of the saved networks: "): PPO.load(tmp_path / "ppo.pt", **options)
+        with pytest.raises(
+            ValueError, match="ppo.pt: the options are not those of the saved networks: "):
+            PPO.load(tmp_path / "ppo.pt", **options)
 
 
 def interrupt_after(monkeypatch, iteration, error=None):
@@ -734,15 +954,23 @@ def test_an_interrupted_run_leaves_a_whole_directory_and_goes_on(tmp_path, monke
     with monkeypatch.context() as m:
         interrupt_after(m, 5)
         _, _, summary = train(SMALL, run)
-    assert summary["interrupted"] and summary["solved"] is False and summary["eval_return_mean"] is None and 4 * 128 < summary["steps"] < 5 * 128
+    assert summary["interrupted"]
+    assert summary["solved"] is False
+    assert summary["eval_return_mean"] is None
+    assert 4 * 128 < summary["steps"] < 5 * 128
     assert json.loads((run.path / "summary.json").read_text()) == summary
-    assert {"checkpoint.pt", "curve.svg", "config.json", "metrics.csv"} <= {p.name for p in run.path.iterdir()}
+    assert {"checkpoint.pt", "curve.svg", "config.json", "metrics.csv"} <= {
+        p.name for p in run.path.iterdir()}
     before = (run.path / "metrics.csv").read_bytes()
     PPO.begin(SMALL, Run.resume(run.path)).envs.close()
     ppo, rows, summary = train(SMALL, Run.resume(run.path))
     after = (run.path / "metrics.csv").read_bytes()
-    assert after.startswith(before) and len(after.splitlines()) == 9 == len(rows) + 1 and summary["steps"] == rows[-1]["steps"] and not summary["interrupted"]
-    assert [r["iteration"] for r in rows] == list(range(1, 9)) and summary["wall_seconds"] >= ppo.clock["wall_seconds"] > 0
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 9 == len(rows) + 1
+    assert summary["steps"] == rows[-1]["steps"]
+    assert not summary["interrupted"]
+    assert [r["iteration"] for r in rows] == list(range(1, 9))
+    assert summary["wall_seconds"] >= ppo.clock["wall_seconds"] > 0
 
 
 def test_killed_between_two_checkpoints_it_continues_from_the_last(tmp_path, monkeypatch):
@@ -761,13 +989,18 @@ def test_ctrl_c_in_the_evaluation_is_an_interruption(tmp_path, monkeypatch):
     monkeypatch.setattr(PPO, "scores", interrupted)
     run = Run.create(tmp_path / "run", {"task": "some"})
     _, rows, summary = train(SMALL, run)
-    assert len(rows) == 8 and summary["interrupted"] and summary["eval_return_mean"] is None and (run.path / "summary.json").exists()
+    assert len(rows) == 8
+    assert summary["interrupted"]
+    assert summary["eval_return_mean"] is None
+    assert (run.path / "summary.json").exists()
 
 
 def test_environments_in_processes_train_and_resume(tmp_path):
     config = replace(PENDULUM, vectorization="async", steps=2 * 128, num_envs=2, num_steps=64)
     ppo = PPO(**vars(config))
-    ppo.iterate(); ppo.save(tmp_path / "ppo.pt"); ppo.envs.close()
+    ppo.iterate()
+    ppo.save(tmp_path / "ppo.pt")
+    ppo.envs.close()
     again = PPO.load(tmp_path / "ppo.pt").learn()
     assert len(again.rows) == 1 and again.rows[0]["iteration"] == 2
     again.envs.close()
@@ -777,17 +1010,26 @@ def test_environments_in_processes_train_and_resume(tmp_path):
 
 def test_learn_predict_evaluate():
     p = PPO(seed=0, steps=20 * 1024)
-    assert p.learn() is p and len(p.rows) == 20 and p.evaluate(episodes=10).mean() > 100 and len(p.evaluate(7, deterministic=False, seed=5)) == 7
+    assert p.learn() is p
+    assert len(p.rows) == 20
+    assert p.evaluate(episodes=10).mean() > 100
+    assert len(p.evaluate(7, deterministic=False, seed=5)) == 7
     obs = np.array([[0, 0, 0.1, 0.1], [0, 0, -0.1, -0.1]])
-    assert p.predict(obs).tolist() == [1, 0] and p.predict(obs[0]) == 1 and np.shape(p.predict(obs[0])) == ()
-    assert set(np.stack([p.predict(np.zeros((50, 4)), deterministic=False) for _ in range(5)]).flatten().tolist()) == {0, 1}
+    assert p.predict(obs).tolist() == [1, 0]
+    assert p.predict(obs[0]) == 1
+    assert np.shape(p.predict(obs[0])) == ()
+    assert set(np.stack([p.predict(np.zeros((50, 4)), deterministic=False)
+                         for _ in range(5)]).flatten().tolist()) == {0, 1}
     for wrong in (np.zeros(3), np.zeros((2, 3)), np.zeros((2, 2, 4)), 0.0):
-        with pytest.raises(ValueError, match=r"obs must have shape \(4,\), or be a batch of that, got"): p.predict(wrong)
+        with pytest.raises(
+            ValueError, match=r"obs must have shape \(4,\), or be a batch of that, got"):
+            p.predict(wrong)
 
 
 def test_pendulum_has_its_own_defaults_and_scaled_actions():
     p = PPO("Pendulum-v1", **SHAPE)
-    assert p.config == PendulumConfig(**SHAPE) and PPO("CartPole-v1", **SHAPE).config == PPOConfig(**SHAPE)
+    assert p.config == PendulumConfig(**SHAPE)
+    assert PPO("CartPole-v1", **SHAPE).config == PPOConfig(**SHAPE)
     assert PPO(**vars(PPOConfig(env="Pendulum-v1", **SHAPE))).config.gamma == PPOConfig().gamma
     actions = p.predict(np.random.default_rng(0).normal(size=(1000, 3)), deterministic=False)
     assert actions.shape == (1000, 1) and actions.min() == -2 and actions.max() == 2
@@ -798,10 +1040,13 @@ def test_an_environment_of_ones_own(tmp_path):
     env = gym.make("Pendulum-v1", g=5.0)
     p = PPO(env, **SHAPE, stagger=True).learn()
     assert len(p.rows) == 8 and p.config.env == "PendulumEnv"
-    assert len(p.evaluate(6)) == 6 and torch.equal(p.evaluate(6, seed=1), p.evaluate(6, seed=1)) and p.evaluate(6, deterministic=False).std() > 0
+    assert len(p.evaluate(6)) == 6
+    assert torch.equal(p.evaluate(6, seed=1), p.evaluate(6, seed=1))
+    assert p.evaluate(6, deterministic=False).std() > 0
     assert p.scores()["solved"] is False                              # a Pendulum by its spec
     p.save(tmp_path / "own.pt")
-    assert np.array_equal(PPO.load(tmp_path / "own.pt", env=env).predict(np.ones(3)), p.predict(np.ones(3)))
+    assert np.array_equal(
+        PPO.load(tmp_path / "own.pt", env=env).predict(np.ones(3)), p.predict(np.ones(3)))
     assert p.film(tmp_path / "own.gif").exists()
 
 
@@ -815,13 +1060,16 @@ def test_an_environment_is_evaluated_itself_and_then_begins_new_episodes():
     p = PPO(gym.wrappers.TimeLimit(Alone(), 20), num_envs=1, num_steps=256, steps=512)
     p.iterate()
     assert p.evaluate(3).tolist() == [20, 20, 20] and p.iterate()["iteration"] == 2
-    assert p.collector.episode_length.tolist() == [256 - 12 * 21]  # of whole episodes, each with a reset step
+    # of whole episodes, each with a reset step
+    assert p.collector.episode_length.tolist() == [256 - 12 * 21]
     with pytest.raises(ValueError, match="it cannot be copied, so num_envs must be 1"): PPO(Alone())
 
 
 @pytest.mark.parametrize("env, options, words", [
-    ("CartPool-v1", {}, "env must be an environment that Gymnasium can make"), ("FrozenLake-v1", {}, "env must have Box observations"),
-    ("CartPole-v1", dict(num_envs=0), "num_envs must be"), ("CartPole-v1", dict(device="cuda:99"), "device must be .* got 'cuda:99'"),
+    ("CartPool-v1", {}, "env must be an environment that Gymnasium can make"),
+    ("FrozenLake-v1", {}, "env must have Box observations"),
+    ("CartPole-v1", dict(num_envs=0), "num_envs must be"),
+    ("CartPole-v1", dict(device="cuda:99"), "device must be .* got 'cuda:99'"),
 ])
 def test_what_cannot_be_trained_is_named(env, options, words):
     with pytest.raises(ValueError, match=words): PPO(env, **options)
@@ -835,7 +1083,8 @@ def test_plain_and_fast_give_the_same_first_iteration(config):
     with fast.off(): plain = b.iterate()
     numbers = lambda row: {k: v for k, v in row.items() if v is not None}
     assert numbers(quick) == pytest.approx(numbers(plain), rel=1e-4, abs=1e-5)
-    for p, q in zip(a.agent.parameters(), b.agent.parameters()): torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    for p, q in zip(a.agent.parameters(), b.agent.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
 
 def test_film(tmp_path):
@@ -843,17 +1092,22 @@ def test_film(tmp_path):
     for env in ("CartPole-v1", "Pendulum-v1"):
         path = PPO(env, **SHAPE).film(tmp_path / f"{env}.gif")
         assert Image.open(path).n_frames > 1
-    with pytest.raises(ValueError, match=r"path must end in \.gif or \.mp4, got .*film\.avi"): PPO(**SHAPE).film(tmp_path / "film.avi")
+    with pytest.raises(ValueError, match=r"path must end in \.gif or \.mp4, got .*film\.avi"):
+        PPO(**SHAPE).film(tmp_path / "film.avi")
 
 
 @pytest.mark.parametrize("module", ["imageio.v3", "imageio_ffmpeg"])
 def test_a_film_in_mp4_asks_for_its_extra(tmp_path, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=r"path must end in \.gif \(pip install rlhf_notes\[video\] brings \.mp4\), got .*film\.mp4"): PPO(**SHAPE).film(tmp_path / "film.mp4")
+    with pytest.raises(ValueError,
+                       match=r"path must end in \.gif \(pip install rlhf_notes\[video\] brings "
+                       r"\.mp4\), got .*film\.mp4"):
+        PPO(**SHAPE).film(tmp_path / "film.mp4")
 
 
 def test_a_film_in_mp4(tmp_path):
-    imageio = pytest.importorskip("imageio.v3"); pytest.importorskip("imageio_ffmpeg")
+    imageio = pytest.importorskip("imageio.v3")
+    pytest.importorskip("imageio_ffmpeg")
     path = PPO(**SHAPE).film(tmp_path / "film.mp4")
     frames = imageio.imread(path)
     assert len(frames) > 1 and frames.shape[1:] == (216, 216, 3)
@@ -862,10 +1116,13 @@ def test_a_film_in_mp4(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_the_callers_default_dtype_and_device_change_nothing(dtype, tmp_path):
     def trained():
-        ppo, by_hand = (PPO("CartPole-v1", steps=128, num_envs=2, num_steps=32, minibatches=2, epochs=1, normalize_obs=True, normalize_rewards=True) for _ in range(2))
+        ppo, by_hand = (PPO("CartPole-v1", steps=128, num_envs=2, num_steps=32, minibatches=2,
+                            epochs=1, normalize_obs=True, normalize_rewards=True) for _ in range(2))
         ppo.learn().save(tmp_path / "ppo.pt")
         again = PPO.load(tmp_path / "ppo.pt")
-        return by_hand.iterate()["policy_loss"], ppo.rows[-1], ppo.evaluate(3).tolist(), ppo.predict(np.zeros(4, np.float32)), again.evaluate(3).tolist(), again.scaling.seen.mean.tolist()
+        return (by_hand.iterate()["policy_loss"], ppo.rows[-1], ppo.evaluate(3).tolist(),
+                ppo.predict(np.zeros(4, np.float32)), again.evaluate(3).tolist(),
+                again.scaling.seen.mean.tolist())
     expected = trained()
     torch.set_default_dtype(dtype)
     try:
@@ -890,9 +1147,12 @@ def test_a_small_policy_learns_on_one_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("call, error, words", [
-    (lambda p: p.evaluate(0), ValueError, r"episodes must be in \[1, inf\), got 0"), (lambda p: p.evaluate(2.5), TypeError, "episodes must be an integer, got 2.5"),
-    (lambda p: p.evaluate(2, seed=-1), ValueError, r"seed must be in \[0, inf\), got -1"), (lambda p: p.evaluate(2, 1), TypeError, "deterministic must be True or False, got 1"),
-    (lambda p: p.predict(np.full(4, np.nan)), ValueError, "obs must be finite, got "), (lambda p: p.predict(np.zeros(3)), ValueError, "obs must have shape"),
+    (lambda p: p.evaluate(0), ValueError, r"episodes must be in \[1, inf\), got 0"),
+    (lambda p: p.evaluate(2.5), TypeError, "episodes must be an integer, got 2.5"),
+    (lambda p: p.evaluate(2, seed=-1), ValueError, r"seed must be in \[0, inf\), got -1"),
+    (lambda p: p.evaluate(2, 1), TypeError, "deterministic must be True or False, got 1"),
+    (lambda p: p.predict(np.full(4, np.nan)), ValueError, "obs must be finite, got "),
+    (lambda p: p.predict(np.zeros(3)), ValueError, "obs must have shape"),
     (lambda p: p.film("film.gif", seed=-1), ValueError, r"seed must be in \[0, inf\), got -1")])
 def test_a_bad_argument_is_named(call, error, words):
     with pytest.raises(error, match=f"^{words}"): call(PPO(**vars(SMALL)))
@@ -917,7 +1177,8 @@ def changed(path, change):
 
 def test_a_file_is_loaded_without_an_environment_and_without_what_it_names(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text("import pathlib; pathlib.Path('ran').touch()")
-    monkeypatch.syspath_prepend(tmp_path); monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     p, obs = PPO("Pendulum-v1", **SHAPE), np.ones((3, 3))
     p.save(path := tmp_path / "ppo.pt")
     monkeypatch.setattr(control, "make_envs", lambda *args: 1 / 0)
@@ -1047,7 +1308,8 @@ class Clock(gym.Env):
 
 
 def test_observations_are_normalised_before_they_are_rounded():
-    p = PPO(Clock, normalize_obs=True, num_envs=8, num_steps=64, steps=10_240, minibatches=8).learn()
+    p = PPO(
+        Clock, normalize_obs=True, num_envs=8, num_steps=64, steps=10_240, minibatches=8).learn()
     assert p.rows[-1]["return_mean"] > 17                                  # 10 by chance
     assert p.predict(np.array([[1.7e9 - 30], [1.7e9 + 30]])).tolist() == [0, 1]
 
@@ -1076,13 +1338,15 @@ class Closes(Endless):
 def test_environments_are_closed(monkeypatch):
     spec = gym.envs.registration.EnvSpec("Closes-v0", Closes, max_episode_steps=10)
     monkeypatch.setitem(gym.registry, "Closes-v0", spec)
-    monkeypatch.setattr(Closes, "made", 0); monkeypatch.setattr(Closes, "closed", 0)
+    monkeypatch.setattr(Closes, "made", 0)
+    monkeypatch.setattr(Closes, "closed", 0)
     p = PPO("Closes-v0", **TINY).learn()
     assert (Closes.made, Closes.closed) == (4, 0)
     p.evaluate(5)
     episode_returns(lambda obs: np.zeros(len(obs), int), 0, 5, "Closes-v0")
     assert (Closes.made, Closes.closed) == (14, 10)
-    p.close(); p.close()
+    p.close()
+    p.close()
     assert (Closes.made, Closes.closed) == (14, 14)
     p.learn(128)                                                           # in new ones
     assert (Closes.made, Closes.closed) == (18, 14)

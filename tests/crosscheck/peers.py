@@ -1,15 +1,23 @@
 """Functions of six other libraries beside ours, on the same random tensors.
 
-TRL and stable-baselines3 are imported as anyone would. The other four ask for long lists of packages, some of which
-exclude ours (DI-engine asks for NumPy below 2 and setuptools up to 66.1.1), some of which need CUDA. Their loss
-functions need none of that: `_alone` imports single modules of an installed package, past every `__init__`.
+TRL and stable-baselines3 are imported as anyone would. The other four ask for long lists of
+packages, some of which
+exclude ours (DI-engine asks for NumPy below 2 and setuptools up to 66.1.1), some of which need
+CUDA. Their loss
+functions need none of that: `_alone` imports single modules of an installed package, past every
+`__init__`.
 
-TRL 1.16 has no PPO trainer any more; its GRPO trainer, asked for the mean over tokens, has PPO's loss. That loss is a
-method that reads its trainer: here the trainer is a namespace, and the log-probabilities come from us.
-stable-baselines3 computes its loss within `PPO.train`: one minibatch goes through all of it, with an optimizer that
-does nothing. TRL's group advantages are a few lines of a long method; those lines are run from its source.
+TRL 1.16 has no PPO trainer any more; its GRPO trainer, asked for the mean over tokens, has PPO's
+loss. That loss is a
+method that reads its trainer: here the trainer is a namespace, and the log-probabilities come from
+us.
+stable-baselines3 computes its loss within `PPO.train`: one minibatch goes through all of it, with
+an optimizer that
+does nothing. TRL's group advantages are a few lines of a long method; those lines are run from its
+source.
 
-Each `Quantity` has our function and, for each library that has it, a call of theirs. `wrt` names the tensors that get
+Each `Quantity` has our function and, for each library that has it, a call of theirs. `wrt` names
+the tensors that get
 a gradient; `change` prepares the batch. `DIFFERENT` holds what is known to differ, and why.
 """
 
@@ -45,9 +53,11 @@ from rlhf_notes.formulas.value import explained_variance, symlog, value_loss, va
 from rlhf_notes.formulas.whitening import whiten
 
 PEERS = dict(
-    trl="trl", torchtune="torchtune", ding="DI-engine", sb3="stable-baselines3", verl="verl", openrlhf="openrlhf"
+    trl="trl", torchtune="torchtune", ding="DI-engine", sb3="stable-baselines3", verl="verl",
+    openrlhf="openrlhf"
 )
-VERSIONS = dict(trl="1.16.0", torchtune="0.6.1", ding="0.5.3", sb3="2.9.2", verl="0.9.1", openrlhf="0.11.2")
+VERSIONS = dict(
+    trl="1.16.0", torchtune="0.6.1", ding="0.5.3", sb3="2.9.2", verl="0.9.1", openrlhf="0.11.2")
 
 Peer = namedtuple("Peer", "name version functions missing")
 
@@ -63,7 +73,9 @@ class _Stand(ModuleType):
 
 
 def _alone(package, modules, stands=None):
-    "Modules of an installed package, imported without any `__init__`, `stands` taking the place of what they import; `sys.modules` stays as it was."
+    """Modules of an installed package, imported without any `__init__`, `stands` taking the place
+    of what they import; `sys.modules` stays as it was.
+    """
     stands = stands or {}
     roots = {package, *(name.split(".")[0] for name in stands)}
 
@@ -74,7 +86,8 @@ def _alone(package, modules, stands=None):
         if name in sys.modules:
             return sys.modules[name]
         module = sys.modules[name] = _Stand(name)
-        module.__path__ = [name.replace(".", "/").replace(package, folder, 1)] if name.split(".")[0] == package else []
+        module.__path__ = ([name.replace(".", "/").replace(package, folder, 1)]
+                           if name.split(".")[0] == package else [])
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(stand(parent), last, module)
@@ -110,12 +123,15 @@ def _load_torchtune():
         "torchtune.rlhf": {"masked_mean": found["rewards"].masked_mean},
         "torchtune.data": {"CROSS_ENTROPY_IGNORE_IDX": -100},
     }
-    return {**found, **_alone("torchtune", ["rlhf.sequence_processing", "rlhf.loss.ppo", "rlhf.loss.dpo"], stands)}
+    return {**found,
+            **_alone("torchtune", ["rlhf.sequence_processing", "rlhf.loss.ppo", "rlhf.loss.dpo"],
+                     stands)}
 
 
 def _load_ding():
     return _alone(
-        "ding", ["rl_utils.ppo", "rl_utils.gae", "rl_utils.value_rescale"], {"ding.hpc_rl": {"hpc_wrapper": _identity}}
+        "ding", ["rl_utils.ppo", "rl_utils.gae", "rl_utils.value_rescale"],
+        {"ding.hpc_rl": {"hpc_wrapper": _identity}}
     )
 
 
@@ -137,7 +153,8 @@ def _load_verl():
         "verl.workers.config": {},
     }
     groups = _alone("verl", ["utils.groupwise"], stands)["groupwise"]
-    stands["verl.utils"] = dict(as_torch_index=groups.as_torch_index, group_mean_std=groups.group_mean_std)
+    stands["verl.utils"] = dict(
+        as_torch_index=groups.as_torch_index, group_mean_std=groups.group_mean_std)
     return _alone("verl", ["utils.torch_functional", "trainer.ppo.core_algos"], stands)
 
 
@@ -156,9 +173,10 @@ def _load_openrlhf():
 
 
 @cache
+# name on PyPI; version, or None; namespace of its modules, or None; what is missing, or None
 def load_peer(
     name: str,  # One of `PEERS`
-) -> Peer:  # name on PyPI; version, or None; namespace of its modules, or None; what is missing, or None
+) -> Peer:
     "A library to compare with: what it offers, or why it cannot be had."
     try:
         version = metadata.version(PEERS[name])
@@ -170,17 +188,21 @@ def load_peer(
         return Peer(PEERS[name], version, None, f"cannot be loaded: {type(e).__name__}: {e}")
 
 
+# float32 tensors: one batch of everything that a policy-gradient loss may want
 def random_batch(
     seed: int = 0,  # Of the generator
     B: int = 8,  # Answers, four for each of two prompts
     T: int = 7,  # Tokens
     V: int = 11,  # Words
-) -> SimpleNamespace:  # float32 tensors: one batch of everything that a policy-gradient loss may want
-    "The same random tensors for all: tokens (B, T), padded on the right, and steps of an environment (T, B)."
+) -> SimpleNamespace:
+    """The same random tensors for all: tokens (B, T), padded on the right, and steps of an
+    environment (T, B).
+    """
     g = torch.Generator().manual_seed(seed)
     normal = lambda *shape, scale=1.0: torch.randn(shape, generator=g) * scale
     b = SimpleNamespace(
-        logits=normal(B, T, V), tokens=torch.randint(V, (B, T), generator=g), logp_old=-normal(B, T).abs() - 0.1
+        logits=normal(B, T, V), tokens=torch.randint(V, (B, T), generator=g),
+        logp_old=-normal(B, T).abs() - 0.1
     )
     b.logp, b.logp_ref = ((b.logp_old + normal(B, T, scale=0.3)).clamp(max=-0.01) for _ in range(2))
     b.lengths = torch.cat([torch.tensor([T]), torch.randint(2, T, (B - 1,), generator=g)])
@@ -188,7 +210,8 @@ def random_batch(
     b.advantage, b.value_old, b.returns = normal(B, T), normal(B, T), normal(B, T)
     b.value, b.scores, b.reward = b.value_old + normal(B, T, scale=0.5), normal(B), normal(B, T)
     b.response_advantage = normal(B)
-    b.mu, b.sigma, b.action, b.mu_old = normal(B, 3), 0.5 + normal(B, 3).abs(), normal(B, 3), normal(B, 3)
+    b.mu, b.sigma, b.action, b.mu_old = (normal(B, 3), 0.5 + normal(B, 3).abs(), normal(B, 3),
+                                         normal(B, 3))
     b.terminated, b.truncated = (torch.rand((T, B), generator=g) < 0.2 for _ in range(2))
     b.done = b.terminated | b.truncated
     b.step_reward, b.step_value, b.next_value = normal(T, B), normal(T, B), normal(T, B)
@@ -210,13 +233,15 @@ class _WithGradient(torch.autograd.Function):
         return None, grad * ctx.slope, None
 
 
+# (loss, 0-dim; metrics: name -> number)
 def trl_loss(
     lib: SimpleNamespace,  # `functions` of `load_peer("trl")`
     logp: torch.Tensor,  # log pi of the tokens, with gradient, (B, T)
     logp_old: torch.Tensor,  # log pi_old of the same tokens, (B, T)
     advantage: torch.Tensor,  # One for each response, (B,), or for each token, (B, T)
     mask: torch.Tensor,  # (B, T) boolean, True = counts
-    logp_ref: torch.Tensor | None = None,  # log pi_ref of the same tokens, (B, T); not looked at where beta is 0
+    # log pi_ref of the same tokens, (B, T); not looked at where beta is 0
+    logp_ref: torch.Tensor | None = None,
     beta: float = 0.0,  # Weight of the KL in the loss, by k3
     loss_type: str = "grpo",  # As TRL calls it: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"
     eps_low: float = 0.2,  # How far below 1 the ratio may go
@@ -224,11 +249,12 @@ def trl_loss(
     level: str = "token",  # A ratio for each "token", or for the "sequence"
     delta: float | None = None,  # c of the dual clip; None = none
     kl_weighted: bool = False,  # multiply the KL by the ratio
-) -> tuple:  # (loss, 0-dim; metrics: name -> number)
+) -> tuple:
     "`GRPOTrainer._compute_loss` of TRL on log-probabilities that take the place of a model's."
     metrics = defaultdict(list)
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logp, torch.zeros_like(logp), None),
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logp, torch.zeros_like(logp),
+                                                                    None),
         model=SimpleNamespace(training=True),
         loss_type=loss_type,
         beta=beta,
@@ -243,7 +269,8 @@ def trl_loss(
             sapo_temperature_neg=1.05,
             steps_per_generation=1,
         ),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x,
+                                    reduce=lambda x, reduction: x),
         _metrics={"train": metrics},
         current_gradient_accumulation_steps=1,
         aux_loss_enabled=False,
@@ -275,7 +302,9 @@ def trl_lines(
     last: str,  # How the last one begins, likewise; it may be the same line
     **names,  # What the lines need, `self` included
 ) -> SimpleNamespace:  # These names, and those that the lines set
-    "Runs the lines of a method of TRL from the one that begins with `first` to the one that begins with `last`."
+    """Runs the lines of a method of TRL from the one that begins with `first` to the one that
+    begins with `last`.
+    """
     lines = textwrap.dedent(inspect.getsource(method)).splitlines()
     begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
     end = next(i for i, line in enumerate(lines) if i >= begin and line.strip().startswith(last))
@@ -287,6 +316,7 @@ def trl_lines(
     return SimpleNamespace(**found)
 
 
+# (what it logged: name -> number; the gradients that it left: "logp" and "value" -> (n,))
 def sb3_update(
     lib: SimpleNamespace,  # `functions` of `load_peer("sb3")`
     logp: torch.Tensor,  # log pi of the actions, (n,)
@@ -297,9 +327,10 @@ def sb3_update(
     returns: torch.Tensor | None = None,  # What V should be, (n,); None = 0
     value_clip: float | None = None,  # How far V may go from `value_old`; None = any distance
     normalize: bool = False,  # Are the advantages normalised?
-) -> tuple:  # (what it logged: name -> number; the gradients that it left: "logp" and "value" -> (n,))
+) -> tuple:
     "One minibatch of `PPO.train` of stable-baselines3, the ratio clipped at 0.2."
-    value, value_old, returns = (torch.zeros_like(logp) if x is None else x for x in (value, value_old, returns))
+    value, value_old, returns = (
+        torch.zeros_like(logp) if x is None else x for x in (value, value_old, returns))
     given = dict(logp=logp, value=value)
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
     logged = {}
@@ -317,12 +348,18 @@ def sb3_update(
             set_training_mode=noop,
             optimizer=SimpleNamespace(zero_grad=noop, step=noop),
             parameters=lambda: [],
-            evaluate_actions=lambda *args: (leaves["value"], leaves["logp"], torch.zeros_like(logp)),
+            evaluate_actions=lambda *args: (
+                leaves["value"],
+                leaves["logp"],
+                torch.zeros_like(logp),
+            ),
         ),
         rollout_buffer=SimpleNamespace(
             get=lambda batch_size: [data], values=value_old.numpy(), returns=returns.numpy()
         ),
-        logger=SimpleNamespace(record=lambda name, x, **kwargs: logged.update({name.split("/")[1]: x})),
+        logger=SimpleNamespace(
+            record=lambda name, x, **kwargs: logged.update({name.split("/")[1]: x})
+        ),
         _update_learning_rate=noop,
         clip_range=lambda progress: 0.2,
         clip_range_vf=value_clip and (lambda progress: value_clip),
@@ -341,6 +378,7 @@ def sb3_update(
     return logged, {name: leaf.grad for name, leaf in leaves.items()}
 
 
+# (loss, 0-dim; metrics: name -> number)
 def verl_loss(
     lib: SimpleNamespace,  # `functions` of `load_peer("verl")`
     kind: str,  # As verl calls it: "vanilla", "gspo", "cispo", "sapo", "geo_mean"
@@ -350,9 +388,11 @@ def verl_loss(
     mask: torch.Tensor,  # (B, T) boolean, True = counts
     eps_low: float = 0.2,  # How far below 1 the ratio may go; for "geo_mean" the log-ratio below 0
     eps_high: float | None = None,  # How far above; None = eps_low
-    aggregation: str = "token-mean",  # As verl calls it: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"; "geo_mean" does not look
+    # As verl calls it: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"; "geo_mean"
+    # does not look
+    aggregation: str = "token-mean",
     dual_clip: float = 1e9,  # c of the dual clip, for "vanilla"; 1e9 is as good as none
-) -> tuple:  # (loss, 0-dim; metrics: name -> number)
+) -> tuple:
     "A registered policy loss of verl."
     config = lib.core_algos.ActorConfig()
     vars(config).update(
@@ -365,7 +405,8 @@ def verl_loss(
         global_batch_info={},
     )
     config.get = lambda name, default: vars(config).get(name, default)
-    return lib.core_algos.POLICY_LOSS_REGISTRY[kind](logp_old, logp, advantage, mask.to(logp), aggregation, config)
+    return lib.core_algos.POLICY_LOSS_REGISTRY[kind](
+        logp_old, logp, advantage, mask.to(logp), aggregation, config)
 
 
 def openrlhf_advantages(
@@ -424,7 +465,8 @@ def _ding_ppo(lib, b, weight=None, dual_clip=None):
 
 def _ding_continuous(b, module, **kwargs):
     data = ppo_policy_data_continuous(
-        dict(mu=b.mu, sigma=b.sigma), dict(mu=b.mu_old, sigma=b.sigma), b.action, b.advantage[:, 0], None
+        dict(mu=b.mu, sigma=b.sigma), dict(mu=b.mu_old, sigma=b.sigma), b.action, b.advantage[:, 0],
+        None
     )
     return (
         module.ppo_policy_error_continuous(data[:5], dual_clip=3.0)[0].policy_loss
@@ -439,8 +481,10 @@ def _openrlhf_policy(lib, b, mask, advantage=None, kind="ppo", **kwargs):
 
 
 def _sb3(lib, b, loss, leaf, **kwargs):
-    logged, slopes = sb3_update(lib, b.logp.flatten(), b.logp_old.flatten(), b.advantage.flatten(), **kwargs)
-    return _WithGradient.apply(torch.tensor(float(logged[loss])), getattr(b, leaf), slopes[leaf].view_as(b.logp))
+    logged, slopes = sb3_update(
+        lib, b.logp.flatten(), b.logp_old.flatten(), b.advantage.flatten(), **kwargs)
+    return _WithGradient.apply(
+        torch.tensor(float(logged[loss])), getattr(b, leaf), slopes[leaf].view_as(b.logp))
 
 
 def _response(b):
@@ -452,11 +496,13 @@ def _all(b):
 
 
 def _sb3_values(b):
-    return dict(value=b.value.flatten(), value_old=b.value_old.flatten(), returns=b.returns.flatten())
+    return dict(
+        value=b.value.flatten(), value_old=b.value_old.flatten(), returns=b.returns.flatten())
 
 
 def _huge(b):
-    b.logp, b.advantage[0, 0] = torch.where(torch.arange(b.logp.numel()).view_as(b.logp) == 0, -0.1, b.logp), 1.0
+    b.logp, b.advantage[0, 0] = (torch.where(torch.arange(b.logp.numel()).view_as(b.logp) == 0,
+                                             -0.1, b.logp), 1.0)
     b.logp_old[0, 0] = -100.1
 
 
@@ -488,7 +534,9 @@ def _no_truncation(b):
 
 
 def _sb3_gae(lib, b):
-    "`RolloutBuffer.compute_returns_and_advantage`, after the bootstrap that `collect_rollouts` adds to the reward of a truncated step."
+    """`RolloutBuffer.compute_returns_and_advantage`, after the bootstrap that `collect_rollouts`
+    adds to the reward of a truncated step.
+    """
     T, N = b.step_reward.shape
     reward = b.step_reward + 0.99 * torch.where(b.done & ~b.terminated, b.next_value, 0.0)
     buffer = object.__new__(lib.buffers.RolloutBuffer)
@@ -511,7 +559,8 @@ def _gae_row(change):
         lambda b: gae(b.step_reward, b.step_value, b.next_value, b.terminated, b.done)[0],
         dict(
             ding=lambda l, b: l.gae.gae(
-                l.gae.gae_data(b.step_value, b.next_value.clone(), b.step_reward, b.terminated, b.done), 0.99, 0.95
+                l.gae.gae_data(b.step_value, b.next_value.clone(), b.step_reward, b.terminated,
+                               b.done), 0.99, 0.95
             ),
             sb3=_sb3_gae,
         ),
@@ -523,9 +572,10 @@ def _gae_row(change):
 def _sb3_normalized(lib, b):
     "The policy gradient where the ratio is 1 is minus the normalised advantage, over n."
     return (
-        -sb3_update(lib, b.logp.flatten(), b.logp.flatten(), b.advantage.flatten(), normalize=True)[1]["logp"].view_as(
-            b.logp
-        )
+        -sb3_update(lib, b.logp.flatten(), b.logp.flatten(), b.advantage.flatten(),
+                    normalize=True)[1]["logp"].view_as(
+                        b.logp
+                    )
         * b.logp.numel()
     )
 
@@ -564,10 +614,12 @@ def _trl_rloo(lib, b):
 def _kl_rows(kind):
     theirs = dict(
         verl=lambda l, b: l.core_algos.kl_penalty(b.logp, b.logp_ref, kind).mean(),
-        openrlhf=lambda l, b: l.utils.compute_approx_kl(b.logp, b.logp_ref, kl_estimator=kind).mean(),
+        openrlhf=lambda l, b: l.utils.compute_approx_kl(b.logp, b.logp_ref,
+                                                        kl_estimator=kind).mean(),
     )
     if kind == "k1":
-        theirs["torchtune"] = lambda l, b: l.rewards.get_rewards_ppo(b.scores, b.logp, b.logp_ref, 0.1)[1].mean()
+        theirs["torchtune"] = (lambda l, b: l.rewards.get_rewards_ppo(b.scores, b.logp, b.logp_ref,
+                                                                      0.1)[1].mean())
     if kind == "k3":
         theirs["trl"] = lambda l, b: trl_loss(
             l, b.logp, b.logp_old, 0 * b.response_advantage, _all(b), b.logp_ref, 1.0, "bnpo"
@@ -578,13 +630,15 @@ def _kl_rows(kind):
 def _variant(name, trl=None, verl=None, openrlhf=None, **ours):
     theirs = {}
     if trl:
-        theirs["trl"] = lambda l, b: trl_loss(l, b.logp, b.logp_old, b.response_advantage, b.mask, **trl)[0]
+        theirs["trl"] = (lambda l, b: trl_loss(l, b.logp, b.logp_old, b.response_advantage, b.mask,
+                                               **trl)[0])
     if verl:
         theirs["verl"] = lambda l, b: verl_loss(
             l, logp=b.logp, logp_old=b.logp_old, advantage=_response(b), mask=b.mask, **verl
         )[0]
     if openrlhf:
-        theirs["openrlhf"] = lambda l, b: _openrlhf_policy(l, b, b.mask, b.response_advantage, **openrlhf)[0]
+        theirs["openrlhf"] = (lambda l, b: _openrlhf_policy(l, b, b.mask, b.response_advantage,
+                                                            **openrlhf)[0])
     return Quantity(
         "losses of responses",
         lambda b: policy_loss(b.logp, b.logp_old, b.response_advantage, b.mask, name, **ours)[0],
@@ -600,12 +654,15 @@ def _ppo(mask, change=None, group="losses of tokens", dual_clip=None, only=None,
             l, b.logp, b.logp_old, b.advantage, mask(b), loss_type="bnpo", delta=dual_clip, **eps
         )[0],
         torchtune=lambda l, b: _WithGradient.apply(
-            _torchtune_ppo(l, b, mask(b))[1], b.logp, torch.autograd.grad(_torchtune_ppo(l, b, mask(b))[0], b.logp)[0]
+            _torchtune_ppo(l, b, mask(b))[1], b.logp,
+            torch.autograd.grad(_torchtune_ppo(l, b, mask(b))[0], b.logp)[0]
         ),
-        ding=lambda l, b: _ding_ppo(l, b, None if mask is _all else mask(b), dual_clip)[0].policy_loss,
+        ding=lambda l, b: _ding_ppo(l, b, None if mask is _all else mask(b),
+                                    dual_clip)[0].policy_loss,
         sb3=lambda l, b: _sb3(l, b, "policy_gradient_loss", "logp"),
         verl=lambda l, b: verl_loss(
-            l, "vanilla", b.logp, b.logp_old, b.advantage, mask(b), dual_clip=dual_clip or 1e9, **eps
+            l, "vanilla", b.logp, b.logp_old, b.advantage, mask(b), dual_clip=dual_clip or 1e9,
+            **eps
         )[0],
         openrlhf=lambda l, b: _openrlhf_policy(
             l, b, mask(b), dual_clip=dual_clip, **({"clip_eps_high": high} if high else {})
@@ -615,7 +672,8 @@ def _ppo(mask, change=None, group="losses of tokens", dual_clip=None, only=None,
         del theirs["sb3"]
     return Quantity(
         group,
-        lambda b: policy_loss(b.logp, b.logp_old, b.advantage, mask(b), "ppo", dual_clip=dual_clip, **eps)[0],
+        lambda b: policy_loss(b.logp, b.logp_old, b.advantage, mask(b), "ppo", dual_clip=dual_clip,
+                              **eps)[0],
         {p: f for p, f in theirs.items() if not only or p in only},
         change=change,
     )
@@ -626,7 +684,8 @@ def _sb3_categorical(l, logits):
 
 
 def _sb3_gaussian(l, mu, sigma):
-    return l.distributions.DiagGaussianDistribution(mu.shape[-1]).proba_distribution(mu, sigma.log())
+    return l.distributions.DiagGaussianDistribution(mu.shape[-1]).proba_distribution(
+        mu, sigma.log())
 
 
 def _entropy_row(change=None):
@@ -638,7 +697,8 @@ def _entropy_row(change=None):
             ding=lambda l, b: (
                 l.ppo.ppo_policy_error(
                     l.ppo.ppo_policy_data(
-                        b.logits.flatten(0, 1), b.logits.flatten(0, 1), b.tokens.flatten(), b.advantage.flatten(), None
+                        b.logits.flatten(0, 1), b.logits.flatten(0, 1), b.tokens.flatten(),
+                        b.advantage.flatten(), None
                     )
                 )[0].entropy_loss
             ),
@@ -669,7 +729,9 @@ QUANTITIES = {
         lambda b: selective_log_softmax(b.logits, b.tokens, 0.7),
         dict(
             trl=lambda l, b: l.utils.selective_log_softmax(b.logits, b.tokens, 0.7),
-            torchtune=lambda l, b: l.sequence_processing.logits_to_logprobs(b.logits, b.tokens, 0.7),
+            torchtune=lambda l, b: l.sequence_processing.logits_to_logprobs(
+                b.logits, b.tokens, 0.7
+            ),
             openrlhf=lambda l, b: l.utils.log_probs_from_logits(b.logits.clone(), b.tokens, 0.7),
         ),
         ("logits",),
@@ -687,7 +749,9 @@ QUANTITIES = {
         lambda b: gaussian_entropy(b.sigma),
         dict(
             sb3=lambda l, b: (
-                l.distributions.DiagGaussianDistribution(3).proba_distribution(b.mu, b.sigma.log()).entropy()
+                l.distributions.DiagGaussianDistribution(3)
+                .proba_distribution(b.mu, b.sigma.log())
+                .entropy()
             )
         ),
         ("sigma",),
@@ -715,10 +779,16 @@ QUANTITIES = {
             torchtune=lambda l, b: _torchtune_ppo(l, b)[4],
             ding=lambda l, b: torch.tensor(_ding_ppo(l, b)[1].clipfrac),
             sb3=lambda l, b: torch.tensor(
-                float(sb3_update(l, b.logp.flatten(), b.logp_old.flatten(), b.advantage.flatten())[0]["clip_fraction"])
+                float(
+                    sb3_update(l, b.logp.flatten(), b.logp_old.flatten(), b.advantage.flatten())[0][
+                        "clip_fraction"
+                    ]
+                )
             ),
             verl=lambda l, b: torch.tensor(
-                verl_loss(l, "vanilla", b.logp, b.logp_old, b.advantage, _all(b))[1]["actor/pg_clipfrac"]
+                verl_loss(l, "vanilla", b.logp, b.logp_old, b.advantage, _all(b))[1][
+                    "actor/pg_clipfrac"
+                ]
             ),
             openrlhf=lambda l, b: _openrlhf_policy(l, b, _all(b))[1],
         ),
@@ -730,7 +800,11 @@ QUANTITIES = {
         dict(
             ding=lambda l, b: torch.tensor(_ding_ppo(l, b)[1].approx_kl),
             sb3=lambda l, b: torch.tensor(
-                float(sb3_update(l, b.logp.flatten(), b.logp_old.flatten(), b.advantage.flatten())[0]["approx_kl"])
+                float(
+                    sb3_update(l, b.logp.flatten(), b.logp_old.flatten(), b.advantage.flatten())[0][
+                        "approx_kl"
+                    ]
+                )
             ),
             verl=lambda l, b: torch.tensor(
                 verl_loss(l, "vanilla", b.logp, b.logp_old, b.advantage, _all(b))[1]["actor/ppo_kl"]
@@ -762,11 +836,17 @@ QUANTITIES = {
         lambda b: value_loss(b.value, b.value_old, b.returns, 0.2).mean(),
         dict(
             torchtune=lambda l, b: _WithGradient.apply(
-                _torchtune_ppo(l, b)[2], b.value, torch.autograd.grad(_torchtune_ppo(l, b)[0], b.value)[0]
+                _torchtune_ppo(l, b)[2],
+                b.value,
+                torch.autograd.grad(_torchtune_ppo(l, b)[0], b.value)[0],
             ),
-            ding=lambda l, b: l.ppo.ppo_value_error(l.ppo.ppo_value_data(b.value, b.value_old, b.returns, None), 0.2),
+            ding=lambda l, b: l.ppo.ppo_value_error(
+                l.ppo.ppo_value_data(b.value, b.value_old, b.returns, None), 0.2
+            ),
             sb3=lambda l, b: _sb3(l, b, "value_loss", "value", **_sb3_values(b), value_clip=0.2),
-            verl=lambda l, b: l.core_algos.compute_value_loss(b.value, b.returns, b.value_old, _all(b), 0.2)[0],
+            verl=lambda l, b: l.core_algos.compute_value_loss(
+                b.value, b.returns, b.value_old, _all(b), 0.2
+            )[0],
             openrlhf=lambda l, b: l.loss.ValueLoss(0.2)(b.value, b.value_old, b.returns, _all(b)),
         ),
         ("value",),
@@ -776,7 +856,11 @@ QUANTITIES = {
         lambda b: explained_variance(b.value, b.returns),
         dict(
             sb3=lambda l, b: torch.tensor(
-                float(l.utils.explained_variance(b.value.detach().flatten().numpy(), b.returns.flatten().numpy()))
+                float(
+                    l.utils.explained_variance(
+                        b.value.detach().flatten().numpy(), b.returns.flatten().numpy()
+                    )
+                )
             )
         ),
         (),
@@ -788,7 +872,10 @@ QUANTITIES = {
         ("value",),
     ),
     "symlog": Quantity(
-        "values", lambda b: symlog(b.value), dict(ding=lambda l, b: l.value_rescale.symlog(b.value)), ("value",)
+        "values",
+        lambda b: symlog(b.value),
+        dict(ding=lambda l, b: l.value_rescale.symlog(b.value)),
+        ("value",),
     ),
     "k1": _kl_rows("k1"),
     "k2": _kl_rows("k2"),
@@ -800,7 +887,9 @@ QUANTITIES = {
         dict(
             torchtune=lambda l, b: l.rewards.whiten(b.advantage),
             sb3=_sb3_normalized,
-            verl=lambda l, b: l.torch_functional.masked_whiten(b.advantage, torch.ones_like(b.advantage)),
+            verl=lambda l, b: l.torch_functional.masked_whiten(
+                b.advantage, torch.ones_like(b.advantage)
+            ),
             openrlhf=lambda l, b: l.utils.masked_normalize(
                 b.advantage.view(1, -1), torch.ones(1, b.advantage.numel())
             ).view_as(b.advantage),
@@ -814,10 +903,16 @@ QUANTITIES = {
         lambda b: gae_tokens(b.reward, b.value, b.mask)[0] * b.mask,
         dict(
             torchtune=lambda l, b: (
-                (l.rewards.estimate_advantages(b.value, b.reward, 1.0, 0.95, b.mask)[1] - b.value) * b.mask
+                (l.rewards.estimate_advantages(b.value, b.reward, 1.0, 0.95, b.mask)[1] - b.value)
+                * b.mask
             ),
             verl=lambda l, b: (
-                (l.core_algos.compute_gae_advantage_return(b.reward, b.value, b.mask.float(), 1.0, 0.95)[1] - b.value)
+                (
+                    l.core_algos.compute_gae_advantage_return(
+                        b.reward, b.value, b.mask.float(), 1.0, 0.95
+                    )[1]
+                    - b.value
+                )
                 * b.mask
             ),
             openrlhf=lambda l, b: (
@@ -863,25 +958,42 @@ QUANTITIES = {
     )._replace(change=_empty),
     "GRPO, KL in the loss": Quantity(
         "losses of responses",
-        lambda b: policy_loss(b.logp, b.logp_old, b.response_advantage, b.mask, "grpo", logp_ref=b.logp_ref, beta=0.04)[
-            0
-        ],
+        lambda b: policy_loss(
+            b.logp, b.logp_old, b.response_advantage, b.mask, "grpo", logp_ref=b.logp_ref, beta=0.04
+        )[0],
         dict(
-            trl=lambda l, b: trl_loss(l, b.logp, b.logp_old, b.response_advantage, b.mask, b.logp_ref, 0.04)[0],
+            trl=lambda l, b: trl_loss(
+                l, b.logp, b.logp_old, b.response_advantage, b.mask, b.logp_ref, 0.04
+            )[0],
             verl=lambda l, b: (
-                verl_loss(l, "vanilla", b.logp, b.logp_old, _response(b), b.mask, aggregation="seq-mean-token-mean")[0]
+                verl_loss(
+                    l,
+                    "vanilla",
+                    b.logp,
+                    b.logp_old,
+                    _response(b),
+                    b.mask,
+                    aggregation="seq-mean-token-mean",
+                )[0]
                 + 0.04
                 * l.core_algos.agg_loss(
-                    l.core_algos.kl_penalty(b.logp, b.logp_ref, "k3"), b.mask.float(), "seq-mean-token-mean"
+                    l.core_algos.kl_penalty(b.logp, b.logp_ref, "k3"),
+                    b.mask.float(),
+                    "seq-mean-token-mean",
                 )
             ),
         ),
     ),
     "Dr. GRPO": _variant(
-        "dr_grpo", dict(loss_type="dr_grpo"), dict(kind="vanilla", aggregation="seq-mean-token-sum-norm")
+        "dr_grpo",
+        dict(loss_type="dr_grpo"),
+        dict(kind="vanilla", aggregation="seq-mean-token-sum-norm"),
     ),
     "DAPO": _variant(
-        "dapo", dict(loss_type="dapo", eps_high=0.28), dict(kind="vanilla", eps_high=0.28), dict(clip_eps_high=0.28)
+        "dapo",
+        dict(loss_type="dapo", eps_high=0.28),
+        dict(kind="vanilla", eps_high=0.28),
+        dict(clip_eps_high=0.28),
     ),
     "GSPO": _variant(
         "gspo",
@@ -890,7 +1002,10 @@ QUANTITIES = {
         dict(kind="gspo", clip_eps_low=3e-4, clip_eps_high=4e-4),
     ),
     "CISPO, upper bound 1.28": _variant(
-        "cispo", dict(loss_type="cispo", eps_high=0.28), dict(kind="cispo", eps_low=1.0, eps_high=0.28), eps_high=0.28
+        "cispo",
+        dict(loss_type="cispo", eps_high=0.28),
+        dict(kind="cispo", eps_low=1.0, eps_high=0.28),
+        eps_high=0.28,
     ),
     "SAPO": _variant("sapo", dict(loss_type="sapo"), dict(kind="sapo")),
     "GMPO": _variant("gmpo", None, dict(kind="geo_mean", eps_low=0.4)),
@@ -899,9 +1014,12 @@ QUANTITIES = {
         lambda b: token_rewards(b.scores, b.logp, b.logp_ref, 0.1, b.mask)[0],
         dict(
             torchtune=lambda l, b: (
-                l.rewards.get_rewards_ppo(b.scores, b.logp, b.logp_ref, 0.1, b.lengths - 1)[0] * b.mask
+                l.rewards.get_rewards_ppo(b.scores, b.logp, b.logp_ref, 0.1, b.lengths - 1)[0]
+                * b.mask
             ),
-            openrlhf=lambda l, b: l.utils.compute_reward(b.scores, 0.1, b.logp - b.logp_ref, b.mask) * b.mask,
+            openrlhf=lambda l, b: (
+                l.utils.compute_reward(b.scores, 0.1, b.logp - b.logp_ref, b.mask) * b.mask
+            ),
         ),
         (),
     ),
@@ -925,10 +1043,12 @@ QUANTITIES = {
         "rewards, preferences",
         lambda b: dpo_loss(b.logp[0], b.logp[1], b.logp_ref[0], b.logp_ref[1], label_smoothing=0.1),
         dict(
-            torchtune=lambda l, b: l.dpo.DPOLoss(0.1, 0.1)(b.logp[0], b.logp[1], b.logp_ref[0], b.logp_ref[1])[
-                0
-            ].mean(),
-            openrlhf=lambda l, b: l.loss.DPOLoss(0.1, 0.1)(b.logp[0], b.logp[1], b.logp_ref[0], b.logp_ref[1])[0],
+            torchtune=lambda l, b: l.dpo.DPOLoss(0.1, 0.1)(
+                b.logp[0], b.logp[1], b.logp_ref[0], b.logp_ref[1]
+            )[0].mean(),
+            openrlhf=lambda l, b: l.loss.DPOLoss(0.1, 0.1)(
+                b.logp[0], b.logp[1], b.logp_ref[0], b.logp_ref[1]
+            )[0],
         ),
     ),
 }
@@ -947,38 +1067,44 @@ def _evaluate(f, quantity, seed):
         getattr(b, name).requires_grad_()
     y = f(b)
     weight = torch.linspace(0.5, 1.5, y.numel()).view_as(y)
-    return y.detach(), [
+    return (y.detach(), [
         torch.zeros(()) if g is None else g
-        for g in torch.autograd.grad((y * weight).sum(), [getattr(b, name) for name in quantity.wrt])
-    ] if quantity.wrt else []
+        for g
+        in torch.autograd.grad((y * weight).sum(), [getattr(b, name) for name in quantity.wrt])
+    ] if quantity.wrt else [])
 
 
 def _apart(ours, theirs):
     "The largest difference, relative where the number is larger than 1."
     if not ours.numel():
         return 0.0
-    return torch.where(ours == theirs, 0.0, (ours - theirs).abs() / ours.abs().clamp(min=1)).max().item()
+    return torch.where(
+        ours == theirs, 0.0, (ours - theirs).abs() / ours.abs().clamp(min=1)).max().item()
 
 
 def _label(value, gradient, ours, theirs):
     if not theirs.isfinite().all():
         return "NaN"
     if value <= TOLERANCE:
-        return "=" if gradient <= TOLERANCE else "gradient NaN" if math.isnan(gradient) else "gradient"
+        return "=" if gradient <= TOLERANCE else "gradient NaN" if math.isnan(
+            gradient) else "gradient"
     big = ours.abs() > 1e-3
     ratios = (theirs / ours)[big]
     if big.any() and ratios.max() - ratios.min() < 1e-3:
-        return f"× {round(ratios.mean().item(), 4):.2f}" if abs(ratios.mean() - 1) > 5e-3 else f"× {ratios.mean():.4f}"
+        return f"× {round(ratios.mean().item(), 4):.2f}" if abs(
+            ratios.mean() - 1) > 5e-3 else f"× {ratios.mean():.4f}"
     return f"up to {value:.1g}"
 
 
+# label: "=" if value and gradient agree to 1e-5, else what is different; largest differences; both
+# values. None = the library has no such function, or is missing
 def compare(
     quantity: str,  # A name of `QUANTITIES`
     peer: str,  # A name of `PEERS`
     seed: int = 0,  # Of the batch
 ) -> (
     Comparison | None
-):  # label: "=" if value and gradient agree to 1e-5, else what is different; largest differences; both values. None = the library has no such function, or is missing
+):
     "One quantity from one batch, once by our function and once by that of the peer."
     q, functions = QUANTITIES[quantity], load_peer(peer).functions
     if peer not in q.theirs or functions is None:
@@ -988,7 +1114,8 @@ def compare(
     value, gradient = (
         _apart(ours, theirs),
         max(
-            [_apart(a, b) if a.shape == b.shape else math.inf for a, b in zip(our_slopes, their_slopes)],
+            [_apart(a, b) if a.shape == b.shape else math.inf
+             for a, b in zip(our_slopes, their_slopes)],
             key=lambda d: math.inf if math.isnan(d) else d,
             default=0.0,
         ),
@@ -999,44 +1126,70 @@ def compare(
 _ZERO_TIMES = "the mask multiplies, and 0 · NaN is NaN"
 _OVERFLOW = "exp(100) is infinite in float32, and the backward pass multiplies it by 0"
 DIFFERENT = {  # (quantity, peer): what the picture says instead of a number, or None; why
-    ("entropy, impossible tokens", "trl"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
-    ("entropy, impossible tokens", "verl"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
-    ("entropy, impossible tokens", "openrlhf"): (None, "a logit of −inf has probability 0, and 0 · −inf is NaN"),
-    ("policy loss, padded batch", "ding"): ("÷ BS", "weight 0 leaves a token out of the sum, not out of the divisor"),
+    ("entropy, impossible tokens", "trl"): (None,
+                                            "a logit of −inf has probability "
+                                            "0, and 0 · −inf is NaN"),
+    ("entropy, impossible tokens", "verl"): (None,
+                                             "a logit of −inf has probability "
+                                             "0, and 0 · −inf is NaN"),
+    ("entropy, impossible tokens", "openrlhf"): (None,
+                                                 "a logit of −inf has probability "
+                                                 "0, and 0 · −inf is NaN"),
+    ("policy loss, padded batch", "ding"): ("÷ BS",
+                                            "weight 0 leaves a token out of "
+                                            "the sum, not out of the divisor"),
     ("policy loss, NaN in the padding", "trl"): (None, _ZERO_TIMES),
     ("policy loss, NaN in the padding", "torchtune"): (None, _ZERO_TIMES),
     ("policy loss, NaN in the padding", "ding"): (None, _ZERO_TIMES),
     ("policy loss, NaN in the padding", "openrlhf"): (None, _ZERO_TIMES),
-    ("policy loss, nothing counts", "verl"): (None, "the sum of no tokens is divided by their number, 0"),
-    ("policy loss, nothing counts", "openrlhf"): (None, "the sum of no tokens is divided by their number, 0"),
+    ("policy loss, nothing counts", "verl"): (None,
+                                              "the sum of no tokens is "
+                                              "divided by their number, 0"),
+    ("policy loss, nothing counts", "openrlhf"): (None,
+                                                  "the sum of no tokens is "
+                                                  "divided by their number, 0"),
     ("policy loss, a log-ratio of 100", "trl"): (None, _OVERFLOW),
     ("policy loss, a log-ratio of 100", "torchtune"): (None, _OVERFLOW),
     ("policy loss, a log-ratio of 100", "ding"): (None, _OVERFLOW),
     ("policy loss, a log-ratio of 100", "sb3"): (None, _OVERFLOW),
     ("dual clip, Gaussian policy", "ding"): (
         "−cA",
-        "the sign of the advantage is not looked at: for A > 0 the loss is the constant −cA, without a gradient",
+        "the sign of the advantage is not looked at: for A > 0 the loss is the constant −cA, "
+        "without a gradient",
     ),
-    ("clip fraction", "ding"): ("outside", "counts ratios outside of the range, whether the clip binds or not"),
-    ("clip fraction", "sb3"): ("outside", "counts ratios outside of the range, whether the clip binds or not"),
-    ("approximate KL", "sb3"): ("k3", "the mean of r − 1 − log r, not of −log r"),
-    ("mean ratio, padded batch", "torchtune"): ("+ padding", "the mean is over the padding too"),
-    ("value loss", "sb3"): (None, "the squared error without the half"),
-    ("value loss, clipped", "sb3"): ("clipped", "the clipped error alone, not the larger of the two, and no half"),
-    ("k3, 5 nats apart", "verl"): ("≤ 10", "each token's estimate is clamped at 10, and beyond that has no gradient"),
+    ("clip fraction", "ding"): ("outside",
+                                "counts ratios outside of the " "range, whether the clip binds "
+                                "or not"),
+    ("clip fraction", "sb3"): ("outside",
+                               "counts ratios outside of the " "range, whether the clip binds "
+                               "or not"),
+    ("approximate KL", "sb3"): ("k3", "the mean of r − 1 − log r, not " "of −log r"),
+    ("mean ratio, padded batch", "torchtune"): ("+ padding", "the mean is over the padding " "too"),
+    ("value loss", "sb3"): (None, "the squared error without the " "half"),
+    ("value loss, clipped", "sb3"): ("clipped",
+                                     "the clipped error alone, not "
+                                     "the larger of the two, and no " "half"),
+    ("k3, 5 nats apart", "verl"): ("≤ 10",
+                                   "each token's estimate is " "clamped at 10, and beyond that "
+                                   "has no gradient"),
     ("k3, 5 nats apart", "openrlhf"): (
         "≤ 10",
-        "each token's estimate is clamped at 10, and beyond that has no gradient",
+        "each token's estimate is " "clamped at 10, and beyond that " "has no gradient",
     ),
-    ("whitening", "torchtune"): ("+ mean", "shift_mean=True adds the mean again; and Bessel's n − 1"),
-    ("whitening", "sb3"): ("n − 1", "Bessel's correction in the standard deviation"),
-    ("whitening", "verl"): ("n − 1", "Bessel's correction in the standard deviation"),
+    ("whitening", "torchtune"): ("+ mean",
+                                 "shift_mean=True adds the mean " "again; and Bessel's n − 1"),
+    ("whitening", "sb3"): ("n − 1", "Bessel's correction in the " "standard deviation"),
+    ("whitening", "verl"): ("n − 1", "Bessel's correction in the " "standard deviation"),
     ("GAE of tokens, padded batch", "torchtune"): (
         "+ padding",
-        "rewards and values in the padding flow back into the response",
+        "rewards and values in the " "padding flow back into the " "response",
     ),
-    ("group advantage", "verl"): ("ε = 1e-6", "1e-6 is added to the standard deviation, here 1e-4"),
-    ("group advantage", "openrlhf"): ("ε = 1e-9", "1e-9 is added to the standard deviation"),
-    ("GRPO, an empty response", "trl"): ("7 / 8", "the empty response counts as a response with loss 0"),
-    ("CISPO, upper bound 1.28", "trl"): ("r ≤ 0.28", "epsilon_high is the bound itself, not what is added to 1"),
+    ("group advantage", "verl"): ("ε = 1e-6",
+                                  "1e-6 is added to the standard " "deviation, here 1e-4"),
+    ("group advantage", "openrlhf"): ("ε = 1e-9", "1e-9 is added to the standard " "deviation"),
+    ("GRPO, an empty response", "trl"): ("7 / 8",
+                                         "the empty response counts as a " "response with loss 0"),
+    ("CISPO, upper bound 1.28", "trl"): ("r ≤ 0.28",
+                                         "epsilon_high is the bound "
+                                         "itself, not what is added to 1"),
 }

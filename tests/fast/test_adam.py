@@ -53,7 +53,8 @@ def test_rate_epsilon_and_what_is_frozen_are_heeded(plain, monkeypatch):
     adam.zero_grad()
     (module.weight * torch.tensor([3.0, -0.1])).sum().backward()
     adam.step(0.5)
-    torch.testing.assert_close(module.weight[0].detach(), torch.tensor([1 - 0.5 * 3 / 3.1, 1 + 0.5 * 0.1 / 0.2]))
+    torch.testing.assert_close(
+        module.weight[0].detach(), torch.tensor([1 - 0.5 * 3 / 3.1, 1 + 0.5 * 0.1 / 0.2]))
     assert torch.equal(module.bias, kept)
     adam.eps = 1e9
     before = module.weight.clone()
@@ -61,22 +62,28 @@ def test_rate_epsilon_and_what_is_frozen_are_heeded(plain, monkeypatch):
     torch.testing.assert_close(module.weight, before, rtol=0, atol=1e-6)
 
 
-@given(seed=SEEDS, size=st.integers(1, 50), scale=st.sampled_from([0.0, 1e-3, 1.0, 1e3]), longest=st.sampled_from([0.1, 0.5, 10.0]))
+@given(seed=SEEDS, size=st.integers(1, 50), scale=st.sampled_from([0.0, 1e-3, 1.0, 1e3]),
+       longest=st.sampled_from([0.1, 0.5, 10.0]))
 def test_a_gradient_is_clipped_as_pytorch_clips_it(seed, size, scale, longest):
-    adam, theirs = Adam(nn.ParameterList([nn.Parameter(torch.zeros(size))]), 1e-8), nn.Parameter(torch.zeros(size))
+    adam, theirs = (Adam(nn.ParameterList([nn.Parameter(torch.zeros(size))]), 1e-8),
+                    nn.Parameter(torch.zeros(size)))
     ours = adam.vector
-    ours.grad, theirs.grad = (scale * torch.randn(size, generator=torch.Generator().manual_seed(seed)) for _ in range(2))
+    ours.grad, theirs.grad = (
+        scale * torch.randn(size, generator=torch.Generator().manual_seed(seed)) for _ in range(2))
     before = math.sqrt(math.fsum(g * g for g in ours.grad.tolist()))
     norm = adam.clip(longest)
-    assert torch.equal(norm, nn.utils.clip_grad_norm_([theirs], longest)) and torch.equal(ours.grad, theirs.grad)
-    assert norm.item() == pytest.approx(before, rel=1e-5) and ours.grad.norm().item() == pytest.approx(min(before, longest), rel=1e-4)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_([theirs], longest))
+    assert torch.equal(ours.grad, theirs.grad)
+    assert norm.item() == pytest.approx(before, rel=1e-5)
+    assert ours.grad.norm().item() == pytest.approx(min(before, longest), rel=1e-4)
 
 
 def test_one_vector_keeps_values_and_shares_memory():
     a = net(2)
     before = {k: v.clone() for k, v in a.state_dict().items()}
     v = one_vector(a)
-    assert all(torch.equal(before[k], x) for k, x in a.state_dict().items()) and torch.equal(v, flat(a))
+    assert all(torch.equal(before[k], x) for k, x in a.state_dict().items())
+    assert torch.equal(v, flat(a))
     a.load_state_dict(net(4).state_dict())
     assert torch.equal(v, flat(net(4)))
 
@@ -84,21 +91,28 @@ def test_one_vector_keeps_values_and_shares_memory():
 def test_the_gradient_of_each_parameter_is_added_into_the_vector():
     a = net(2)
     v = one_vector(a)
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(a(X).square().sum(), list(a.parameters()))])
-    a(X).square().sum().backward(); assert torch.equal(v.grad, expected) and v.grad.any()
-    a(X).square().sum().backward(); torch.testing.assert_close(v.grad, 2 * expected)
-    v.grad.zero_(); assert all((p.grad == 0).all() for p in a.parameters())
+    expected = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(a(X).square().sum(), list(a.parameters()))])
+    a(X).square().sum().backward()
+    assert torch.equal(v.grad, expected) and v.grad.any()
+    a(X).square().sum().backward()
+    torch.testing.assert_close(v.grad, 2 * expected)
+    v.grad.zero_()
+    assert all((p.grad == 0).all() for p in a.parameters())
 
 
 def test_what_is_shared_stands_once_and_what_is_frozen_stays():
     embedding, head, frozen = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(3, 1)
-    head.weight = embedding.weight; frozen.requires_grad_(False)
+    head.weight = embedding.weight
+    frozen.requires_grad_(False)
     adam, kept = Adam(nn.ModuleList([embedding, head, frozen]), 1e-8), frozen.weight.clone()
     v = adam.vector
     assert len(v) == 15 and head.weight is embedding.weight and frozen.weight.grad is None
     head(embedding(torch.tensor([0, 3]))).square().sum().backward()
     adam.step(0.1)
-    assert torch.equal(frozen.weight, kept) and torch.equal(v, embedding.weight.flatten()) and v.grad.any()
+    assert torch.equal(frozen.weight, kept)
+    assert torch.equal(v, embedding.weight.flatten())
+    assert v.grad.any()
 
 
 def test_a_copy_of_the_module_has_weights_of_its_own():
@@ -108,18 +122,26 @@ def test_a_copy_of_the_module_has_weights_of_its_own():
     assert all(torch.equal(p, q + 1) for p, q in zip(a.parameters(), b.parameters()))
 
 
-@given(seed=SEEDS, eps=st.sampled_from([1e-8, 1e-5, 1e-1]), rates=st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=6), saved=st.integers(0, 5))
+@given(seed=SEEDS, eps=st.sampled_from([1e-8, 1e-5, 1e-1]),
+       rates=st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=6), saved=st.integers(0, 5))
 def test_adam_is_that_of_pytorch(seed, eps, rates, saved):
-    "Bit for bit, at a learning rate that changes, and through a checkpoint; and the definition, in plain Python."
+    """Bit for bit, at a learning rate that changes, and through a checkpoint; and the definition,
+    in plain Python.
+    """
     g = torch.Generator().manual_seed(seed)
     ours, theirs = (nn.Parameter(torch.ones(7)) for _ in range(2))
     new = lambda: Adam(nn.ParameterList([ours]), eps)
-    a, b, m, v, x = new(), torch.optim.Adam([theirs], eps=eps, fused=True), [0.0] * 7, [0.0] * 7, [1.0] * 7
+    a, b, m, v, x = (new(), torch.optim.Adam([theirs], eps=eps, fused=True), [0.0] * 7, [0.0] * 7,
+                     [1.0] * 7)
     for t, rate in enumerate(rates, 1):
-        if t - 1 == saved: state, a = {k: y.clone() for k, y in a.state_dict().items()}, new(); a.load_state_dict(state)
-        ours.grad.copy_(torch.randn(7, generator=g)); theirs.grad = ours.grad.clone()
+        if t - 1 == saved:
+            state, a = {k: y.clone() for k, y in a.state_dict().items()}, new()
+            a.load_state_dict(state)
+        ours.grad.copy_(torch.randn(7, generator=g))
+        theirs.grad = ours.grad.clone()
         b.param_groups[0]["lr"] = rate
-        a.step(rate); b.step()
+        a.step(rate)
+        b.step()
         assert torch.equal(ours, theirs)
         for i, d in enumerate(theirs.grad.tolist()):
             m[i], v[i] = 0.9 * m[i] + 0.1 * d, 0.999 * v[i] + 0.001 * d * d

@@ -1,4 +1,6 @@
-"""GPT-2 by hand against transformers: the same numbers, and never for a model that is something else."""
+"""GPT-2 by hand against transformers: the same numbers, and never for a model that is something
+else.
+"""
 import copy
 
 import pytest
@@ -15,8 +17,10 @@ from rlhf_notes.language import sampling
 from rlhf_notes.language.model import autocast, hidden_states, no_dropout, position_ids
 from rlhf_notes.language.sampling import sample
 
-CHANGES = ({}, dict(n_layer=1), dict(n_layer=3, scale_attn_by_inverse_layer_idx=True), dict(scale_attn_weights=False),
-           dict(activation_function="gelu_new", n_inner=24), dict(tie_word_embeddings=False), dict(n_head=1),
+CHANGES = ({}, dict(n_layer=1), dict(n_layer=3, scale_attn_by_inverse_layer_idx=True),
+           dict(scale_attn_weights=False),
+           dict(activation_function="gelu_new", n_inner=24), dict(tie_word_embeddings=False),
+           dict(n_head=1),
            dict(layer_norm_epsilon=0.3))
 
 
@@ -25,7 +29,8 @@ CHANGES = ({}, dict(n_layer=1), dict(n_layer=3, scale_attn_by_inverse_layer_idx=
 def test_states_are_those_of_transformers(B, T, seed, changes):
     lm = rough(tiny(**changes), seed)
     g = torch.Generator().manual_seed(seed)
-    tokens, mask, at = torch.randint(37, (B, T), generator=g), random_mask(seed, (B, T)), random_mask(seed + 1, (B, T))
+    tokens, mask, at = (torch.randint(37, (B, T), generator=g), random_mask(seed, (B, T)),
+                        random_mask(seed + 1, (B, T)))
     weight = torch.randn(B, T, 16, generator=g)
     for wanted in (None, at, torch.zeros_like(at)):
         read, found = mask if wanted is None else wanted & mask, []
@@ -47,7 +52,7 @@ def test_what_nobody_reads_is_not_computed():
     tokens = torch.zeros(2, 8, dtype=torch.long)
     assert counted(lambda: hidden_states(lm, tokens, mask)) == [12, 12, 12]
     at = torch.zeros_like(mask)
-    at[0, 4] = at[1, 1] = at[1, 3] = at[1, 7] = True                     # the last is padding, whatever is asked
+    at[0, 4] = at[1, 1] = at[1, 3] = at[1, 7] = True  # the last is padding, whatever is asked
     assert counted(lambda: hidden_states(lm, tokens, mask, at)) == [3 + 4, 3 + 4, 3]
 
 
@@ -101,7 +106,8 @@ def test_a_bias_an_adapter_or_another_kind_is_no_plain_gpt2():
 
 # --- the decoder
 
-@given(B=st.integers(1, 5), Q=st.integers(1, 7), T=st.integers(1, 9), seed=SEEDS, changes=st.sampled_from(CHANGES))
+@given(B=st.integers(1, 5), Q=st.integers(1, 7), T=st.integers(1, 9), seed=SEEDS,
+       changes=st.sampled_from(CHANGES))
 @settings(max_examples=40)
 def test_both_caches_give_the_states_and_logits_of_transformers(B, Q, T, seed, changes):
     lm = rough(tiny(**changes), seed % 1000)
@@ -137,7 +143,8 @@ def test_every_row_of_attention_has_a_place_to_look_at(layout, monkeypatch):
     with torch.no_grad():
         decoder(torch.zeros(2, 3, dtype=torch.long))
     assert all(m.any(-1).all() for m in masks) and masks[0].shape == (2, 1, 3, 3)
-    assert masks[0][0, 0].tolist() == [[True, False, False], [False, True, False], [False, False, True]]
+    assert masks[0][0, 0].tolist() == [
+        [True, False, False], [False, True, False], [False, False, True]]
 
 
 class Watch(TorchDispatchMode):
@@ -161,7 +168,8 @@ def test_nothing_is_looked_at_and_no_cache_is_made_longer(layout):
         decoder(prompts % 37)
         for _ in range(20):
             decoder(torch.zeros(5, 1, dtype=torch.long))
-    assert not {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_unique2", "masked_select", "cat"} & watch.names
+    assert not {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_unique2",
+                "masked_select", "cat"} & watch.names
 
 
 def test_the_weights_are_those_of_now():
@@ -169,7 +177,7 @@ def test_the_weights_are_those_of_now():
     before = sample(lm, prompts, mask, u)
     with torch.no_grad():
         for p in lm.parameters():
-            p.mul_(1.5)                                                  # in place, as an optimizer does
+            p.mul_(1.5)  # in place, as an optimizer does
     after = sample(lm, prompts, mask, u)
     with fast.off():
         plain = sample(lm, prompts, mask, u)
@@ -185,7 +193,8 @@ def test_bfloat16(how):
         lm = lm.bfloat16()
     with autocast("cpu", "bfloat16" if how == "autocast" else "float32"):
         got = sample(lm, prompts, mask, u)
-        both, seen = torch.cat([prompts, got.tokens], 1), torch.cat([mask, torch.ones_like(got.tokens, dtype=torch.bool)], 1)
+        both, seen = (torch.cat([prompts, got.tokens], 1),
+                      torch.cat([mask, torch.ones_like(got.tokens, dtype=torch.bool)], 1))
         hidden = hidden_states(lm, both, seen)[:, 5:-1]
     assert got.logp.dtype == torch.float32 and not torch.equal(got.logp, exact.logp)
     torch.testing.assert_close(got.hidden.float(), hidden.float(), atol=0.1, rtol=0.1)

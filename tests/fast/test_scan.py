@@ -1,4 +1,6 @@
-"""The loop behind returns and GAE: the plain code's values, gradients, NaN and shapes, under vmap and in one graph."""
+"""The loop behind returns and GAE: the plain code's values, gradients, NaN and shapes, under vmap
+and in one graph.
+"""
 import math
 
 import pytest
@@ -35,12 +37,14 @@ def many(monkeypatch):
 @pytest.mark.parametrize("T, N", [(2048, 8), (129, 70), (8192, 1), (1, 3), (2, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_loop_equals_the_plain_code(many, T, N, dtype):
-    r, v, nv, terminated, truncated = *(normal(i, (T, N), dtype) for i in range(3)), random_mask(3, (T, N), 0.02), random_mask(4, (T, N), 0.02)
+    r, v, nv, terminated, truncated = (*(normal(i, (T, N), dtype) for i in range(3)),
+                                       random_mask(3, (T, N), 0.02), random_mask(4, (T, N), 0.02))
     nv = torch.where(terminated, math.nan, nv)
     done, m = terminated | truncated, random_mask(5, (N, T), 0.8)
     def everything():
         A = gae(r, v, nv, terminated, done, 0.9, 0.8)
-        y, grads = value_and_grad(lambda *x: gae(*x, terminated, done, 0.9, 0.8)[0].cos(), r, v, torch.where(terminated, 1, nv))
+        y, grads = value_and_grad(lambda *x: gae(*x, terminated, done, 0.9, 0.8)[0].cos(), r, v,
+                                  torch.where(terminated, 1, nv))
         tokens = gae_tokens(torch.where(m, r.T, math.nan), torch.where(m, v.T, math.inf), m)
         return *A, y, *grads, *tokens, discounted_returns(r, done, 0.9)
     quick = everything()
@@ -50,7 +54,8 @@ def test_the_loop_equals_the_plain_code(many, T, N, dtype):
 
 
 @needs_numba
-@given(seed=SEEDS, T=st.integers(1, 9), gamma=st.sampled_from([0.0, 0.5, 1.0]), p=st.sampled_from([0.0, 0.3, 1.0]))
+@given(seed=SEEDS, T=st.integers(1, 9), gamma=st.sampled_from([0.0, 0.5, 1.0]),
+       p=st.sampled_from([0.0, 0.3, 1.0]))
 @settings(max_examples=15)
 def test_the_gradient_of_the_loop_by_finite_differences(seed, T, gamma, p):
     terminated, truncated = random_mask(seed, (T, 2), p), random_mask(seed + 1, (T, 2), p / 2)
@@ -65,48 +70,65 @@ def test_the_gradient_of_the_loop_by_finite_differences(seed, T, gamma, p):
 def test_the_loop_under_vmap_and_in_one_graph(many):
     r, v, nv = (normal(i, (4, 6, 3)) for i in range(3))
     terminated, m, c = random_mask(3, (4, 6, 3), 0.2), random_mask(5, (4, 6, 3)), normal(6, (4, 6))
-    for f, batch in ((lambda r, d: discounted_returns(r, d, 0.9), (r, terminated)),
-                     (lambda *x: torch.stack(gae(*x, 0.9, 0.8)), (r, v, nv, terminated, terminated | m)),
-                     (lambda *x: torch.stack(gae_tokens(*x, 0.9, 0.8)), (r, v, m)),
-                     (lambda r, m, c: reinforce_pp_advantage(r, m, 0.9, c), (r, m, c))):
+    for f, batch in (
+        (lambda r, d: discounted_returns(r, d, 0.9), (r, terminated)),
+        (lambda *x: torch.stack(gae(*x, 0.9, 0.8)), (r, v, nv, terminated, terminated | m)),
+        (lambda *x: torch.stack(gae_tokens(*x, 0.9, 0.8)), (r, v, m)),
+        (lambda r, m, c: reinforce_pp_advantage(r, m, 0.9, c), (r, m, c))):
         one_by_one = torch.stack([f(*one) for one in zip(*batch)])
         torch.testing.assert_close(torch.func.vmap(f)(*batch), one_by_one)
         shared = [x if x.is_floating_point() else x[0] for x in batch]  # one mask for all
         dims = tuple(0 if x.is_floating_point() else None for x in batch)
-        torch.testing.assert_close(torch.func.vmap(f, in_dims=dims)(*shared), torch.stack([f(*(x if d is None else x[i] for x, d in zip(shared, dims))) for i in range(4)]))
+        torch.testing.assert_close(
+            torch.func.vmap(f, in_dims=dims)(*shared),
+            torch.stack([f(*(x if d is None else x[i] for x, d in zip(shared, dims)))
+                         for i in range(4)]))
         g = lambda *x: f(*x).square().sum()
-        torch.testing.assert_close(torch.func.vmap(torch.func.grad(g))(*batch), torch.stack([torch.func.grad(g)(*one) for one in zip(*batch)]))
+        torch.testing.assert_close(torch.func.vmap(torch.func.grad(g))(*batch),
+                                   torch.stack([torch.func.grad(g)(*one) for one in zip(*batch)]))
         torch._dynamo.reset()
-        torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(*(x[0] for x in batch)), one_by_one[0])
+        torch.testing.assert_close(
+            torch.compile(f, fullgraph=True, backend="aot_eager")(*(x[0] for x in batch)),
+            one_by_one[0])
     assert many
     x, decay = normal(0, (6, 3)), random_mask(1, (6, 3)).double()
     torch.library.opcheck(torch.ops.rlhf_notes.scan.default, (x, decay))
-    torch.library.opcheck(torch.ops.rlhf_notes.gae.default, (x, x, x, decay > 0, decay > 0, 0.9, 0.8))
+    torch.library.opcheck(
+        torch.ops.rlhf_notes.gae.default, (x, x, x, decay > 0, decay > 0, 0.9, 0.8))
 
 
 def test_nothing_that_does_not_fit_reaches_the_loop():
     x = torch.ones(4, 3)
     for decay in (torch.ones(4, 2), torch.ones(4, 3).double(), torch.ones(12), torch.ones(3, 3)):
-        with pytest.raises(ValueError, match=r"the loop expects torch.float32, \(4, 3\), cpu, got"): scan._scan(x, decay)
+        with pytest.raises(ValueError, match=r"the loop expects torch.float32, \(4, 3\), cpu, got"):
+            scan._scan(x, decay)
     for t in (x[:3], x.double(), x.long()):
-        with pytest.raises(ValueError, match="the loop expects"): scan._gae(x, x, x, x > 0, t, 0.9, 0.9)
-    assert scan.gae(x, x.double(), x, x > 0, x > 0) is NotImplemented and scan.accumulate(x, x) is NotImplemented
+        with pytest.raises(ValueError, match="the loop expects"):
+            scan._gae(x, x, x, x > 0, t, 0.9, 0.9)
+    assert scan.gae(x, x.double(), x, x > 0, x > 0) is NotImplemented
+    assert scan.accumulate(x, x) is NotImplemented
     decay = torch.ones(4, 3)[:, :1].expand(4, 3)                        # no memory of its own
     torch.testing.assert_close(scan._scan(x.T.contiguous().T, decay), accumulate(x, decay))
-    assert scan._scan(x[:0], x[:0]).shape == (0, 3) and scan._scan(x[:, :0], x[:, :0]).shape == (4, 0)
+    assert scan._scan(x[:0], x[:0]).shape == (0, 3)
+    assert scan._scan(x[:, :0], x[:, :0]).shape == (4, 0)
 
 
 @needs_numba
 def test_few_numbers_and_a_shut_door_take_the_plain_code(monkeypatch):
     called = []
-    for name in ("_scan", "_gae"): monkeypatch.setattr(scan, name, lambda *a, name=name: called.append(name) or a[0])
+    for name in ("_scan", "_gae"):
+        monkeypatch.setattr(scan, name, lambda *a, name=name: called.append(name) or a[0])
     for numbers, wanted in ((scan.SMALL - 1, []), (scan.SMALL, ["_gae"])):
         r, end = torch.randn(numbers), torch.zeros(numbers, dtype=torch.bool)
-        called.clear(); gae(r, r, r, end, end)
+        called.clear()
+        gae(r, r, r, end, end)
         assert called == wanted
-        called.clear(); gae(r.requires_grad_(True), r, r, end, end)
+        called.clear()
+        gae(r.requires_grad_(True), r, r, end, end)
         assert called == ["_scan"] * len(wanted)
-        with fast.off(): called.clear(); gae(r, r, r, end, end)
+        with fast.off():
+            called.clear()
+            gae(r, r, r, end, end)
         assert not called
 
 
@@ -115,7 +137,9 @@ def test_nothing_passes_a_cut_not_even_nan(many):
     rewards, done = torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.bool)
     rewards[4, 0], done[2, 0] = math.nan, True
     returns = discounted_returns(rewards, done, 0.5)
-    assert many and torch.equal(returns[:3, 0], torch.tensor([1.75, 1.5, 1.0])) and returns[3:5, 0].isnan().all()
+    assert many
+    assert torch.equal(returns[:3, 0], torch.tensor([1.75, 1.5, 1.0]))
+    assert returns[3:5, 0].isnan().all()
 
 
 @needs_numba

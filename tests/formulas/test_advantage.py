@@ -38,7 +38,9 @@ KEEP = st.sampled_from([0.0, 0.3, 0.7, 1.0])
 
 @st.composite
 def rollouts(draw, dtypes=st.just(torch.float64)):
-    "rewards, values, next_values, terminated, done: ends of both kinds at random places, next_values independent of values."
+    """rewards, values, next_values, terminated, done: ends of both kinds at random places,
+    next_values independent of values.
+    """
     shape, seed, p, dtype = draw(STEPS), draw(SEEDS), draw(P_END), draw(dtypes)
     terminated, truncated = random_mask(seed + 3, shape, p), random_mask(seed + 4, shape, p / 2)
     return *(normal(seed + i, shape, dtype) for i in range(3)), terminated, terminated | truncated
@@ -54,16 +56,23 @@ def as_steps(rows, like):
 
 
 def double_sum(r, v, nv, terminated, done, gamma, lam):
-    "A_t = sum_k (gamma lam)^(k - t) delta_k up to the end of the episode, every term computed by itself."
+    """A_t = sum_k (gamma lam)^(k - t) delta_k up to the end of the episode, every term computed by
+    itself.
+    """
     out = []
     for t in range(len(r)):
         last = next((k for k in range(t, len(r)) if done[k]), len(r) - 1)
-        out.append(math.fsum((gamma * lam) ** (k - t) * (r[k] + (0.0 if terminated[k] else gamma * nv[k]) - v[k]) for k in range(t, last + 1)))
+        out.append(math.fsum((gamma * lam) ** (k - t)
+                             * (r[k] + (0.0 if terminated[k] else gamma * nv[k]) - v[k])
+                             for k in range(t, last + 1)))
     return out
 
 
 def return_sum(r, done, gamma):
-    return [math.fsum(gamma ** (k - t) * r[k] for k in range(t, next((k for k in range(t, len(r)) if done[k]), len(r) - 1) + 1)) for t in range(len(r))]
+    return [
+        math.fsum(gamma ** (k - t) * r[k]
+                  for k in range(t, next((k for k in range(t, len(r)) if done[k]), len(r) - 1) + 1))
+        for t in range(len(r))]
 
 
 # ---- returns and GAE over steps
@@ -72,7 +81,8 @@ def return_sum(r, done, gamma):
 def test_gae_equals_the_double_sum(data, gamma, lam):
     before = [t.clone() for t in data]
     A, R = gae(*data, gamma, lam)
-    torch.testing.assert_close(A, as_steps([double_sum(*c, gamma, lam) for c in columns(*data)], A), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        A, as_steps([double_sum(*c, gamma, lam) for c in columns(*data)], A), atol=1e-10, rtol=0)
     torch.testing.assert_close(R, A + data[1], atol=1e-12, rtol=0)
     assert all(torch.equal(a, b) for a, b in zip(before, data))
 
@@ -82,7 +92,8 @@ def test_returns_equal_the_sum(data, gamma):
     r, done = data[0], data[4]
     before = r.clone()
     R = discounted_returns(r, done, gamma)
-    torch.testing.assert_close(R, as_steps([return_sum(*c, gamma) for c in columns(r, done)], R), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        R, as_steps([return_sum(*c, gamma) for c in columns(r, done)], R), atol=1e-10, rtol=0)
     assert torch.equal(r, before)
 
 
@@ -96,7 +107,9 @@ def test_lambda_zero_is_one_step(data, gamma):
 
 @given(data=rollouts(), gamma=UNIT)
 def test_lambda_one_is_the_return_with_one_bootstrap(data, gamma):
-    "R_t = rewards to the end + gamma^n V(where it stopped) unless that was a termination; V in between telescopes away."
+    """R_t = rewards to the end + gamma^n V(where it stopped) unless that was a termination; V in
+    between telescopes away.
+    """
     r, v, nv, terminated, done = data
     nv = nv.clone()
     nv[:-1] = torch.where(done[:-1], nv[:-1], v[1:])
@@ -106,7 +119,8 @@ def test_lambda_one_is_the_return_with_one_bootstrap(data, gamma):
         row = []
         for t in range(len(r_)):
             last = next((k for k in range(t, len(r_)) if d[k]), len(r_) - 1)
-            row.append(math.fsum(gamma ** (k - t) * r_[k] for k in range(t, last + 1)) + (0.0 if term[last] else gamma ** (last - t + 1) * nv_[last]))
+            row.append(math.fsum(gamma ** (k - t) * r_[k] for k in range(t, last + 1))
+                       + (0.0 if term[last] else gamma ** (last - t + 1) * nv_[last]))
         rows.append(row)
     torch.testing.assert_close(R, as_steps(rows, R), atol=1e-10, rtol=0)
     torch.testing.assert_close(A, R - v, atol=1e-10, rtol=0)
@@ -115,25 +129,33 @@ def test_lambda_one_is_the_return_with_one_bootstrap(data, gamma):
 @given(data=rollouts(), gamma=UNIT, lam=UNIT)
 def test_gradients_of_gae_equal_the_formula(data, gamma, lam):
     r, v, nv, terminated, done = [t[:, 0] if t.ndim == 2 else t for t in data]
-    by_r, by_v, by_nv = torch.autograd.functional.jacobian(lambda *x: gae(*x, terminated, done, gamma, lam)[0], (r, v, nv))
+    by_r, by_v, by_nv = torch.autograd.functional.jacobian(
+        lambda *x: gae(*x, terminated, done, gamma, lam)[0], (r, v, nv))
     T, w = len(r), torch.zeros(len(r), len(r), dtype=torch.float64)
     for t, k in itertools.product(range(T), range(T)):
         if t <= k and not done[t:k].any(): w[t, k] = (gamma * lam) ** (k - t)
     torch.testing.assert_close(by_r, w, atol=1e-12, rtol=0)
     torch.testing.assert_close(by_v, -w, atol=1e-12, rtol=0)
     torch.testing.assert_close(by_nv, gamma * w * ~terminated, atol=1e-12, rtol=0)
-    by_v = torch.autograd.functional.jacobian(lambda x: gae(r, x, nv, terminated, done, gamma, lam)[1], v)
+    by_v = torch.autograd.functional.jacobian(
+        lambda x: gae(r, x, nv, terminated, done, gamma, lam)[1], v)
     torch.testing.assert_close(by_v, torch.eye(T, dtype=torch.float64) - w, atol=1e-12, rtol=0)
 
 
 @given(data=rollouts(DTYPES), gamma=UNIT, lam=UNIT, junk=JUNK)
 def test_nothing_comes_from_behind_an_end(data, gamma, lam, junk):
     r, v, nv, terminated, done = data
-    value, grads = value_and_grad(lambda *x: torch.stack(gae(*x, terminated, done, gamma, lam)), r, v, nv)
-    dirty, dirty_grads = value_and_grad(lambda *x: torch.stack(gae(*x, terminated, done, gamma, lam)), r, v, torch.where(terminated, junk, nv).to(nv.dtype))
-    assert torch.equal(value, dirty) and all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(grads, dirty_grads))
-    assert value.dtype == (torch.float64 if r.dtype == torch.float64 else torch.float32) and (grads[2][terminated] == 0).all()
-    ends = done.reshape(len(done), -1).all(1).nonzero().flatten()       # steps in which every environment ends: all that follows is another story
+    value, grads = value_and_grad(
+        lambda *x: torch.stack(gae(*x, terminated, done, gamma, lam)), r, v, nv)
+    dirty, dirty_grads = value_and_grad(
+        lambda *x: torch.stack(gae(*x, terminated, done, gamma, lam)), r, v,
+        torch.where(terminated, junk, nv).to(nv.dtype))
+    assert torch.equal(value, dirty)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(grads, dirty_grads))
+    assert value.dtype == (torch.float64 if r.dtype == torch.float64 else torch.float32)
+    assert (grads[2][terminated] == 0).all()
+    # steps in which every environment ends: all that follows is another story
+    ends = done.reshape(len(done), -1).all(1).nonzero().flatten()
     if len(ends):
         later = (torch.arange(len(r)) > ends[0]).reshape(-1, *[1] * (r.ndim - 1))
         spoilt = [torch.where(later, junk, t).to(t.dtype) for t in (r, v, nv)]
@@ -141,7 +163,8 @@ def test_nothing_comes_from_behind_an_end(data, gamma, lam, junk):
         f = lambda *x: torch.stack(gae(*x, terminated, done, gamma, lam))[:, first]
         (a, ga), (b, gb) = value_and_grad(f, r, v, nv), value_and_grad(f, *spoilt)
         assert torch.equal(a, b) and all(torch.equal(x, y) for x, y in zip(ga, gb))
-        assert torch.equal(discounted_returns(spoilt[0], done, gamma)[first], discounted_returns(r, done, gamma)[first])
+        assert torch.equal(discounted_returns(spoilt[0], done, gamma)[first],
+                           discounted_returns(r, done, gamma)[first])
 
 
 @given(seed=SEEDS, T=st.integers(2, 10), cut=st.integers(1, 9), gamma=UNIT, lam=UNIT)
@@ -152,45 +175,61 @@ def test_two_episodes_in_one_row_are_two_rows(seed, T, cut, gamma, lam):
         done = torch.arange(T) == cut - 1
         terminated = done & torch.tensor(kind == "terminated")
         whole = torch.stack(gae(r, v, nv, terminated, done, gamma, lam))
-        halves = [torch.stack(gae(*[x[s] for x in (r, v, nv, terminated, done)], gamma, lam)) for s in (slice(0, cut), slice(cut, T))]
+        halves = [torch.stack(gae(*[x[s] for x in (r, v, nv, terminated, done)], gamma, lam))
+                  for s in (slice(0, cut), slice(cut, T))]
         assert torch.equal(whole, torch.cat(halves, 1))
 
 
 @given(seed=SEEDS, T=st.integers(1, 30), gamma=st.sampled_from([0.5, 0.9, 0.95]), lam=UNIT, p=P_END)
 def test_with_the_right_values_truncation_surprises_nobody(seed, T, gamma, lam, p):
-    "Reward 1 for ever: V = 1 / (1 - gamma) everywhere, and the clock changes nothing. Taken for a termination, it costs gamma V."
-    ones, V, done = torch.ones(T, 3, dtype=torch.float64), torch.full((T, 3), 1 / (1 - gamma), dtype=torch.float64), random_mask(seed, (T, 3), p)
+    """Reward 1 for ever: V = 1 / (1 - gamma) everywhere, and the clock changes nothing. Taken for a
+    termination, it costs gamma V.
+    """
+    ones, V, done = (torch.ones(T, 3, dtype=torch.float64),
+                     torch.full((T, 3), 1 / (1 - gamma), dtype=torch.float64),
+                     random_mask(seed, (T, 3), p))
     A, R = gae(ones, V, V, torch.zeros_like(done), done, gamma, lam)
     torch.testing.assert_close(A, torch.zeros_like(A), atol=1e-10, rtol=0)
     A, R = gae(ones, V, V, done, done, gamma, lam)
-    torch.testing.assert_close(A[done], torch.full_like(A[done], -gamma / (1 - gamma)), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        A[done], torch.full_like(A[done], -gamma / (1 - gamma)), atol=1e-10, rtol=0)
 
 
 @given(x=values((6, 2)), gamma=UNIT, lam=UNIT)
 def test_extreme_rewards_stay_finite(x, gamma, lam):
     no = torch.zeros(6, 2, dtype=torch.bool)
     A, R = gae(x, x / 2, x / 3, no, no, gamma, lam)
-    assert A.isfinite().all() and R.isfinite().all() and discounted_returns(x, no, gamma).isfinite().all()
+    assert A.isfinite().all()
+    assert R.isfinite().all()
+    assert discounted_returns(x, no, gamma).isfinite().all()
 
 
 def test_defaults_and_no_steps_at_all():
-    data = normal(0, (5, 2)), normal(1, (5, 2)), normal(2, (5, 2)), random_mask(3, (5, 2), 0.3), random_mask(3, (5, 2), 0.3)
-    assert torch.equal(gae(*data)[0], gae(*data, gamma=0.99, lam=0.95)[0]) and not torch.equal(gae(*data)[0], gae(*data, 0.95, 0.99)[0])
+    data = (normal(0, (5, 2)), normal(1, (5, 2)), normal(2, (5, 2)), random_mask(3, (5, 2), 0.3),
+            random_mask(3, (5, 2), 0.3))
+    assert torch.equal(gae(*data)[0], gae(*data, gamma=0.99, lam=0.95)[0])
+    assert not torch.equal(gae(*data)[0], gae(*data, 0.95, 0.99)[0])
     r, v, m = normal(0, (3, 4)), normal(1, (3, 4)), random_mask(2, (3, 4))
-    assert torch.equal(gae_tokens(r, v, m)[0], gae_tokens(r, v, m, gamma=1.0, lam=0.95)[0]) and not torch.equal(gae_tokens(r, v, m)[0], gae_tokens(r, v, m, 0.95, 1.0)[0])
-    assert torch.equal(reinforce_pp_advantage(r, m), reinforce_pp_advantage(r, m, 1.0, torch.zeros(3)))
-    x = normal(0, (2, 4)) * 1e-3                                       # here the default eps is seen
-    assert torch.equal(group_advantage(x), group_advantage(x, "std", 1e-4)) and not torch.equal(group_advantage(x), group_advantage(x, "std", 1e-6))
+    assert torch.equal(gae_tokens(r, v, m)[0], gae_tokens(r, v, m, gamma=1.0, lam=0.95)[0])
+    assert not torch.equal(gae_tokens(r, v, m)[0], gae_tokens(r, v, m, 0.95, 1.0)[0])
+    assert torch.equal(
+        reinforce_pp_advantage(r, m), reinforce_pp_advantage(r, m, 1.0, torch.zeros(3)))
+    x = normal(0, (2, 4)) * 1e-3  # here the default eps is seen
+    assert torch.equal(group_advantage(x), group_advantage(x, "std", 1e-4))
+    assert not torch.equal(group_advantage(x), group_advantage(x, "std", 1e-6))
     empty, none = torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.bool)
-    assert discounted_returns(empty, none, 0.9).shape == gae(empty, empty, empty, none, none)[0].shape == (0, 2)
-    assert gae_tokens(empty.T, empty.T)[0].shape == (2, 0) and reinforce_pp_advantage(empty.T).shape == (2, 0)
+    assert discounted_returns(empty, none, 0.9).shape == gae(
+        empty, empty, empty, none, none)[0].shape == (0, 2)
+    assert gae_tokens(empty.T, empty.T)[0].shape == (2, 0)
+    assert reinforce_pp_advantage(empty.T).shape == (2, 0)
 
 
 # ---- tokens
 
 def cut_together(mask, *tensors):
     "The rows of tokens that count, as lists."
-    return zip(*[[[x for x, k in zip(row, keep) if k] for row, keep in zip(t.tolist(), mask.tolist())] for t in tensors])
+    return zip(*[[[x for x, k in zip(row, keep) if k]
+                  for row, keep in zip(t.tolist(), mask.tolist())] for t in tensors])
 
 
 def token_gae(r, v, gamma, lam):
@@ -198,39 +237,58 @@ def token_gae(r, v, gamma, lam):
     return double_sum(r, v, v[1:] + [math.nan], end, end, gamma, lam)
 
 
-@given(seed=SEEDS, rows=st.integers(1, 4), width=st.integers(1, 9), keep=KEEP, gamma=UNIT, lam=UNIT, dtype=DTYPES)
+@given(seed=SEEDS, rows=st.integers(1, 4), width=st.integers(1, 9), keep=KEEP, gamma=UNIT, lam=UNIT,
+       dtype=DTYPES)
 def test_token_gae_equals_gae_of_the_row_cut_together(seed, rows, width, keep, gamma, lam, dtype):
-    r, v, m = normal(seed, (rows, width), dtype), normal(seed + 1, (rows, width), dtype), random_mask(seed + 2, (rows, width), keep)
+    r, v, m = (normal(seed, (rows, width), dtype), normal(seed + 1, (rows, width), dtype),
+               random_mask(seed + 2, (rows, width), keep))
     before = [t.clone() for t in (r, v, m)]
     A, R = gae_tokens(r, v, m, gamma, lam)
-    assert A.dtype == R.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and A.shape == R.shape == r.shape
+    assert A.dtype == R.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert A.shape == R.shape == r.shape
     tol = 1e-10 if dtype == torch.float64 else 1e-4
     for b, (rb, vb) in enumerate(cut_together(m, r.double(), v.double())):
         expected = torch.tensor(token_gae(rb, vb, gamma, lam), dtype=torch.float64)
         torch.testing.assert_close(A[b, m[b]].double(), expected, atol=tol, rtol=0)
-        torch.testing.assert_close(R[b, m[b]].double(), expected + torch.tensor(vb, dtype=torch.float64), atol=tol, rtol=0)
-    assert (A[~m] == 0).all() and (R[~m] == 0).all() and all(torch.equal(a, b) for a, b in zip(before, (r, v, m)))
+        torch.testing.assert_close(
+            R[b, m[b]].double(), expected + torch.tensor(vb, dtype=torch.float64), atol=tol, rtol=0)
+    assert (A[~m] == 0).all()
+    assert (R[~m] == 0).all()
+    assert all(torch.equal(a, b) for a, b in zip(before, (r, v, m)))
     full = torch.ones_like(m)
-    assert all(torch.equal(a, b) for a, b in zip(gae_tokens(r, v, None, gamma, lam), gae_tokens(r, v, full, gamma, lam)))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(gae_tokens(r, v, None, gamma, lam), gae_tokens(r, v, full, gamma, lam)))
 
 
 def spread(x, m, left, right, hole, junk):
     "`x` and `m` with padding in front, behind and in the middle, filled with junk."
     at, pad = x.shape[1] // 2, lambda n, t, fill: torch.full((t.shape[0], n), fill, dtype=t.dtype)
-    return [torch.cat([pad(left, t, fill), t[:, :at], pad(hole, t, fill), t[:, at:], pad(right, t, fill)], 1) for t, fill in ((x, junk), (m, False))]
+    return [torch.cat([pad(left, t, fill), t[:, :at], pad(hole, t, fill), t[:, at:],
+                       pad(right, t, fill)], 1) for t, fill in ((x, junk), (m, False))]
 
 
-@given(seed=SEEDS, left=st.integers(0, 4), right=st.integers(0, 4), hole=st.integers(0, 4), junk=JUNK, gamma=UNIT, lam=UNIT, keep=KEEP)
+@given(seed=SEEDS, left=st.integers(0, 4), right=st.integers(0, 4), hole=st.integers(0, 4),
+       junk=JUNK, gamma=UNIT, lam=UNIT, keep=KEEP)
 def test_token_estimates_do_not_see_padding(seed, left, right, hole, junk, gamma, lam, keep):
-    r, v, m, c = normal(seed, (3, 6)), normal(seed + 1, (3, 6)), random_mask(seed + 2, (3, 6), keep), normal(seed + 3, (3,))
-    (wide_r, wide_m), (wide_v, _) = spread(r, m, left, right, hole, junk), spread(v, m, left, right, hole, junk)
+    r, v, m, c = (normal(seed, (3, 6)), normal(seed + 1, (3, 6)),
+                  random_mask(seed + 2, (3, 6), keep), normal(seed + 3, (3,)))
+    (wide_r, wide_m), (wide_v, _) = (spread(r, m, left, right, hole, junk),
+                                     spread(v, m, left, right, hole, junk))
     r, v = torch.where(m, r, junk), torch.where(m, v, junk)
-    for narrow, wide in zip(gae_tokens(r, v, m, gamma, lam), gae_tokens(wide_r, wide_v, wide_m, gamma, lam)): assert torch.equal(narrow[m], wide[wide_m])
-    narrow, wide = reinforce_pp_advantage(r, m, gamma, c), reinforce_pp_advantage(wide_r, wide_m, gamma, c)
-    torch.testing.assert_close(narrow[m], wide[wide_m], atol=1e-10, rtol=0)      # the sums inside whiten run in another order
-    for f, x in ((lambda *x: gae_tokens(*x, wide_m, gamma, lam)[0].square(), (wide_r, wide_v)), (lambda x: reinforce_pp_advantage(x, wide_m, gamma, c).square(), (wide_r,))):
+    for narrow, wide in zip(
+        gae_tokens(r, v, m, gamma, lam), gae_tokens(wide_r, wide_v, wide_m, gamma, lam)):
+        assert torch.equal(narrow[m], wide[wide_m])
+    narrow, wide = (reinforce_pp_advantage(r, m, gamma, c),
+                    reinforce_pp_advantage(wide_r, wide_m, gamma, c))
+    # the sums inside whiten run in another order
+    torch.testing.assert_close(narrow[m], wide[wide_m], atol=1e-10, rtol=0)
+    for f, x in ((lambda *x: gae_tokens(*x, wide_m, gamma, lam)[0].square(), (wide_r, wide_v)),
+                 (lambda x: reinforce_pp_advantage(x, wide_m, gamma, c).square(), (wide_r,))):
         y, grads = value_and_grad(f, *x)
-        assert y.isfinite().all() and (y[~wide_m] == 0).all() and all(g.isfinite().all() and (g[~wide_m] == 0).all() for g in grads)
+        assert y.isfinite().all()
+        assert (y[~wide_m] == 0).all()
+        assert all(g.isfinite().all() and (g[~wide_m] == 0).all() for g in grads)
 
 
 @given(seed=SEEDS, keep=KEEP, gamma=UNIT)
@@ -238,20 +296,26 @@ def test_token_gae_at_lambda_one_is_the_return_less_the_value(seed, keep, gamma)
     r, v, m = normal(seed, (3, 7)), normal(seed + 1, (3, 7)), random_mask(seed + 2, (3, 7), keep)
     _, R = gae_tokens(r, v, m, gamma, 1.0)
     for b, (rb,) in enumerate(cut_together(m, r)):
-        torch.testing.assert_close(R[b, m[b]], torch.tensor(return_sum(rb, [False] * len(rb), gamma), dtype=torch.float64), atol=1e-10, rtol=0)
+        torch.testing.assert_close(
+            R[b, m[b]], torch.tensor(return_sum(rb, [False] * len(rb), gamma), dtype=torch.float64),
+            atol=1e-10, rtol=0)
 
 
 @given(seed=SEEDS, gamma=UNIT, lam=UNIT)
 def test_gradients_of_token_gae_equal_the_formula(seed, gamma, lam):
     m = random_mask(seed + 2, (1, 7), 0.7)
     r, v = normal(seed, (1, 7)), normal(seed + 1, (1, 7))
-    by_r, by_v = [j[0, :, 0] for j in torch.autograd.functional.jacobian(lambda *x: gae_tokens(*x, m, gamma, lam)[0], (r, v))]
+    by_r, by_v = [
+        j[0, :, 0]
+        for j
+        in torch.autograd.functional.jacobian(lambda *x: gae_tokens(*x, m, gamma, lam)[0], (r, v))]
     place, w = m[0].nonzero().flatten().tolist(), torch.zeros(7, 7, dtype=torch.float64)
     expected_v = torch.zeros(7, 7, dtype=torch.float64)
     for i, t in enumerate(place):
         for j, k in enumerate(place):
             if j >= i: w[t, k] = (gamma * lam) ** (j - i)
-            expected_v[t, k] = (-((gamma * lam) ** (j - i)) if j >= i else 0) + (gamma * (gamma * lam) ** (j - 1 - i) if j > i else 0)
+            expected_v[t, k] = (-((gamma * lam) ** (j - i)) if j >= i else 0) + (
+                gamma * (gamma * lam) ** (j - 1 - i) if j > i else 0)
     torch.testing.assert_close(by_r, w, atol=1e-12, rtol=0)
     torch.testing.assert_close(by_v, expected_v, atol=1e-12, rtol=0)
 
@@ -262,7 +326,8 @@ def plain_group(rows, scale, eps):
     flat = [x for row in rows for x in row]
     def std(xs):
         mean = math.fsum(xs) / len(xs)
-        return math.sqrt(math.fsum((x - mean) ** 2 for x in xs) / (len(xs) - 1)) if len(xs) > 1 else 0.0
+        return math.sqrt(
+            math.fsum((x - mean) ** 2 for x in xs) / (len(xs) - 1)) if len(xs) > 1 else 0.0
     out = []
     for row in rows:
         mean = math.fsum(row) / len(row)
@@ -272,13 +337,17 @@ def plain_group(rows, scale, eps):
 
 
 @pytest.mark.parametrize("scale", GROUP_SCALES)
-@given(seed=SEEDS, P=st.integers(1, 4), G=st.integers(1, 8), eps=st.sampled_from([1e-9, 1e-4, 0.5]), dtype=DTYPES)
+@given(seed=SEEDS, P=st.integers(1, 4), G=st.integers(1, 8), eps=st.sampled_from([1e-9, 1e-4, 0.5]),
+       dtype=DTYPES)
 def test_group_advantage_equals_plain_python(scale, seed, P, G, eps, dtype):
     r = normal(seed, (P, G), dtype)
     before = r.clone()
     A = group_advantage(r, scale, eps)
-    assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and torch.equal(r, before)
-    torch.testing.assert_close(A.double(), torch.tensor(plain_group(r.double().tolist(), scale, eps), dtype=torch.float64), atol=1e-10 if dtype == torch.float64 else 1e-4, rtol=0)
+    assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(r, before)
+    torch.testing.assert_close(
+        A.double(), torch.tensor(plain_group(r.double().tolist(), scale, eps), dtype=torch.float64),
+        atol=1e-10 if dtype == torch.float64 else 1e-4, rtol=0)
     if G == 1: assert (A == 0).all()
     assert A.sum(1).abs().max() < 1e-4
 
@@ -287,12 +356,15 @@ def test_group_advantage_equals_plain_python(scale, seed, P, G, eps, dtype):
 def test_rloo_leaves_one_out(seed, P, G, dtype):
     r = normal(seed, (P, G), dtype)
     A = rloo_advantage(r)
-    expected = [[row[i] - math.fsum(row[:i] + row[i + 1:]) / (G - 1) for i in range(G)] for row in r.double().tolist()]
+    expected = [[row[i] - math.fsum(row[:i] + row[i + 1:]) / (G - 1) for i in range(G)]
+                for row in r.double().tolist()]
     assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(A.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-10 if dtype == torch.float64 else 1e-5, rtol=0)
+    torch.testing.assert_close(A.double(), torch.tensor(expected, dtype=torch.float64),
+                               atol=1e-10 if dtype == torch.float64 else 1e-5, rtol=0)
 
 
-@given(value=st.floats(-1e6, 1e6, width=32), G=st.integers(1, 64), scale=st.sampled_from(GROUP_SCALES), eps=st.sampled_from([0.0, 1e-9, 1e-4]))
+@given(value=st.floats(-1e6, 1e6, width=32), G=st.integers(1, 64),
+       scale=st.sampled_from(GROUP_SCALES), eps=st.sampled_from([0.0, 1e-9, 1e-4]))
 def test_a_group_of_equals_is_exactly_zero(value, G, scale, eps):
     r = torch.full((2, G), value)
     y, (grad,) = value_and_grad(lambda x: group_advantage(x, scale, eps)[0, :1], r)
@@ -300,9 +372,10 @@ def test_a_group_of_equals_is_exactly_zero(value, G, scale, eps):
     if G > 1: assert (rloo_advantage(r) == 0).all()
 
 
-@given(seed=SEEDS, size=st.sampled_from([1e-30, 1e-12, 1e12, 1e30]), offset=st.sampled_from([0.0, 4096.0]), scale=st.sampled_from(["std", "batch"]))
+@given(seed=SEEDS, size=st.sampled_from([1e-30, 1e-12, 1e12, 1e30]),
+       offset=st.sampled_from([0.0, 4096.0]), scale=st.sampled_from(["std", "batch"]))
 def test_scaled_groups_are_blind_to_scale_and_shift(seed, size, offset, scale):
-    r = normal(seed, (3, 5), torch.float32, 100).round()                # exact in float32, with the offset too
+    r = normal(seed, (3, 5), torch.float32, 100).round()  # exact in float32, with the offset too
     r[:, 0] = r[:, 1:].amax(1) + 1                                      # no group of equals
     A = group_advantage(r, scale, 0.0)
     torch.testing.assert_close(group_advantage(r * size, scale, 0.0), A, atol=1e-4, rtol=1e-4)
@@ -322,12 +395,15 @@ def test_gradients_of_groups_equal_autograd_of_the_formula(seed, scale, P, G):
     torch.testing.assert_close(grad, expected, atol=1e-9, rtol=1e-9)
     if G > 1:
         _, (grad,) = value_and_grad(lambda x: rloo_advantage(x) * g, r)
-        torch.testing.assert_close(grad, (g - g.mean(1, keepdim=True)) * G / (G - 1), atol=1e-10, rtol=0)
+        torch.testing.assert_close(
+            grad, (g - g.mean(1, keepdim=True)) * G / (G - 1), atol=1e-10, rtol=0)
 
 
 def test_the_gradient_at_a_group_of_equals():
     for eps in (1e-4, 0.3):
-        jacobian = torch.autograd.functional.jacobian(lambda x: group_advantage(x[None], eps=eps)[0], torch.full((5,), 0.7, dtype=torch.float64))
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x: group_advantage(x[None], eps=eps)[0],
+            torch.full((5,), 0.7, dtype=torch.float64))
         torch.testing.assert_close(jacobian, (torch.eye(5) - 1 / 5).double() / eps)
 
 
@@ -337,27 +413,35 @@ def test_rloo_is_unbiased_and_dr_grpo_short_by_a_factor(seed, G):
     "Over all groups that can be drawn from three actions, each with its probability."
     logits, score = normal(seed, (3,)).requires_grad_(True), normal(seed + 1, (3,))
     true, = torch.autograd.grad(logits.softmax(0) @ score, logits)
-    pi, drawn = logits.softmax(0).detach(), torch.tensor(list(itertools.product(range(3), repeat=G)))
+    pi, drawn = (logits.softmax(0).detach(),
+                 torch.tensor(list(itertools.product(range(3), repeat=G))))
     grad_logp = torch.eye(3, dtype=torch.float64)[drawn] - pi
     expected = lambda A: torch.einsum("p,pg,pgk->k", pi[drawn].prod(1), A, grad_logp) / G
     torch.testing.assert_close(expected(rloo_advantage(score[drawn])), true, atol=1e-12, rtol=0)
-    torch.testing.assert_close(expected(group_advantage(score[drawn], None)), true * (G - 1) / G, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        expected(group_advantage(score[drawn], None)), true * (G - 1) / G, atol=1e-12, rtol=0)
 
 
 # ---- REINFORCE++
 
-@given(seed=SEEDS, rows=st.integers(1, 4), width=st.integers(1, 7), keep=KEEP, gamma=UNIT, with_baseline=st.booleans(), dtype=DTYPES)
+@given(seed=SEEDS, rows=st.integers(1, 4), width=st.integers(1, 7), keep=KEEP, gamma=UNIT,
+       with_baseline=st.booleans(), dtype=DTYPES)
 def test_reinforce_pp_equals_plain_python(seed, rows, width, keep, gamma, with_baseline, dtype):
-    r, m, c = normal(seed, (rows, width), dtype), random_mask(seed + 1, (rows, width), keep), normal(seed + 2, (rows,), dtype) if with_baseline else None
+    r, m, c = (normal(seed, (rows, width), dtype), random_mask(seed + 1, (rows, width), keep),
+               normal(seed + 2, (rows,), dtype) if with_baseline else None)
     before = r.clone()
     A = reinforce_pp_advantage(r, m, gamma, c)
-    assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and (A[~m] == 0).all() and torch.equal(r, before)
+    assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (A[~m] == 0).all()
+    assert torch.equal(r, before)
     minus = c.double().tolist() if with_baseline else [0.0] * rows
-    D = [x - minus[b] for b, (rb,) in enumerate(cut_together(m, r.double())) for x in return_sum(rb, [False] * len(rb), gamma)]
+    D = [x - minus[b] for b, (rb,) in enumerate(cut_together(m, r.double()))
+         for x in return_sum(rb, [False] * len(rb), gamma)]
     mean = math.fsum(D) / max(len(D), 1)
     var = math.fsum((x - mean) ** 2 for x in D) / max(len(D), 1)
     expected = torch.tensor([(x - mean) / math.sqrt(var + 1e-8) for x in D], dtype=torch.float64)
-    torch.testing.assert_close(A[m].double(), expected, atol=1e-7 if dtype == torch.float64 else 1e-3, rtol=1e-4)
+    torch.testing.assert_close(
+        A[m].double(), expected, atol=1e-7 if dtype == torch.float64 else 1e-3, rtol=1e-4)
     if m.all(): assert torch.equal(reinforce_pp_advantage(r, None, gamma, c), A)
 
 
@@ -367,18 +451,23 @@ def test_with_the_score_on_the_last_token_the_baseline_version_is_dr_grpo_whiten
     rewards = torch.zeros(P * G, T, dtype=torch.float64)
     rewards[:, -1] = scores.flatten()
     got = reinforce_pp_advantage(rewards, m, baseline=scores.mean(1).repeat_interleave(G))
-    torch.testing.assert_close(got, whiten(group_advantage(scores, None).flatten()[:, None].expand(-1, T)), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(
+        got, whiten(group_advantage(scores, None).flatten()[:, None].expand(-1, T)), atol=1e-9,
+        rtol=1e-9)
 
 
 # ---- transforms and bad input
 
 def calls():
     r, v, nv = (normal(i, (4, 6, 3)) for i in range(3))
-    terminated, truncated, m, c = random_mask(3, (4, 6, 3), 0.2), random_mask(4, (4, 6, 3), 0.2), random_mask(5, (4, 6, 3)), normal(6, (4, 6))
+    terminated, truncated, m, c = (random_mask(3, (4, 6, 3), 0.2), random_mask(4, (4, 6, 3), 0.2),
+                                   random_mask(5, (4, 6, 3)), normal(6, (4, 6)))
     yield "returns", lambda r, d: discounted_returns(r, d, 0.9), (r, terminated)
-    yield "gae", lambda *x: torch.stack(gae(*x, 0.9, 0.8)), (r, v, nv, terminated, terminated | truncated)
+    yield ("gae", lambda *x: torch.stack(gae(*x, 0.9, 0.8)),
+           (r, v, nv, terminated, terminated | truncated))
     yield "gae_tokens", lambda *x: torch.stack(gae_tokens(*x, 0.9, 0.8)), (r, v, m)
-    for scale in GROUP_SCALES: yield f"group {scale}", lambda r, scale=scale: group_advantage(r, scale), (r,)
+    for scale in GROUP_SCALES:
+        yield f"group {scale}", lambda r, scale=scale: group_advantage(r, scale), (r,)
     yield "rloo", rloo_advantage, (r,)
     yield "reinforce_pp", lambda r, m, c: reinforce_pp_advantage(r, m, 0.9, c), (r, m, c)
 
@@ -391,13 +480,18 @@ def test_is_one_graph_for_the_compiler(f, batch):
 
 @pytest.mark.parametrize("f, batch", [c[1:] for c in calls()], ids=[c[0] for c in calls()])
 def test_works_under_vmap(f, batch):
-    torch.testing.assert_close(torch.func.vmap(f)(*batch), torch.stack([f(*one) for one in zip(*batch)]))
+    torch.testing.assert_close(
+        torch.func.vmap(f)(*batch), torch.stack([f(*one) for one in zip(*batch)]))
     g = lambda *x: f(*x).square().sum()
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(g))(*batch), torch.stack([torch.func.grad(g)(*one) for one in zip(*batch)]))
-    flags_shared = tuple(0 if x.is_floating_point() else None for x in batch)          # one mask for all
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(g))(*batch),
+                               torch.stack([torch.func.grad(g)(*one) for one in zip(*batch)]))
+    flags_shared = tuple(0 if x.is_floating_point() else None for x in batch)  # one mask for all
     if None in flags_shared:
         shared = [x if d == 0 else x[0] for x, d in zip(batch, flags_shared)]
-        torch.testing.assert_close(torch.func.vmap(f, in_dims=flags_shared)(*shared), torch.stack([f(*[x[i] if d == 0 else x for x, d in zip(shared, flags_shared)]) for i in range(4)]))
+        torch.testing.assert_close(
+            torch.func.vmap(f, in_dims=flags_shared)(*shared),
+            torch.stack([f(*[x[i] if d == 0 else x for x, d in zip(shared, flags_shared)])
+                         for i in range(4)]))
 
 
 B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
@@ -405,49 +499,67 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
 
 @pytest.mark.parametrize("call, error, words", [
     (lambda: accumulate([1.0], torch.zeros(1)), TypeError, "x must be a torch.Tensor, got list"),
-    (lambda: accumulate(torch.zeros(2), torch.zeros(3)), ValueError, r"decay must have the shape of x, \(2,\)|decay must have .*T = 2"),
-    (lambda: gae(F, F, F, B.float(), B), TypeError, "terminated must be boolean .*, got torch.float32"),
+    (lambda: accumulate(torch.zeros(2), torch.zeros(3)), ValueError,
+     r"decay must have the shape of x, \(2,\)|decay must have .*T = 2"),
+    (lambda: gae(F, F, F, B.float(), B), TypeError,
+     "terminated must be boolean .*, got torch.float32"),
     (lambda: gae(F, F, F, B, B.long()), TypeError, "done must be boolean .*, got torch.int64"),
     (lambda: gae(F, F, F, B, None), TypeError, "done must be a torch.Tensor, got NoneType"),
     (lambda: gae(F.long(), F, F, B, B), TypeError, "rewards must have a floating-point dtype"),
     (lambda: gae(F, F.tolist(), F, B, B), TypeError, "values must be a torch.Tensor, got list"),
     (lambda: gae(F, F, F.long(), B, B), TypeError, "next_values must have a floating-point dtype"),
-    (lambda: gae(F, F[:3], F, B, B), ValueError, r"values must have the shape of rewards, \(4, 2\), got \(3, 2\)"),
+    (lambda: gae(F, F[:3], F, B, B), ValueError,
+     r"values must have the shape of rewards, \(4, 2\), got \(3, 2\)"),
     (lambda: gae(F, F, F[:, :1], B, B), ValueError, r"next_values must have the shape of rewards"),
-    (lambda: gae(F, F, F, B[0], B), ValueError, r"terminated must have the shape of rewards, \(4, 2\), got \(2,\)"),
+    (lambda: gae(F, F, F, B[0], B), ValueError,
+     r"terminated must have the shape of rewards, \(4, 2\), got \(2,\)"),
     (lambda: gae(F, F, F, B, B[0]), ValueError, r"done must have the shape of rewards"),
-    (lambda: gae(F[0, 0], F, F, B, B), ValueError, r"rewards must have the shape \(T, \.\.\.\), got \(\)"),
-    (lambda: gae(F, F, F, B, B.to("meta")), ValueError, "done must be on the device of rewards, cpu, got meta"),
+    (lambda: gae(F[0, 0], F, F, B, B), ValueError,
+     r"rewards must have the shape \(T, \.\.\.\), got \(\)"),
+    (lambda: gae(F, F, F, B, B.to("meta")), ValueError,
+     "done must be on the device of rewards, cpu, got meta"),
     (lambda: gae(F, F, F, B, B, gamma=1.1), ValueError, r"gamma must be in \[0, 1\], got 1.1"),
     (lambda: gae(F, F, F, B, B, lam=-0.1), ValueError, r"lam must be in \[0, 1\], got -0.1"),
-    (lambda: gae(F, F, F, B, B, lam=torch.tensor(0.5)), TypeError, "lam must be a number, got Tensor"),
+    (lambda: gae(F, F, F, B, B, lam=torch.tensor(0.5)), TypeError,
+     "lam must be a number, got Tensor"),
     (lambda: discounted_returns(F, B.float(), 0.9), TypeError, "done must be boolean"),
     (lambda: discounted_returns(F, B[:2], 0.9), ValueError, "done must have the shape of rewards"),
     (lambda: discounted_returns(F, B, math.nan), ValueError, "gamma must be in"),
-    (lambda: discounted_returns(F.long(), B, 0.9), TypeError, "rewards must have a floating-point dtype"),
-    (lambda: gae_tokens(F[0], F[0]), ValueError, r"rewards must have the shape \(B, T\), got \(2,\)"),
+    (lambda: discounted_returns(F.long(), B, 0.9), TypeError,
+     "rewards must have a floating-point dtype"),
+    (lambda: gae_tokens(F[0], F[0]), ValueError,
+     r"rewards must have the shape \(B, T\), got \(2,\)"),
     (lambda: gae_tokens(F, F[:1]), ValueError, "values must have the shape of rewards"),
     (lambda: gae_tokens(F, F, B.float()), TypeError, "mask must be boolean"),
     (lambda: gae_tokens(F, F, B[:1]), ValueError, "mask must have the shape of rewards"),
     (lambda: gae_tokens(F, F, B, gamma="1"), TypeError, "gamma must be a number, got str"),
     (lambda: gae_tokens(F, F, B, lam=2), ValueError, "lam must be in"),
     (lambda: gae_tokens(F, F.long()), TypeError, "values must have a floating-point dtype"),
-    (lambda: group_advantage(F[0]), ValueError, r"rewards must have the shape \(P, G\), got \(2,\)"),
-    (lambda: group_advantage(F, "group"), ValueError, "scale must be one of 'std', 'batch', None, got 'group'"),
+    (lambda: group_advantage(F[0]), ValueError,
+     r"rewards must have the shape \(P, G\), got \(2,\)"),
+    (lambda: group_advantage(F, "group"), ValueError,
+     "scale must be one of 'std', 'batch', None, got 'group'"),
     (lambda: group_advantage(F, eps=-1e-4), ValueError, "eps must be in"),
     (lambda: group_advantage(F + 1j), TypeError, "rewards must be real, got torch.complex64"),
     (lambda: group_advantage(F, mask=F), TypeError, "mask must be boolean"),
     (lambda: rloo_advantage(F, B[:1]), ValueError, "mask must have the shape of rewards"),
-    (lambda: rloo_advantage(F[:, :1]), ValueError, r"rewards must have at least 2 responses .* got shape \(4, 1\)"),
+    (lambda: rloo_advantage(F[:, :1]), ValueError,
+     r"rewards must have at least 2 responses .* got shape \(4, 1\)"),
     (lambda: rloo_advantage(F[0]), ValueError, r"rewards must have the shape \(P, G\), got \(2,\)"),
-    (lambda: reinforce_pp_advantage(F[0]), ValueError, r"token_rewards must have the shape \(B, T\), got \(2,\)"),
+    (lambda: reinforce_pp_advantage(F[0]), ValueError,
+     r"token_rewards must have the shape \(B, T\), got \(2,\)"),
     (lambda: reinforce_pp_advantage(F, B.long()), TypeError, "mask must be boolean"),
-    (lambda: reinforce_pp_advantage(F, B[:1]), ValueError, "mask must have the shape of token_rewards"),
-    (lambda: reinforce_pp_advantage(F, baseline=F), ValueError, r"baseline must have the shape \(B\), got \(4, 2\)"),
-    (lambda: reinforce_pp_advantage(F, baseline=F[0]), ValueError, r"baseline must have the shape \(B\) with B = 4, as token_rewards has, got \(2,\)"),
-    (lambda: reinforce_pp_advantage(F, baseline=0.5), TypeError, "baseline must be a torch.Tensor, got float"),
+    (lambda: reinforce_pp_advantage(F, B[:1]), ValueError,
+     "mask must have the shape of token_rewards"),
+    (lambda: reinforce_pp_advantage(F, baseline=F), ValueError,
+     r"baseline must have the shape \(B\), got \(4, 2\)"),
+    (lambda: reinforce_pp_advantage(F, baseline=F[0]), ValueError,
+     r"baseline must have the shape \(B\) with B = 4, as token_rewards has, got \(2,\)"),
+    (lambda: reinforce_pp_advantage(F, baseline=0.5), TypeError,
+     "baseline must be a torch.Tensor, got float"),
     (lambda: reinforce_pp_advantage(F, gamma=2.0), ValueError, "gamma must be in"),
-    (lambda: reinforce_pp_advantage(F.long()), TypeError, "token_rewards must have a floating-point dtype"),
+    (lambda: reinforce_pp_advantage(F.long()), TypeError,
+     "token_rewards must have a floating-point dtype"),
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
@@ -460,7 +572,9 @@ def test_no_prompts_and_no_answers(shape, scale):
     assert group_advantage(torch.empty(shape), scale).shape == shape
 
 
-@pytest.mark.parametrize("f", [group_advantage, lambda r, mask=None: group_advantage(r, None, mask=mask), rloo_advantage])
+@pytest.mark.parametrize(
+    "f",
+    [group_advantage, lambda r, mask=None: group_advantage(r, None, mask=mask), rloo_advantage])
 @given(seed=SEEDS, P=st.integers(1, 4), G=st.integers(2, 6), keep=KEEP)
 def test_a_masked_response_is_not_in_its_group(f, seed, P, G, keep):
     r, m = normal(seed, (P, G)), random_mask(seed + 1, (P, G), keep)
@@ -476,7 +590,8 @@ def test_a_masked_response_is_not_in_its_group(f, seed, P, G, keep):
 def test_batch_scale_is_that_of_what_counts(seed, keep):
     r, m = normal(seed, (3, 5)), random_mask(seed + 1, (3, 5), keep)
     A = group_advantage(torch.where(m, r, math.nan), "batch", mask=m)
-    if m.sum() > 1: torch.testing.assert_close(A, group_advantage(r, None, mask=m) / (r[m].std() + 1e-4))
+    if m.sum() > 1:
+        torch.testing.assert_close(A, group_advantage(r, None, mask=m) / (r[m].std() + 1e-4))
     else: assert (A == 0).all()
 
 

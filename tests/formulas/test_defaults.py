@@ -8,7 +8,7 @@ import torch
 import rlhf_notes as rn
 from rlhf_notes.fast import scan
 
-SHARED = runpy.run_path(str(Path(__file__).with_name("test_compile.py")))   # a call of every formula
+SHARED = runpy.run_path(str(Path(__file__).with_name("test_compile.py")))  # a call of every formula
 CALLS, NAMES = SHARED["CALLS"], sorted(set(SHARED["CALLS"]) - set(SHARED["WITH_INFO"]))
 
 
@@ -17,7 +17,8 @@ def computed(name, dtype):
     f, *inputs = CALLS[name]()
     leaves = [x.to(dtype).requires_grad_(True) for x in inputs]
     y = f(*leaves)
-    grads = torch.autograd.grad(y.sum(), leaves, allow_unused=True, materialize_grads=True) if y.requires_grad else ()
+    grads = torch.autograd.grad(
+        y.sum(), leaves, allow_unused=True, materialize_grads=True) if y.requires_grad else ()
     return y.detach(), *grads
 
 
@@ -54,4 +55,6 @@ def test_moments_stay_where_they_are_and_in_double_precision():
             moments.load_state_dict(rn.RunningMoments((2,)).state_dict())
     finally: torch.set_default_dtype(torch.float32)
     moments.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
-    assert moments.mean.dtype == torch.float64 and moments.mean.tolist() == [2, 4] and moments.var.tolist() == [1, 4]
+    assert moments.mean.dtype == torch.float64
+    assert moments.mean.tolist() == [2, 4]
+    assert moments.var.tolist() == [1, 4]

@@ -95,8 +95,9 @@ def test_the_advantage_gives_the_gradient_of_the_reverse_kl(seed):
 
 def test_by_hand():
     half, quarter = (torch.tensor(p, dtype=F64).log() for p in ([0.5, 0.5], [0.25, 0.75]))
-    close(distillation_loss(half, quarter), math.log(4 / 3) / 2)                # reverse is the default
-    close(distillation_loss(half, quarter, kind="forward"), math.log(0.5) / 4 + 0.75 * math.log(1.5))
+    close(distillation_loss(half, quarter), math.log(4 / 3) / 2)  # reverse is the default
+    close(
+        distillation_loss(half, quarter, kind="forward"), math.log(0.5) / 4 + 0.75 * math.log(1.5))
     assert torch.equal(distillation_loss(half, quarter, kind="jsd"),
                        distillation_loss(half, quarter, kind="jsd", beta=0.5, temperature=1.0))
     assert distillation_loss(half, half) == distillation_loss(half, half, kind="jsd") == 0
@@ -109,7 +110,8 @@ def test_nothing_leaks_from_under_the_mask(seed, kind, junk, teacher_junk):
     s, t, m = normal(seed, (2, 3, 4)), normal(seed + 1, (2, 3, 4)), random_mask(seed + 2, (2, 3))
     clean = value_and_grad(lambda s: distillation_loss(s, t, m, kind), s)
     dirty_t, seen = t.masked_fill(~m[..., None], teacher_junk), ~m[..., None]
-    got = value_and_grad(lambda s: distillation_loss(s, dirty_t, m, kind), s.masked_fill(seen, junk))
+    got = value_and_grad(
+        lambda s: distillation_loss(s, dirty_t, m, kind), s.masked_fill(seen, junk))
     assert torch.equal(clean[0], got[0]) and torch.equal(clean[1][0], got[1][0])
     assert (got[1][0][~m] == 0).all()
 
@@ -131,7 +133,8 @@ def test_impossible_tokens_and_far_logits(dtype):
     s, t = torch.tensor([1.0, 0.5, -1.0], dtype=dtype), torch.tensor([0.0, 1.0, 2.0], dtype=dtype)
     never = torch.tensor([0.0, -math.inf, 0.0], dtype=dtype)
     for kind in DISTILLATION_KINDS:
-        loss, (grad,) = value_and_grad(lambda s: distillation_loss(s + never, t + never, kind=kind), s)
+        loss, (grad,) = value_and_grad(
+            lambda s: distillation_loss(s + never, t + never, kind=kind), s)
         close(loss, distillation_loss(s[[0, 2]], t[[0, 2]], kind=kind).item(), rtol=1e-5, atol=1e-6)
         assert grad.isfinite().all() and grad[1] == 0
         for far in (1e4, 3e4):
@@ -142,7 +145,7 @@ def test_impossible_tokens_and_far_logits(dtype):
     assert distillation_loss(s + never, t, kind="forward") == math.inf
     loss, (grad,) = value_and_grad(lambda s: distillation_loss(s, t + never, kind="jsd"), s)
     assert 0 < loss < math.log(2) and grad.isfinite().all()
-    assert distillation_loss(s * math.nan, t).isnan()                           # what counts stays visible
+    assert distillation_loss(s * math.nan, t).isnan()  # what counts stays visible
 
 
 @given(seed=SEEDS, beta=st.sampled_from([0.1, 0.5, 0.9]))
@@ -175,7 +178,8 @@ def test_works_under_vmap():
     (lambda x, m: distillation_loss(x, x, beta=1.0), ValueError, r"beta must be in \(0, 1\)"),
     (lambda x, m: distillation_loss(x, x, temperature=0), ValueError, "temperature must be in"),
     (lambda x, m: distillation_advantage(x, x[0]), ValueError, "teacher_logp must have the shape"),
-    (lambda x, m: distillation_advantage(x.bool(), x), TypeError, "logp must have a floating-point"),
+    (lambda x, m: distillation_advantage(x.bool(), x), TypeError,
+     "logp must have a floating-point"),
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):

@@ -1,4 +1,6 @@
-"Both benchmarks of a GPU run from end to end and write down what they measured, and on which device."
+"""Both benchmarks of a GPU run from end to end and write down what they measured, and on which
+device.
+"""
 import csv
 
 import gpu
@@ -27,7 +29,10 @@ def test_the_formulas(kernels, tmp_path, monkeypatch, request, capsys):
 
 @pytest.mark.slow
 def test_rlhf(tmp_path):
-    rlhf_gpu.main(["--sizes", "tiny", "--batch", "16", "--response-length", "12", "--iterations", "1", "--no-trl", "--out", str(tmp_path)])
+    rlhf_gpu.main(["--sizes", "tiny", "--batch", "16", "--response-length", "12", "--iterations",
+                   "1", "--no-trl", "--out", str(tmp_path)])
     rows = [*csv.DictReader((tmp_path / "gpu.csv").open())]
-    assert [(r["device"], r["contender"], r["precision"]) for r in rows] == [(NAME, name, "bfloat16") for name in ("ours-ppo", "ours-grpo")]
-    assert all(float(r["tokens_per_second"]) > 0 and float(r["peak_memory_MiB"]) >= 0 for r in rows) and (tmp_path / "gpu.md").read_text().startswith(f"{NAME}, torch")
+    assert [(r["device"], r["contender"], r["precision"])
+            for r in rows] == [(NAME, name, "bfloat16") for name in ("ours-ppo", "ours-grpo")]
+    assert all(float(r["tokens_per_second"]) > 0 and float(r["peak_memory_MiB"]) >= 0 for r in rows)
+    assert (tmp_path / "gpu.md").read_text().startswith(f"{NAME}, torch")

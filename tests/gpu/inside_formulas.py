@@ -22,7 +22,8 @@ def both_ways(name, dtype, monkeypatch):
         leaves = [x if x.is_cuda else move(x.to(dtype)) for x in leaves]
         leaves = [x.detach().clone().requires_grad_(True) for x in leaves]
         with counted() as found: out = f(*leaves)
-        grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True, materialize_grads=True) if out.requires_grad else ()
+        grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True,
+                                    materialize_grads=True) if out.requires_grad else ()
         return [out, *grads], found
     host = {n: x.to(dtype) if (x := getattr(calls, n)).is_floating_point() else x for n in INPUTS}
     expected, _ = run(lambda x: x)
@@ -40,8 +41,11 @@ def test_every_function_is_that_of_the_cpu(name, monkeypatch):
         if name not in SYNCHRONISE: assert not found.kinds, found.lines
 
 
-DOORS = {"selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs", "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
-         "reinforce_pp_advantage", "best_of_n_loss", "ppo_policy_error", "ppo_error", "grpo_policy_error", "rloo_policy_error"}
+DOORS = {
+    "selective_log_softmax", "entropy_from_logits", "log_probs_and_entropy", "linear_log_probs",
+    "efficient_method", "accumulate", "discounted_returns", "gae", "gae_tokens",
+    "reinforce_pp_advantage", "best_of_n_loss", "ppo_policy_error", "ppo_error",
+    "grpo_policy_error", "rloo_policy_error"}
 
 
 @pytest.mark.parametrize("name", calls.CALLS)
@@ -57,37 +61,46 @@ def test_with_kernels_too(name, monkeypatch, with_kernels):
 def test_kernels_run_on_the_device_of_their_tensors(with_kernels):
     z, i = normal(0, (3, 4, 300), torch.float32), torch.arange(12).view(3, 4)
     assert torch.cuda.current_device() == 0
-    torch.testing.assert_close(on_cpu(rn.log_probs_and_entropy(to_gpu(z, 1), to_gpu(i, 1))), rn.log_probs_and_entropy(z, i), atol=1e-5, rtol=1e-5)
-    r, v, n, end = *(normal(k, (50, 3), torch.float32) for k in range(3)), random_mask(3, (50, 3), 0.1)
-    torch.testing.assert_close(on_cpu(rn.gae(*(to_gpu(x, 1) for x in (r, v, n, end, end)))), rn.gae(r, v, n, end, end), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(on_cpu(rn.log_probs_and_entropy(to_gpu(z, 1), to_gpu(i, 1))),
+                               rn.log_probs_and_entropy(z, i), atol=1e-5, rtol=1e-5)
+    r, v, n, end = (*(normal(k, (50, 3), torch.float32) for k in range(3)),
+                    random_mask(3, (50, 3), 0.1))
+    torch.testing.assert_close(on_cpu(rn.gae(*(to_gpu(x, 1) for x in (r, v, n, end, end)))),
+                               rn.gae(r, v, n, end, end), atol=1e-5, rtol=1e-5)
     for wrong in (dict(index=i), dict(index=to_gpu(i), mask=i > 3)):
         with pytest.raises((RuntimeError, ValueError)): rn.selective_log_softmax(to_gpu(z), **wrong)
 
 
-@pytest.mark.parametrize("name", ["RunningMoments", "RewardNorm", "PPOLoss", "AdaptiveKLController"])
+@pytest.mark.parametrize(
+    "name", ["RunningMoments", "RewardNorm", "PPOLoss", "AdaptiveKLController"])
 def test_every_class_is_that_of_the_cpu(name):
-    x, k, more = normal(0, (5, 4), torch.float32), random_mask(1, (5, 4)), [normal(s, (5, 4), torch.float32) for s in range(2, 8)]
+    x, k, more = (normal(0, (5, 4), torch.float32), random_mask(1, (5, 4)),
+                  [normal(s, (5, 4), torch.float32) for s in range(2, 8)])
     def run(x, k, more):
         if name == "RunningMoments":
             moments = rn.RunningMoments((4,)).update(x, k[:, 0])
             return [moments.mean, moments.var, moments.whiten(x)]
         if name == "RewardNorm": return [rn.RewardNorm().fit(x.flatten())(x)]
-        if name == "PPOLoss": return list(rn.PPOLoss()(*more, padding_masks=k, value_padding_masks=k))
+        if name == "PPOLoss":
+            return list(rn.PPOLoss()(*more, padding_masks=k, value_padding_masks=k))
         return [torch.tensor(rn.AdaptiveKLController().update(x.mean().abs(), 10))]
-    torch.testing.assert_close(on_cpu(run(*to_gpu((x, k, more)))), run(x, k, more), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        on_cpu(run(*to_gpu((x, k, more)))), run(x, k, more), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.skipif(STATE.real, reason="launches are counted on the pretended GPU")
 def test_a_formula_is_one_launch_or_two(with_kernels):
     "The kernel, and a little around it."
     z, i = to_gpu((normal(0, (3, 4, 30), torch.float32), torch.arange(12).view(3, 4)))
-    r, v, n, end = to_gpu((*(normal(k, (16, 48), torch.float32) for k in range(3)), random_mask(3, (16, 48), 0.1)))
+    r, v, n, end = to_gpu(
+        (*(normal(k, (16, 48), torch.float32) for k in range(3)), random_mask(3, (16, 48), 0.1)))
     fast.has_kernels(z)
     with counted() as forward: y = rn.log_probs_and_entropy(z.requires_grad_(True), i)
     with counted() as backward: torch.autograd.grad(y, z, (torch.ones_like(y[0]),) * 2)
     with counted() as steps: rn.gae(r, v, n, end, end)
     with counted() as tokens: rn.gae_tokens(r, v, end)
-    # backward: the ones, zeros for what nobody asks of, the kernel; steps: returns = advantages + values
+    # backward: the ones, zeros for what nobody asks of, the kernel; steps: returns = advantages +
+    # values
     assert (forward.launches, backward.launches, steps.launches) == (1, 4, 2), tokens.launches
     assert tokens.launches < 30
 
@@ -95,10 +108,12 @@ def test_a_formula_is_one_launch_or_two(with_kernels):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_vocabulary_that_is_no_multiple_of_64_is_filled_up(with_bias, with_kernels, monkeypatch):
     "Values, gradients and second gradients from hidden states, in chunks."
-    h, W, b, i = normal(0, (2, 5, 8), torch.float32), normal(1, (70, 8), torch.float32), normal(2, (70,), torch.float32), torch.arange(10).view(2, 5) * 7
+    h, W, b, i = (normal(0, (2, 5, 8), torch.float32), normal(1, (70, 8), torch.float32),
+                  normal(2, (70,), torch.float32), torch.arange(10).view(2, 5) * 7)
     def run(h, W, b, i):
         leaves = [x.requires_grad_(True) for x in ((h, W, b) if with_bias else (h, W))]
-        y, H = rn.linear_log_probs(*leaves[:2], i, b if with_bias else None, 0.7, chunk=3, entropy=True)
+        y, H = rn.linear_log_probs(
+            *leaves[:2], i, b if with_bias else None, 0.7, chunk=3, entropy=True)
         first = torch.autograd.grad((y.sin() + H).sum(), leaves, create_graph=True)
         return [y, H, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
     found, expected = run(*to_gpu((h, W, b, i))), run(h, W, b, i)

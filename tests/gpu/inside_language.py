@@ -1,4 +1,6 @@
-"RLHF on a GPU: metrics of the CPU in every stage, in two precisions, on either device, through a resumption, and from a graph."
+"""RLHF on a GPU: metrics of the CPU in every stage, in two precisions, on either device, through a
+resumption, and from a graph.
+"""
 from dataclasses import asdict, replace
 
 import pytest
@@ -14,7 +16,8 @@ from rlhf_notes.language.sampling import draw, sample
 from rlhf_notes.reviews import pipeline
 from rlhf_notes.training.runs import Run
 
-SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_responses=16, eval_every=1)
+SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_responses=16,
+             eval_every=1)
 
 
 slow = pytest.mark.slow  # `make test-all` alone
@@ -28,28 +31,38 @@ def config(**changes): return RLHFConfig(**SMALL | changes)
 def test_float32_gives_the_metrics_of_the_cpu(algo, tmp_path):
     c = config(algo=algo, device="cuda", kl_in_loss=algo == "grpo")
     before = STATE.recorded
-    trainer, rows, summary = pipeline.train(pipeline.Training(c), Run.create(tmp_path / "run", {"task": "rlhf", **asdict(c)}))
-    assert trainer.device.type == "cuda" and summary["device"] == "cuda:0" and not summary["interrupted"]
+    trainer, rows, summary = pipeline.train(
+        pipeline.Training(c), Run.create(tmp_path / "run", {"task": "rlhf", **asdict(c)}))
+    assert trainer.device.type == "cuda"
+    assert summary["device"] == "cuda:0"
+    assert not summary["interrupted"]
     assert STATE.recorded == before + 1  # its step, once
     assert_rows(rows, pipeline.train(pipeline.Training(replace(c, device="cpu")))[1])
     from transformers import AutoModelForCausalLM
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
-    for p, q in zip(back.parameters(), trainer.policy.lm.parameters(), strict=True): assert torch.equal(p, inner(q))
+    for p, q in zip(back.parameters(), trainer.policy.lm.parameters(), strict=True):
+        assert torch.equal(p, inner(q))
 
 
 @pytest.mark.parametrize("algo", ["ppo", pytest.param("grpo", marks=slow)])
 def test_bfloat16_is_as_near_to_the_cpu_as_bfloat16_is(algo):
-    rows = [pipeline.train(pipeline.Training(config(algo=algo, precision="bfloat16", device=d, iterations=1)))[1][0] for d in ("cuda", "cpu")]
-    assert_rows(*([{k: row[k] for k in ("score", "kl_k1", "entropy", "ratio", "approx_kl")}] for row in rows), 0.1)
+    rows = [pipeline.train(pipeline.Training(config(algo=algo, precision="bfloat16", device=d,
+                                                    iterations=1)))[1][0] for d in ("cuda", "cpu")]
+    assert_rows(*([{k: row[k] for k in ("score", "kl_k1", "entropy", "ratio", "approx_kl")}]
+                  for row in rows), 0.1)
 
 
 @slow
 @second
 def test_the_second_gpu_computes_by_itself(recwarn):
-    "The first stays the current one: streams, graphs and kernels have to be asked for on the second."
+    """The first stays the current one: streams, graphs and kernels have to be asked for on the
+    second.
+    """
     c = config(device="cuda:1")
     trainer, rows, _ = pipeline.train(pipeline.Training(c))
-    assert str(trainer.device) == "cuda:1" and torch.cuda.current_device() == 0 and STATE.outside == 0
+    assert str(trainer.device) == "cuda:1"
+    assert torch.cuda.current_device() == 0
+    assert STATE.outside == 0
     assert not [w for w in recwarn if "Graph" in str(w.message)]
     assert_rows(rows, pipeline.train(pipeline.Training(replace(c, device="cpu")))[1])
 
@@ -60,7 +73,11 @@ def finished(training):
 
 
 @slow
-@pytest.mark.parametrize("steps, start, then", [(1, "cuda", "cpu"), (5, "cpu", "cuda"), (12, "cpu", "cuda"), (12, "cuda", "cpu"), (12, "cuda", "cuda")])
+@pytest.mark.parametrize("steps, start, then", [(1, "cuda", "cpu"),
+                                                (5, "cpu", "cuda"),
+                                                (12, "cpu", "cuda"),
+                                                (12, "cuda", "cpu"),
+                                                (12, "cuda", "cuda")])
 def test_a_training_is_resumed_on_either_device(steps, start, then, tmp_path):
     c = config(device=start, iterations=3)
     training = pipeline.Training(c)
@@ -72,17 +89,21 @@ def test_a_training_is_resumed_on_either_device(steps, start, then, tmp_path):
     whole, other = finished(training), finished(other)
     assert_rows(other.rows["rl"], whole.rows["rl"], 0 if start == then else 2e-3)
     a, b = ([inner(p) for p in t.stage.policy.parameters()] for t in (whole, other))
-    for p, q in zip(a, b, strict=True): torch.testing.assert_close(p, q, **dict(rtol=0, atol=0) if start == then else dict(rtol=1e-2, atol=1e-3))
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(
+            p, q, **dict(rtol=0, atol=0) if start == then else dict(rtol=1e-2, atol=1e-3))
 
 
 @pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=slow)])
 def test_a_model_of_transformers_learns_as_on_the_cpu(kind):
     def reward(prompts, responses): return [len(set(r.split())) for r in responses]
     def rows(device, precision="float32"):
-        options = dict(prompts=["w1 w2 w3", "w4 w5"], reward=reward, max_new_tokens=8, iterations=2, batch=16, precision=precision)
+        options = dict(prompts=["w1 w2 w3", "w4 w5"], reward=reward, max_new_tokens=8, iterations=2,
+                       batch=16, precision=precision)
         return RLHF(make(kind), tokenizer(), device=device, **options).learn().rows
     assert_rows(rows("cuda"), rows("cpu"))
-    assert rows("cuda", "bfloat16")[0]["score"] == pytest.approx(rows("cpu", "bfloat16")[0]["score"], abs=0.5)
+    assert rows("cuda", "bfloat16")[0]["score"] == pytest.approx(
+        rows("cpu", "bfloat16")[0]["score"], abs=0.5)
 
 
 # --- sampling from a graph
@@ -95,7 +116,9 @@ def texts(B, seed, device):
 
 
 def replays(device="cuda", precision="float32", batches=(6, 6, 4, 6, 4)):
-    "A graph's samples, those of the same code without one, of weights that have changed in between."
+    """A graph's samples, those of the same code without one, of weights that have changed in
+    between.
+    """
     from rlhf_notes.fast import gpt2
     from rlhf_notes.language import sampling
     lm = make_gpt2("tiny", 50, device=device)
@@ -105,7 +128,10 @@ def replays(device="cuda", precision="float32", batches=(6, 6, 4, 6, 4)):
             with counted() as found: drawn = sample(lm, *inputs)
             eager = sampling._sample.__wrapped__(lm, *inputs, 1.0)
             assert all(torch.equal(inner(a), inner(b)) for a, b in zip(drawn, eager))
-            for p in lm.parameters(): p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(device))
+            for p in lm.parameters():
+                p.add_(0.02
+                       * torch.randn(p.shape,
+                                     generator=torch.Generator().manual_seed(seed)).to(device))
     assert len(gpt2._graphs[lm]) == 2 and STATE.outside == 0
     return found
 
@@ -130,7 +156,9 @@ def test_with_kernels_inside_the_graph(with_kernels): replays(batches=(6, 4, 6))
 
 def test_the_gpus_cache_gives_the_samples_of_the_cpus():
     on_gpu = sample(make_gpt2("tiny", 50, device="cuda"), *texts(6, 0, "cuda"))
-    torch.testing.assert_close(on_cpu(tuple(on_gpu)), tuple(sample(make_gpt2("tiny", 50), *texts(6, 0, "cpu"))), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        on_cpu(tuple(on_gpu)), tuple(sample(make_gpt2("tiny", 50), *texts(6, 0, "cpu"))), atol=2e-5,
+        rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

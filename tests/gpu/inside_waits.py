@@ -1,4 +1,6 @@
-"Where a training waits for the GPU. A new line in these tables makes every iteration slower: is it needed?"
+"""Where a training waits for the GPU. A new line in these tables makes every iteration slower: is
+it needed?
+"""
 from collections import Counter
 
 import pytest
@@ -13,19 +15,23 @@ EXPECTED = {
     "reward model": {"D2H reviews/pretraining": 1},  # loss, accuracy and norm
     "rl": {"item language/sampling": 1,  # is the mask right?
            "D2H language/loop": 1},  # the log
-    "evaluation": {"item language/sampling": 1, "D2H reviews/pipeline": 1},  # the mask; the responses
+    # the mask; the responses
+    "evaluation": {"item language/sampling": 1, "D2H reviews/pipeline": 1},
 }
 
 
 def waits(f):
     with counted() as found: f()
     table = Counter()
-    for (kind, line), n in found.lines.items(): table[f"{kind} {line.removeprefix('rlhf_notes/').split('.py')[0]}"] += n
+    for (kind, line), n in found.lines.items():
+        table[f"{kind} {line.removeprefix('rlhf_notes/').split('.py')[0]}"] += n
     return table, found.launches
 
 
 def test_rlhf_waits_here_and_nowhere_else():
-    training = pipeline.Training(RLHFConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4, batch=16, eval_responses=16, eval_every=100))
+    training = pipeline.Training(
+        RLHFConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4, batch=16,
+                   eval_responses=16, eval_every=100))
     found = {}
     for name, key in (("sft", "pretraining"), ("reward_model", "reward model"), ("rl", "rl")):
         while training.name != name: training.iterate()

@@ -1,6 +1,8 @@
-"""The same tests on a GPU that is there: `PYTHONPATH=tests/gpu pytest -p real tests/gpu/inside_*.py`.
+"""The same tests on a GPU that is there: `PYTHONPATH=tests/gpu pytest -p real
+tests/gpu/inside_*.py`.
 
-Takes the place of `pretend`. What waits for the device is what PyTorch's own debug mode warns of: without its kind, and launches are not counted.
+Takes the place of `pretend`. What waits for the device is what PyTorch's own debug mode warns of:
+without its kind, and launches are not counted.
 """
 import contextlib
 import os
@@ -18,9 +20,12 @@ STATE = SimpleNamespace(real=True, outside=0, kernels=0, recorded=0)
 REAL_GRAPHS = torch.cuda.make_graphed_callables
 
 
-def moved(tree, device): return pytree.tree_map(lambda x: x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, tree)
+def moved(tree, device):
+    return pytree.tree_map(lambda x: x.detach().to(device).requires_grad_(x.requires_grad)
+                           if isinstance(x, torch.Tensor) else x, tree)
 def to_gpu(tree, index=0): return moved(tree, torch.device("cuda", index))
-def on_cpu(tree): return pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x, tree)
+def on_cpu(tree):
+    return pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x, tree)
 def inner(x): return x.detach().cpu()
 
 
@@ -74,5 +79,6 @@ def with_kernels(pretended, monkeypatch):
     from rlhf_notes import fast
     from rlhf_notes.fast import kernels, rows
     monkeypatch.setattr(fast, "HAS_TRITON", True)
-    for name in ("_forward", "_backward", "_draw", "_scan", "_gae"): monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
+    for name in ("_forward", "_backward", "_draw", "_scan", "_gae"):
+        monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
     monkeypatch.setattr(rows, "LARGE", 0)

@@ -1,4 +1,6 @@
-"""An adapter learns while its base stands still, is the reference without itself, and loads elsewhere."""
+"""An adapter learns while its base stands still, is the reference without itself, and loads
+elsewhere.
+"""
 import json
 import random
 import subprocess
@@ -21,7 +23,8 @@ from rlhf_notes.studies.checkable import exact_match
 
 peft = pytest.importorskip("peft")
 
-SMALL = dict(max_new_tokens=4, batch=32, minibatches=2, device="cpu", learning_rate=3e-2, kl_coef=0.0, iterations=15)
+SMALL = dict(max_new_tokens=4, batch=32, minibatches=2, device="cpu", learning_rate=3e-2,
+             kl_coef=0.0, iterations=15)
 
 
 def base(kind, path, tok):
@@ -36,7 +39,8 @@ def base(kind, path, tok):
 
 def lora(lm, **options):
     torch.manual_seed(0)
-    config = peft.LoraConfig(**dict(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") | options)
+    config = peft.LoraConfig(**dict(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"],
+                                    task_type="CAUSAL_LM") | options)
     return peft.get_peft_model(lm, config)
 
 
@@ -44,31 +48,38 @@ def short(prompts, responses): return [sum(len(w) == 2 for w in r.split()) for r
 
 
 CHARACTERS = ["<eos>", "=", *"0123456789", "Ġ"]
-SORT = [dict(prompt=[dict(role="user", content=f"{a}{b}")], solution="".join(sorted(f"{a}{b}"))) for a in range(10) for b in range(10)]
+SORT = [dict(prompt=[dict(role="user", content=f"{a}{b}")], solution="".join(sorted(f"{a}{b}")))
+        for a in range(10) for b in range(10)]
 ASKED = [q["prompt"] for q in SORT]
 
 
 def character_tokenizer():
     "Of Qwen2's own kind: AutoTokenizer makes no other for its models."
-    tok = transformers.Qwen2Tokenizer(vocab={c: i for i, c in enumerate(CHARACTERS)}, merges=[], unk_token=None, eos_token="<eos>", pad_token=None)
-    tok.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    tok = transformers.Qwen2Tokenizer(vocab={c: i for i, c in enumerate(CHARACTERS)}, merges=[],
+                                      unk_token=None, eos_token="<eos>", pad_token=None)
+    tok.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}{% if "
+                         "add_generation_prompt %}={% endif %}")
     return tok
 
 
 def careless_sorter(kind, path):
     "A model on disk that has read two digits sorted, three times in five with a random one."
-    rng, lm = random.Random(0), make(kind, vocab_size=len(CHARACTERS), hidden_size=32, intermediate_size=64, num_key_value_heads=2).eval()
-    with torch.no_grad(): lm.get_output_embeddings().weight.mul_(5)                                  # loud enough to be sure
+    rng, lm = (random.Random(0),
+               make(kind, vocab_size=len(CHARACTERS), hidden_size=32, intermediate_size=64,
+                    num_key_value_heads=2).eval())
+    with torch.no_grad(): lm.get_output_embeddings().weight.mul_(5)  # loud enough to be sure
     optimizer = torch.optim.AdamW(lm.parameters(), lr=5e-3)
     for _ in range(200):
         rows = []
         for q in rng.choices(SORT, k=64):
             digits = list(q["solution"])
             if rng.random() < 0.6: digits[rng.randrange(2)] = rng.choice("0123456789")
-            rows.append([CHARACTERS.index(c) for c in (*q["prompt"][0]["content"], "=", *digits, "<eos>")])
+            rows.append(
+                [CHARACTERS.index(c) for c in (*q["prompt"][0]["content"], "=", *digits, "<eos>")])
         texts = torch.tensor(rows)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(lm(texts).logits[:, 2:-1].flatten(0, 1), texts[:, 3:].flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            lm(texts).logits[:, 2:-1].flatten(0, 1), texts[:, 3:].flatten()).backward()
         optimizer.step()
     lm.save_pretrained(path)
     character_tokenizer().save_pretrained(path)
@@ -80,17 +91,22 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 found = []
 for path in sys.argv[1:]:
-    for kind, name in ((AutoPeftModelForCausalLM, "adapter"), (AutoModelForCausalLM, "adapter"), (AutoModelForCausalLM, "merged")):
-        lm, tok = kind.from_pretrained(f"{path}/{name}"), AutoTokenizer.from_pretrained(f"{path}/{name}")
+    Auto = AutoModelForCausalLM
+    for kind, name in ((AutoPeftModelForCausalLM, "adapter"), (Auto, "adapter"), (Auto, "merged")):
+        lm = kind.from_pretrained(f"{path}/{name}")
+        tok = AutoTokenizer.from_pretrained(f"{path}/{name}")
         chats = [[dict(role="user", content=f"{a}{b}")] for a in range(10) for b in range(10)]
-        x = tok.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        found.append(tok.batch_decode(lm.generate(**x, do_sample=False)[:, 3:], skip_special_tokens=True))
+        x = tok.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt",
+                                    return_dict=True)
+        tokens = lm.generate(**x, do_sample=False)[:, 3:]
+        found.append(tok.batch_decode(tokens, skip_special_tokens=True))
 print(json.dumps(found))
 """
 
 def test_an_adapter_learns_to_sort_and_gives_the_same_answers_elsewhere(tmp_path):
     "Two kinds of models, by a reward that is checked, through a chat template."
-    options = dict(reward=exact_match, lora=8, batch=256, group=8, minibatches=2, epochs=1, learning_rate=1e-2, kl_coef=0.0, max_new_tokens=3, iterations=25, device="cpu")
+    options = dict(reward=exact_match, lora=8, batch=256, group=8, minibatches=2, epochs=1,
+                   learning_rate=1e-2, kl_coef=0.0, max_new_tokens=3, iterations=25, device="cpu")
     expected, paths = [], [str(tmp_path / kind) for kind in ("Llama", "Qwen2")]
     for path in map(Path, paths):
         careless_sorter(path.name, path / "base")
@@ -98,17 +114,21 @@ def test_an_adapter_learns_to_sort_and_gives_the_same_answers_elsewhere(tmp_path
         lm = t.policy.lm
         before = {n: p.clone() for n, p in lm.named_parameters()}
         t.learn()
-        assert t.rows[0]["score"] < 0.6 < 0.9 < t.rows[-1]["score"] and abs(t.rows[0]["kl_k1"]) < 1e-5 < t.rows[-1]["kl_k1"]
+        assert t.rows[0]["score"] < 0.6 < 0.9 < t.rows[-1]["score"]
+        assert abs(t.rows[0]["kl_k1"]) < 1e-5 < t.rows[-1]["kl_k1"]
         moved = {n for n, p in lm.named_parameters() if not torch.equal(p, before[n])}
-        assert moved == {n for n in before if "lora_" in n} and lm is t.loop.reference                   # no copy
+        assert moved == {n for n in before if "lora_" in n} and lm is t.loop.reference  # no copy
         t.save(path / "adapter")
         t.save(path / "merged", merge=True)
-        assert not list((path / "adapter").glob("model*")) and sorted(p.name for p in path.iterdir()) == ["adapter", "base", "merged"]
+        assert not list((path / "adapter").glob("model*"))
+        assert sorted(p.name for p in path.iterdir()) == ["adapter", "base", "merged"]
         again = RLHF.load(path / "adapter", SORT, exact_match)
-        assert again.generate(ASKED) == t.generate(ASKED) != RLHF(str(path / "base"), **options).generate(ASKED)
-        again.iterate()                                                                             # and learns on
+        assert again.generate(ASKED) == t.generate(ASKED) != RLHF(
+            str(path / "base"), **options).generate(ASKED)
+        again.iterate()  # and learns on
         assert again.policy.lm.peft_config.keys() == {"default"}
-        x = t.task.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        x = t.task.tokenizer.apply_chat_template(
+            ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         answers = t.task.decode(lm.generate(**x, do_sample=False, max_new_tokens=3)[:, 3:])
         assert sum(a == q["solution"] for a, q in zip(answers, SORT)) >= 90
         expected += 3 * [answers]
@@ -124,35 +144,46 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path):
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         states = [response_states(x, rollout.tokens, rollout.mask, 4) for x in (plain, lm)]
-        reference, policy = (head_log_probs(x, h, rollout.responses)[0] for x, h in zip((plain, lm), states))
-    torch.testing.assert_close(rollout.logp_ref[rollout.response_mask], reference[rollout.response_mask])
+        reference, policy = (
+            head_log_probs(x, h, rollout.responses)[0] for x, h in zip((plain, lm), states))
+    torch.testing.assert_close(
+        rollout.logp_ref[rollout.response_mask], reference[rollout.response_mask])
     torch.testing.assert_close(rollout.logp, policy)
     assert (policy - reference).abs().max() > 0.1
 
 
 def test_an_adapter_learns_from_preferences():
     choices = [dict(prompt=f"w{i}", chosen="w9 w8", rejected="w8 w9") for i in range(1, 5)]
-    t = DPO(make("Llama"), tokenizer(), choices, lora=4, max_new_tokens=3, iterations=20, batch=4, minibatches=1, learning_rate=3e-2, device="cpu")
+    t = DPO(make("Llama"), tokenizer(), choices, lora=4, max_new_tokens=3, iterations=20, batch=4,
+            minibatches=1, learning_rate=3e-2, device="cpu")
     before = {n: p.clone() for n, p in t.policy.lm.named_parameters()}
     rows = t.learn().rows
-    assert rows[0]["margin"] == pytest.approx(0, abs=1e-6) and rows[-1]["accuracy"] == 1 and rows[-1]["margin"] > 0.5
-    assert all(torch.equal(p, before[n]) != ("lora_" in n) for n, p in t.policy.lm.named_parameters())
+    assert rows[0]["margin"] == pytest.approx(0, abs=1e-6)
+    assert rows[-1]["accuracy"] == 1
+    assert rows[-1]["margin"] > 0.5
+    assert all(
+        torch.equal(p, before[n]) != ("lora_" in n) for n, p in t.policy.lm.named_parameters())
     with torch.no_grad():
         t = t.loop
-        torch.testing.assert_close(t.reference_sums(t.choices), t.choices.logp_ref)                 # without the adapter, as at first
+        # without the adapter, as at first
+        torch.testing.assert_close(t.reference_sums(t.choices), t.choices.logp_ref)
         assert not torch.allclose(t.forward(t.choices)[0], t.choices.logp_ref)
 
 
 def test_an_adapter_on_a_gpt2_leaves_the_fast_way(tmp_path):
     "Its matrices are not those that the quick code would read."
-    lm, _ = load_model(lora(tiny(), target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False), tokenizer())
+    lm, _ = load_model(lora(tiny(), target_modules=["c_attn"], fan_in_fan_out=True,
+                            init_lora_weights=False), tokenizer())
     save_model(tmp_path / "lm", lm, tokenizer(), merge=True)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "lm")
     tokens, mask = torch.arange(10).view(2, 5), torch.ones(2, 5, dtype=torch.bool)
     with torch.no_grad():
         logp, _ = head_log_probs(lm, response_states(lm, tokens, mask, 4), tokens[:, 1:])
-        torch.testing.assert_close(logp, merged(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1))
-    assert any("lora_" in n for n, _ in lm.named_parameters())                      # it has not been merged itself
+        torch.testing.assert_close(
+            logp,
+            merged(tokens).logits[:, :-1].log_softmax(-1).gather(-1,
+                                                                 tokens[:, 1:, None]).squeeze(-1))
+    assert any("lora_" in n for n, _ in lm.named_parameters())  # it has not been merged itself
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
@@ -217,10 +248,17 @@ def added(lm):
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda lm: lora(lm).requires_grad_(False), "have weights to train, got 'PeftModelForCausalLM' with all of them frozen"),
-    (added, r"be a PeftModel if it has adapters \(peft.get_peft_model makes one\), got 'LlamaForCausalLM' with some"),
-    (lambda lm: lora(lm).requires_grad_(), "train nothing beside its adapter, .* got 'PeftModelForCausalLM' with base_model.*weight"),
-    (lambda lm: peft.get_peft_model(lm, peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")), "give the same logits as its head makes of its last hidden state"),
+    (lambda lm: lora(lm).requires_grad_(False),
+     "have weights to train, got 'PeftModelForCausalLM' with all of them " "frozen"),
+    (added,
+     r"be a PeftModel if it has adapters \(peft.get_peft_model makes one\), "
+     r"got 'LlamaForCausalLM' with some"),
+    (lambda lm: lora(lm).requires_grad_(),
+     "train nothing beside its adapter, .* got 'PeftModelForCausalLM' with " "base_model.*weight"),
+    (lambda lm: peft.get_peft_model(lm,
+                                    peft.PrefixTuningConfig(num_virtual_tokens=3,
+                                                            task_type="CAUSAL_LM")),
+     "give the same logits as its head makes of its last hidden state"),
 ])
 def test_what_is_no_adapter_of_its_own_is_refused(change, words):
     with pytest.raises(ValueError, match="model must " + words):
@@ -230,20 +268,27 @@ def test_what_is_no_adapter_of_its_own_is_refused(change, words):
 def test_an_adapter_is_refused_where_it_cannot_be(tmp_path, monkeypatch):
     lora(base("Llama", tmp_path / "base", tokenizer())).save_pretrained(tmp_path / "adapter")
     tokenizer().save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="model must be without an adapter for the reviews, got '.*adapter'"):
+    with pytest.raises(
+        ValueError, match="model must be without an adapter for the reviews, got '.*adapter'"):
         make_world(replace(TINY, model=str(tmp_path / "adapter")), "cpu")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"model must be without an adapter where peft is missing \(pip install rlhf_notes\[peft\] brings it\), got '.*adapter'"):
+    with pytest.raises(
+        ValueError,
+        match=r"model must be without an adapter where peft is missing \(pip install "
+        r"rlhf_notes\[peft\] brings it\), got '.*adapter'"):
         load_model(tmp_path / "adapter")
     load_model(tmp_path / "base")
-    words = r"^lora must be 0 where peft is missing \(pip install rlhf_notes\[peft\] brings it\), got 4$"
+    words = (r"^lora must be 0 where peft is missing \(pip install rlhf_notes\[peft\] "
+             r"brings it\), got 4$")
     with pytest.raises(ValueError, match=words): RLHF(str(tmp_path / "base"), lora=4, device="cpu")
 
 
 @pytest.mark.parametrize("change, words", [
     (lambda d: (d / "adapter_config.json").write_text("{"), "got '.*adapter': "),
     (lambda d: (d / "adapter_model.safetensors").write_text("x"), "got '.*adapter': "),
-    (lambda d: (d / "adapter_config.json").write_text((d / "adapter_config.json").read_text().replace("base\"", "gone\"")), "got '.*adapter': model must be a directory .*gone"),
+    (lambda d: (d / "adapter_config.json").write_text(
+        (d / "adapter_config.json").read_text().replace("base\"", "gone\"")),
+     "got '.*adapter': model must be a directory .*gone"),
 ])
 def test_a_damaged_adapter_is_told_in_one_line(change, words, tmp_path, recwarn):
     lora(base("Llama", tmp_path / "base", tokenizer())).save_pretrained(tmp_path / "adapter")
@@ -251,7 +296,9 @@ def test_a_damaged_adapter_is_told_in_one_line(change, words, tmp_path, recwarn)
     load_model(tmp_path / "adapter", tokenizer())
     assert not recwarn.list
     change(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="model must be a directory or a name on the hub with a LoRA adapter .*" + words) as e:
+    with pytest.raises(
+        ValueError,
+        match="model must be a directory or a name on the hub with a LoRA adapter .*" + words) as e:
         load_model(tmp_path / "adapter", tokenizer())
     assert "\n" not in str(e.value)
 
@@ -266,10 +313,12 @@ def test_an_adapter_by_an_option(tmp_path):
         assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters())) == same
     assert torch.equal(torch.get_rng_state(), state)
     learned = {n for n, p in t.policy.lm.named_parameters() if p.requires_grad}
-    assert len(learned) == 2 * 2 * 7 and all("lora_" in n for n in learned)                     # A and B, layers, matrices
+    # A and B, layers, matrices
+    assert len(learned) == 2 * 2 * 7 and all("lora_" in n for n in learned)
     t.save(tmp_path / "adapter")
     assert RLHF.load(tmp_path / "adapter").policy.lm.peft_config["default"].r == 2
 
 
 def test_the_reviews_train_all_weights():
-    with pytest.raises(ValueError, match="lora must be 0 for the reviews, got 4"): make_world(replace(TINY, lora=4), "cpu")
+    with pytest.raises(ValueError, match="lora must be 0 for the reviews, got 4"):
+        make_world(replace(TINY, lora=4), "cpu")

@@ -21,23 +21,51 @@ def test_defaults_are_whole():
 
 def test_defaults_are_those_of_the_details():
     c = RLHFConfig()
-    assert c.kl_target == 6 and c.kl_horizon == 10_000                                                  # P11
-    assert c.penalty == -1 and c.temperature == 1 and c.gamma == 1                                      # P5, P1, P6
-    assert c.whiten_rewards and c.whiten_advantages and c.value_clip == 0.2                             # P9, P10
-    assert (c.adam, c.adam_eps, c.rm_epochs) == ("tensorflow", 1e-5, 1)                                 # P12, R4
+    assert c.kl_target == 6 and c.kl_horizon == 10_000  # P11
+    assert c.penalty == -1 and c.temperature == 1 and c.gamma == 1  # P5, P1, P6
+    assert c.whiten_rewards and c.whiten_advantages and c.value_clip == 0.2  # P9, P10
+    assert (c.adam, c.adam_eps, c.rm_epochs) == ("tensorflow", 1e-5, 1)  # P12, R4
 
 
 @pytest.mark.parametrize("bad, name", [
-    (dict(algo="dqn"), "algo"), (dict(precision="int8"), "precision"), (dict(preset="huge"), "preset"), (dict(variant="x"), "variant"), (dict(group_scale="max"), "group_scale"),
-    (dict(batch=0), "batch"), (dict(batch=2.5), "batch"), (dict(batch="many"), "batch"), (dict(minibatches=3), "minibatches"), (dict(microbatches=5), "microbatches"), (dict(microbatches=64), "microbatches"),
-    (dict(algo="rloo", group=3), "group"), (dict(algo="grpo", group=1), "group"), (dict(temperature=0.0), "temperature"), (dict(learning_rate=float("nan")), "learning_rate"), (dict(gamma=1.1), "gamma"),
-    (dict(stop_after=16), "stop_after"), (dict(response_length=8), "stop_after"), (dict(kl_coef=-0.1), "kl_coef"), (dict(kl_target=-1.0), "kl_target"), (dict(eval_every=0), "eval_every"), (dict(kl_horizon=25), "kl_horizon"), (dict(penalty=float("inf")), "penalty"), (dict(seed=-1), "seed"),
-    (dict(model=3), "model"), (dict(whiten_rewards=1), "whiten_rewards"), (dict(labels=0), "labels"), (dict(norm_samples=1), "norm_samples"), (dict(clip=0.0), "clip"), (dict(dpo_beta=0.0), "dpo_beta")])
+    (dict(algo="dqn"), "algo"),
+    (dict(precision="int8"), "precision"),
+    (dict(preset="huge"), "preset"),
+    (dict(variant="x"), "variant"),
+    (dict(group_scale="max"), "group_scale"),
+    (dict(batch=0), "batch"),
+    (dict(batch=2.5), "batch"),
+    (dict(batch="many"), "batch"),
+    (dict(minibatches=3), "minibatches"),
+    (dict(microbatches=5), "microbatches"),
+    (dict(microbatches=64), "microbatches"),
+    (dict(algo="rloo", group=3), "group"),
+    (dict(algo="grpo", group=1), "group"),
+    (dict(temperature=0.0), "temperature"),
+    (dict(learning_rate=float("nan")), "learning_rate"),
+    (dict(gamma=1.1), "gamma"),
+    (dict(stop_after=16), "stop_after"),
+    (dict(response_length=8), "stop_after"),
+    (dict(kl_coef=-0.1), "kl_coef"),
+    (dict(kl_target=-1.0), "kl_target"),
+    (dict(eval_every=0), "eval_every"),
+    (dict(kl_horizon=25), "kl_horizon"),
+    (dict(penalty=float("inf")), "penalty"),
+    (dict(seed=-1), "seed"),
+    (dict(model=3), "model"),
+    (dict(whiten_rewards=1), "whiten_rewards"),
+    (dict(labels=0), "labels"),
+    (dict(norm_samples=1), "norm_samples"),
+    (dict(clip=0.0), "clip"),
+    (dict(dpo_beta=0.0), "dpo_beta")])
 def test_what_cannot_be_is_refused_by_name(bad, name):
     with pytest.raises(ValueError, match=rf"^{name}\b"): RLHFConfig(**bad)
 
 
-@pytest.mark.parametrize("good", [dict(algo="ppo", group=3), dict(sft_steps=0), dict(kl_coef=0.0, kl_horizon=1), dict(kl_target=0.0, kl_horizon=1), dict(kl_horizon=26), dict(microbatches=32), dict(stop_after=15)])
+@pytest.mark.parametrize("good",
+                         [dict(algo="ppo", group=3), dict(sft_steps=0),
+                          dict(kl_coef=0.0, kl_horizon=1), dict(kl_target=0.0, kl_horizon=1),
+                          dict(kl_horizon=26), dict(microbatches=32), dict(stop_after=15)])
 def test_what_can_be_is_taken(good):
     RLHFConfig(**good)
 
@@ -47,9 +75,12 @@ def test_a_seed_is_one_that_every_source_of_chance_takes(config):
     import numpy
     import torch
     assert config(seed=2**63 - 1).seed == 2**63 - 1
-    torch.Generator().manual_seed(2**63 - 1); numpy.random.default_rng(2**63 - 1)
+    torch.Generator().manual_seed(2**63 - 1)
+    numpy.random.default_rng(2**63 - 1)
     for seed in (2**63, 2**64, -1):
-        with pytest.raises(ValueError, match=rf"^seed must be (greater|less) than or equal to .*, got {seed}$"): config(seed=seed)
+        with pytest.raises(
+            ValueError, match=rf"^seed must be (greater|less) than or equal to .*, got {seed}$"):
+            config(seed=seed)
 
 
 @pytest.mark.parametrize("options, name", [
@@ -80,7 +111,8 @@ def test_options_of_the_reviews_are_for_them():
 
 
 def test_groups_are_for_those_without_a_value_head():
-    assert [RLHFConfig(algo=a, group=8).responses_per_prompt for a in ("ppo", "grpo", "rloo", "dpo")] == [1, 8, 8, 1]
+    assert [RLHFConfig(algo=a, group=8).responses_per_prompt
+            for a in ("ppo", "grpo", "rloo", "dpo")] == [1, 8, 8, 1]
 
 
 def test_the_kl_stands_where_the_paper_of_the_algorithm_has_it():
@@ -94,7 +126,9 @@ def test_the_kl_stands_where_the_paper_of_the_algorithm_has_it():
 
 
 def test_the_coefficient_adapts_only_if_it_can():
-    assert RLHFConfig().kl_adapts and not RLHFConfig(kl_target=0.0).kl_adapts and not RLHFConfig(kl_coef=0.0).kl_adapts
+    assert RLHFConfig().kl_adapts
+    assert not RLHFConfig(kl_target=0.0).kl_adapts
+    assert not RLHFConfig(kl_coef=0.0).kl_adapts
 
 
 def test_names_are_those_of_the_modules_that_use_them():
@@ -109,7 +143,8 @@ def test_ppo_takes_its_own_loss_alone(variant):
     RLHFConfig(algo="grpo", variant=variant)
     if variant == "ppo": RLHFConfig(variant=variant)
     else:
-        with pytest.raises(ValueError, match=f"^variant must be ppo for algo ppo, got {variant}$"): RLHFConfig(variant=variant)
+        with pytest.raises(ValueError, match=f"^variant must be ppo for algo ppo, got {variant}$"):
+            RLHFConfig(variant=variant)
 
 
 def test_a_registered_variant_is_one(own_variant):
@@ -124,6 +159,7 @@ def test_frozen_and_checked_again():
 
 
 def test_imports_nothing_heavy():
-    code = "import sys, rlhf_notes.language.config; sys.exit(bool({'torch', 'transformers', 'tokenizers', 'accelerate', 'numpy'} & set(sys.modules)))"
+    code = ("import sys, rlhf_notes.language.config; sys.exit(bool({'torch', "
+            "'transformers', 'tokenizers', 'accelerate', 'numpy'} & " "set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert module.__doc__

@@ -22,7 +22,8 @@ from rlhf_notes.training.runs import Run
 
 DPO = replace(TINY, algo="dpo", batch=4)
 TASK = Reviews(make_tokenizer(), 16, 8)
-OWN = [dict(prompt="about the hotel .", chosen="it was good .", rejected="it was bad ."), dict(prompt="about the film .", chosen="it was superb .", rejected="the plot was dull .")]
+OWN = [dict(prompt="about the hotel .", chosen="it was good .", rejected="it was bad ."),
+       dict(prompt="about the film .", chosen="it was superb .", rejected="the plot was dull .")]
 
 
 def noisy_lm():
@@ -35,13 +36,17 @@ def noisy_lm():
 def trainer(config=DPO, make=make_dpo):
     lm = noisy_lm()
     return make(config, lm, TASK, choices_of(config, lm, TASK))
-def own(**options): return UserDPO(tiny_lm(), make_tokenizer(), OWN, **dict(max_new_tokens=6, batch=2, minibatches=1, device="cpu") | options)
+def own(**options):
+    return UserDPO(tiny_lm(), make_tokenizer(), OWN,
+                   **dict(max_new_tokens=6, batch=2, minibatches=1, device="cpu") | options)
 
 
 def test_the_loss_by_hand():
-    logp, ref, beta = torch.tensor([[-1.0, -3.0, -2.0], [-5.0, -4.0, -9.0]]), torch.tensor([[-2.0, -2.0, -2.0], [-4.0, -4.0, -8.0]]), 0.5
+    logp, ref, beta = (torch.tensor([[-1.0, -3.0, -2.0], [-5.0, -4.0, -9.0]]),
+                       torch.tensor([[-2.0, -2.0, -2.0], [-4.0, -4.0, -8.0]]), 0.5)
     leads = [(-1 + 2) - (-3 + 2), (-1 + 2) - (-2 + 2), (-5 + 4) - (-4 + 4), (-5 + 4) - (-9 + 8)]
-    assert D.choice_loss(logp, ref, beta).item() == pytest.approx(sum(math.log1p(math.exp(-beta * h)) for h in leads) / 4)
+    assert D.choice_loss(logp, ref, beta).item() == pytest.approx(
+        sum(math.log1p(math.exp(-beta * h)) for h in leads) / 4)
 
 
 def test_the_chosen_response_comes_first():
@@ -49,15 +54,18 @@ def test_the_chosen_response_comes_first():
     counts = torch.ones(2, 4, 1, dtype=torch.bool)
     counts[0, 3] = False
     found = D.chosen_first(prompts, counts, responses, counts, torch.tensor([2, 0]))
-    assert found.tokens.tolist() == [[[2, 12], [0, 10], [1, 11], [3, 0]], [[4, 14], [5, 15], [6, 16], [7, 17]]]
-    assert found.response_mask[0, :, 0].tolist() == [True, True, True, False] and found.mask[0, 3].tolist() == [False, True]
+    assert found.tokens.tolist() == [
+        [[2, 12], [0, 10], [1, 11], [3, 0]], [[4, 14], [5, 15], [6, 16], [7, 17]]]
+    assert found.response_mask[0, :, 0].tolist() == [True, True, True, False]
+    assert found.mask[0, 3].tolist() == [False, True]
 
 
 def test_the_choices_are_those_of_the_reward_model():
     t, other = trainer(), RewardTraining(DPO, noisy_lm(), TASK)
     prompts, mask, responses, response_mask, best = other.labels
     for i in range(DPO.labels):
-        assert torch.equal(t.choices.tokens[i, 0, -16:][response_mask[i, best[i]]], responses[i, best[i]][response_mask[i, best[i]]])
+        assert torch.equal(t.choices.tokens[i, 0, -16:][response_mask[i, best[i]]],
+                           responses[i, best[i]][response_mask[i, best[i]]])
     assert len(t.choices) == DPO.labels and t.choices.tokens.shape[1] == 4
 
 
@@ -70,13 +78,16 @@ def test_the_reference_is_asked_once_and_is_the_pretrained_model():
     assert torch.equal(before, t.choices.logp_ref) and not t.choices.logp_ref.requires_grad
     assert not torch.allclose(t.forward(t.choices)[0], before)
     assert first["policy_loss"] == pytest.approx(math.log(2), abs=0.1)
-    torch.testing.assert_close(vector(t.reference.parameters()), vector(noisy_lm().parameters()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        vector(t.reference.parameters()), vector(noisy_lm().parameters()), rtol=0, atol=0)
 
 
 def test_log_probs_are_sums_over_what_counts_at_the_temperature():
     t = trainer(replace(DPO, temperature=0.7))
     one = t.choices[:1]
-    logits = t.policy.lm(one.tokens[0].masked_fill(~one.mask[0], 0), attention_mask=one.mask[0].long(), position_ids=(one.mask[0].long().cumsum(1) - 1).clamp(min=0)).logits
+    logits = t.policy.lm(
+        one.tokens[0].masked_fill(~one.mask[0], 0), attention_mask=one.mask[0].long(),
+        position_ids=(one.mask[0].long().cumsum(1) - 1).clamp(min=0)).logits
     logp = (logits[:, -17:-1] / 0.7).log_softmax(-1).gather(2, one.tokens[0, :, -16:, None])[..., 0]
     torch.testing.assert_close(t.forward(one)[0][0], (logp * one.response_mask[0]).sum(1))
 
@@ -87,15 +98,20 @@ def test_an_iteration_takes_its_prompts_in_steps():
     t.step = lambda batch: (seen.append(batch.tokens), step(t, batch))[1]
     for _ in range(5): row = t.iterate()
     assert [len(x) for x in seen] == [2] * 10 and t.steps == 10 and row["iteration"] == 5
-    for first in (0, 4): assert len({x.numpy().tobytes() for x in torch.cat(seen[first:first + 4])}) == len({x.numpy().tobytes() for x in t.choices.tokens})   # a pass
+    # a pass
+    for first in (0, 4):
+        assert (len({x.numpy().tobytes() for x in torch.cat(seen[first:first + 4])})
+                == len({x.numpy().tobytes() for x in t.choices.tokens}))
     assert row["learning_rate"] == pytest.approx(c.learning_rate / 5)
 
 
 def test_microbatches_and_processes_take_the_step_of_one(monkeypatch):
-    one, parts = trainer(replace(DPO, minibatches=1)), trainer(replace(DPO, minibatches=1, microbatches=2))
+    one, parts = (trainer(replace(DPO, minibatches=1)),
+                  trainer(replace(DPO, minibatches=1, microbatches=2)))
     a, b = one.step(one.choices[:4]), parts.step(parts.choices[:4])
     torch.testing.assert_close(weights(one), weights(parts), rtol=0, atol=1e-6)
-    assert {k: x.item() for k, x in a.items()} == pytest.approx({k: x.item() for k, x in b.items()}, rel=1e-4, abs=1e-6)
+    assert {k: x.item() for k, x in a.items()} == pytest.approx(
+        {k: x.item() for k, x in b.items()}, rel=1e-4, abs=1e-6)
     gradients = []
     for index in range(2):
         t = trainer(replace(DPO, minibatches=1), ScaledDPO)
@@ -105,15 +121,18 @@ def test_microbatches_and_processes_take_the_step_of_one(monkeypatch):
         gradients.append(vector(p.grad for p in t.policy.lm.parameters()))
     whole = trainer(replace(DPO, minibatches=1), ScaledDPO)
     whole.accumulate(whole.choices[:4], whole.choices[:4], sync=True)
-    torch.testing.assert_close(sum(gradients) / 2, vector(p.grad for p in whole.policy.lm.parameters()))
+    torch.testing.assert_close(
+        sum(gradients) / 2, vector(p.grad for p in whole.policy.lm.parameters()))
 
 
 def test_what_is_logged_of_a_step():
     t = trainer(replace(DPO, dpo_beta=0.2))
     logp = t.choices[:2].logp_ref + torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, -1.0, 0.0, 0.0]])
     found = t.loss(t.choices[:2], logp)[1]
-    assert found["margin"].item() == pytest.approx(0.2 * (1 + 2 - 1 + 1) / 6) and found["accuracy"].item() == pytest.approx(3 / 6)
-    torch.testing.assert_close(found["policy_loss"], D.choice_loss(logp, t.choices[:2].logp_ref, 0.2))
+    assert found["margin"].item() == pytest.approx(0.2 * (1 + 2 - 1 + 1) / 6)
+    assert found["accuracy"].item() == pytest.approx(3 / 6)
+    torch.testing.assert_close(
+        found["policy_loss"], D.choice_loss(logp, t.choices[:2].logp_ref, 0.2))
 
 
 def test_the_score_is_the_implicit_reward():
@@ -128,15 +147,19 @@ def test_the_score_is_the_implicit_reward():
 def test_a_nan_stops_the_training():
     t = trainer()
     t.policy.lm.transformer.wte.weight.data[5] = math.nan
-    with pytest.raises(FloatingPointError, match="stage rl, iteration 1: .*policy_loss is nan"): t.iterate()
+    with pytest.raises(FloatingPointError, match="stage rl, iteration 1: .*policy_loss is nan"):
+        t.iterate()
 
 
 def test_preferences_of_ones_own():
     t = own(iterations=40, learning_rate=1e-2)
     choices = t.loop.choices
-    assert choices.tokens.shape == (2, 2, 10) and choices.response_mask.sum(-1).tolist() == [[5, 5], [5, 6]]      # each with its end
+    # each with its end
+    assert choices.tokens.shape == (2, 2, 10)
+    assert choices.response_mask.sum(-1).tolist() == [[5, 5], [5, 6]]
     assert t.task.decode(choices.tokens[1, 1:, -6:]) == ["the plot was dull ."]
-    for k in (0, 1): assert t.task.decode(choices.tokens[:, k, :-6]) == [row["prompt"] for row in OWN]
+    for k in (0, 1):
+        assert t.task.decode(choices.tokens[:, k, :-6]) == [row["prompt"] for row in OWN]
     rows = t.learn().rows
     assert rows[0]["accuracy"] == 0.0 or rows[0]["margin"] < 0.1
     assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1 and rows[-1]["policy_loss"] < 0.3
@@ -146,17 +169,24 @@ def test_preferences_of_ones_own():
 def test_a_trained_policy_loads(tmp_path):
     t = own(iterations=1).learn()
     t.save(tmp_path / "p")
-    assert RLHF.load(tmp_path / "p").generate(["about the hotel ."]) == t.generate(["about the hotel ."])
+    assert RLHF.load(tmp_path / "p").generate(["about the hotel ."]) == t.generate(
+        ["about the hotel ."])
 
 
 @pytest.mark.parametrize("rows, words", [
-    ([dict(prompt="about", chosen="about", rejectd="about")], "prompts must have the columns prompt, chosen and rejected, got prompt, chosen, rejectd$"),
-    ([OWN[0], OWN[0] | dict(rejected=3)], r"prompts must have a rejected response, a string, got 3 in prompts\[1\]"),
-    ([OWN[0], OWN[1] | dict(chosen="it was good and it was good .")], r"max_new_tokens must hold each response with its end, 9 tokens in prompts\[1\], got 6"),
-    ([OWN[0], OWN[1] | dict(chosen="it was delightful .")], "prompts must be texts that the tokenizer can read, got 'it was delightful .'"),
-    ([], "prompts must not be empty"), ([7], r"prompts must be strings.*prompts\[0\]")])
+    ([dict(prompt="about", chosen="about", rejectd="about")],
+     "prompts must have the columns prompt, chosen and rejected, got prompt, chosen, rejectd$"),
+    ([OWN[0], OWN[0] | dict(rejected=3)],
+     r"prompts must have a rejected response, a string, got 3 in prompts\[1\]"),
+    ([OWN[0], OWN[1] | dict(chosen="it was good and it was good .")],
+     r"max_new_tokens must hold each response with its end, 9 tokens in prompts\[1\], got 6"),
+    ([OWN[0], OWN[1] | dict(chosen="it was delightful .")],
+     "prompts must be texts that the tokenizer can read, got 'it was delightful .'"),
+    ([], "prompts must not be empty"),
+    ([7], r"prompts must be strings.*prompts\[0\]")])
 def test_preferences_that_cannot_be_used(rows, words):
-    with pytest.raises(ValueError, match=words): UserDPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")
+    with pytest.raises(ValueError, match=words):
+        UserDPO(tiny_lm(), make_tokenizer(), rows, max_new_tokens=6, device="cpu")
 
 
 def test_preferences_need_an_end():
@@ -247,7 +277,9 @@ def test_what_preferences_do_not_use_is_refused(options):
 
 
 def test_dpo_does_not_learn_from_a_reward():
-    with pytest.raises(ValueError, match="^algo must be ppo, grpo or rloo to learn from a reward, got dpo"): RLHF(tiny_lm(), make_tokenizer(), ["about"], lambda p, r: [0.0] * len(r), algo="dpo")
+    with pytest.raises(
+        ValueError, match="^algo must be ppo, grpo or rloo to learn from a reward, got dpo"):
+        RLHF(tiny_lm(), make_tokenizer(), ["about"], lambda p, r: [0.0] * len(r), algo="dpo")
 
 
 @pytest.fixture(scope="module")
@@ -259,12 +291,20 @@ def whole(tmp_path_factory):
 def test_a_whole_run(whole):
     path, t, rows, summary = whole
     table = list(csv.DictReader(open(path / "metrics.csv")))
-    assert [r["kl_k1"] != "" for r in table] == [False, True, False, True] == [r["true_score"] != "" for r in table]
-    assert all(float(r[name]) == float(r[name]) for r in table for name in ("policy_loss", "margin", "accuracy", "grad_norm", "learning_rate"))
-    assert not (path / "reward_model.csv").exists() and len(list(csv.DictReader(open(path / "samples.csv")))) == 3 * P.SHOWN
-    assert summary["algo"] == "dpo" and summary["seconds"]["reward_model"] == 0 and summary["steps"] == 16
-    assert summary["kl"] == rows[-1]["kl_k1"] and summary["true_score"] == rows[-1]["true_score"] and summary["proxy_score"] == rows[-1]["score"]
-    assert summary["win_rate_vs_sft"] is not None and json.loads((path / "summary.json").read_text())["kl"] == summary["kl"]
+    assert [r["kl_k1"] != "" for r in table] == [False, True, False, True] == [
+        r["true_score"] != "" for r in table]
+    assert all(float(r[name]) == float(r[name]) for r in table
+               for name in ("policy_loss", "margin", "accuracy", "grad_norm", "learning_rate"))
+    assert not (path / "reward_model.csv").exists()
+    assert len(list(csv.DictReader(open(path / "samples.csv")))) == 3 * P.SHOWN
+    assert summary["algo"] == "dpo"
+    assert summary["seconds"]["reward_model"] == 0
+    assert summary["steps"] == 16
+    assert summary["kl"] == rows[-1]["kl_k1"]
+    assert summary["true_score"] == rows[-1]["true_score"]
+    assert summary["proxy_score"] == rows[-1]["score"]
+    assert summary["win_rate_vs_sft"] is not None
+    assert json.loads((path / "summary.json").read_text())["kl"] == summary["kl"]
     assert (path / "curve.svg").exists() and (path / "policy").exists()
 
 
@@ -278,5 +318,6 @@ def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeyp
     run = Run.resume(tmp_path / "run")
     assert run.checkpoint["name"] == ("sft" if steps == 2 else "rl")
     t, rows, summary = P.train(P.Training(DPO), run)
-    assert without_times(rows) == without_times(whole[2]) and torch.equal(weights(t), weights(whole[1]))
+    assert without_times(rows) == without_times(whole[2])
+    assert torch.equal(weights(t), weights(whole[1]))
     assert P.Training(DPO).steps == 3 + 4

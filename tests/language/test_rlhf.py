@@ -37,46 +37,54 @@ from rlhf_notes.reviews.reward_model import proxy_reward
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
 from rlhf_notes.training.devices import process_device
 
-def test_the_log_probabilities_are_those_of_the_policy_and_of_the_reference_at_the_temperature():     # P1
+# P1
+def test_the_log_probabilities_are_those_of_the_policy_and_of_the_reference_at_the_temperature():
     t = trainer(replace(TINY, temperature=0.6))
     b = a_batch(t)
     torch.testing.assert_close(b.logp, logp_now(t, b)[0].detach(), rtol=0, atol=2e-5)
     logits = to_logits(t.reference, hidden_states(t.reference, b.tokens, b.mask)[:, -17:-1])
     expected = (logits / 0.6).log_softmax(-1).gather(-1, b.responses[..., None])[..., 0].detach()
-    torch.testing.assert_close(b.logp_ref[b.response_mask], expected[b.response_mask], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        b.logp_ref[b.response_mask], expected[b.response_mask], rtol=0, atol=2e-5)
     assert (b.logp - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])
-def test_without_logits_it_is_the_same_training(algo, monkeypatch):                                  # a large vocabulary, as it were
+# a large vocabulary, as it were
+def test_without_logits_it_is_the_same_training(algo, monkeypatch):
     calls = []
-    monkeypatch.setattr("rlhf_notes.language.model.linear_log_probs", lambda *args, f=linear_log_probs, **kwargs: calls.append(args[0].shape) or f(*args, chunk=37, **kwargs))
+    monkeypatch.setattr("rlhf_notes.language.model.linear_log_probs",
+                        lambda *args, f=linear_log_probs, **kwargs: calls.append(args[0].shape)
+                        or f(*args, chunk=37, **kwargs))
     seen = {}
     for lean in (2**62, 0):
         monkeypatch.setattr("rlhf_notes.language.model.LEAN", lean)
         t = trainer(replace(TINY, algo=algo, temperature=0.7))
         rows = [t.iterate() for _ in range(2)]
-        seen[lean] = without_times(rows), weights(t), [p.grad for p in t.policy.parameters() if p.grad is not None]
+        seen[lean] = (without_times(rows), weights(t),
+                      [p.grad for p in t.policy.parameters() if p.grad is not None])
         assert bool(calls) == (lean == 0)
     (a, wa, ga), (b, wb, gb) = seen.values()
     for x, y in zip(a, b):
         for k in x:
-            if x[k] is not None and not isinstance(x[k], str): assert y[k] == pytest.approx(x[k], rel=1e-3, abs=1e-4), k
+            if x[k] is not None and not isinstance(x[k], str):
+                assert y[k] == pytest.approx(x[k], rel=1e-3, abs=1e-4), k
     torch.testing.assert_close(wa, wb, atol=2e-4, rtol=1e-3)
     assert vector(ga).norm() > 0 and (vector(ga) - vector(gb)).norm() < 1e-2 * vector(ga).norm()
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
-def test_the_ratio_of_the_first_minibatch_is_one(algo):                                              # P1, P4
+def test_the_ratio_of_the_first_minibatch_is_one(algo):  # P1, P4
     t = trainer(replace(TINY, algo=algo, temperature=0.7, epochs=1, minibatches=1))
     row = t.iterate()
     assert abs(row["ratio"] - 1) < 1e-5 and row["approx_kl"] < 1e-9 and row["clip_fraction"] == 0
 
 
-def test_at_the_start_policy_and_reference_are_one_and_the_value_is_zero():                          # P2
+def test_at_the_start_policy_and_reference_are_one_and_the_value_is_zero():  # P2
     t = trainer(noise=0)
     b = a_rollout(t)
-    torch.testing.assert_close(b.logp[b.response_mask], b.logp_ref[b.response_mask], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        b.logp[b.response_mask], b.logp_ref[b.response_mask], rtol=0, atol=2e-5)
     assert not b.values.any()
 
 
@@ -87,13 +95,16 @@ def test_values_are_those_of_the_policy():
     assert b.values.std() > 0.01
 
 
-def test_scores_are_of_the_cut_answer_and_the_penalty_replaces_them():                               # P5, R3
+def test_scores_are_of_the_cut_answer_and_the_penalty_replaces_them():  # P5, R3
     t = trainer(replace(TINY, penalty=-7.5, batch=64))
     b = a_rollout(t)
     cut, response_mask, found = t.task.truncate(b.responses)
-    raw = t.reward_model(torch.cat([b.tokens[:, :-16], cut], 1), torch.cat([b.mask[:, :-16], response_mask], 1)).detach()
+    raw = t.reward_model(torch.cat([b.tokens[:, :-16], cut], 1),
+                         torch.cat([b.mask[:, :-16], response_mask], 1)).detach()
     torch.testing.assert_close(b.scores, torch.where(found, 1.5 * raw + 0.2, -7.5))
-    assert torch.equal(b.response_mask, response_mask) and torch.equal(b.has_end, found) and 0 < found.sum() < 64
+    assert torch.equal(b.response_mask, response_mask)
+    assert torch.equal(b.has_end, found)
+    assert 0 < found.sum() < 64
 
 
 def test_a_score_that_is_no_number_stays_visible():
@@ -102,9 +113,10 @@ def test_a_score_that_is_no_number_stays_visible():
     with pytest.raises(FloatingPointError, match="stage rl, iteration 1: score is inf"): t.iterate()
 
 
-def test_answers_go_on_past_the_end():                                                               # G4
+def test_answers_go_on_past_the_end():  # G4
     b = a_rollout(trainer(replace(TINY, batch=64)))
-    assert b.responses.shape == (64, 16) and b.tokens.max() < len(WORDS) or b.mask[b.tokens == len(WORDS)].sum() == 0
+    assert b.responses.shape == (64, 16) and b.tokens.max() < len(WORDS) or b.mask[
+        b.tokens == len(WORDS)].sum() == 0
     assert (b.responses < len(WORDS)).all() and b.mask[:, -16:].all() and not b.response_mask.all()
 
 
@@ -115,12 +127,15 @@ def test_queries_of_a_group_are_one():
     assert len(trainer().prompts()[0].unique(dim=0)) > 4
 
 
-def test_chance_follows_from_seed_iteration_and_process():                                           # G6
+def test_chance_follows_from_seed_iteration_and_process():  # G6
     def first(t): return t.prompts()[2]
     t = trainer()
     assert torch.equal(first(t), first(trainer()))
-    other = trainer(replace(TINY, seed=4)); later = trainer(); later.iteration = 1
-    rank = trainer(); rank.rank, rank.processes = 1, 2
+    other = trainer(replace(TINY, seed=4))
+    later = trainer()
+    later.iteration = 1
+    rank = trainer()
+    rank.rank, rank.processes = 1, 2
     assert not any(torch.equal(first(t)[:8], first(x)[:8]) for x in (other, later, rank))
     again = t.prompts(1)[2]
     assert not torch.equal(again, first(t)) and torch.equal(again, t.prompts(1)[2])
@@ -129,22 +144,28 @@ def test_chance_follows_from_seed_iteration_and_process():                      
 
 
 def test_loss_by_hand():
-    x = with_advantages(replace(TINY, whiten_rewards=False, whiten_advantages=False), handmade(), 0.1)
+    x = with_advantages(
+        replace(TINY, whiten_rewards=False, whiten_advantages=False), handmade(), 0.1)
     g = torch.Generator().manual_seed(1)
-    logp, values = x.logp + 0.3 * torch.randn(4, 4, generator=g), x.values + torch.randn(4, 4, generator=g)
+    logp, values = (x.logp + 0.3 * torch.randn(4, 4, generator=g),
+                    x.values + torch.randn(4, 4, generator=g))
     loss, parts = R.rl_loss(replace(TINY, clip=0.1, value_clip=0.3), x, logp, values, values, 0.1)
     policy, value = parts["policy_loss"], parts["value_loss"]
     p = v = n = 0.0
     for i in range(4):
         for j in range(4):
             if not x.response_mask[i, j]: continue
-            A, r, V, V0, ret = (float(y[i, j]) for y in (x.advantages, (logp - x.logp).exp(), values, x.values, x.returns))
+            A, r, V, V0, ret = (
+                float(y[i, j])
+                for y in (x.advantages, (logp - x.logp).exp(), values, x.values, x.returns))
             p -= min(r * A, min(max(r, 0.9), 1.1) * A)
-            v += 0.5 * max((V - ret) ** 2, (min(max(V, V0 - 0.3), V0 + 0.3) - ret) ** 2)                # P10
+            v += 0.5 * max((V - ret) ** 2, (min(max(V, V0 - 0.3), V0 + 0.3) - ret) ** 2)  # P10
             n += 1
-    assert policy.item() == pytest.approx(p / n, rel=1e-5) and value.item() == pytest.approx(v / n, rel=1e-5)
+    assert policy.item() == pytest.approx(p / n, rel=1e-5)
+    assert value.item() == pytest.approx(v / n, rel=1e-5)
     assert loss.item() == pytest.approx((policy + 0.1 * value).item())
-    assert R.rl_loss(replace(TINY, value_clip=0.0), x, logp, values, values, 0.1)[1]["value_loss"] < value
+    assert R.rl_loss(
+        replace(TINY, value_clip=0.0), x, logp, values, values, 0.1)[1]["value_loss"] < value
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
@@ -170,11 +191,13 @@ def test_a_reward_that_is_always_the_same_leaves_the_policy_where_it_is():
 
 def test_no_value_loss_without_a_value_head():
     x = with_advantages(replace(TINY, algo="grpo", group=2), handmade(), 0.1)
-    assert "value_loss" not in R.rl_loss(replace(TINY, algo="grpo"), x, x.logp, x.values, x.values, 0.1)[1]
+    assert "value_loss" not in R.rl_loss(
+        replace(TINY, algo="grpo"), x, x.logp, x.values, x.values, 0.1)[1]
     t = trainer(replace(TINY, algo="grpo"))
     before = t.policy.value_head.weight.clone()
     row = t.iterate()
-    assert torch.equal(t.policy.value_head.weight, before) and row["value_loss"] is None is row["explained_variance"]
+    assert torch.equal(t.policy.value_head.weight, before)
+    assert row["value_loss"] is None is row["explained_variance"]
     assert trainer().iterate()["value_loss"] > 0
 
 
@@ -186,17 +209,21 @@ def gradient_of(t, batch, microbatches):
     return t.optimizer.vector.grad.clone()
 
 
-@pytest.mark.parametrize("options", [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in get_args(Variant))], ids=lambda o: o.get("variant", "value head"))
-def test_microbatches_add_up_to_the_gradient_of_the_minibatch(options):                              # P7
+@pytest.mark.parametrize(
+    "options",
+    [dict(algo="ppo"), *(dict(algo="rloo", variant=v, kl_in_loss=True) for v in get_args(Variant))],
+    ids=lambda o: o.get("variant", "value head"))
+def test_microbatches_add_up_to_the_gradient_of_the_minibatch(options):  # P7
     t = trainer(replace(TINY, **options), scaled=True)
     batch = a_batch(t)
     assert len(batch.response_mask.sum(1).unique()) > 2
-    t.policy.lm.transformer.wte.weight.data.add_(0.02 * torch.randn(len(WORDS), 16, generator=torch.Generator().manual_seed(0)))
+    t.policy.lm.transformer.wte.weight.data.add_(
+        0.02 * torch.randn(len(WORDS), 16, generator=torch.Generator().manual_seed(0)))
     whole = gradient_of(t, batch, 1)
     close = dict(rtol=1e-4, atol=1e-6 * whole.abs().max().item() + 1e-8)
     for k in (2, 8): torch.testing.assert_close(gradient_of(t, batch, k), whole, **close)
     shares = []
-    for index in range(2):                                                                           # DDP takes the mean over processes
+    for index in range(2):  # DDP takes the mean over processes
         t.rank, t.processes = index, 2
         shares.append(gradient_of(t, batch, 1))
     torch.testing.assert_close(sum(shares) / 2, whole, **close)
@@ -225,62 +252,75 @@ def test_what_comes_after_the_end_does_not_teach():
     batch = a_batch(t)
     clean = gradient_of(t, batch, 1)
     poison = lambda x: x.masked_fill(~batch.response_mask, 1e6)
-    dirty = replace(batch, logp=poison(batch.logp), logp_ref=poison(batch.logp_ref), values=poison(batch.values), advantages=poison(batch.advantages), returns=poison(batch.returns))
+    dirty = replace(batch, logp=poison(batch.logp), logp_ref=poison(batch.logp_ref),
+                    values=poison(batch.values), advantages=poison(batch.advantages),
+                    returns=poison(batch.returns))
     torch.testing.assert_close(gradient_of(t, dirty, 1), clean, rtol=1e-5, atol=1e-7)
 
 
 class TensorFlowAdam:
     "As the TensorFlow 1 documentation writes it: epsilon hat outside of the bias correction."
-    def __init__(self, x, eps): self.x, self.eps, self.m, self.v, self.t = x.double(), eps, 0.0, 0.0, 0
+    def __init__(self, x, eps):
+        self.x, self.eps, self.m, self.v, self.t = x.double(), eps, 0.0, 0.0, 0
     def step(self, g, lr):
-        g = g.double(); self.t += 1
+        g = g.double()
+        self.t += 1
         self.m, self.v = 0.9 * self.m + 0.1 * g, 0.999 * self.v + 0.001 * g ** 2
-        self.x = self.x - lr * math.sqrt(1 - 0.999 ** self.t) / (1 - 0.9 ** self.t) * self.m / (self.v.sqrt() + self.eps)
+        self.x = self.x - lr * math.sqrt(1 - 0.999 ** self.t) / (1 - 0.9 ** self.t) * self.m / (
+            self.v.sqrt() + self.eps)
 
 
 @given(seed=SEEDS, scale=st.sampled_from([1e-6, 1e-5, 1e-3, 1.0]))
 @settings(max_examples=10)
-def test_adam_is_that_of_tensorflow(seed, scale):                                                   # P12
+def test_adam_is_that_of_tensorflow(seed, scale):  # P12
     g = torch.Generator().manual_seed(seed)
     x = torch.nn.Parameter(torch.randn(7, generator=g, dtype=torch.float64))
-    ours, theirs = torch.optim.Adam([x], lr=1e-3, eps=1e-5), TensorFlowAdam(x.detach().clone(), 1e-5)
+    ours, theirs = (torch.optim.Adam([x], lr=1e-3, eps=1e-5),
+                    TensorFlowAdam(x.detach().clone(), 1e-5))
     for step in range(1, 6):
         x.grad = scale * torch.randn(7, generator=g, dtype=torch.float64)
         ours.param_groups[0]["eps"] = R.tensorflow_eps(1e-5, 0.999, step)
-        ours.step(); theirs.step(x.grad, 1e-3)
+        ours.step()
+        theirs.step(x.grad, 1e-3)
     torch.testing.assert_close(x.detach(), theirs.x, rtol=1e-9, atol=1e-12)
 
 
 def first_step(adam):
     t = trainer(replace(TINY, adam=adam, learning_rate=1.0), noise=0)
     t.optimizer.vector.grad.fill_(1e-5)
-    before = weights(t); t.update()
+    before = weights(t)
+    t.update()
     return (before - weights(t)).median().item()
 
 
-def test_the_first_step_of_pytorchs_adam_is_sixteen_times_longer():                                 # P12
+def test_the_first_step_of_pytorchs_adam_is_sixteen_times_longer():  # P12
     assert first_step("pytorch") == pytest.approx(0.5, rel=1e-3)
     assert first_step("pytorch") / first_step("tensorflow") == pytest.approx(16.3, abs=0.05)
 
 
-def test_the_learning_rate_falls_to_zero_in_a_straight_line():                                      # G5
+def test_the_learning_rate_falls_to_zero_in_a_straight_line():  # G5
     t = trainer()
     found, used, step = [], [], t.optimizer.step
     t.optimizer.step = lambda rate: (used.append(rate), step(rate))
     for _ in range(4):
-        row = t.iterate(); found.append(row["learning_rate"])
-        assert used == [row["learning_rate"]] * 4; used.clear()
+        row = t.iterate()
+        found.append(row["learning_rate"])
+        assert used == [row["learning_rate"]] * 4
+        used.clear()
     assert found == pytest.approx([1e-3 * (1 - i / 4) for i in range(4)])
-    assert t.optimizer.eps == R.tensorflow_eps(1e-5, 0.999, 16)                      # P12: four iterations of four steps
+    # P12: four iterations of four steps
+    assert t.optimizer.eps == R.tensorflow_eps(1e-5, 0.999, 16)
 
 
 def test_a_long_gradient_is_shortened():
-    t = trainer(replace(TINY, max_grad_norm=1e-3)); free = trainer()
+    t = trainer(replace(TINY, max_grad_norm=1e-3))
+    free = trainer()
     b = a_batch(t)
-    assert t.step(b)["grad_norm"] == pytest.approx(free.step(b)["grad_norm"].item()) and t.optimizer.vector.grad.norm() == pytest.approx(1e-3, rel=1e-3)
+    assert t.step(b)["grad_norm"] == pytest.approx(free.step(b)["grad_norm"].item())
+    assert t.optimizer.vector.grad.norm() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_coefficient_of_the_kl_adapts():                                                        # P11
+def test_the_coefficient_of_the_kl_adapts():  # P11
     t = trainer(replace(TINY, kl_target=0.5, kl_horizon=100))
     expected, other = AdaptiveKLController(0.1, 0.5, 100), trainer(replace(TINY, kl_target=0.0))
     for _ in range(3):
@@ -292,7 +332,7 @@ def test_the_coefficient_of_the_kl_adapts():                                    
     assert trainer(replace(TINY, kl_coef=0.0)).iterate()["kl_coef"] == 0
 
 
-def test_the_kl_that_steers_is_that_of_whole_answers():                                             # P11
+def test_the_kl_that_steers_is_that_of_whole_answers():  # P11
     b = a_rollout(trainer())
     kl = ((b.logp - b.logp_ref) * b.response_mask).sum(1).mean().item()
     t = trainer(replace(TINY, kl_target=0.9 * kl, kl_horizon=100))
@@ -300,25 +340,31 @@ def test_the_kl_that_steers_is_that_of_whole_answers():                         
     assert t.kl.coef == pytest.approx(0.1 * (1 + (1 / 0.9 - 1) * 16 / 100), rel=1e-4)
 
 
-def test_the_log_of_a_minibatch():                                                                  # P13
+def test_the_log_of_a_minibatch():  # P13
     t = trainer()
     b = a_batch(t)
     logp, values = (x.detach() for x in logp_now(t, b))
-    logp, values = logp + 0.2 * torch.sin(torch.arange(16.0)), values + 0.3 + 0.3 * torch.cos(torch.arange(16.0))
+    logp, values = (logp + 0.2 * torch.sin(torch.arange(16.0)),
+                    values + 0.3 + 0.3 * torch.cos(torch.arange(16.0)))
     some = torch.rand(16, 16)
     x = {k: v.item() for k, v in t.loss(b, logp, some, values)[1].items()}
     c, d, r = b.response_mask, (logp - b.logp)[b.response_mask], b.returns[b.response_mask]
     A, V, V0 = b.advantages[c], values[c], b.values[c]
     assert x["approx_kl"] == pytest.approx(0.5 * d.square().mean().item(), rel=1e-4)
-    assert x["clip_fraction"] == pytest.approx(((A > 0) & (d.exp() > 1.2) | (A < 0) & (d.exp() < 0.8)).float().mean().item(), abs=1e-6) and x["clip_fraction"] > 0
+    assert x["clip_fraction"] == pytest.approx(
+        ((A > 0) & (d.exp() > 1.2) | (A < 0) & (d.exp() < 0.8)).float().mean().item(), abs=1e-6)
+    assert x["clip_fraction"] > 0
     clipped = V.clamp(V0 - 0.2, V0 + 0.2)
-    assert x["value_clip_fraction"] == pytest.approx(((clipped - r).abs() > (V - r).abs()).float().mean().item(), abs=1e-6) and x["value_clip_fraction"] > 0
+    assert x["value_clip_fraction"] == pytest.approx(
+        ((clipped - r).abs() > (V - r).abs()).float().mean().item(), abs=1e-6)
+    assert x["value_clip_fraction"] > 0
     assert x["explained_variance"] == pytest.approx((1 - (r - V).var() / r.var()).item(), rel=1e-3)
-    assert x["entropy"] == pytest.approx(some[c].mean().item(), rel=1e-5) and x["ratio"] == pytest.approx(d.exp().mean().item(), rel=1e-5)
+    assert x["entropy"] == pytest.approx(some[c].mean().item(), rel=1e-5)
+    assert x["ratio"] == pytest.approx(d.exp().mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])
-def test_the_log_of_an_iteration_is_the_mean_over_its_minibatches(algo, monkeypatch):                 # P13
+def test_the_log_of_an_iteration_is_the_mean_over_its_minibatches(algo, monkeypatch):  # P13
     t = trainer(replace(TINY, algo=algo))
     found, step = [], t.step
     monkeypatch.setattr(t, "step", lambda batch: found.append(step(batch)) or found[-1])
@@ -327,7 +373,8 @@ def test_the_log_of_an_iteration_is_the_mean_over_its_minibatches(algo, monkeypa
     for name in found[0]:
         each = [x[name].item() for x in found]
         assert row[name] == pytest.approx(sum(each) / 4, rel=1e-5, abs=1e-8), name
-    assert row["policy_loss"] != found[-1]["policy_loss"].item() and row["approx_kl"] != found[-1]["approx_kl"].item() != found[0]["approx_kl"].item()
+    assert row["policy_loss"] != found[-1]["policy_loss"].item()
+    assert row["approx_kl"] != found[-1]["approx_kl"].item() != found[0]["approx_kl"].item()
 
 
 def test_the_entropy_is_that_of_the_policy():
@@ -336,7 +383,8 @@ def test_the_entropy_is_that_of_the_policy():
     _, entropy, _ = t.forward(b)
     logits = to_logits(t.policy.lm, response_states(t.policy.lm, b.tokens, b.mask, 16))
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().detach()
-    torch.testing.assert_close(entropy[b.response_mask], expected[b.response_mask], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        entropy[b.response_mask], expected[b.response_mask], rtol=1e-4, atol=1e-4)
     whole = replace(b, response_mask=torch.ones_like(b.response_mask))
     _, entropy, _ = t.forward(whole)
     torch.testing.assert_close(entropy, expected, rtol=1e-4, atol=1e-4)
@@ -346,7 +394,8 @@ def test_the_entropy_is_that_of_the_policy():
 def test_nothing_depends_on_what_stands_behind_the_end(algo, monkeypatch):
     def run():
         t = trainer(replace(TINY, algo=algo, kl_in_loss=algo == "grpo"))
-        return without_times([t.iterate() for _ in range(2)]), [p.grad for p in t.policy.parameters() if p.grad is not None], weights(t)
+        return (without_times([t.iterate() for _ in range(2)]),
+                [p.grad for p in t.policy.parameters() if p.grad is not None], weights(t))
     (rows, grads, at_last), calls = run(), []
     def all_of_it(lm, tokens, mask, response, response_mask=None):
         calls.append(response_mask)
@@ -354,15 +403,18 @@ def test_nothing_depends_on_what_stands_behind_the_end(algo, monkeypatch):
     for module in ("loop", "model"):
         monkeypatch.setattr(f"rlhf_notes.language.{module}.response_states", all_of_it)
     more, wide, after = run()
-    assert calls and all(c is not None for c in calls) and not torch.cat(calls).all()                 # asked for less
+    # asked for less
+    assert calls and all(c is not None for c in calls) and not torch.cat(calls).all()
     for a, b in zip(rows, more):
         for k in a: assert b[k] == a[k] or b[k] == pytest.approx(a[k], rel=1e-4, abs=1e-5), k
-    assert (vector(grads) - vector(wide)).norm() < 1e-3 * vector(grads).norm(); torch.testing.assert_close(at_last, after, atol=1e-4, rtol=1e-3)
+    assert (vector(grads) - vector(wide)).norm() < 1e-3 * vector(grads).norm()
+    torch.testing.assert_close(at_last, after, atol=1e-4, rtol=1e-3)
 
 
 def test_the_log_does_not_depend_on_the_microbatches():
     rows = [trainer(replace(TINY, microbatches=k)).iterate() for k in (1, 4)]
-    for name in set(R.COLUMNS) - {"true_score"}: assert rows[0][name] == pytest.approx(rows[1][name], rel=2e-3, abs=1e-4), name
+    for name in set(R.COLUMNS) - {"true_score"}:
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=2e-3, abs=1e-4), name
 
 
 def test_the_row_of_an_iteration():
@@ -371,8 +423,13 @@ def test_the_row_of_an_iteration():
     row = t.iterate()
     d = (b.logp - b.logp_ref) * b.response_mask
     k3 = (torch.exp(-d) - 1 + d) * b.response_mask
-    assert row["score"] == pytest.approx(b.scores.mean().item(), rel=1e-5) and row["kl_k1"] == pytest.approx(d.sum(1).mean().item(), rel=1e-4) and row["kl_k3"] == pytest.approx(k3.sum(1).mean().item(), rel=1e-4)
-    assert row["length"] == b.response_mask.sum(1).float().mean() and row["valid"] == b.has_end.float().mean() and row["iteration"] == 1 and row["true_score"] is None
+    assert row["score"] == pytest.approx(b.scores.mean().item(), rel=1e-5)
+    assert row["kl_k1"] == pytest.approx(d.sum(1).mean().item(), rel=1e-4)
+    assert row["kl_k3"] == pytest.approx(k3.sum(1).mean().item(), rel=1e-4)
+    assert row["length"] == b.response_mask.sum(1).float().mean()
+    assert row["valid"] == b.has_end.float().mean()
+    assert row["iteration"] == 1
+    assert row["true_score"] is None
     assert set(row) == {*R.COLUMNS} | TIMES and all(row[x] > 0 for x in TIMES)
 
 
@@ -384,17 +441,20 @@ def test_every_answer_is_learned_from_once_per_epoch(monkeypatch):
     t.iterate()
     assert [len(b) for b in seen] == [4] * 12
     epochs = [torch.cat([b.logp for b in seen[i:i + 4]]) for i in (0, 4, 8)]
-    assert all(torch.equal(e.sort(0).values, epochs[0].sort(0).values) for e in epochs) and not torch.equal(epochs[0], epochs[1])
+    assert all(torch.equal(e.sort(0).values, epochs[0].sort(0).values) for e in epochs)
+    assert not torch.equal(epochs[0], epochs[1])
 
 
 def test_only_the_policy_learns():
     t = trainer()
-    frozen = vector([*t.reference.parameters(), *t.reward_model.parameters()]); before = weights(t)
+    frozen = vector([*t.reference.parameters(), *t.reward_model.parameters()])
+    before = weights(t)
     t.iterate()
-    assert torch.equal(vector([*t.reference.parameters(), *t.reward_model.parameters()]), frozen) and not torch.equal(weights(t), before)
+    assert torch.equal(vector([*t.reference.parameters(), *t.reward_model.parameters()]), frozen)
+    assert not torch.equal(weights(t), before)
 
 
-def test_dropout_is_gone():                                                                         # P4
+def test_dropout_is_gone():  # P4
     lm = tiny_lm()
     for m in lm.modules():
         if isinstance(m, torch.nn.Dropout): m.p = 0.5
@@ -408,14 +468,16 @@ def test_dropout_is_gone():                                                     
 def test_training_never_sees_the_true_score(monkeypatch):
     t = trainer()
     def forbidden(*args): raise AssertionError("the true score was looked up")
-    monkeypatch.setattr(Reviews, "true_rewards", forbidden); monkeypatch.setattr("rlhf_notes.reviews.task.true_reward", forbidden)
+    monkeypatch.setattr(Reviews, "true_rewards", forbidden)
+    monkeypatch.setattr("rlhf_notes.reviews.task.true_reward", forbidden)
     t.iterate()
     with pytest.raises(AssertionError): P.evaluate(t)
 
 
 def test_learning_raises_the_score():
     "Whatever the reward model likes, the policy comes to write: here a word."
-    c = replace(TINY, iterations=14, batch=32, kl_coef=0.0, learning_rate=3e-2, overlong="keep", stop_after=15)
+    c = replace(TINY, iterations=14, batch=32, kl_coef=0.0, learning_rate=3e-2, overlong="keep",
+                stop_after=15)
     for algo in ("ppo", "rloo", "grpo"):
         t = trainer(replace(c, algo=algo), noise=0)
         t.reward = lambda prompts, mask, responses, response_mask: (responses == 5).float().sum(1)
@@ -426,7 +488,8 @@ def test_learning_raises_the_score():
 def test_bfloat16():
     t = trainer(replace(TINY, precision="bfloat16"))
     row = t.iterate()
-    assert all(math.isfinite(v) for v in row.values() if v is not None) and all(p.dtype == torch.float32 for p in t.policy.parameters())
+    assert all(math.isfinite(v) for v in row.values() if v is not None)
+    assert all(p.dtype == torch.float32 for p in t.policy.parameters())
     assert a_rollout(t).logp.dtype == torch.float32
 
 
@@ -435,15 +498,20 @@ def test_the_parts_of_all_processes_are_the_minibatch(microbatches):
     c = replace(TINY, microbatches=microbatches)
     batch, parts = a_batch(trainer(c)), []
     for i in range(4):
-        t = trainer(c, scaled=True); t.rank, t.processes = i, 4
+        t = trainer(c, scaled=True)
+        t.rank, t.processes = i, 4
         parts += t.microbatches(batch)
-    assert len(parts) == 4 * microbatches and torch.equal(torch.cat([p.logp for p in parts]), batch.logp)
+    assert len(parts) == 4 * microbatches
+    assert torch.equal(torch.cat([p.logp for p in parts]), batch.logp)
     assert len(t.prompts()[0]) == 4
 
 
-@pytest.mark.parametrize("options, count", [(dict(), 3), (dict(minibatches=8), 4), (dict(algo="rloo", group=8), 4), (dict(microbatches=4), 4)])
+@pytest.mark.parametrize("options, count",
+                         [(dict(), 3), (dict(minibatches=8), 4), (dict(algo="rloo", group=8), 4),
+                          (dict(microbatches=4), 4)])
 def test_batches_that_processes_do_not_divide_are_refused(options, count):
-    with pytest.raises(ValueError, match="^batch must .*got 16"): replace(TINY, **options).check_processes(count)
+    with pytest.raises(ValueError, match="^batch must .*got 16"):
+        replace(TINY, **options).check_processes(count)
     replace(TINY, **options).check_processes(1)
 
 
@@ -459,7 +527,9 @@ def likes_good(prompts, responses): return [r.split().count("good") for r in res
 
 
 def own(reward=likes_good, prompts=("about the hotel .", "about the old film ."), **options):
-    return RLHF(tiny_lm(), make_tokenizer(), prompts=list(prompts), reward=reward, **dict(algo="rloo", max_new_tokens=8, iterations=2, batch=8, minibatches=2, device="cpu") | options)
+    return RLHF(tiny_lm(), make_tokenizer(), prompts=list(prompts), reward=reward,
+                **dict(algo="rloo", max_new_tokens=8, iterations=2, batch=8, minibatches=2,
+                       device="cpu") | options)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
@@ -467,17 +537,24 @@ def test_a_users_reward_is_learned(algo):
     t = own(algo=algo, iterations=25, batch=32, learning_rate=3e-2, kl_coef=0.0)
     assert t.learn() is t and len(t.rows) == 25 == t.iteration
     assert sum(r["score"] for r in t.rows[-3:]) / 3 > 4 * max(t.rows[0]["score"], 0.2)
-    assert len(t.learn().rows) == 25                                                                 # nothing is left to do
+    assert len(t.learn().rows) == 25  # nothing is left to do
 
 
 def test_a_reward_sees_prompts_responses_and_columns():
     seen = []
-    def reward(prompts, responses, word): seen.append((prompts, responses, word)); return [1.0 if p.endswith(f"{w} .") else 0.0 for p, w in zip(prompts, word)]
-    t = own(reward, [dict(prompt="about the hotel .", word="hotel"), dict(prompt="about the film .", word="film")])
+    def reward(prompts, responses, word):
+        seen.append((prompts, responses, word))
+        return [1.0 if p.endswith(f"{w} .") else 0.0 for p, w in zip(prompts, word)]
+    t = own(reward,
+            [dict(prompt="about the hotel .", word="hotel"),
+             dict(prompt="about the film .", word="film")])
     row = t.iterate()
     (prompts, responses, word), = seen
-    assert row["score"] == 1 and len(prompts) == 8 and {*zip(prompts, word)} <= {("about the hotel .", "hotel"), ("about the film .", "film")}
-    assert prompts[:4] == [prompts[0]] * 4 and all(isinstance(r, str) and "<" not in r for r in responses)
+    assert row["score"] == 1
+    assert len(prompts) == 8
+    assert {*zip(prompts, word)} <= {("about the hotel .", "hotel"), ("about the film .", "film")}
+    assert prompts[:4] == [prompts[0]] * 4
+    assert all(isinstance(r, str) and "<" not in r for r in responses)
 
 
 def test_a_saved_policy_answers_as_before(tmp_path):
@@ -485,9 +562,11 @@ def test_a_saved_policy_answers_as_before(tmp_path):
     t.save(tmp_path / "mine")
     again = RLHF.load(tmp_path / "mine")
     texts = ["about the hotel .", "about the old film ."]
-    assert again.generate(texts) == t.generate(texts) != t.generate(texts, seed=1) and again.config == t.config
+    assert again.generate(texts) == t.generate(texts) != t.generate(texts, seed=1)
+    assert again.config == t.config
     assert RLHF.load(tmp_path / "mine", ["about the hotel ."], likes_good).learn().iteration == 2
-    by_name = RLHF(str(tmp_path / "mine"), prompts=texts, reward=likes_good, max_new_tokens=8, device="cpu")
+    by_name = RLHF(
+        str(tmp_path / "mine"), prompts=texts, reward=likes_good, max_new_tokens=8, device="cpu")
     assert by_name.generate(texts) == t.generate(texts)
 
 
@@ -500,4 +579,6 @@ def test_a_trainer_resumes_to_the_last_bit():
     t, other = trainer(replace(TINY, kl_horizon=100)), trainer(replace(TINY, kl_horizon=100))
     for _ in range(2): t.iterate()
     other.load_state_dict({k: copy.deepcopy(v) for k, v in t.state_dict().items()})
-    assert without_times([t.iterate() for _ in range(2)]) == without_times([other.iterate() for _ in range(2)]) and torch.equal(weights(t), weights(other))
+    assert without_times([t.iterate() for _ in range(2)]) == without_times(
+        [other.iterate() for _ in range(2)])
+    assert torch.equal(weights(t), weights(other))

@@ -12,11 +12,14 @@ from rlhf_notes.reviews.task import make_tokenizer
 
 def test_rows_of_a_rollout():
     b = a_batch(trainer())
-    assert len(b) == 16 and len(b[3:5]) == 2 and b[3:5].responses.shape == (2, 16) and b[torch.tensor([5])].scores == b.scores[5]
+    assert len(b) == 16
+    assert len(b[3:5]) == 2
+    assert b[3:5].responses.shape == (2, 16)
+    assert b[torch.tensor([5])].scores == b.scores[5]
     assert a_batch(trainer(replace(TINY, algo="rloo")))[:4].returns is None
 
 
-def test_kl_is_paid_per_token_and_the_score_lands_on_the_last_that_counts():                        # P8
+def test_kl_is_paid_per_token_and_the_score_lands_on_the_last_that_counts():  # P8
     x = handmade()
     b = with_advantages(replace(TINY, whiten_rewards=False, whiten_advantages=False), x, 0.3)
     last = torch.tensor([2, 3, 0, 1])
@@ -27,12 +30,14 @@ def test_kl_is_paid_per_token_and_the_score_lands_on_the_last_that_counts():    
     assert torch.equal(in_loss[torch.arange(4), last], x.scores) and in_loss.count_nonzero() == 4
 
 
-def test_ppo_whitens_rewards_keeping_their_mean_and_advantages_removing_it():                        # P9
+def test_ppo_whitens_rewards_keeping_their_mean_and_advantages_removing_it():  # P9
     x = handmade()
     raw = with_advantages(replace(TINY, whiten_rewards=False, whiten_advantages=False), x, 0.3)
-    adv, ret = gae_tokens(whiten(raw.rewards, x.response_mask, shift_mean=False), x.values, x.response_mask, 1.0, 0.95)
+    adv, ret = gae_tokens(whiten(raw.rewards, x.response_mask, shift_mean=False), x.values,
+                          x.response_mask, 1.0, 0.95)
     b = with_advantages(TINY, x, 0.3)
-    torch.testing.assert_close(b.returns, ret); torch.testing.assert_close(b.advantages, whiten(adv, x.response_mask))
+    torch.testing.assert_close(b.returns, ret)
+    torch.testing.assert_close(b.advantages, whiten(adv, x.response_mask))
     counted = b.advantages[x.response_mask]
     assert abs(counted.mean()) < 1e-5 and abs(counted.var(correction=0) - 1) < 1e-4
     assert not torch.allclose(b.returns, raw.returns, atol=1e-2)
@@ -40,10 +45,11 @@ def test_ppo_whitens_rewards_keeping_their_mean_and_advantages_removing_it():   
     torch.testing.assert_close((raw.advantages, raw.returns), plain)
 
 
-def test_nothing_is_discounted_unless_asked():                                                       # P6
+def test_nothing_is_discounted_unless_asked():  # P6
     x = replace(handmade(), values=torch.zeros(4, 4))
     b = with_advantages(replace(TINY, lam=1.0, whiten_rewards=False), x, 0.0)
-    torch.testing.assert_close(b.returns, torch.where(x.response_mask, x.scores[:, None], torch.tensor(0.0)))
+    torch.testing.assert_close(
+        b.returns, torch.where(x.response_mask, x.scores[:, None], torch.tensor(0.0)))
     half = with_advantages(replace(TINY, lam=1.0, gamma=0.5, whiten_rewards=False), x, 0.0)
     torch.testing.assert_close(half.returns[1], x.scores[1] * torch.tensor([0.125, 0.25, 0.5, 1.0]))
 
@@ -52,7 +58,8 @@ def in_groups(x, **options):
     "Advantages of two groups of two, one number a response, at a coefficient of 0.2; their KLs."
     b = with_advantages(replace(TINY, group=2, **options), x, 0.2)
     assert b.returns is None and (b.advantages == b.advantages[:, :1]).all()
-    return b.advantages[:, 0].view(2, 2), ((x.logp - x.logp_ref) * x.response_mask).sum(1).view(2, 2)
+    return (b.advantages[:, 0].view(2, 2),
+            ((x.logp - x.logp_ref) * x.response_mask).sum(1).view(2, 2))
 
 
 def test_rloo_compares_whole_rewards():

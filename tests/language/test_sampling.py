@@ -1,4 +1,6 @@
-"""The draw is exact, and a sample's log-probabilities and hidden states are those of a fresh reading."""
+"""The draw is exact, and a sample's log-probabilities and hidden states are those of a fresh
+reading.
+"""
 import math
 
 import numpy as np
@@ -33,7 +35,8 @@ def gpt2(seed=0, sharp=0.3, **changes):
 
 def fresh(lm, prompts, mask, tokens, temperature=1.0):
     "Log-probabilities and hidden states of given responses, without any cache."
-    both, seen = torch.cat([prompts, tokens], 1), torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], 1)
+    both, seen = (torch.cat([prompts, tokens], 1),
+                  torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], 1))
     h = hidden_states(lm, both, seen)[:, prompts.shape[1] - 1:-1]
     return selective_log_softmax(to_logits(lm, h), tokens, temperature), h
 
@@ -61,7 +64,9 @@ def test_every_token_has_a_stretch_as_long_as_its_probability(V, temperature, se
     assert (counts.cumsum(0) - N * p.cumsum(0)).abs().max() <= 1 and (tokens.diff() <= 0).all()
 
 
-@given(seed=SEEDS, dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]), temperature=st.sampled_from([0.5, 1.0, 2.0]))
+@given(seed=SEEDS,
+       dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+       temperature=st.sampled_from([0.5, 1.0, 2.0]))
 @settings(max_examples=30)
 def test_draw_is_the_inverse_of_the_cumulative_distribution(seed, dtype, temperature):
     logits, u = normal(seed, (3, 4, 7), dtype, 2.0), uniform(seed, 3, 4)
@@ -69,11 +74,14 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(seed, dtype, tempera
     cdf = np.cumsum(torch.softmax(logits.float() / temperature, -1).numpy(), -1, dtype=np.float64)
     for i in np.ndindex(3, 4):
         k = tokens[i].item()
-        assert cdf[i][k] >= (1 - u[i].item()) * cdf[i][-1] - 1e-6 and (k == 0 or cdf[i][k - 1] <= (1 - u[i].item()) * cdf[i][-1] + 1e-6)
+        assert cdf[i][k] >= (1 - u[i].item()) * cdf[i][-1] - 1e-6
+        assert (k == 0 or cdf[i][k - 1] <= (1 - u[i].item()) * cdf[i][-1] + 1e-6)
     assert tokens.dtype == torch.int64 and tokens.shape == (3, 4)
 
 
-@given(V=st.integers(2, 40), seed=SEEDS, u=st.one_of(st.sampled_from([0.0, TOP, 2**-24, 0.5]), st.integers(0, 2**24 - 1).map(lambda k: k / 2**24)))
+@given(V=st.integers(2, 40), seed=SEEDS,
+       u=st.one_of(st.sampled_from([0.0, TOP, 2**-24, 0.5]),
+                   st.integers(0, 2**24 - 1).map(lambda k: k / 2**24)))
 def test_what_cannot_be_is_never_drawn(V, seed, u):
     "Not at the ends of u either, where sums that were rounded could leave a gap."
     logits = normal(seed, (64, V), torch.float32, 3.0)
@@ -88,7 +96,8 @@ def test_draws_follow_the_distribution():
     for temperature in (0.7, 1.0, 3.0):
         counts = torch.bincount(draw(logits.expand(n, 5), temperature, uniform(0, n)), minlength=5)
         p = torch.softmax(logits / temperature, -1)
-        assert ((counts - n * p).square() / (n * p)).sum() < 18.5                    # chi-square with 4 degrees of freedom: 0.1%
+        # chi-square with 4 degrees of freedom: 0.1%
+        assert ((counts - n * p).square() / (n * p)).sum() < 18.5
 
 
 def test_nan_is_not_an_index_out_of_range():
@@ -97,18 +106,22 @@ def test_nan_is_not_an_index_out_of_range():
 
 # --- responses
 
-@given(B=st.integers(1, 5), Q=st.integers(1, 7), T=st.integers(1, 9), temperature=st.sampled_from([0.7, 1.0, 1.7]),
+@given(B=st.integers(1, 5), Q=st.integers(1, 7), T=st.integers(1, 9),
+       temperature=st.sampled_from([0.7, 1.0, 1.7]),
        seed=SEEDS)
 @settings(max_examples=25)
 def test_both_ways_are_the_model(B, Q, T, temperature, seed):
     lm, (prompts, mask), u = gpt2(seed % 1000), texts(seed, B, Q), uniform(seed, B, T)
     ours, theirs = (f(lm, prompts, mask, u, temperature) for f in (sample, plain))
     # a number at the very edge of a stretch may fall to either side
-    assert torch.equal(ours.tokens, theirs.tokens) or (ours.tokens == theirs.tokens).float().mean() > 0.5
+    assert torch.equal(ours.tokens, theirs.tokens) or (
+        ours.tokens == theirs.tokens).float().mean() > 0.5
     for got in (ours, theirs):
         close(got, lm, prompts, mask, temperature)
         assert got.tokens.shape == got.logp.shape == (B, T) and got.hidden.shape == (B, T, 16)
-        assert got.tokens.dtype == torch.int64 and got.logp.dtype == torch.float32 and not got.logp.requires_grad
+        assert got.tokens.dtype == torch.int64
+        assert got.logp.dtype == torch.float32
+        assert not got.logp.requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +131,8 @@ def test_any_model_can_be_sampled(kind):
     u = uniform(2, 5, 7)
     got = sample(lm, prompts, mask, u, 1.3)
     close(got, lm, prompts, mask, 1.3)
-    assert torch.equal(got.tokens, draw(to_logits(lm, fresh(lm, prompts, mask, got.tokens)[1]), 1.3, u))
+    assert torch.equal(
+        got.tokens, draw(to_logits(lm, fresh(lm, prompts, mask, got.tokens)[1]), 1.3, u))
     torch.testing.assert_close(Policy(lm).value(got.hidden), torch.zeros(5, 7))
 
 
@@ -128,7 +142,7 @@ def test_a_row_does_not_depend_on_the_others(seed):
     lm, (prompts, mask), u = gpt2(), texts(seed, 6, 5), uniform(seed, 6, 8)
     together = sample(lm, prompts, mask, u)
     for i in range(6):
-        first = mask[i].long().argmax()                                     # and without its padding
+        first = mask[i].long().argmax()  # and without its padding
         alone = sample(lm, prompts[i:i + 1, first:], mask[i:i + 1, first:], u[i:i + 1])
         assert torch.equal(alone.tokens[0], together.tokens[i])
         torch.testing.assert_close(alone.logp[0], together.logp[i], atol=1e-4, rtol=1e-4)
@@ -144,15 +158,20 @@ def test_responses_go_on_past_the_end_of_the_text(f):
         lm.lm_head.weight[3] = 1.0
     prompts, mask = texts(0, 4, 5)
     got = f(lm, prompts, mask, uniform(0, 4, 9))
-    assert got.tokens.shape == (4, 9) and (got.tokens == 3).float().mean() > 0.9 and (got.logp < 0).all()
+    assert got.tokens.shape == (4, 9)
+    assert (got.tokens == 3).float().mean() > 0.9
+    assert (got.logp < 0).all()
 
 
 @pytest.mark.parametrize("f", [sample, plain])
 def test_temperature(f):
-    "P1: cold is greedy, hot is uniform, and log-probabilities are those at the temperature of sampling."
+    """P1: cold is greedy, hot is uniform, and log-probabilities are those at the temperature of
+    sampling.
+    """
     lm, (prompts, mask), u = gpt2(), texts(3, 64, 4), uniform(3, 64, 6)
     cold, hot = (f(lm, prompts, mask, u, t) for t in (1e-3, 1e4))
-    assert torch.equal(cold.tokens, to_logits(lm, cold.hidden).argmax(-1)) and cold.logp.exp().mean() > 0.98
+    assert torch.equal(cold.tokens, to_logits(lm, cold.hidden).argmax(-1))
+    assert cold.logp.exp().mean() > 0.98
     torch.testing.assert_close(hot.logp, torch.full((64, 6), -math.log(37)), atol=1e-2, rtol=0)
     assert torch.bincount(hot.tokens.flatten(), minlength=37).min() > 0
 
@@ -169,7 +188,8 @@ def test_samples_can_be_learnt_from():
     ratio = (fresh(lm, prompts, mask, got.tokens)[0] - got.logp).exp()
     (ratio.sum() + head(got.hidden).sum()).backward()
     assert head.weight.grad.abs().sum() > 0 and lm.transformer.wte.weight.grad.abs().sum() > 0
-    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-4, rtol=0)        # the first ratio of an update
+    # the first ratio of an update
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-4, rtol=0)
 
 
 def test_what_a_head_adds_is_not_passed_over():

@@ -42,7 +42,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n, data):
 
 def test_pass_at_k_refuses_more_attempts_than_responses():
     for k in (0, 5, 1.5):
-        with pytest.raises((ValueError, TypeError), match="k must be"): pass_at_k(torch.tensor([1]), 4, k)
+        with pytest.raises((ValueError, TypeError), match="k must be"):
+            pass_at_k(torch.tensor([1]), 4, k)
 
 
 def test_questions_are_distinct_and_their_solutions_right(questions):
@@ -57,12 +58,15 @@ def test_rewards():
 
 
 def test_the_loss_counts_responses_alone(lm):
-    texts = [(["sort", "2", "1", "="], ["1", "2", "<eos>"]), (["reverse", "2", "1", "0", "="], ["0", "<eos>"])]
+    texts = [(["sort", "2", "1", "="], ["1", "2", "<eos>"]),
+             (["reverse", "2", "1", "0", "="], ["0", "<eos>"])]
     total, n, rows = 0.0, 0, []
     for prompt, response in texts:
-        rows.append([TOKENS.index(t) for t in prompt + response] + [0] * (7 - len(prompt + response)))
+        rows.append(
+            [TOKENS.index(t) for t in prompt + response] + [0] * (7 - len(prompt + response)))
         logp = lm(torch.tensor(rows[-1:])).logits.log_softmax(-1)
-        for i in range(len(prompt), len(prompt + response)): total, n = total - logp[0, i - 1, rows[-1][i]].item(), n + 1
+        for i in range(len(prompt), len(prompt + response)):
+            total, n = total - logp[0, i - 1, rows[-1][i]].item(), n + 1
     assert _response_loss(lm, torch.tensor(rows)).item() == pytest.approx(total / n, rel=1e-5)
 
 
@@ -80,28 +84,34 @@ def test_a_training_and_what_is_measured(name, lm, questions):
     found, right = measure(trainer, questions[:5])
     assert right.double().mean() / 32 == pytest.approx(found["pass_1"])
     shares = [found[f"pass_{k}"] for k in (1, 2, 4, 8, 16, 32)]
-    assert shares == sorted(shares) and 0 <= shares[0] <= shares[-1] <= 1 and 0 <= found["length"] <= 5
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] <= 1
+    assert 0 <= found["length"] <= 5
 
 
 def test_groups_with_one_reward_are_counted(lm, questions):
-    def halves(prompts, responses, solution): return [float(8 <= i < 12) for i in range(len(responses))]
+    def halves(prompts, responses, solution):
+        return [float(8 <= i < 12) for i in range(len(responses))]
     trainer = CheckableRLHF(lm, questions, "GRPO", halves, **SMALL).learn()
-    assert trainer.rows[0]["same"] == 0.5 and trainer.rows[0]["rounds"] == 1         # groups of 8: all 0; four 1, four 0
+    # groups of 8: all 0; four 1, four 0
+    assert trainer.rows[0]["same"] == 0.5 and trainer.rows[0]["rounds"] == 1
 
 
 def rollout(scores):
     n = len(scores)
-    return Rollout(*(torch.arange(float(n))[:, None] for _ in range(4)), torch.tensor(scores), *(torch.zeros(n, 1) for _ in range(3)))
+    return Rollout(*(torch.arange(float(n))[:, None] for _ in range(4)), torch.tensor(scores),
+                   *(torch.zeros(n, 1) for _ in range(3)))
 
 
 def test_groups_without_spread_are_replaced_by_groups_with():
-    old = rollout([0., 0., 1., 0., 1., 1., 0., 0.])                                 # only the second group has spread
+    old = rollout([0., 0., 1., 0., 1., 1., 0., 0.])  # only the second group has spread
     assert _no_spread(old, 2).tolist() == [True, False, True, True]
     new = rollout([5., 5., 2., 3., 7., 7., 8., 9.])
     full = _refill(old, new, 2)
-    assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0] and full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
+    assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0]
+    assert full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
     assert _refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]
-    many = rollout([1., 0., 2., 3., 4., 5., 6., 7.])                                # more than there is room for stay out
+    many = rollout([1., 0., 2., 3., 4., 5., 6., 7.])  # more than there is room for stay out
     assert _refill(old, many, 2).scores.tolist() == [1, 0, 1, 0, 2, 3, 4, 5]
     assert full.rewards is None
 
@@ -110,12 +120,13 @@ def test_dynamic_sampling_trains_on_groups_with_spread(lm, questions):
     calls = []
     def reward(prompts, responses, solution):
         calls.append(prompts)
-        some = len(calls) % 3 != 1                                                  # nothing has spread at first
+        some = len(calls) % 3 != 1  # nothing has spread at first
         return [float(some and i % 2) for i in range(len(responses))]
     t = CheckableRLHF(lm, questions, "GRPO, dynamic", reward, **SMALL).learn()
     assert [r["rounds"] for r in t.rows] == [2, 1] and [r["same"] for r in t.rows] == [1, 0]
     assert t.rows[0]["score"] == 0.5 and calls[0] != calls[1]
-    t = CheckableRLHF(lm, questions, "GRPO, dynamic", lambda p, r, solution: [0.0] * len(p), **SMALL).learn()
+    t = CheckableRLHF(
+        lm, questions, "GRPO, dynamic", lambda p, r, solution: [0.0] * len(p), **SMALL).learn()
     assert [r["rounds"] for r in t.rows] == [4, 4] and t.rows[0]["same"] == 1
 
 
@@ -124,4 +135,5 @@ def test_every_algorithm_is_an_option_of_rlhf(lm, questions):
 
 
 def test_an_unknown_algorithm_is_named(lm, questions):
-    with pytest.raises(ValueError, match="name must be.*GRPO.*'grpo'"): CheckableRLHF(lm, questions, "grpo")
+    with pytest.raises(ValueError, match="name must be.*GRPO.*'grpo'"):
+        CheckableRLHF(lm, questions, "grpo")

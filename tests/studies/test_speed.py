@@ -9,7 +9,9 @@ from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.studies import speed
 
-def cases(): yield from speed.logit_cases((2, 3, 40), torch.float32, "cpu", width=8); yield from speed.gae_cases("cpu")
+def cases():
+    yield from speed.logit_cases((2, 3, 40), torch.float32, "cpu", width=8)
+    yield from speed.gae_cases("cpu")
 
 
 def test_every_contender_computes_the_same():
@@ -17,27 +19,34 @@ def test_every_contender_computes_the_same():
         results = {m: f(*case.inputs) for m, f in case.methods.items() if f}
         assert "ours" in results and len(results) > 1
         for y in results.values():
-            for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (y, results["ours"]))): torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+            for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (y, results["ours"]))):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 def test_rows_and_ratios():
-    slow = speed.Case("log-probability", (2, 3, 4), torch.float32, {"slow": lambda z: [z.exp() for _ in range(300)][-1].sum(-1), "ours": lambda z: z.exp().sum(-1)}, (torch.ones(2, 3, 4, requires_grad=True),), moves=(96, 288))
+    slow = speed.Case("log-probability", (2, 3, 4), torch.float32,
+                      {"slow": lambda z: [z.exp() for _ in range(300)][-1].sum(-1),
+                       "ours": lambda z: z.exp().sum(-1)},
+                      (torch.ones(2, 3, 4, requires_grad=True),), moves=(96, 288))
     object.__setattr__(slow, "leaves", slow.inputs)
     rows = speed.measure(slow, "cpu", 5, 1e9)
-    assert [(r["passes"], r["method"]) for r in rows] == [(p, m) for p in ("forward", "forward + backward") for m in ("slow", "ours")]
+    assert [(r["passes"], r["method"]) for r in rows] == [
+        (p, m) for p in ("forward", "forward + backward") for m in ("slow", "ours")]
     for r in rows:
         assert tuple(r) == speed.COLUMNS and "," not in "".join(str(v) for v in r.values())
         assert r["times_ours_low"] <= r["times_ours"] <= r["times_ours_high"]
         assert r["times_ours"] == 1 if r["method"] == "ours" else r["times_ours"] > 3
         moved = 96 if r["passes"] == "forward" else 288
-        assert r["bandwidth_share"] == pytest.approx(moved / (r["milliseconds"] * 1e-3) / 1e9, rel=0.2, abs=2e-4)
+        assert r["bandwidth_share"] == pytest.approx(
+            moved / (r["milliseconds"] * 1e-3) / 1e9, rel=0.2, abs=2e-4)
     assert len(speed.table(rows)) == 5 and {len(line) for line in speed.table(rows)} == {10}
 
 
 def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
     "By a clock of our own: what is timed, in which order, and what is made of it."
     again = [4.0, 2.0, 6.0, 1.0, 9.0, 3.0, *(4.0, 2.0, 8.0), *(6.0, 1.0, 8.0), *(9.0, 3.0, 8.0)]
-    first = [50.0, 10.0, 60.0, 10.0, 70.0, 10.0, *(50.0, 10.0, 20.0), *(60.0, 10.0, 20.0), *(70.0, 10.0, 20.0)]
+    first = [50.0, 10.0, 60.0, 10.0, 70.0, 10.0, *(50.0, 10.0, 20.0), *(60.0, 10.0, 20.0),
+             *(70.0, 10.0, 20.0)]
     clock, grads = iter([t for both in zip(first, again) for t in both]), []
     class Sum(torch.autograd.Function):
         @staticmethod
@@ -60,17 +69,24 @@ def test_times_become_ratios_of_the_same_round_shares_and_medians(monkeypatch):
     def two(z):
         needed.add((x := Sum.apply(z)).requires_grad)
         return x, Sum.apply(z)
-    case = speed.Case("both", (2, 3, 4), torch.float32, {"two": two, "ours": Sum.apply, "ours in place": Sum.apply}, (z,), (z,), moves=(60, 120), base=50_000_000,
+    case = speed.Case("both", (2, 3, 4), torch.float32,
+                      {"two": two, "ours": Sum.apply, "ours in place": Sum.apply}, (z,), (z,),
+                      moves=(60, 120), base=50_000_000,
                       result=(30_000_000, 70_000_000), restore={"ours in place": lambda: None})
     rows = speed.measure(case, "cpu", 3, 5.0)
-    assert [r["method"] for r in rows] == ["two", "ours", "two", "ours", "ours in place"] and needed == {False, True}
+    assert [r["method"] for r in rows] == ["two", "ours", "two", "ours", "ours in place"]
+    assert needed == {False, True}
     for r, moved, extra in zip((rows[0], rows[2]), (60, 120), (70, 30)):
-        assert (r["milliseconds"], r["times_ours"], r["times_ours_low"], r["times_ours_high"]) == (6000, 3, 2, 6)
-        assert r["bandwidth_share"] == moved / 6 / 5 and (r["extra_megabytes"], r["extra_share"]) == (extra, extra / 50)
+        assert (r["milliseconds"], r["times_ours"], r["times_ours_low"],
+                r["times_ours_high"]) == (6000, 3, 2, 6)
+        assert r["bandwidth_share"] == moved / 6 / 5
+        assert (r["extra_megabytes"], r["extra_share"]) == (extra, extra / 50)
     assert [r["milliseconds"] for r in rows if r["method"] == "ours"] == [2000, 2000]
-    assert (rows[-1]["milliseconds"], rows[-1]["extra_megabytes"]) == (8000, 100)                # nothing beside the logits holds its gradient
+    # nothing beside the logits holds its gradient
+    assert (rows[-1]["milliseconds"], rows[-1]["extra_megabytes"]) == (8000, 100)
     weights = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
-    assert len(grads) == 28 and all(torch.equal(g, weights) for g in grads)                   # three rounds, twice each, and once for the memory: two, one and one
+    # three rounds, twice each, and once for the memory: two, one and one
+    assert len(grads) == 28 and all(torch.equal(g, weights) for g in grads)
 
 
 def test_what_each_case_moves_and_is_asked_for():
@@ -89,7 +105,8 @@ def test_the_machine(monkeypatch):
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     left = speed._memory_left("cpu")
     assert left == float("inf") or pages / 500 < left <= pages
-    monkeypatch.setattr(speed.Path, "read_text", lambda self: "model name\t: A, B and C\nmodel name\t: A, B and C\n")
+    monkeypatch.setattr(speed.Path, "read_text",
+                        lambda self: "model name\t: A, B and C\nmodel name\t: A, B and C\n")
     assert speed.device_name("cpu") == f"A  B and C ({torch.get_num_threads()} threads)"
 
 
@@ -102,13 +119,16 @@ def test_the_second_run_in_a_row_counts():
             last.append(name)
             return z.sum(-1)
         return f
-    case = speed.Case("log-probability", (2, 3, 4), torch.float32, {"a": who("a"), "ours": who("ours")}, (torch.ones(2, 3, 4),))
+    case = speed.Case("log-probability", (2, 3, 4), torch.float32,
+                      {"a": who("a"), "ours": who("ours")}, (torch.ones(2, 3, 4),))
     assert all(r["milliseconds"] < 25 for r in speed.measure(case, "cpu", 3, 1e9))
     assert last[:12] == ["a", "a", "ours", "ours"] * 3
 
 
 def test_what_is_short_is_repeated(monkeypatch):
-    "Five runs of one millisecond, by a clock of our own, and one of what is long or writes over its logits."
+    """Five runs of one millisecond, by a clock of our own, and one of what is long or writes over
+    its logits.
+    """
     runs, clock = [], {"short": (1e-3, 10e-3), "ours": (7e-3, 4e-3), "over": (1e-3, 2e-3)}
     def method(name): return lambda z: (runs.append(name), z.sum(-1))[1]
     def timed(f, device):
@@ -119,15 +139,20 @@ def test_what_is_short_is_repeated(monkeypatch):
     turns = []
     monkeypatch.setattr(speed, "seconds", timed)
     z = torch.ones(2, 3, 4, requires_grad=True)
-    case = speed.Case("both", (2, 3, 4), torch.float32, {name: method(name) for name in clock}, (z,), (z,), restore={"over": lambda: None})
+    case = speed.Case("both", (2, 3, 4), torch.float32, {name: method(name) for name in clock},
+                      (z,), (z,), restore={"over": lambda: None})
     rows = speed.measure(case, "cpu", 1, 1e9)
-    assert turns == [("short", 1), ("short", 5), ("ours", 1), ("ours", 1)] * 2 + [("over", 1), ("over", 1)]
-    assert [(r["method"], r["milliseconds"]) for r in rows] == [("short", 2), ("ours", 4)] * 2 + [("over", 2)]
+    assert turns == [
+        ("short", 1), ("short", 5), ("ours", 1), ("ours", 1)] * 2 + [("over", 1), ("over", 1)]
+    assert [(r["method"], r["milliseconds"]) for r in rows] == [("short", 2),
+                                                                ("ours", 4)] * 2 + [("over", 2)]
     assert rows[0]["times_ours"] == 0.5
 
 
 def test_what_is_overwritten_is_made_whole_before_each_run():
-    "The gradient in place of the logits is timed and computed from whole logits each time, backward alone, and no gradient is taken off its memory."
+    """The gradient in place of the logits is timed and computed from whole logits each time,
+    backward alone, and no gradient is taken off its memory.
+    """
     seen, z, i = [], torch.randn(2, 3, 40, requires_grad=True), torch.randint(40, (2, 3))
     def ours(z, i, inplace_backward=False):
         seen.append((inplace_backward, z.detach().clone()))
@@ -139,10 +164,15 @@ def test_what_is_overwritten_is_made_whole_before_each_run():
             return z.sum(-1)
         @staticmethod
         def backward(ctx, grad): return ctx.z.fill_(7)
-    case = speed._logit_case("log-probability", z, i, {"naive": speed._naive_log_prob, "TRL": None}, ours)
+    case = speed._logit_case(
+        "log-probability", z, i, {"naive": speed._naive_log_prob, "TRL": None}, ours)
     found = speed.measure(case, "cpu", 3, 1e9)
-    assert [(r["passes"], r["method"]) for r in found] == [("forward", m) for m in ("naive", "ours, plain", "ours")] + [("forward + backward", m) for m in ("naive", "ours, plain", "ours", "ours in place")]
-    assert sum(inplace for inplace, _ in seen) == 7 and all(torch.equal(logits, z) for _, logits in seen)
+    assert ([(r["passes"], r["method"]) for r in found]
+            == [("forward", m) for m in ("naive", "ours, plain", "ours")]
+            + [("forward + backward", m)
+               for m in ("naive", "ours, plain", "ours", "ours in place")])
+    assert sum(inplace for inplace, _ in seen) == 7
+    assert all(torch.equal(logits, z) for _, logits in seen)
 
 
 def test_ours_in_place_needs_no_gradient_of_its_own():
@@ -158,14 +188,15 @@ def test_memory_is_seen():
     torch.ones(2**26).sum()                                   # more than all that follows, and gone
     extra = speed.peak_extra(lambda: torch.ones(2**24).sum() + torch.ones(2**22).sum(), "cpu")
     if extra is None: pytest.skip("this system does not say")
-    assert 60e6 < extra < 90e6                                # 67 MB, and 17 MB after they were freed
+    assert 60e6 < extra < 90e6  # 67 MB, and 17 MB after they were freed
 
 
 def test_ours_needs_no_second_tensor():
     "The promise: beyond the logits and their gradient, less than 5% of them."
     z, i = torch.randn(600, 32000), torch.zeros(600, dtype=torch.long)
     z.requires_grad_(True)
-    extra = speed.peak_extra(lambda: torch.autograd.grad(selective_log_softmax(z, i).sum(), z), "cpu")
+    extra = speed.peak_extra(
+        lambda: torch.autograd.grad(selective_log_softmax(z, i).sum(), z), "cpu")
     if extra is None: pytest.skip("this system does not say")
     assert extra - z.nbytes < 0.05 * z.nbytes
 
@@ -175,25 +206,38 @@ def test_what_does_not_fit_is_left_out(monkeypatch):
     monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(speed, "gae_cases", lambda device: [])
     said = []
-    assert speed.bench(("small",), rounds=1, left_out=said.append) == [] and len(said) == 2 and "8x128x32000 in float32 is left out" in said[0]
+    assert speed.bench(("small",), rounds=1, left_out=said.append) == []
+    assert len(said) == 2
+    assert "8x128x32000 in float32 is left out" in said[0]
 
 
 def test_what_is_asked_for_is_timed_where_it_fits(monkeypatch):
     monkeypatch.setattr(speed, "measure", lambda case, *_: [(case.task, str(case.dtype)[6:])])
     monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
     said, small = [], ((2, 3, 40),)
-    both = [(task, dtype) for dtype in ("float32", "bfloat16") for task in ("log-probability", "both")]
-    assert speed.bench(small, done=said.extend, tasks=("log-probability", "both")) == said == [*both[:2], ("parts", "float32"), *both[2:]]
+    both = [
+        (task, dtype) for dtype in ("float32", "bfloat16") for task in ("log-probability", "both")]
+    assert speed.bench(small, done=said.extend, tasks=("log-probability", "both")) == said == [
+        *both[:2], ("parts", "float32"), *both[2:]]
     assert [task for task, _ in speed.bench(small, tasks=("GAE",))] == ["GAE", "GAE"]
-    for left, dtypes in ((9601, ["float32", "bfloat16"]), (9599, ["bfloat16"]), (7201, ["bfloat16"]), (7199, [])):     # bytes; they need 8 times 240 logits of 4 and 3
+    # bytes; they need 8 times 240 logits of 4 and 3
+    for left, dtypes in (
+        (9601, ["float32", "bfloat16"]), (9599, ["bfloat16"]), (7201, ["bfloat16"]), (7199, [])):
         monkeypatch.setattr(speed, "_memory_left", lambda device: left)
         assert [dtype for _, dtype in speed.bench(small, tasks=("entropy",))] == dtypes
 
 
 def test_the_table():
-    row = dict(dict.fromkeys(speed.COLUMNS), task="GAE", shape="2x3", dtype="float32", passes="forward", method="loop", milliseconds=1.5, times_ours=4, extra_megabytes=2.25, extra_share=0.125, bandwidth_share=0.5)
-    assert speed.table([row, row | dict(extra_megabytes=None, extra_share=None, bandwidth_share="")])[1:] == [
-        ("GAE", "2x3", "float32", "forward", "loop", "1.50", "4.00", "2.2", "12.5%", "50.0%"), ("GAE", "2x3", "float32", "forward", "loop", "1.50", "4.00", "", "", "")]
+    row = dict(dict.fromkeys(speed.COLUMNS), task="GAE", shape="2x3", dtype="float32",
+               passes="forward", method="loop", milliseconds=1.5, times_ours=4,
+               extra_megabytes=2.25, extra_share=0.125, bandwidth_share=0.5)
+    assert (speed.table([row,
+                         row
+                         | dict(extra_megabytes=None, extra_share=None, bandwidth_share="")])[1:]
+            == [
+                ("GAE", "2x3", "float32", "forward", "loop", "1.50", "4.00", "2.2", "12.5%",
+                 "50.0%"),
+                ("GAE", "2x3", "float32", "forward", "loop", "1.50", "4.00", "", "", "")])
 
 
 @pytest.mark.parametrize("error", [AttributeError, OSError, StopIteration])
@@ -215,11 +259,14 @@ def test_the_plain_code_is_timed_with_the_doors_shut(monkeypatch):
     def ours(z, i, inplace_backward=False):
         seen.append(fast.is_open())
         return z.sum(-1)
-    case = speed._logit_case("log-probability", torch.randn(2, 3, 4, requires_grad=True), torch.zeros(2, 3, dtype=torch.long), {}, ours)
+    case = speed._logit_case("log-probability", torch.randn(2, 3, 4, requires_grad=True),
+                             torch.zeros(2, 3, dtype=torch.long), {}, ours)
     for name in ("ours, plain", "ours"): speed._run_once(case, case.methods[name], None)
     assert seen == [False, True]
-    assert speed.code_that_runs("cpu") == ("Numba loops" if fast.has_numba() else "the plain formulas")
-    with fast.off(): assert speed.code_that_runs("cpu") == "the plain formulas: fast is switched off"
+    assert speed.code_that_runs("cpu") == (
+        "Numba loops" if fast.has_numba() else "the plain formulas")
+    with fast.off():
+        assert speed.code_that_runs("cpu") == "the plain formulas: fast is switched off"
 
 
 def test_what_exponentials_cost_in_a_loop_is_measured_where_they_are_used():

@@ -46,7 +46,8 @@ class Options:
 
 @pytest.mark.parametrize("bad, words", [
     (dict(seed=-1), "seed must be greater than or equal to 0, got -1"),
-    (dict(seed=2**63), "seed must be less than or equal to 9223372036854775807, got 9223372036854775808"),
+    (dict(seed=2**63),
+     "seed must be less than or equal to 9223372036854775807, got " "9223372036854775808"),
     (dict(seed=1.5), "seed must be a valid integer, got 1.5"),
     (dict(seed=np.bool_(True)), "seed must be a valid integer, got np.True_"),
     (dict(count=1e300), "count must be a valid integer, got 1e+300"),
@@ -74,7 +75,9 @@ class Options:
     (dict(scale="yes"), "scale must be a valid boolean, got 'yes'"),
     (dict(sed=3), "sed must be an option of Options: did you mean seed?"),
     (dict(xyz=3), "xyz must be an option of Options: seed, count,"),
-    (dict(seed=-1, gamma=2), "seed must be greater than or equal to 0, got -1\ngamma must be less than or equal to 1, got 2"),
+    (dict(seed=-1, gamma=2),
+     "seed must be greater than or equal to 0, got -1\ngamma must be less "
+     "than or equal to 1, got 2"),
 ])
 def test_faults_are_named_one_per_line(bad, words):
     with pytest.raises(ValueError) as e: Options(**bad)
@@ -122,5 +125,7 @@ def test_a_config_is_frozen_and_its_variants_are_checked():
 
 
 def test_importing_the_options_loads_nothing_heavy():
-    code = "import sys, rlhf_notes.training.options; print([m for m in ('torch', 'numpy', 'matplotlib', 'accelerate') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = ("import sys, rlhf_notes.training.options; print([m for m in ('torch', "
+            "'numpy', 'matplotlib', 'accelerate') if m in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=True).stdout.strip() == "[]"

@@ -94,9 +94,12 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint(tmp_path):
     before, limits = snapshot(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large: .*checkpoint.pt"): run.save_checkpoint({"w": torch.ones(10_000)})
-        with pytest.raises(OSError, match="File too large: .*seeds.csv"): write_table(tmp_path / "seeds.csv", [{"a": "x" * 5000}])
-        with pytest.raises(OSError, match="File too large: .*metrics.csv"): run.log({"a": "x" * 5000}, 2)
+        with pytest.raises(OSError, match="File too large: .*checkpoint.pt"):
+            run.save_checkpoint({"w": torch.ones(10_000)})
+        with pytest.raises(OSError, match="File too large: .*seeds.csv"):
+            write_table(tmp_path / "seeds.csv", [{"a": "x" * 5000}])
+        with pytest.raises(OSError, match="File too large: .*metrics.csv"):
+            run.log({"a": "x" * 5000}, 2)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     after = snapshot(tmp_path)
     assert after.keys() == before.keys() and after["checkpoint.pt"] == before["checkpoint.pt"]
@@ -108,21 +111,27 @@ def test_a_second_process_is_refused(tmp_path):
     before = snapshot(tmp_path)
     code = f"""
 from rlhf_notes.training.runs import Run
-for begin in (lambda: Run.resume({str(run.path)!r}).lock(), lambda: Run.create({str(run.path)!r}, {{"task": "toy"}}, overwrite=True)):
+for begin in (lambda: Run.resume({str(run.path)!r}).lock(),
+              lambda: Run.create({str(run.path)!r}, {{"task": "toy"}}, overwrite=True)):
     try: begin()
     except ValueError as e: print(e)
 """
-    def second(): return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    def second():
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     done = second()
-    assert done.stdout == f"{run.path} must be free, but another process is training there\n" * 2 and snapshot(tmp_path) == before, done
+    assert (done.stdout == f"{run.path} must be free, but another process is training there\n" * 2
+            and snapshot(tmp_path) == before), (done)
     del run
     assert second().stdout == ""
 
 
 def test_a_table_is_quoted_where_it_must_be(tmp_path):
-    write_table(tmp_path / "t.csv", [{"a, b": "x, y", "c": None, "d": 1 / 3, "e": 7}, {"a, b": 'say "z"', "c": "", "d": math.nan, "e": -1}])
+    write_table(tmp_path / "t.csv",
+                [{"a, b": "x, y", "c": None, "d": 1 / 3, "e": 7},
+                 {"a, b": 'say "z"', "c": "", "d": math.nan, "e": -1}])
     with open(tmp_path / "t.csv", newline="") as f: read = list(csv.DictReader(f))
-    assert read == [{"a, b": "x, y", "c": "", "d": "0.333333333", "e": "7"}, {"a, b": 'say "z"', "c": "", "d": "", "e": "-1"}]
+    assert read == [{"a, b": "x, y", "c": "", "d": "0.333333333", "e": "7"},
+                    {"a, b": 'say "z"', "c": "", "d": "", "e": "-1"}]
 
 
 @given(x=st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -139,14 +148,20 @@ def test_a_new_run_directory(tmp_path):
 
 def test_what_is_there_is_refused_and_untouched(tmp_path):
     (tmp_path / "file").write_text("x")
-    for name, file, text in (("full", "letter", "x"), ("foreign", "config.json", '{"name": "another program"}'), ("five", "config.json", "5")):
+    for name, file, text in (
+        ("full", "letter", "x"), ("foreign", "config.json", '{"name": "another program"}'),
+        ("five", "config.json", "5")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
     Run.create(tmp_path / "run", CONFIG).save_checkpoint({})
     before = snapshot(tmp_path)
     for name, overwrite, words in (
-            ("file", True, "must be a directory, got the file"), ("full", True, "which holds letter"), ("foreign", True, "which holds config.json"),
-            ("five", True, "which holds config.json"), ("run", False, "which holds a run: continue it with --resume .*run, or replace it with --overwrite")):
+        ("file", True, "must be a directory, got the file"),
+        ("full", True, "which holds letter"),
+        ("foreign", True, "which holds config.json"),
+        ("five", True, "which holds config.json"),
+        ("run", False,
+         "which holds a run: continue it with --resume .*run, or replace it with --overwrite")):
         with pytest.raises(ValueError, match=words): Run.create(tmp_path / name, CONFIG, overwrite)
         with pytest.raises(ValueError, match=words): Run.check(tmp_path / name, overwrite)
     Run.check(tmp_path / "run", overwrite=True)
@@ -163,7 +178,8 @@ def test_overwriting_deletes_the_run_and_nothing_else(tmp_path):
     for name in ("policy", "reward_model"):
         (run.path / name).mkdir()
         (run.path / name / "config.json").write_text("of the last time")
-    for name in ("seeds.csv", "compare.csv", "bench.csv"): (run.path / name).write_text("of the last time")
+    for name in ("seeds.csv", "compare.csv", "bench.csv"):
+        (run.path / name).write_text("of the last time")
     (run.path / "notes.txt").write_text("mine")
     Run.create(run.path, CONFIG | {"seed": 1}, overwrite=True)
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "config.json", "notes.txt"]
@@ -196,14 +212,16 @@ def test_metrics_are_written_as_they_come(tmp_path):
     for i in (1, 2, 3):
         run.log(row(i), i)
         assert len((tmp_path / "metrics.csv").read_text().splitlines()) == i + 1
-    assert (tmp_path / "metrics.csv").read_text() == "iteration,loss,return\n1,1,\n2,0.5,20\n3,0.333333333,30\n"
+    assert ((tmp_path / "metrics.csv").read_text()
+            == "iteration,loss,return\n1,1,\n2,0.5,20\n3,0.333333333,30\n")
     assert run.rows == [row(i) for i in (1, 2, 3)]
 
 
 def test_nan_is_an_empty_cell_and_null(tmp_path):
     assert runs._cell(math.nan) == runs._cell(None) == ""
     Run.create(tmp_path, CONFIG).finish({"a": math.nan, "b": {"c": math.inf}, "d": True, "e": None})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": None, "b": {"c": None}, "d": True, "e": None}
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "a": None, "b": {"c": None}, "d": True, "e": None}
 
 
 def scalars(path):
@@ -211,30 +229,38 @@ def scalars(path):
     events = EventAccumulator(str(path))
     events.Reload()
     assert '"task"' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-@pytest.mark.parametrize("end", [lambda lines: lines, lambda lines: [*lines[:-1], lines[-1][:3]], lambda lines: [*lines[:2], lines[2][:-1]], lambda lines: []])
+@pytest.mark.parametrize("end",
+                         [lambda lines: lines, lambda lines: [*lines[:-1], lines[-1][:3]],
+                          lambda lines: [*lines[:2], lines[2][:-1]], lambda lines: []])
 def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path, end):
     "Whatever the end of metrics.csv is."
-    straight, killed = Run.create(tmp_path / "straight", CONFIG), Run.create(tmp_path / "killed", CONFIG)
+    straight, killed = (Run.create(tmp_path / "straight", CONFIG),
+                        Run.create(tmp_path / "killed", CONFIG))
     for i in range(1, 6): straight.log(row(i), i)
     straight.finish({})
     for i in range(1, 5):
         killed.log(row(i), i)
-        if i == 2: killed.save_checkpoint({"i": i, "w": torch.arange(3), "names": ["a"], "none": None})
+        if i == 2:
+            killed.save_checkpoint({"i": i, "w": torch.arange(3), "names": ["a"], "none": None})
     killed.tracker.finish()                            # rows 3 and 4 are lost with the power
     metrics = killed.path / "metrics.csv"
     metrics.write_text("".join(end(metrics.read_text().splitlines(True))))
-    time.sleep(1.1)                                    # TensorBoard orders event files by the second in their names
+    time.sleep(1.1)  # TensorBoard orders event files by the second in their names
     again = Run.resume(tmp_path / "killed")
-    assert again.config == CONFIG and len(again.rows) == 2 and torch.equal(again.checkpoint.pop("w"), torch.arange(3))
+    assert again.config == CONFIG
+    assert len(again.rows) == 2
+    assert torch.equal(again.checkpoint.pop("w"), torch.arange(3))
     assert again.checkpoint == {"i": 2, "names": ["a"], "none": None}
     for i in range(3, 6):
         again.log(row(i), i)
         assert metrics.read_text().count("\n") == i + 1
     again.finish({})
-    assert (tmp_path / "killed" / "metrics.csv").read_bytes() == (tmp_path / "straight" / "metrics.csv").read_bytes()
+    assert (tmp_path / "killed" / "metrics.csv").read_bytes() == (
+        tmp_path / "straight" / "metrics.csv").read_bytes()
     assert scalars(tmp_path / "killed") == scalars(tmp_path / "straight")
     assert scalars(tmp_path / "killed")["return"] == [(i, 10.0 * i) for i in (2, 3, 4, 5)]
 
@@ -263,8 +289,10 @@ def test_another_tracker(tmp_path, monkeypatch):
     run.log(row(2), 6, [{"prompt": "a", "score": 1 / 3}, {"prompt": "b", "score": None}])
     run.finish({})
     table = "| prompt | score |\n| --- | --- |\n| a | 0.333333333 |\n| b |  |"
-    assert seen == ["rlhf_notes", "start", CONFIG | {"track": "wandb"}, ({"iteration": 1, "loss": 1.0}, 5),
-                    (row(2) | {"samples": table}, 6), "finish"] and not list(tmp_path.glob("events*"))
+    assert seen == [
+        "rlhf_notes", "start", CONFIG | {"track": "wandb"}, ({"iteration": 1, "loss": 1.0}, 5),
+        (row(2) | {"samples": table}, 6), "finish"]
+    assert not list(tmp_path.glob("events*"))
 
 
 def test_a_tracker_that_is_missing_is_refused(tmp_path, monkeypatch):
@@ -273,8 +301,13 @@ def test_a_tracker_that_is_missing_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "find_spec", lambda name: name)
     Run.create(tmp_path / "run", config).save_checkpoint({})
     monkeypatch.setattr(runs, "find_spec", lambda name: None)
-    for begin in (lambda: Run.create(tmp_path / "new", config), lambda: Run.resume(tmp_path / "run")):
-        with pytest.raises(ValueError, match=r"^track must be a tracker that is installed, got wandb \(pip install rlhf_notes\[track\] brings it\)$"): begin()
+    for begin in (
+        lambda: Run.create(tmp_path / "new", config), lambda: Run.resume(tmp_path / "run")):
+        with pytest.raises(
+            ValueError,
+            match=r"^track must be a tracker that is installed, got wandb \(pip install "
+            r"rlhf_notes\[track\] brings it\)$"):
+            begin()
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
@@ -286,7 +319,8 @@ def test_samples_are_a_table_in_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     event, = events.Tensors("samples/text_summary")
-    assert event.step == 1 and event.tensor_proto.string_val[0] == b"| prompt | score |\n| --- | --- |\n| about | 2 |"
+    assert event.step == 1
+    assert event.tensor_proto.string_val[0] == b"| prompt | score |\n| --- | --- |\n| about | 2 |"
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
@@ -353,8 +387,10 @@ def test_a_run_stays_where_it_began(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("spoil", [
-    lambda p: (p / "checkpoint.pt").unlink(), lambda p: (p / "config.json").unlink(), lambda p: (p / "checkpoint.pt").write_bytes(b"junk"),
-    lambda p: (p / "config.json").write_text("{"), lambda p: torch.save({"metrics": [], "state": os.system}, p / "checkpoint.pt")])
+    lambda p: (p / "checkpoint.pt").unlink(), lambda p: (p / "config.json").unlink(),
+    lambda p: (p / "checkpoint.pt").write_bytes(b"junk"),
+    lambda p: (p / "config.json").write_text("{"),
+    lambda p: torch.save({"metrics": [], "state": os.system}, p / "checkpoint.pt")])
 def test_what_cannot_be_resumed_is_refused(tmp_path, spoil):
     run = Run.create(tmp_path, CONFIG)
     run.log(row(1), 1)
@@ -362,7 +398,9 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, spoil):
     run.finish({})
     spoil(tmp_path)
     before = snapshot(tmp_path)
-    with pytest.raises(ValueError, match=f"resume must be a run directory with a checkpoint, got {tmp_path}: "): Run.resume(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"resume must be a run directory with a checkpoint, got {tmp_path}: "):
+        Run.resume(tmp_path)
     assert snapshot(tmp_path) == before
 
 
@@ -371,14 +409,21 @@ def test_a_figure_is_drawn_without_touching_the_settings(tmp_path):
     Run.create(tmp_path, CONFIG).save_figure(lambda f: f.subplots().plot([1, 2]))
     first = (tmp_path / "curve.svg").read_bytes()
     Run(tmp_path, CONFIG).save_figure(lambda f: f.subplots().plot([1, 2]))
-    assert b"<svg" in first and first == (tmp_path / "curve.svg").read_bytes() and dict(matplotlib.rcParams) == before
+    assert b"<svg" in first
+    assert first == (tmp_path / "curve.svg").read_bytes()
+    assert dict(matplotlib.rcParams) == before
 
 
 def test_a_path_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="^out must be a directory that can be written to, got .*below: Not a directory"): Run.create(tmp_path / "file" / "below", CONFIG)
+    with pytest.raises(
+        ValueError,
+        match="^out must be a directory that can be written to, got .*below: Not a directory"):
+        Run.create(tmp_path / "file" / "below", CONFIG)
 
 
 def test_a_path_that_is_no_utf8_is_refused():
     "TensorBoard cannot use it."
-    with pytest.raises(ValueError, match="^out must be a directory that can be written to, got .*can't encode"): Run.check("\udcff")
+    with pytest.raises(
+        ValueError, match="^out must be a directory that can be written to, got .*can't encode"):
+        Run.check("\udcff")

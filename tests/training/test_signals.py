@@ -11,7 +11,9 @@ from tqdm import tqdm
 
 from rlhf_notes.training.signals import BAR, Lenient, check_finite, diverged, stop_on_interrupt
 
-@pytest.mark.parametrize("number", [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)])
+@pytest.mark.parametrize(
+    "number",
+    [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)])
 def test_first_interrupt_asks_second_stops(number):
     before = signal.getsignal(number)
     with stop_on_interrupt() as stop:
@@ -47,7 +49,8 @@ def test_interrupts_are_left_alone_in_other_threads():
 def test_divergence_says_where_and_what_is_left():
     error = diverged("iteration 3", ValueError("loss is nan"))
     assert type(error) is FloatingPointError
-    assert str(error) == "iteration 3: loss is nan; the last checkpoint, if there is one, is from before"
+    assert str(
+        error) == "iteration 3: loss is nan; the last checkpoint, if there is one, is from before"
 
 
 SCRIPT = """
@@ -119,6 +122,7 @@ def test_output_that_cannot_be_written_is_lost_and_no_more():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_no_number_of_a_log_is_nan_or_infinite(bad):
-    with pytest.raises(FloatingPointError, match=f"^stage sft, iteration 5: loss is {bad}; the last checkpoint"):
+    with pytest.raises(
+        FloatingPointError, match=f"^stage sft, iteration 5: loss is {bad}; the last checkpoint"):
         check_finite("stage sft, iteration 5", dict(a=1.0, loss=bad, none=None, n=3))
     check_finite("stage sft", dict(a=1.0, b=None, n=3))
