@@ -21,6 +21,7 @@ from rlhf_notes.control import ppo as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.studies import benchmark
+from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
@@ -667,7 +668,7 @@ class Breaking(gym.Env):
 def test_an_environment_that_breaks_loses_no_run(error, monkeypatch, capsys):
     monkeypatch.setitem(gym.registry, "Breaking-v0",
                         gym.envs.registration.EnvSpec("Breaking-v0", Breaking, max_episode_steps=9))
-    monkeypatch.setattr(control, "CHECKPOINT_EVERY", 0)
+    monkeypatch.setattr(fit, "CHECKPOINT_EVERY", 0)
     monkeypatch.setattr(Breaking, "left", 700)
     monkeypatch.setattr(Breaking, "error", error, raising=False)
     words = f"^the environment's step raised {error.__name__}: the sensor is gone$"

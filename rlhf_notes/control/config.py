@@ -23,6 +23,7 @@ from rlhf_notes.training.options import (
     Positive,
     Seed,
     Size,
+    Whole,
     plain_errors,
 )
 
@@ -98,7 +99,11 @@ class PPOConfig:
     squash: bool = False
     "bound Gaussian actions by tanh instead of clipping them"
     eval_episodes: Annotated[Count, Field(ge=2)] = 100
-    "episodes of each of the two final evaluations, greedy and sampled"
+    "episodes of each evaluation: the two final ones, greedy and sampled, and those of eval_every"
+    eval_every: Whole = 0
+    "steps from one evaluation of the greedy policy to the next while it trains; 0 = none"
+    keep_best: bool = False
+    "end with the policy of the best evaluation, not with the last"
 
     def __post_init__(self):
         wanted = f"num_envs * num_steps = {self.batch}"
@@ -106,6 +111,8 @@ class PPOConfig:
             raise ValueError(f"minibatches must divide {wanted}, got {self.minibatches}")
         if self.steps < self.batch:
             raise ValueError(f"steps must be at least {wanted}, got {self.steps}")
+        if self.keep_best and not self.eval_every:
+            raise ValueError("keep_best must come with eval_every, which finds the best, got 0")
         if self.clip * (1 / self.iterations) ** self.clip_anneal < TINY:
             raise ValueError("clip_anneal must leave a clip range that fits float32 in the last of "
                              f"{self.iterations} iterations, got {self.clip_anneal}")

@@ -178,7 +178,7 @@ class Agent(nn.Module):
         generator: torch.Generator | None = None,  # source of the weights
     ):
         super().__init__()
-        self.activation = config.activation
+        self.obs_size, self.activation = obs_size, config.activation
         self.head = distribution(actions, config.log_std, config.squash)
         net = dict(hidden=config.hidden, activation=config.activation, init=config.init,
                    generator=generator)

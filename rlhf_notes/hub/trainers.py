@@ -10,6 +10,7 @@ __all__ = ['Trainer', 'save_policy', 'own_config', 'RLHF', 'DPO', 'own_choices',
 # %% ../../nbs/hub/trainers.ipynb #export-imports
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,11 +31,17 @@ from ..language.loop import Loop
 from ..language.model import autocast, check_context
 from ..language.sampling import sample
 from ..language.scale import make_loop
-from ..training.devices import process_device, usual_defaults
+from rlhf_notes.training.devices import (
+    make_accelerator,
+    process_device,
+    stopped_anywhere,
+    usual_defaults,
+)
+from ..training.fit import Evaluator, fit
 from ..training.options import read_options
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
-from ..training.signals import progress_bar, stop_on_interrupt
+from ..training.signals import progress_bar
 
 # %% ../../nbs/hub/trainers.ipynb #trainer
 class Trainer:
@@ -50,7 +57,7 @@ class Trainer:
         lengths = {"prompt_length" if c.prompt_length else "prompts": self.task.prompt_length}
         check_context(lm, **lengths, max_new_tokens=c.response_length)
         check_trainable(lm, type(lm).__name__)
-        self.rows = []
+        self.rows, self.evaluator = [], None
         return lm, self.task
 
     @property
@@ -73,6 +80,11 @@ class Trainer:
         "Iterations that are done."
         return self.loop.iteration
 
+    @property
+    def left(self) -> bool:
+        "True while iterations are left."
+        return self.iteration < self.config.iterations
+
     def iterate(self) -> dict:  # column -> number
         "One iteration: its row of metrics."
         self.rows.append(self.loop.iterate())
@@ -81,36 +93,49 @@ class Trainer:
     @usual_defaults("policy")
     def learn(
         self,
-        log=None,  # called with the row of each iteration
-    ) -> "Trainer":  # itself
+        callback=None,  # callback(trainer, row) after each iteration; False ends the training
+    ) -> "Trainer":  # itself, with the metrics in `rows`
         "Run the iterations that are left; Ctrl-C stops after the current one."
+        hooks = [hook for hook in (self.evaluator, callback) if hook]
         bar = progress_bar(self.config.iterations, self.iteration, self.config.algo)
-        with stop_on_interrupt() as stop:
-            while self.iteration < self.config.iterations and not stop.is_set():
-                row = self.iterate()
-                if log is not None:
-                    log(row)
-                if row["score"] is not None:
-                    bar.set_postfix({"score": row["score"]}, refresh=False)
-                bar.update()
-        bar.close()
+        fit(self, bar, shown=dict(score="score"), hooks=hooks,
+            stopped=partial(stopped_anywhere, make_accelerator()))
+        self.take_best()
         return self
 
-    @usual_defaults("policy")
+    def evaluate(self) -> float:
+        "Mean score of responses to the held-out prompts, always by the same random numbers."
+        task, generator = self.held_out, seeded_generator("evaluation", self.config.seed)
+        responses, mask, _ = task.truncate(self._respond(task.tokens, task.mask, generator))
+        return task.score(task.tokens, task.mask, responses, mask).nanmean().item()
+
     @torch.no_grad()
+    def take_best(self):
+        "Put the best policy of the evaluations back, if one was kept."
+        if self.evaluator and self.evaluator.kept is not None:
+            self.loop.optimizer.vector.copy_(self.evaluator.kept)
+
+    @usual_defaults("policy")
     def generate(
         self,
         prompts: list,  # strings, or chats
         seed: int = 0,  # other seeds, other responses
     ) -> list:  # a string for each
         "Sample responses at the temperature of the training."
-        c, device = self.config, self.loop.device
-        tokens, mask = (x.to(device) for x in self.task.encode(prompts))
-        generator = seeded_generator("generate", seed)
-        u = torch.rand(len(tokens), c.response_length, generator=generator).to(device)
-        with autocast(device, c.precision):
-            samples = sample(self.policy.lm, tokens, mask, u, c.temperature)
-        return self.task.decode(self.task.truncate(samples.tokens)[0])
+        tokens, mask = self.task.encode(prompts)
+        responses = self._respond(tokens, mask, seeded_generator("generate", seed))
+        return self.task.decode(self.task.truncate(responses)[0])
+
+    @torch.no_grad()
+    def _respond(self, tokens, mask, generator):
+        "Responses as tokens, on the CPU."
+        c, device, found = self.config, self.loop.device, []
+        u = torch.rand(len(tokens), c.response_length, generator=generator)
+        for part in zip(*(x.split(c.batch) for x in (tokens, mask, u))):
+            with autocast(device, c.precision):
+                inputs = (x.to(device) for x in part)
+                found.append(sample(self.policy.lm, *inputs, c.temperature).tokens.cpu())
+        return torch.cat(found)
 
     def save(
         self,
@@ -161,10 +186,31 @@ class RLHF(Trainer):
         max_new_tokens: int = 16,  # tokens of each response
         iterations: int = 60,  # rollouts, each followed by an update
         seed: int = 0,  # of all that is random
+        *,
+        eval_prompts=(),  # held-out prompts, of the same kinds
+        eval_reward=None,  # what scores the responses to them; None = `reward`
+        eval_every: int | None = None,  # iterations from one evaluation to the next; None = 10
+        keep_best: bool = False,  # end with the policy of the best evaluation, not with the last
         **options,  # of `RLHFConfig`
     ):
         options |= dict(algo=algo, iterations=iterations, seed=seed)
         self._begin(own_config(max_new_tokens, **options), model, tokenizer, prompts, reward)
+        check_value("eval_every", eval_every, "int [1, inf)?")
+        if len(eval_prompts):
+            self._hold_out(eval_prompts, eval_reward or reward, eval_every or 10, keep_best)
+        elif eval_every or eval_reward or keep_best:
+            raise ValueError("eval_prompts must be given with eval_every, eval_reward or keep_best,"
+                             " got none")
+
+    def _hold_out(self, prompts, reward, every, keep_best):
+        "Evaluate on prompts of their own."
+        c, vector = self.config, self.loop.optimizer.vector
+        self.held_out = Prompts(self.task.tokenizer, prompts, reward, c.response_length, 0,
+                                c.stop_after, self.policy.lm)
+        check_context(self.policy.lm, eval_prompts=self.held_out.prompt_length,
+                      max_new_tokens=c.response_length)
+        self.evaluator = Evaluator(self.evaluate, every,
+                                   keep=(lambda: vector.detach().clone()) if keep_best else None)
 
     @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward):

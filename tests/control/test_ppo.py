@@ -37,6 +37,7 @@ from rlhf_notes.control.ppo import (
 )
 from rlhf_notes.control.rollout import Collector, Rollout
 from rlhf_notes.formulas import ppo as losses
+from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
 # eight iterations in a moment
@@ -663,7 +664,7 @@ class Broken(gym.Env):
      ("obs", "iteration 4: the environment gave no finite number as observation"),
      ("rate", "iteration 1: policy_loss is nan")])
 def test_a_training_that_comes_to_nan_ends_there(tmp_path, monkeypatch, what, words):
-    monkeypatch.setattr(control, "CHECKPOINT_EVERY", -1.0)
+    monkeypatch.setattr(fit, "CHECKPOINT_EVERY", -1.0)
     monkeypatch.setitem(
         gym.registry, "Broken-v0",
         gym.envs.registration.EnvSpec("Broken-v0", Broken, max_episode_steps=500,
@@ -976,7 +977,7 @@ def test_an_interrupted_run_leaves_a_whole_directory_and_goes_on(tmp_path, monke
 def test_killed_between_two_checkpoints_it_continues_from_the_last(tmp_path, monkeypatch):
     run = Run.create(tmp_path / "killed", {"task": "cartpole"})
     with monkeypatch.context() as m:
-        m.setattr(control, "CHECKPOINT_EVERY", -1.0)
+        m.setattr(fit, "CHECKPOINT_EVERY", -1.0)
         interrupt_after(m, 4, MemoryError)
         with pytest.raises(MemoryError): train(SMALL, run)
     assert Run.resume(run.path).checkpoint["ppo"]["spent"] == 3 * 128
@@ -1355,6 +1356,54 @@ def test_environments_are_closed(monkeypatch):
     assert (Closes.made, Closes.closed) == (18, 18)
     PPO(env := Closes(), **TINY | dict(num_envs=1)).close()
     assert Closes.closed == 18 and env.reset()                             # it is not ours
+
+
+def test_a_callback_sees_each_row_and_may_end_the_training():
+    seen, p = [], PPO(**TINY | dict(steps=512))
+    def callback(trainer, row):
+        seen.append((trainer is p, row is p.rows[-1]))
+        return len(seen) < 2
+    assert p.learn(callback=callback).iteration == 2 and seen == [(True, True)] * 2
+    assert p.learn(callback=lambda trainer, row: None).iteration == 4
+
+
+BEST = TINY | dict(steps=512, eval_every=200, eval_episodes=3, keep_best=True)
+
+
+def test_the_best_policy_of_the_evaluations_is_taken():
+    p, weights, scores = PPO(**BEST), [], iter([5.0, 7.0])
+    def look():
+        weights.append(p.optimizer.vector.detach().clone())
+        return next(scores, 6.0)
+    p.evaluator.evaluate = look
+    p.learn()
+    assert [row["eval_return_mean"] for row in p.rows] == [None, 5.0, None, 7.0]
+    assert torch.equal(p.optimizer.vector, weights[1])
+    p.learn(1)                                                             # looked at: 6.0
+    assert len(weights) == 3 and torch.equal(p.optimizer.vector, weights[1])
+    assert not torch.equal(weights[2], weights[1])
+
+
+def test_evaluation_while_training_changes_nothing_and_is_of_other_episodes():
+    quiet, seen = PPO(**TINY | dict(steps=512)), PPO(**BEST | dict(keep_best=False))
+    keys = [k for k in quiet.learn().rows[-1]]
+    assert [{k: r[k] for k in keys} for r in seen.learn().rows] == quiet.rows
+    score = seen.rows[-1]["eval_return_mean"]
+    assert score == seen._look() and score != seen.evaluate(3).mean().item()
+    with pytest.raises(ValueError, match="^keep_best must come with eval_every"):
+        PPO(**TINY, keep_best=True)
+
+
+def test_a_resumed_run_keeps_the_best_from_before(tmp_path):
+    config = PPOConfig(**BEST)
+    run = Run.create(tmp_path / "run", dict(task="cartpole"))
+    p = PPO.begin(config)
+    p.evaluator.evaluate = lambda: 1e9
+    p.learn(run=run, callback=lambda trainer, row: row["iteration"] < 2)
+    best = p.evaluator.kept["weights"]
+    again, rows, _ = train(config, Run.resume(run.path))
+    assert len(rows) == 4 and torch.equal(again.optimizer.vector, best)
+    assert torch.equal(PPO.load(run.path / "ppo.pt").optimizer.vector, best)
 
 
 def test_it_learns_as_many_steps_more_as_one_says():

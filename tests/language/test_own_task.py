@@ -331,7 +331,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
     (lambda: own(prompts=["w3 w99"], tok=with_token("w99")),
      "^prompts must have tokens among the 37 of the model, got 'w99', number " "37$"),
     (lambda: own(tok=with_token("w99")).generate(["w99"]), "prompts must have tokens among the 37"),
-    (lambda: own(eval_every=1), "^eval_every must be left out for prompts of your own, .* got 1$"),
+    (lambda: own(eval_every=1), "^eval_prompts must be given with eval_every, .* got none$"),
     (lambda: own(sft_steps=9), "^sft_steps must be left out for prompts of your own"),
     (lambda: own(reward="of_mine.size"),
      r"a text with a dot, of_mine.size \(on the command line: of_mine:size\)$"),

@@ -540,6 +540,32 @@ def test_a_users_reward_is_learned(algo):
     assert len(t.learn().rows) == 25  # nothing is left to do
 
 
+def test_held_out_prompts_are_scored_and_the_best_policy_is_taken():
+    def length(prompts, responses, completion_ids): return [len(x) for x in completion_ids]
+    t = own(iterations=5, eval_prompts=["about the old hotel ."] * 9, eval_reward=length,
+            eval_every=2, keep_best=True)
+    plain, weights, look = own(iterations=5).learn(), [], t.evaluator.evaluate
+    def evaluate():
+        weights.append(t.loop.optimizer.vector.detach().clone())
+        assert look() == look()
+        return [1.0, 3.0, 2.0][len(weights) - 1]
+    t.evaluator.evaluate = evaluate
+    rows = t.learn().rows
+    assert [row["eval_score"] for row in rows] == [None, 1.0, None, 3.0, 2.0]
+    assert torch.equal(t.loop.optimizer.vector, weights[1])
+    assert [r["score"] for r in rows] == [r["score"] for r in plain.rows]  # training is the same
+    assert 1 <= look() <= 8
+    with pytest.raises(ValueError, match="^eval_prompts must be given with .* got none"):
+        own(keep_best=True)
+    with pytest.raises(ValueError, match="^eval_every must be "): own(eval_every=0)
+
+
+def test_a_callback_may_end_the_training():
+    rows = []
+    t = own(iterations=5).learn(callback=lambda trainer, row: rows.append(row) or len(rows) < 2)
+    assert t.rows == rows and len(rows) == 2 and t.learn().iteration == 5
+
+
 def test_a_reward_sees_prompts_responses_and_columns():
     seen = []
     def reward(prompts, responses, word):

@@ -29,6 +29,7 @@ from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer, true_reward
+from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, model_dir):
 
 
 def test_a_number_that_is_none_stops_the_run_and_says_where(tmp_path, model_dir, monkeypatch):
-    monkeypatch.setattr(P, "CHECKPOINT_EVERY", 0.0)
+    monkeypatch.setattr(fit, "CHECKPOINT_EVERY", 0.0)
     iterate = Loop.iterate
     def poisoned(self):
         if self.iteration == 2: self.policy.value_head.bias.data.fill_(math.nan)
@@ -379,9 +380,9 @@ sys.path[:0] = {[str(p) for p in Path(__file__).parents[:3]]!r}
 from dataclasses import replace
 from language import parts as T
 from rlhf_notes.language.loop import Loop
-from rlhf_notes.language.loop import Loop
 from rlhf_notes.reviews import pipeline as P
-P.CHECKPOINT_EVERY, P.Run.save_figure = 0.0, lambda *args, **how: None
+from rlhf_notes.training import fit
+fit.CHECKPOINT_EVERY, P.Run.save_figure = 0.0, lambda *args, **how: None
 iterate = Loop.iterate
 Loop.iterate = lambda self: (time.sleep(0.5), iterate(self))[1]
 training = P.Training(replace(T.TINY, model={whole[1].model!r}))

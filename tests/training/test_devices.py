@@ -10,6 +10,7 @@ from rlhf_notes.training.devices import (
     THREADS,
     make_accelerator,
     pick_device,
+    stopped_anywhere,
     usual_defaults,
 )
 
@@ -127,3 +128,17 @@ def test_a_small_model_computes_on_one_thread(weights, threads, two_threads, mon
     assert count(SimpleNamespace(model=model)) == threads and torch.get_num_threads() == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert count(SimpleNamespace(model=model)) == 2
+
+
+class Process:
+    "One of several that share a flag, as accelerate's triggers do."
+    flag = False
+    def set_trigger(self): Process.flag = True
+    def check_trigger(self): return Process.flag
+
+
+def test_processes_stop_together():
+    stop, go_on, one, other = threading.Event(), threading.Event(), Process(), Process()
+    assert not stopped_anywhere(one, stop)
+    stop.set()
+    assert stopped_anywhere(one, stop) and stopped_anywhere(other, go_on)
