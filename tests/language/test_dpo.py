@@ -18,6 +18,7 @@ from rlhf_notes.language.dpo import ScaledDPO, make_dpo
 from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.reward_model import RewardTraining, choices_of
 from rlhf_notes.reviews.task import Reviews, make_tokenizer
+from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
 DPO = replace(TINY, algo="dpo", batch=4)
@@ -311,10 +312,10 @@ def test_a_whole_run(whole):
 @pytest.mark.parametrize("steps", [2, 5])
 def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeypatch, steps):
     monkeypatch.setattr(Run, "save_figure", lambda *args, **how: None)
-    run, original = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3}), P.stop_on_interrupt
-    monkeypatch.setattr(P, "stop_on_interrupt", lambda: After(steps))
+    run, original = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3}), fit.stop_on_interrupt
+    monkeypatch.setattr(fit, "stop_on_interrupt", lambda: After(steps))
     P.train(P.Training(DPO), run)
-    monkeypatch.setattr(P, "stop_on_interrupt", original)
+    monkeypatch.setattr(fit, "stop_on_interrupt", original)
     run = Run.resume(tmp_path / "run")
     assert run.checkpoint["name"] == ("sft" if steps == 2 else "rl")
     t, rows, summary = P.train(P.Training(DPO), run)

@@ -178,7 +178,7 @@ def test_weights_that_are_no_numbers_stop_the_run_after_the_last_step(tmp_path, 
 def test_no_checkpoint_holds_weights_that_are_no_numbers(
     tmp_path, model_dir, monkeypatch, stage, before):
     "In the middle of a stage too, where the next loss has not been looked at."
-    monkeypatch.setattr(P, "stop_on_interrupt", lambda: After(before + 1))
+    monkeypatch.setattr(fit, "stop_on_interrupt", lambda: After(before + 1))
     original = P.Training.iterate
     def poisoned(self):
         out = original(self)
@@ -352,9 +352,9 @@ def same_as_whole(whole, path, t, rows):
 def test_an_interrupted_run_resumed_is_one_that_was_not(
     whole, tmp_path, monkeypatch, steps, stage, no_figure):
     run = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3})
-    original = P.stop_on_interrupt
+    original = fit.stop_on_interrupt
     for n, expected in zip(steps, stage):
-        monkeypatch.setattr(P, "stop_on_interrupt", lambda: After(n))
+        monkeypatch.setattr(fit, "stop_on_interrupt", lambda: After(n))
         t, rows, summary = P.train(P.Training(whole[1]), run)
         run = Run.resume(tmp_path / "run")
         assert run.checkpoint["name"] == expected
@@ -362,7 +362,7 @@ def test_an_interrupted_run_resumed_is_one_that_was_not(
             assert summary["interrupted"]
             assert summary["true_score"] is None
             assert (tmp_path / "run" / "policy").exists() == (expected == "rl")
-    monkeypatch.setattr(P, "stop_on_interrupt", original)
+    monkeypatch.setattr(fit, "stop_on_interrupt", original)
     run.checkpoint["wall_seconds"] += 1e6
     t, rows, summary = P.train(P.Training(whole[1]), run)
     assert summary["wall_seconds"] > 1e6

@@ -9,7 +9,6 @@ from rlhf_notes.training import fit as loop
 from rlhf_notes.training.fit import Evaluator, Stage, fit
 from rlhf_notes.training.signals import progress_bar
 
-
 class Part:
     def __init__(self, x): self.x = x
     def state_dict(self): return dict(x=self.x)
