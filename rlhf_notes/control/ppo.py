@@ -252,7 +252,8 @@ class PPO(Loop):
         return self._collector
 
     @collector.setter
-    def collector(self, collector): self._collector = collector
+    def collector(self, collector):
+        self._collector = collector
 
     def _begin_episodes(self):
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
