@@ -153,7 +153,7 @@ class Loop:
         return start * left ** power
 
     def health(self, batch: Batch) -> dict:  # name -> number
-        "How far the policy has moved on its batch."
+        "Distance that the policy has moved on its batch, and what else tells of an update."
         c = self.config
         return health(self.agent, batch, c, self.anneal(c.clip, c.clip_anneal))
 
