@@ -252,7 +252,11 @@ class PPO(Loop):
         return self._collector
 
     @collector.setter
-    def collector(self, collector):
+    def collector(
+        self,
+        collector,  # the next to play; None = a new one when it is needed
+    ):
+        "Leave the episodes that are under way."
         self._collector = collector
 
     def _begin_episodes(self):
