@@ -24,8 +24,8 @@ class BuildWithDocstrings(build_py):
 parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("fast", "peft", "track", "data", "video", "dev", "crosscheck")}
-extras["all"] = [r for name in ("fast", "peft", "track", "data", "video") for r in extras[name]]
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("peft", "track", "data", "video", "dev", "crosscheck")}
+extras["all"] = [r for name in ("peft", "track", "data", "video") for r in extras[name]]
 
 setup(
     long_description=(here / "README.md").read_text(encoding="utf-8"),

@@ -105,8 +105,9 @@ def transformed():
 
 def eager(x):  # any tensor
     "True if `x` has memory of its own, and neither a compiler nor torch.func watches."
-    watched = torch.compiler.is_compiling() or transformed()
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not watched
+    if torch.compiler.is_compiling() or transformed(): return False
+    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and not torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def has_kernels(x):  # any tensor

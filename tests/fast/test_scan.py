@@ -25,9 +25,10 @@ needs_numba = pytest.mark.skipif(not fast.has_numba(), reason="needs Numba")
 @pytest.fixture
 def many(monkeypatch):
     "However few the steps are, the loop is taken."
+    monkeypatch.setattr(scan, "SHORT", 0)
     monkeypatch.setattr(scan, "SMALL", 1)
     called = []
-    for name in ("_scan", "_gae"):
+    for name in ("_scan", "_scan_now", "_gae", "_gae_now"):
         op = getattr(scan, name)
         monkeypatch.setattr(scan, name, lambda *a, op=op: called.append(op) or op(*a))
     return called
@@ -106,7 +107,7 @@ def test_nothing_that_does_not_fit_reaches_the_loop():
         with pytest.raises(ValueError, match="the loop expects"):
             scan._gae(x, x, x, x > 0, t, 0.9, 0.9)
     assert scan.gae(x, x.double(), x, x > 0, x > 0) is NotImplemented
-    assert scan.accumulate(x, x) is NotImplemented
+    assert scan.accumulate(x[:3], x[:3]) is NotImplemented
     decay = torch.ones(4, 3)[:, :1].expand(4, 3)                        # no memory of its own
     torch.testing.assert_close(scan._scan(x.T.contiguous().T, decay), accumulate(x, decay))
     assert scan._scan(x[:0], x[:0]).shape == (0, 3)
@@ -114,12 +115,14 @@ def test_nothing_that_does_not_fit_reaches_the_loop():
 
 
 @needs_numba
-def test_few_numbers_and_a_shut_door_take_the_plain_code(monkeypatch):
+def test_few_steps_and_a_shut_door_take_the_plain_code_and_few_numbers_numpy(monkeypatch):
     called = []
-    for name in ("_scan", "_gae"):
-        monkeypatch.setattr(scan, name, lambda *a, name=name: called.append(name) or a[0])
-    for numbers, wanted in ((scan.SMALL - 1, []), (scan.SMALL, ["_gae"])):
-        r, end = torch.randn(numbers), torch.zeros(numbers, dtype=torch.bool)
+    def note(name): return lambda *a: called.append(name) or a[0]
+    for name in ("_scan", "_scan_now", "_gae", "_gae_now"):
+        monkeypatch.setattr(scan, name, note(name))
+    for steps, wanted in ((scan.SHORT - 1, []), (scan.SMALL - 1, ["_scan_now"]),
+                          (scan.SMALL, ["_gae_now"])):
+        r, end = torch.randn(steps), torch.zeros(steps, dtype=torch.bool)
         called.clear()
         gae(r, r, r, end, end)
         assert called == wanted
@@ -130,6 +133,16 @@ def test_few_numbers_and_a_shut_door_take_the_plain_code(monkeypatch):
             called.clear()
             gae(r, r, r, end, end)
         assert not called
+
+
+@pytest.mark.parametrize("bad", [1.0, math.inf, math.nan])
+def test_a_row_at_a_time_gives_what_the_loop_gives(monkeypatch, bad):
+    monkeypatch.setattr(fast, "has_numba", lambda: False)
+    x, decay = normal(0, (40, 3)), random_mask(1, (40, 3)) * normal(2, (40, 3)).abs()
+    x[20, 1] = bad
+    quick = accumulate(x, decay)
+    with fast.off(): plain = accumulate(x, decay)
+    torch.testing.assert_close(quick, plain, equal_nan=True)
 
 
 @needs_numba
