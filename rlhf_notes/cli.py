@@ -287,7 +287,7 @@ def _policy_of(run):
                      f"{run}")
 
 # %% ../nbs/cli.ipynb #study
-def _study(run, rows_of, table, total=None):
+def _study(run, rows_of, table, total=None, rows_as_lines=True):
     "Run a study, write its rows as they come, and show its table."
     from rlhf_notes.training.runs import write_table
     rows, path = [], run.path / f"{run.config['task']}.csv"
@@ -295,6 +295,7 @@ def _study(run, rows_of, table, total=None):
     def done(new):
         for row in new if isinstance(new, list) else [new]:
             rows.append(row)
+            if not rows_as_lines: continue
             count = [f"{len(rows)} of {total}:"] * bool(total)
             print(*count, *(x for x in row.values() if isinstance(x, str)), flush=True)
         write_table(path, rows)
@@ -352,17 +353,19 @@ BenchTask = Literal["log-probability", "entropy", "both", "from-hidden-states", 
 @command
 def bench(
     *,
-    size: Literal["small", "medium", "large"] = "small",  # of the logits, see above
+    size: Literal["quick", "small", "medium", "large"] = "quick",  # of the logits, see above
     rounds: Few = 7,  # in each of which every method is timed once
     task: BenchTask | None = None,  # one alone; by default all
+    every: bool = False,  # our plain code, ours in place and the parts of the bill, too
     device: str = "auto",  # auto, cpu, cuda or mps
     out: Directory = Path("runs/bench"),  # directory to write
     overwrite: Overwrite = False,  # replace the run that is there
 ):
     """Time the fast formulas against naive code, DI-engine, TRL and Liger-Kernel, by turns.
 
-    Logits of 8x128x32000, 16x256x50257 or 4x1024x128256: the naive methods need 1, 7 or 17 GB.
-    "x ours" is their time over ours in the same round, the median of the rounds.
+    Logits of 4x64x16000 (two minutes), 8x128x32000, 16x256x50257 or 4x1024x128256: the naive
+    methods need 0.1, 1, 7 or 17 GB. The table has their time over ours in the same round: the
+    median of the rounds, and the smallest and the largest. The CSV has every method.
     """
     from rlhf_notes.studies import speed
     from rlhf_notes.training.devices import pick_device
@@ -374,8 +377,10 @@ def bench(
     print(f"{speed.device_name(device)}, {rounds} rounds", flush=True)
     tasks = tuple(t for t in speed.TASKS if task in (None, t.replace(" ", "-")))
     print(f"ours: {speed.code_that_runs(device)}", flush=True)
-    timed = partial(speed.bench, (size,), device, rounds, left_out=print, tasks=tasks)
-    _study(run, timed, speed.table)
+    say = partial(print, flush=True)
+    timed = partial(speed.bench, (size,), device, rounds, left_out=say, tasks=tasks, every=every,
+                    begin=say)
+    _study(run, timed, speed.summary, rows_as_lines=False)
 
 # %% ../nbs/cli.ipynb #as-module
 if __name__ == "__main__" and "__file__" in globals():  # a notebook has no file

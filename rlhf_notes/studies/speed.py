@@ -6,14 +6,14 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/studies/speed.html.md"""
 
 # %% auto #0
 __all__ = ['GAE_SHAPES', 'COLUMNS', 'LONG', 'SIZES', 'TASKS', 'copy_bandwidth', 'seconds', 'device_name', 'code_that_runs',
-           'peak_extra', 'Case', 'logit_cases', 'gae_cases', 'measure', 'bench', 'table']
+           'peak_extra', 'Case', 'logit_cases', 'gae_cases', 'measure', 'bench', 'table', 'summary']
 
 # %% ../../nbs/studies/38_speed.ipynb #export-imports
 import ctypes
 import re
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -272,7 +272,7 @@ def measure(
             if extra is not None and m not in case.restore:
                 extra = max(0, extra - case.result[backward])
             head = (device_name(device), torch.version.__version__, case.task,
-                    "x".join(map(str, case.shape)), str(case.dtype).removeprefix("torch."),
+                    "x".join(map(str, case.shape)), _name(case.dtype),
                     "forward + backward" if backward else "forward", m, rounds)
             numbers = _numbers(turns[m], turns["ours"], extra, case, backward, bandwidth)
             found.append(dict(zip(COLUMNS, (*head, *numbers))))
@@ -307,7 +307,8 @@ def _numbers(times, ours, extra, case, backward, bandwidth):
             round(must / t / bandwidth, 4) if must else None)
 
 # %% ../../nbs/studies/38_speed.ipynb #bench-cases
-SIZES = {"small": (8, 128, 32000), "medium": (16, 256, 50257), "large": (4, 1024, 128256)}
+SIZES = {"quick": (4, 64, 16000), "small": (8, 128, 32000), "medium": (16, 256, 50257),
+         "large": (4, 1024, 128256)}
 TASKS = ("log-probability", "entropy", "both", "from hidden states", "GAE")
 
 def bench(
@@ -317,15 +318,28 @@ def bench(
     done=lambda rows: None,  # called with the rows of each case
     left_out=lambda text: None,  # called with what does not fit into memory
     tasks: tuple = TASKS,  # which of `TASKS`
+    every: bool = True,  # False: without our plain code, ours in place, and parts of the bill
+    begin=lambda text: None,  # called with "i of n: ..." before each case
 ) -> list:  # rows
     "All cases on one device."
     for task in tasks:
         check_value("tasks", task, TASKS)
     shapes, bandwidth, found = [_shape(size) for size in sizes], copy_bandwidth(device), []
-    for case in _cases(shapes, device, left_out, tasks):
+    n = 2 * len(shapes) * len({*tasks} - {"GAE"}) + len(GAE_SHAPES) * ("GAE" in tasks)
+    n += len(shapes) * (every and device == "cpu" and "log-probability" in tasks)
+    cases = (case for case in _cases(shapes, device, left_out, tasks)
+             if every or case.task != "parts")
+    for i, case in enumerate(cases, 1):
+        begin(f"{i} of {n}: {case.task}, {'x'.join(map(str, case.shape))}, {_name(case.dtype)}")
+        if not every:
+            shown = {m: f for m, f in case.methods.items() if m == "ours" or "ours" not in m}
+            case = replace(case, methods=shown)
         found.extend(new := measure(case, device, rounds, bandwidth))
         done(new)
     return found
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
 
 def _shape(size):
     if not isinstance(size, str): return size
@@ -338,8 +352,8 @@ def _cases(shapes, device, left_out, tasks):
             left = _memory_left(device)  # the naive methods hold several float32 copies
             need = 8 * torch.Size(shape).numel() * max(dtype.itemsize, 3)
             if need > 0.8 * left:
-                left_out(f"{'x'.join(map(str, shape))} in {str(dtype).removeprefix('torch.')} is "
-                         f"left out: the naive methods need about {need / 1e9:.0f} GB, and "
+                left_out(f"{'x'.join(map(str, shape))} in {_name(dtype)} is left out: "
+                         f"the naive methods need about {need / 1e9:.0f} GB, and "
                          f"{left / 1e9:.0f} are free")
                 continue
             yield from (case for case in logit_cases(shape, dtype, device) if case.task in tasks)
@@ -383,3 +397,23 @@ def table(
     return [header] + [
         (*(r[name] for name in header[:5]), *(shown(r[c], form) for c, form in columns.items()))
         for r in rows]
+
+# %% ../../nbs/studies/38_speed.ipynb #summary
+def summary(
+    rows: list,  # from `bench`
+) -> list:  # rows of strings, a header first; at most 100 columns together
+    "Our time, and how often the naive line and the quickest of the others take it."
+    found = [("task", "shape", "dtype", "passes", "ours, ms", "naive line", "best of others")]
+    head, cases = ("task", "shape", "dtype", "passes"), {}
+    for r in rows:
+        cases.setdefault(tuple(r[k] for k in head), {})[r["method"]] = r
+    for case, methods in cases.items():
+        if "ours" not in methods or case[0] == "parts": continue
+        naive = methods.get("naive") or methods["loop"]
+        others = [r for m, r in methods.items() if "ours" not in m and r is not naive]
+        best = min(others, key=lambda r: float(r["times_ours"]), default=None)
+        interval = "{times_ours:.1f} [{times_ours_low:.1f}, {times_ours_high:.1f}]".format(**naive)
+        found.append((*case[:3], case[3].replace("forward", "fwd").replace("backward", "bwd"),
+                      f"{methods['ours']['milliseconds']:.2f}", interval,
+                      f"{best['times_ours']:.1f} {best['method'].split()[0]}" if best else ""))
+    return found

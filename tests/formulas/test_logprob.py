@@ -198,7 +198,8 @@ def test_several_tokens_of_a_row_are_as_one_by_one(
                 lambda z: one_by_one(z) * torch.arange(1, K + 1), z)
             torch.testing.assert_close(got, expected)
             torch.testing.assert_close(
-                grad, expected_grad, atol=1e-4, rtol=GRAD_RTOL.get(dtype, 1e-5) * 4)
+                grad, expected_grad, atol=max(1e-4, GRAD_RTOL.get(dtype, 0)),
+                rtol=GRAD_RTOL.get(dtype, 1e-5) * 4)  # half precision adds up the K of them
 
 
 @ways

@@ -247,7 +247,7 @@ def test_an_error_of_what_is_measured_is_not_swallowed(error):
 
 
 @pytest.mark.parametrize("kwargs, words", [
-    (dict(sizes=("tiny",)), "sizes must be one of 'small', 'medium', 'large', got 'tiny'"),
+    (dict(sizes=("tiny",)), "sizes must be one of 'quick', 'small', 'medium', 'large', got 'tiny'"),
     (dict(tasks=("gae",)), "tasks must be one of 'log-probability', .* got 'gae'"),
 ])
 def test_bad_input_of_the_benchmark_is_named(kwargs, words):
@@ -273,3 +273,30 @@ def test_what_exponentials_cost_in_a_loop_is_measured_where_they_are_used():
     case = speed._part_case((2, 4, 65536))
     assert (case.methods["exp2 in the cache, compiled"] is not None) == fast.has_numba()
     for f in filter(None, case.methods.values()): f(*case.inputs)
+
+
+def test_the_summary_names_the_naive_line_and_the_quickest_of_the_others():
+    def row(method, times, task="both", shape="4x1024x128256", low=0.5):
+        return dict(task=task, shape=shape, dtype="bfloat16", passes="forward + backward",
+                    method=method, milliseconds=20 * times, times_ours=times,
+                    times_ours_low=low, times_ours_high=25.0)
+    rows = [row("naive", 3.0), row("DI-engine naive", 1.5), row("TRL", 2.0), row("ours", 1.0),
+            row("ours in place", 0.8), row("loop", 7.0, "GAE", "9x9"),
+            row("ours", 1.0, "GAE", "9x9")]
+    head, both, scan = speed.summary(rows)
+    assert both[4:] == ("20.00", "3.0 [0.5, 25.0]", "1.5 DI-engine")
+    assert scan[4:] == ("20.00", "7.0 [0.5, 25.0]", "")
+    widest = [max(map(len, x)) for x in zip(head, both, scan)]
+    assert sum(widest) + 2 * 6 + len("from hidden states") - len("task") <= 100
+
+
+def test_each_case_says_which_it_is_and_parts_are_for_who_asks(monkeypatch):
+    said, measured = [], []
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(speed, "measure", lambda case, *_: measured.append(case) or [])
+    for every in (False, True):
+        speed.bench(((2, 3, 40),), "cpu", 1, every=every, begin=said.append)
+    assert [s.split(":")[0] for s in said] == [f"{i} of {n}" for n in (10, 11)
+                                               for i in range(1, n + 1)]
+    few, many = ({m for c in cases for m in c.methods} for cases in (measured[:10], measured[10:]))
+    assert many - few >= {"ours, plain", "ours in place", "copy"} and {"naive", "ours"} <= few
