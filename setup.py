@@ -50,7 +50,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
-    package_data={"rlhf_notes": ["py.typed"]},
+    package_data={"rlhf_notes": ["py.typed", "studies/*.csv"]},
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
     cmdclass={"build_py": BuildWithDocstrings},

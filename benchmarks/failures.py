@@ -4,10 +4,11 @@
 
 Writes into nbs/studies/results: failures.csv, a row for each training (the policy's worth on
 held-out prompts, the iteration in which its true score was first 2, the iteration in which a number
-was not finite, the mean of each dial over the iterations); dials.csv, the dials in each iteration,
-of all failures with seed 0 and of the intact trainings with every seed (`check.diagnose` plays with
-them); failures_list.csv, what each failure is. Trainings that stand in the files are not repeated,
-so after a change of the defaults say --fresh. `nbs/studies/37_failures.ipynb` says what came of it.
+was not finite, the mean of each dial over the iterations). Writes into rlhf_notes/studies, where
+the game of the lesson finds them: dials.csv, the dials in each iteration, of all failures with seed
+0 and of the intact trainings with every seed; failures_list.csv, what each failure is. Trainings
+that stand in the files are not repeated, so after a change of the defaults say --fresh.
+`nbs/studies/37_failures.ipynb` says what came of it.
 
 Surprising rows again, with other seeds:
 
@@ -45,6 +46,7 @@ DIALS = ("score", "kl_k1", "entropy", "length", "valid", "approx_kl", "clip_frac
 OUTCOME = ("proxy", "true", "kl", "valid", "win", "first", "broke")
 COLUMNS = ("failure", "seed", *OUTCOME, *(f"mean_{d}" for d in DIALS))
 WORTH, LOOK = 2.0, 10  # the true score that counts as learned; iterations between two looks
+GAME = RESULTS.parents[2] / "rlhf_notes" / "studies"
 SECONDS = 16           # of one training, on a quiet core
 FRESH = 100            # seeds from here on are for doing surprising rows again
 
@@ -432,10 +434,11 @@ def run(name, seed):
 
 def main():
     args = options(__doc__, RESULTS, 10, FAILURES)
-    write(args.out / "failures_list.csv", ("failure", "number", "what", "changed", "base"),
+    game = GAME if args.out == RESULTS else args.out
+    write(game / "failures_list.csv", ("failure", "number", "what", "changed", "base"),
           [(n, f.number, f.what, f.changed(), f.base) for n, f in FAILURES.items()])
-    paths, columns = (args.out / "failures.csv", args.out / "dials.csv"), (
-        COLUMNS, ("failure", "seed", "iteration", *DIALS))
+    paths = args.out / "failures.csv", game / "dials.csv"
+    columns = COLUMNS, ("failure", "seed", "iteration", *DIALS)
     rows, dials = ([] if args.fresh else read(*x) for x in zip(paths, columns))
     done = {(r[0], int(r[1])) for r in rows}
     names = [PRETRAINED, *BASES, *FAILURES]

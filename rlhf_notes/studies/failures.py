@@ -32,11 +32,7 @@ def recorded() -> tuple:  # (failure -> what it is; (failure, seed) -> {dial: va
     return {r["failure"]: r for r in _rows("failures_list.csv")}, dict(runs)
 
 def _rows(name):
-    folders = Path(rlhf_notes.__file__).parents[1] / "nbs" / "studies" / "results", Path("results")
-    path = next((folder / name for folder in folders if (folder / name).exists()), None)
-    if path is None:
-        raise FileNotFoundError(f"the game needs {name}, which the package lacks: "
-                                "run it in a clone of https://github.com/rlhf-notes/rlhf_notes")
+    path = Path(rlhf_notes.__file__).parent / "studies" / name
     with open(path, newline="", encoding="utf-8") as f:
         return list(csv.DictReader(f))
 
@@ -105,7 +101,7 @@ def diagnose(
         print(f"Case {case} of {len(names)}: {kind}, with one thing wrong. Which?")
         for letter, name in lettered.items():
             print(f"  {letter}  {name}: {failures[name]['what']}")
-        print(f'Answer with check.diagnose({case}, "a").')
+        print(f'Answer with diagnose({case}, "a").')
         if draw:
             draw_dials(truth)
         return None

@@ -12,7 +12,6 @@ import torch
 from failures import BASES, COLUMNS, DIALS, FAILURES, PRETRAINED, Failure, attempt, read, swapped
 from torch import nn
 
-from rlhf_notes import check
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.preference import bradley_terry_loss
 from rlhf_notes.formulas.reward import RewardNorm
@@ -352,12 +351,12 @@ def test_cases_and_their_choices(invented):
 
 def test_the_game(invented, capsys):
     case, four = puzzles().index("no KL") + 1, choices("no KL")
-    assert check.diagnose(case, draw=False) is None
+    assert diagnose(case, draw=False) is None
     asked = capsys.readouterr().out
     assert asked.startswith(f"Case {case} of 10: PPO, with one thing wrong. Which?")
     assert all(f"  {letter}  {n}: {FAILURES[n].what}\n" in asked for letter, n in zip("abcd", four))
     for answer in ("no KL", "abcd"[four.index("no KL")]):
-        verdict = check.diagnose(case, answer)
+        verdict = diagnose(case, answer)
         assert verdict
         assert ("Right: no KL: KL costs nothing. Farthest from usual, in standard "
                 "deviations of the intact trainings: score +9;" in capsys.readouterr().out)
@@ -416,13 +415,6 @@ def test_what_is_recorded():
                 == {"grpo" if FAILURES[name].base == "grpo" else "ppo"})
     assert [
         sum(bool(diagnose(case, letter)) for letter in "abcd") for case in (1, 2, 3)] == [1, 1, 1]
-
-
-def test_a_package_without_the_records_says_so(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(game.rlhf_notes, "__file__", str(tmp_path / "a" / "b.py"))
-    with pytest.raises(FileNotFoundError, match="needs failures_list.csv, .* in a clone of https"):
-        game._rows("failures_list.csv")
 
 
 def test_the_benchmark_resumes(tmp_path):
