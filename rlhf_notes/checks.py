@@ -11,6 +11,7 @@ __all__ = ['KINDS', 'checked', 'check_value', 'under_its_name', 'pick', 'over_di
 import functools
 import inspect
 import re
+from numbers import Integral
 
 import torch
 
@@ -81,6 +82,8 @@ def _number(name, whole, left, low, high, right):
     interval, low, high = f"{left}{low}, {high}{right}", float(low), float(high)
 
     def check(x, seen):
+        if whole and isinstance(x, Integral) and not isinstance(x, bool):
+            x = int(x)
         if isinstance(x, bool) or not isinstance(x, (int, float)):
             raise TypeError(f"{name} must be a number, got {type(x).__name__}{_hint(x)}")
         if whole and isinstance(x, float): raise TypeError(f"{name} must be an integer, got {x}")

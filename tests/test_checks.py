@@ -46,8 +46,10 @@ ITEM = ", whose .item() is Python's own"
     *[({name: v}, TypeError, f"{name} must be a number, got {type(v).__name__}{ITEM}")
       for name in ("share", "n")
       for v
-      in (np.float16(0.2), np.float32(3), np.longdouble(3), np.int64(3), np.uint8(3),
-          np.bool_(True), np.array(3), torch.tensor(3))],
+      in (np.float16(0.2), np.float32(3), np.longdouble(3), np.bool_(True), np.array(3),
+          torch.tensor(3))],
+    *[(dict(share=v), TypeError, f"share must be a number, got {type(v).__name__}{ITEM}")
+      for v in (np.int64(1), np.uint8(1))],
     *[({name: v}, TypeError, f"{name} must be a number, got {type(v).__name__}")
       for name in ("share", "n") for v in ([3], np.ones(1), torch.ones(1), True, "3", None)],
     *[(dict(share=v), ValueError, f"share must be in [0, 1], got {v}")
@@ -73,6 +75,14 @@ def test_bad_input_is_named(given, error, message):
                  if not given.keys() - {"x", "mask"} else f(**{"x": X, **given})):
         with pytest.raises(error) as e: call()
         assert str(e.value) == message
+
+
+@pytest.mark.parametrize("n", [np.int64(3), np.uint8(3)])
+def test_a_whole_number_of_any_kind_becomes_an_int(n):
+    given = checked(n="int [1, 9]")(lambda n: n)(n)
+    assert given == 3 and type(given) is int
+    with pytest.raises(ValueError, match=r"n must be in \[1, 9\], got 10"):
+        f(X, n=type(n)(10))
 
 
 def test_what_is_right_passes():
