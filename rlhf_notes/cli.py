@@ -89,8 +89,9 @@ def _renamed(error):
     if new: return f"Unknown option: {old}. Did you mean --{new.replace('_', '-')}?"
 
 def _of_the_machine(error):
-    "One sentence if a disk, the memory or the table of files was full; else None."
+    "One sentence if a disk, memory or table of files was full, or a process ended; else None."
     if getattr(error, "is_ours", False): return f"cannot use {error.filename}: {error.strerror}"
+    if isinstance(error, ChildProcessError): return str(error)
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE): return error.strerror
     kind, text = type(error).__name__, str(error).strip()
     if "MemoryError" in kind or kind == "OutOfMemoryError" or "can't allocate memory" in text:

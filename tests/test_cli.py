@@ -395,6 +395,18 @@ def test_ctrl_c_ends_a_training_before_its_environments(tmp_path, number):
     assert {"summary.json", "ppo.pt", "curve.svg"} < {p.name for p in Path("cut").iterdir()}
 
 
+def test_a_process_of_an_environment_that_ends_is_told_in_a_line(capsys, monkeypatch):
+    iterate = control.PPO.iterate
+
+    def killed(self):
+        self.envs.processes[0].terminate()
+        self.envs.processes[0].join()
+        return iterate(self)
+    monkeypatch.setattr(control.PPO, "iterate", killed)
+    assert cli.main(["cartpole", *QUICK, "--vectorization", "async"]) == 1
+    assert capsys.readouterr().err == "rlhf-notes: the process of an environment has ended\n"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
 @pytest.mark.parametrize("redirect, code", [(">/dev/full", 1), (">&- 2>&-", 0), ("2>/dev/full", 0)])
 def test_output_that_cannot_be_written_ends_no_training(tmp_path, redirect, code):

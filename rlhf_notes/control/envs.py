@@ -10,6 +10,7 @@ __all__ = ['THRESHOLDS', 'make_envs', 'find_spec', 'env_name', 'identify', 'thre
 # %% ../../nbs/control/15_envs.ipynb #export-imports
 import os
 import random
+import signal
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -87,6 +88,7 @@ class _Single(gym.Wrapper):
         self.limit = env.spec.max_episode_steps if env.spec else None
         if os.getpid() != home and hasattr(os, "setsid"):
             os.setsid()  # the signals of a terminal are for the training, which ends this process
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by this one, too, without a word
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

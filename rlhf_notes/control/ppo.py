@@ -269,10 +269,11 @@ class PPO(Loop):
         "Play; an environment that fails is closed."
         try:
             return super().collect()
-        except BaseException:
+        except BaseException as e:
             with suppress(Exception):  # which may be as broken
                 self.close()
-            raise
+            if not isinstance(e, (ConnectionError, EOFError)): raise
+            raise ChildProcessError("the process of an environment has ended") from e
 
     @usual_defaults("agent")
     def iterate(self) -> dict:  # column -> number
