@@ -18,6 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 
 import torch
+from torch import nn
 
 from ..formulas.reward import truncate_at_stop
 from .load import Classifier, as_text, check_tokens, end_tokens
@@ -109,6 +110,8 @@ class Prompts:
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
         device = getattr(lm, "device", "cpu")
         self.rewards = [] if reward is None else reward_functions(reward, device)
+        models = (f.model for f, _ in self.rewards if isinstance(f, Classifier))
+        self.reward_models = nn.ModuleList(models)
         self.vocab_size = math.inf if lm is None else len(lm.get_output_embeddings().weight)
         self.rows, self.sampled = read_prompts(prompts), torch.empty(0, dtype=torch.long)
         if not self.rows: return

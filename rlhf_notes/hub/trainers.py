@@ -90,7 +90,7 @@ class Trainer:
         self.rows.append(self.loop.iterate())
         return self.rows[-1]
 
-    @usual_defaults("policy")
+    @usual_defaults("policy", "task.reward_models")
     def learn(
         self,
         callback=None,  # callback(trainer, row) after each iteration; False ends the training
@@ -218,6 +218,11 @@ class RLHF(Trainer):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
         lm, task = self.load_parts(config, model, tokenizer, prompts, reward)
         self.loop = make_loop(config, lm, task, task.score, plain=self.LOOP)
+
+    @property
+    def kl(self):  # `AdaptiveKLController` or `FixedKLController`
+        "The controller of the KL coefficient."
+        return self.loop.kl
 
     @classmethod
     def load(

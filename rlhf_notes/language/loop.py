@@ -61,7 +61,7 @@ class Loop(Stage):
         "A copy of the reference, and a value head of zeros."
         return Policy(copy.deepcopy(lm), learn_value=self.config.algo == "ppo")  # P2
 
-    @usual_defaults("policy")
+    @usual_defaults("policy", "task.reward_models")
     def iterate(self) -> dict:  # column -> number
         "One iteration: sample responses, score them, learn from them."
         c, start, logs = self.config, time.perf_counter(), []

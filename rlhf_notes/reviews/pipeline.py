@@ -117,7 +117,7 @@ class Training:
         "True if the last stage is complete."
         return self.name == "rl" and self.stage.iteration >= self.stage.iterations
 
-    @usual_defaults("lm")
+    @usual_defaults("lm", "task.reward_models")
     def iterate(self) -> dict:  # column -> number
         "One step of the stage: its row."
         self.advance()

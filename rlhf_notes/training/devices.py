@@ -14,6 +14,7 @@ import re
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from operator import attrgetter
 
 import torch
 
@@ -115,13 +116,13 @@ THREADS = Setting(torch.get_num_threads, torch.set_num_threads, threading.get_id
 SMALL = 1_000_000  # weights; a model with fewer computes on one thread
 
 def usual_defaults(
-    model: str | None = None,  # the attribute with the model, for a method; None = no model yet
+    *models: str,  # for a method, attributes with the models that run; none = no model yet
 ):  # a decorator
-    "Inside, a new tensor is float32 and on the CPU; a small model computes on one thread."
+    "Inside, a new tensor is float32 and on the CPU; small models compute on one thread."
     def decorate(function):
         @wraps(function)
         def inside(*args, **kwargs):
-            threads = _threads(getattr(args[0], model)) if model else nullcontext()
+            threads = _threads([attrgetter(name)(args[0]) for name in models])
             on_cpu = torch.get_default_device().type == "cpu"
             device = nullcontext() if on_cpu else torch.device("cpu")
             with DTYPE.held(torch.float32), device, threads:
@@ -129,6 +130,7 @@ def usual_defaults(
         return inside
     return decorate
 
-def _threads(model):
-    small = sum(p.numel() for p in model.parameters()) < SMALL
-    return THREADS.held(1) if small and "OMP_NUM_THREADS" not in os.environ else nullcontext()
+def _threads(models):
+    largest = max((sum(p.numel() for p in m.parameters()) for m in models), default=SMALL)
+    small = largest < SMALL and "OMP_NUM_THREADS" not in os.environ
+    return THREADS.held(1) if small else nullcontext()

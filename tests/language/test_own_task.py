@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -111,6 +112,13 @@ def test_a_policy_that_an_earlier_version_saved_is_loaded(tmp_path):
     assert again.config.prompt_length == 5 == again.task.prompt_length
 
 
+def test_numbers_of_numpys_are_options():
+    t = bare(max_new_tokens=np.int64(3), seed=np.int64(1), iterations=np.int32(2))
+    assert t.config == bare(max_new_tokens=3, seed=1, iterations=2).config
+    with pytest.raises(ValueError, match="max_new_tokens must be in"):
+        bare(max_new_tokens=np.int8(0))
+
+
 def test_the_rate_falls_with_the_size():
     sizes = 10 ** torch.arange(1, 12)
     rates = [rate_by_size(int(n)) for n in sizes]
@@ -137,6 +145,30 @@ def test_the_callers_default_dtype_and_device_change_nothing(algo, tmp_path):
             with torch.device("meta"): assert learned() == expected
             assert torch.get_default_dtype() == dtype
         finally: torch.set_default_dtype(torch.float32)
+
+
+def test_a_large_reward_model_computes_on_all_threads(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads, lm = [], make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=4, n_head=2)
+    small, large = (sum(p.numel() for p in m.parameters())
+                    for m in (lm, classifier(tmp_path, kind="GPT2")))
+    assert large > 2 * small
+    monkeypatch.setattr("rlhf_notes.training.devices.SMALL", 2 * small)
+
+    def zero(prompts, responses):
+        threads.append(torch.get_num_threads())
+        return [0.0] * len(prompts)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for reward in (zero, [zero, str(tmp_path)]):
+            t = RLHF(lm, tokenizer(), prompts=["w3"], reward=reward, algo="ppo", iterations=2,
+                     **SMALL)
+            assert t.kl is t.loop.kl
+            t.iterate()
+            t.learn()
+        assert threads == [1, 1, 2, 2]
+    finally: torch.set_num_threads(before)
 
 
 def test_a_small_model_learns_and_generates_on_one_thread(monkeypatch):

@@ -121,6 +121,14 @@ def test_an_error_restores_the_setting(two_threads):
     assert torch.get_num_threads() == 2 and not THREADS.holders
 
 
+def test_the_largest_of_the_models_decides(two_threads):
+    small, large = (torch.nn.Linear(n, 1, bias=False, device="meta") for n in (10, SMALL))
+    count = usual_defaults("policy", "task.models")(lambda trainer: torch.get_num_threads())
+    for policy, models, threads in (small, [], 1), (small, [large], 2), (large, [small], 2):
+        task = SimpleNamespace(models=torch.nn.ModuleList(models))
+        assert count(SimpleNamespace(policy=policy, task=task)) == threads
+
+
 @pytest.mark.parametrize("weights, threads", [(SMALL - 1, 1), (SMALL, 2)])
 def test_a_small_model_computes_on_one_thread(weights, threads, two_threads, monkeypatch):
     model = torch.nn.Linear(weights, 1, bias=False, device="meta")
