@@ -88,7 +88,7 @@ class _Single(gym.Wrapper):
         self.limit = env.spec.max_episode_steps if env.spec else None
         if os.getpid() != home and hasattr(os, "setsid"):
             os.setsid()  # the signals of a terminal are for the training, which ends this process
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by this one, too, without a word
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by this one, too, silently
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
