@@ -202,9 +202,9 @@ _graphs = WeakKeyDictionary()  # model -> {shapes, temperature, weights: what `_
 def replayed(loop):  # loop(lm, prompts, mask, u, temperature) -> tensors
     "Decorate a sampling loop: for a plain GPT-2 on CUDA it is recorded once and then replayed."
     @functools.wraps(loop)
-    def call(lm, prompts, mask, u, temperature=1.0):
+    def call(lm, prompts, mask, u, temperature=1.0, *ends):
         if not (fast.is_open() and u.is_cuda and is_plain(lm)):
-            return loop(lm, prompts, mask, u, temperature)
+            return loop(lm, prompts, mask, u, temperature, *ends)
         known, inputs = _graphs.setdefault(lm, {}), (prompts, mask, u)
         key = (prompts.shape, u.shape, temperature, _dtype(lm),
                *(p.data_ptr() for p in lm.parameters()))

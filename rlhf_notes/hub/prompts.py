@@ -108,6 +108,7 @@ class Prompts:
         self.tokenizer, self.response_length = tokenizer, response_length
         self.prompt_length, self.stop_after = 0, stop_after
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
+        self.until = dict(stop=self.stop_token, stop_after=stop_after)  # no G4
         device = getattr(lm, "device", "cpu")
         self.rewards = [] if reward is None else reward_functions(reward, device)
         models = (f.model for f, _ in self.rewards if isinstance(f, Classifier))

@@ -134,7 +134,8 @@ class Trainer:
         for part in zip(*(x.split(c.batch) for x in (tokens, mask, u))):
             with autocast(device, c.precision):
                 inputs = (x.to(device) for x in part)
-                found.append(sample(self.policy.lm, *inputs, c.temperature).tokens.cpu())
+                samples = sample(self.policy.lm, *inputs, c.temperature, **self.task.until)
+                found.append(samples.tokens.cpu())
         return torch.cat(found)
 
     def save(

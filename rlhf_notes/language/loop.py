@@ -93,7 +93,8 @@ class Loop(Stage):
         u: torch.Tensor,  # (B, T) uniform in [0, 1)
     ) -> Rollout:  # without advantages
         "Sample responses; ask reward, reference and value head."
-        samples = sample(lm, prompts, mask, u, self.config.temperature)  # G4, P1
+        until = getattr(self.task, "until", {})
+        samples = sample(lm, prompts, mask, u, self.config.temperature, **until)  # G4, P1
         responses, response_mask, has_end = self.task.truncate(samples.tokens)  # P5
         scores = self.reward(prompts, mask, responses, response_mask)
         scores, response_mask = treat_overlong(self.config, scores, response_mask, has_end)

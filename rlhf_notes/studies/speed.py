@@ -398,7 +398,7 @@ def table(
         (*(r[name] for name in header[:5]), *(shown(r[c], form) for c, form in columns.items()))
         for r in rows]
 
-# %% ../../nbs/studies/38_speed.ipynb #summary
+# %% ../../nbs/studies/38_speed.ipynb #summary-rows
 def summary(
     rows: list,  # from `bench`
 ) -> list:  # rows of strings, a header first; at most 100 columns together

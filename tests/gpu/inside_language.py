@@ -143,6 +143,17 @@ def test_the_graph_gives_the_samples_of_its_code(device, precision):
     assert found.kinds.total() == 1  # is the last column of the mask True?
 
 
+def test_a_gpu_is_not_waited_for_to_see_that_all_have_ended(monkeypatch):
+    from rlhf_notes.language import sampling
+    steps, (prompts, mask, _) = [], texts(3, 0, "cuda")
+    monkeypatch.setattr(sampling, "draw", lambda *a: steps.append(1) or draw(*a))
+    lm, u = make("Llama", vocab_size=50).to("cuda"), to_gpu(torch.rand(3, 20))
+    with counted() as alone: sample(lm, prompts, mask, u[:, :1])
+    steps.clear()
+    with counted() as found: sample(lm, prompts, mask, u, 1.0, list(range(50)))
+    assert len(steps) == 1 and found.kinds == alone.kinds
+
+
 @slow
 def test_an_impossible_token_is_not_drawn(monkeypatch):
     "The cumulative sum of a GPU may rise where a probability is 0."

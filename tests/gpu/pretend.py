@@ -265,9 +265,10 @@ def dispatch(func, args, kwargs):
     if name in ("_to_copy", "copy_"):
         a, b = (args[0].device, target) if name == "_to_copy" else (
             args[1].device, target := args[0].device)
-        pinned = kwargs.get("non_blocking") and any(x() is args[0] for x in PINNED)
+        free = kwargs.get("non_blocking") or name == "copy_" and args[2:] == (True,)
+        pinned = free and any(x() is args[0] for x in PINNED)
         if (a.type, b.type) == ("cpu", "cuda") and not pinned: event("H2D", b.index)
-        if (a.type, b.type) == ("cuda", "cpu"): event("D2H", a.index)
+        if (a.type, b.type) == ("cuda", "cpu") and not pinned: event("D2H", a.index)
     elif name == "_local_scalar_dense":
         event("item", target.index)
         return func(inner(args[0]))

@@ -2,6 +2,7 @@
 reading.
 """
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,10 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from language_models import KINDS, make, texts
 from strategies import SEEDS, normal
+from transformers import GPT2Model
 
 from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import selective_log_softmax
-from rlhf_notes.language.model import Policy, hidden_states, make_gpt2, no_dropout, to_logits
+from rlhf_notes.formulas.reward import truncate_at_stop
+from rlhf_notes.language import sampling
+from rlhf_notes.language.model import (
+    Policy,
+    by_length,
+    hidden_states,
+    make_gpt2,
+    no_dropout,
+    response_states,
+    to_logits,
+)
 from rlhf_notes.language.sampling import draw, sample
 
 TOP = 1 - 2**-24                                            # the largest float32 below 1
@@ -226,3 +238,63 @@ P, M, U = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool
 def test_bad_arguments(args, error, words):
     with pytest.raises(error, match=words):
         sample(gpt2(), *args)
+
+
+# --- where it stops, and what is computed apart
+
+def words(seed, *shape):
+    return torch.randint(37, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def counted_steps(monkeypatch):
+    "How many tokens are drawn, step by step."
+    steps = []
+    monkeypatch.setattr(sampling, "draw", lambda *a: steps.append(1) or draw(*a))
+    return steps
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("way", [fast.off, nullcontext])
+def test_all_that_is_read_is_the_same_when_it_stops_with_the_last_end(monkeypatch, way, first):
+    lm, (prompts, mask), u = gpt2(), texts(3, 6, 4), uniform(1, 6, 20)
+    stop, steps = [1, 2, 3, 5, 7, 11, 13, 17], counted_steps(monkeypatch)
+    with way():
+        whole = sample(lm, prompts, mask, u)
+        cut, count, found = truncate_at_stop(whole.tokens, stop, 0, first)
+        steps.clear()
+        got = sample(lm, prompts, mask, u, 1.0, stop, first)
+    assert found.all() and len(steps) == count.sum(1).max() < 20
+    assert torch.equal(truncate_at_stop(got.tokens, stop, 0, first)[0], cut)
+    assert torch.equal(got.logp[count], whole.logp[count])
+    assert torch.equal(got.hidden[count], whole.hidden[count])
+    assert [x.shape for x in got] == [x.shape for x in whole]
+
+
+def test_a_response_without_an_end_is_sampled_to_the_last_token(monkeypatch):
+    lm, (prompts, mask), steps = gpt2(), texts(3, 6, 4), counted_steps(monkeypatch)
+    sample(lm, prompts, mask, uniform(1, 6, 9), 1.0, [40])
+    assert len(steps) == 9
+
+
+def test_a_long_prompt_does_not_pad_the_others(monkeypatch):
+    lm, u = gpt2(n_positions=256), uniform(1, 9, 2)
+    prompts, lengths = words(3, 9, 200), torch.tensor([9, 3, 5, 200, 7, 9, 4, 90, 8])
+    mask = torch.arange(200) >= 200 - lengths[:, None]
+    assert by_length(mask.sum(1).tolist(), 2) == [[3], [7], [1, 6, 2, 4, 8, 0, 5]]
+    assert by_length([5, 5, 9], 2) == [[0, 1, 2]] and by_length([], 2) == []
+    read, states = [], GPT2Model.forward
+    monkeypatch.setattr(GPT2Model, "forward", lambda *a, **k: (
+        read.append(k["input_ids"].numel()), states(*a, **k))[1])
+    with fast.off():
+        got = sample(lm, prompts, mask, u)
+        assert sum(read) < 400
+        for i in range(9):
+            alone = sample(lm, prompts[i:i + 1, mask[i]], mask[i:i + 1, mask[i]], u[i:i + 1])
+            assert torch.equal(alone.tokens[0], got.tokens[i])
+            torch.testing.assert_close(alone.hidden[0], got.hidden[i], atol=1e-4, rtol=1e-4)
+        tokens = torch.cat([prompts, got.tokens], 1)
+        seen = torch.cat([mask, torch.ones(9, 2, dtype=torch.bool)], 1)
+        read.clear()
+        again = response_states(lm, tokens, seen, 2)
+        assert sum(read) < 400
+    torch.testing.assert_close(again, got.hidden, atol=1e-4, rtol=1e-4)
