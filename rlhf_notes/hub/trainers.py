@@ -20,7 +20,6 @@ from rlhf_notes.hub.load import (
     add_lora,
     as_text,
     check_tokens,
-    check_trainable,
     load_model,
     save_model,
 )
@@ -56,7 +55,6 @@ class Trainer:
                             c.stop_after, lm)
         lengths = {"prompt_length" if c.prompt_length else "prompts": self.task.prompt_length}
         check_context(lm, **lengths, max_new_tokens=c.response_length)
-        check_trainable(lm, type(lm).__name__)
         self.rows, self.evaluator = [], None
         return lm, self.task
 
