@@ -509,7 +509,7 @@ def test_rlhf_leaves_what_was_promised_and_it_can_be_trained_further(tmp_path, c
 
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
-    from rlhf_notes.hub.load import save_model
+    from rlhf_notes.hub.save import save_model
     from rlhf_notes.language.model import make_gpt2
     from rlhf_notes.reviews.task import WORDS, make_tokenizer
     path = tmp_path_factory.mktemp("language") / "lm"

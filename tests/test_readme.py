@@ -6,7 +6,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from rlhf_notes.hub.load import save_model
+from rlhf_notes.hub.save import save_model
 from rlhf_notes.language.model import make_gpt2
 
 ROOT = Path(__file__).parent.parent

@@ -44,7 +44,8 @@ TESTS = {
     "pipeline": ("reviews/test_pipeline.py", "language/test_own_task.py"),
     "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"),
     "prompts": ("language/test_own_task.py", "language/test_rollout.py", "reviews/test_task.py"),
-    "load": ("language/test_hub.py", "language/test_adapters.py", "language/test_own_task.py"),
+    **dict.fromkeys(("load", "save"), ("language/test_hub.py", "language/test_adapters.py",
+                                       "language/test_own_task.py")),
     "model": ("language/test_model.py", "language/test_adapters.py"),
     "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}

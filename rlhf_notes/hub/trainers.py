@@ -16,14 +16,9 @@ from pathlib import Path
 import torch
 
 from ..checks import check_value
-from rlhf_notes.hub.load import (
-    add_lora,
-    as_text,
-    check_tokens,
-    load_model,
-    save_model,
-)
+from .load import add_lora, as_text, check_tokens, load_model
 from .prompts import Prompts, read_prompts, token_ids
+from .save import save_model
 from ..language.config import RLHFConfig, check_effect
 from ..language.dpo import Choices, chosen_first, make_dpo
 from ..language.loop import Loop

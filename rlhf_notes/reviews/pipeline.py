@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from ..formulas.reward import RewardNorm
-from ..hub.load import load_model, pad_outside, save_reward_model
+from ..hub.load import load_model, pad_outside
+from ..hub.save import save_reward_model
 from ..hub.trainers import RLHF, save_policy
 from ..language.config import RLHFConfig
 from ..language.dpo import make_dpo

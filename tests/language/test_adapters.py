@@ -15,7 +15,8 @@ from language.parts import TINY
 from language_models import WORDS, make, tiny, tokenizer
 
 from rlhf_notes import RLHF
-from rlhf_notes.hub.load import add_lora, load_model, save_model
+from rlhf_notes.hub.load import add_lora, load_model
+from rlhf_notes.hub.save import save_model
 from rlhf_notes.hub.trainers import DPO
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.reviews.pipeline import make_world

@@ -17,7 +17,8 @@ from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
 from rlhf_notes import RLHF, fast
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.hub import load as hub
-from rlhf_notes.hub.load import check_model, load_model, pad_outside, save_model, save_reward_model
+from rlhf_notes.hub.load import check_model, load_model, pad_outside
+from rlhf_notes.hub.save import save_model, save_reward_model
 from rlhf_notes.language.model import RewardModel, hidden_states, no_dropout
 
 def saved(lm, path, tok=None):

@@ -24,7 +24,8 @@ from language.parts import (
     without_times,
 )
 
-from rlhf_notes.hub.load import pad_outside, save_model
+from rlhf_notes.hub.load import pad_outside
+from rlhf_notes.hub.save import save_model
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.reviews import pipeline as P
