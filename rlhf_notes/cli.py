@@ -7,7 +7,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/cli.html.md"""
 # %% auto #0
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'CONVERTERS', 'Out', 'Overwrite', 'Resume', 'Trust', 'Prompts',
            'Reward', 'Directory', 'FEW', 'Few', 'Whole', 'Seeds', 'Track', 'Chat', 'From', 'Named', 'BenchTask', 'main',
-           'options_of', 'training', 'command', 'demo', 'generate', 'aligned', 'compare', 'bench']
+           'options_of', 'training', 'command', 'demo', 'generate', 'aligned', 'compare', 'bench', 'doctor']
 
 # %% ../nbs/cli.ipynb #export-imports
 import errno
@@ -382,6 +382,23 @@ def bench(
     timed = partial(speed.bench, (size,), device, rounds, left_out=say, tasks=tasks, every=every,
                     begin=say)
     _study(run, timed, speed.summary, rows_as_lines=False)
+
+# %% ../nbs/cli.ipynb #doctor
+@command
+def doctor(
+    log: Path,  # metrics.csv, trainer_state.json, progress.csv, events, console or JSON lines
+):
+    """Read the log of a training and name what is wrong with it.
+
+    Ours, TRL's, stable-baselines3's or verl's. The exit code is 1 if something is wrong.
+    """
+    from rlhf_notes.doctor import examine, read_log, series
+    with _usage_errors():
+        rows = read_log(log)
+    found = examine(rows)
+    columns = ", ".join(x.column for x in series(rows).values())
+    print(*found or [f"nothing found in {len(rows)} rows, by {columns}"], sep="\n")
+    return int(bool(found))
 
 # %% ../nbs/cli.ipynb #as-module
 if __name__ == "__main__" and "__file__" in globals():  # a notebook has no file

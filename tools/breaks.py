@@ -33,6 +33,7 @@ TESTS = {
     "checks": ("test_checks.py",), "outcomes": ("exercises/test_engine.py",),
     **dict.fromkeys(("engine", "relations", "facts", "substitutes"),
                     ("exercises/test_engine.py", "exercises/test_unseen.py")),
+    "doctor": ("test_doctor.py",),
     "launch": ("test_cli.py", "language/test_own_task.py"),
     "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"),
     "linear": ("formulas/test_logprob.py",),
