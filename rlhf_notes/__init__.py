@@ -59,12 +59,13 @@ FORMULAS = {  # module -> its public names, separated by spaces
     "formulas.surrogate": "CLIP_KINDS clipped_surrogate clip_fraction",
     "formulas.value": "value_loss value_clip_fraction explained_variance value_transform "
                       "value_inv_transform symlog inv_symlog",
-    "formulas.kl": "KL_KINDS kl_estimate exact_kl kl_loss FixedKLController AdaptiveKLController",
+    "formulas.kl": "KL_KINDS kl_estimate exact_kl kl_loss rollout_rejection_mask FixedKLController "
+                   "AdaptiveKLController",
     "formulas.whitening": "whiten RunningMoments",
     "formulas.advantage": "GROUP_SCALES accumulate discounted_returns gae gae_tokens "
-                          "group_advantage rloo_advantage reinforce_pp_advantage",
+                          "length_adaptive_lambda group_advantage rloo_advantage reinforce_pp_advantage",
     "formulas.reward": "PENALTY_MODES token_rewards RewardNorm truncate_at_stop apply_penalty "
-                       "overlong_penalty",
+                       "overlong_penalty multi_reward_advantage",
     "formulas.ppo": "ppo_loss ppo_stats top_entropy_mask clip_cov_mask kl_cov_penalty",
     "formulas.grpo": "POLICY_VARIANTS policy_loss register_variant microbatch_weight "
                      "off_policy_sequence_mask",

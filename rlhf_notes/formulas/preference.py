@@ -3,10 +3,14 @@
 ### The formulas by name
 
 ```text
-bradley_terry_loss  -log sigmoid(r_chosen - r_rejected - margin)
+bradley_terry_loss  -log sigmoid(r_chosen - r_rejected - margin) + centre (r_chosen + r_rejected)^2
 best_of_n_loss      -log softmax(r)[best]
 dpo_loss            -log sigmoid(beta h), h = log pi / pi_ref of chosen less that of rejected
   kind="ipo"        (h - 1 / (2 beta))^2
+  kind="apo_zero"   sigmoid(-w) + sigmoid(l), w and l beta log pi / pi_ref of the two responses
+  kind="apo_down"   sigmoid(w) + sigmoid(l - w)
+  kind="robust"     ((1 - e) loss(h) - e loss(-h)) / (1 - 2 e)
+  kind="rpo"        loss(h) - alpha log pi(chosen) / length
   label_smoothing   (1 - e) loss(h) + e loss(-h)
 implicit_reward     beta (log pi - log pi_ref)
 simpo_loss          -log sigmoid(beta (l_chosen - l_rejected) - gamma), l = log pi per token
@@ -33,11 +37,12 @@ from .logprob import selective_log_softmax
 from .masking import masked_mean
 
 # %% ../../nbs/formulas/12_preference.ipynb #bradley-terry
-@checked(chosen="float (...)", rejected="float (...)")
+@checked(chosen="float (...)", rejected="float (...)", centre="[0, inf)")
 def bradley_terry_loss(
     chosen: Tensor,  # (...) rewards of the preferred responses
     rejected: Tensor,  # (...) rewards of the others
     margin: float | Tensor = 0.0,  # by how much `chosen` should win: a number, or (...)
+    centre: float = 0.0,  # weight of (chosen + rejected)^2, which keeps the rewards near 0
 ) -> Tensor:  # 0-dim, nats
     "Mean of -log sigmoid(chosen - rejected - margin) (Bradley and Terry 1952)."
     if not isinstance(margin, Tensor):
@@ -45,7 +50,8 @@ def bradley_terry_loss(
     elif margin.shape != chosen.shape:
         raise ValueError(f"margin must be a number or have the shape of chosen, "
                          f"{tuple(chosen.shape)}, got {tuple(margin.shape)}")
-    return -masked_mean(logsigmoid(chosen - rejected - margin))
+    loss = -masked_mean(logsigmoid(chosen - rejected - margin))
+    return loss + centre * masked_mean((chosen + rejected).square()) if centre else loss
 
 # %% ../../nbs/formulas/12_preference.ipynb #best-of-n
 @checked(rewards="float (B N)", best="int (B)")
@@ -57,11 +63,11 @@ def best_of_n_loss(
     return -masked_mean(under_its_name("best", selective_log_softmax, rewards, best))
 
 # %% ../../nbs/formulas/12_preference.ipynb #dpo
-DPO_KINDS = ("sigmoid", "ipo")
+DPO_KINDS = ("sigmoid", "ipo", "apo_zero", "apo_down", "robust", "rpo")
 
 @checked(chosen_logp="float (...)", rejected_logp="float (...)", ref_chosen_logp="float (...)",
          ref_rejected_logp="float (...)", beta="(0, inf)", label_smoothing="[0, 0.5]",
-         kind=DPO_KINDS, reduction=("mean", "none"))
+         kind=DPO_KINDS, reduction=("mean", "none"), alpha="[0, inf)", chosen_length="real (...)?")
 def dpo_loss(
     chosen_logp: Tensor,  # (...) nats, log pi of the chosen responses, summed over their tokens
     rejected_logp: Tensor,  # (...) nats, log pi of the rejected responses
@@ -69,19 +75,32 @@ def dpo_loss(
     ref_rejected_logp: Tensor,  # (...) nats, log pi_ref of the rejected responses; a constant
     beta: float = 0.1,  # pull to the reference, reward per nat; the tau of IPO
     label_smoothing: float = 0.0,  # share of the labels that are taken to be wrong
-    kind: str = "sigmoid",  # one of `DPO_KINDS`: DPO, or IPO's squared distance from 1 / (2 beta)
+    kind: str = "sigmoid",  # one of `DPO_KINDS`
     reduction: str = "mean",  # "mean" over the pairs, or "none"
+    alpha: float = 1.0,  # "rpo": weight of imitating the chosen responses
+    chosen_length: Tensor | None = None,  # (...) tokens of the chosen responses, "rpo"; None = 1
 ) -> Tensor:  # 0-dim, or (...)
     "-log sigmoid(beta h) (Rafailov et al. 2023, eq. 7) or (h - 1 / (2 beta))^2 (Azar et al. 2023)."
-    h = chosen_logp - ref_chosen_logp.detach() - (rejected_logp - ref_rejected_logp.detach())
+    if kind != "rpo" and chosen_length is not None:
+        raise ValueError(f"chosen_length must be None for kind={kind!r}, got a tensor")
+    w, l = chosen_logp - ref_chosen_logp.detach(), rejected_logp - ref_rejected_logp.detach()
+    imitation = alpha * chosen_logp / (1 if chosen_length is None else chosen_length)
+    pairs = _pair_loss(kind, w, l, beta, label_smoothing) - (imitation if kind == "rpo" else 0)
+    return masked_mean(pairs) if reduction == "mean" else pairs
 
+def _pair_loss(kind, w, l, beta, e):
+    "Loss of each pair from the log-ratios of its two responses and the share of wrong labels."
+    most = {"apo_zero": 0, "apo_down": 0, "robust": 0.499}.get(kind, 0.5)
+    if e > most:
+        raise ValueError(f"label_smoothing must be at most {most} for kind={kind!r}, got {e}")
+    if kind == "apo_zero": return torch.sigmoid(-beta * w) + torch.sigmoid(beta * l)
+    if kind == "apo_down": return torch.sigmoid(beta * w) + torch.sigmoid(-beta * (w - l))
     def loss(h):  # nats, the lead of the chosen response
         if kind == "ipo": return (h - 1 / (2 * beta)).square()
         return -logsigmoid(beta * h)
-    pairs = loss(h)
-    if label_smoothing:
-        pairs = (1 - label_smoothing) * pairs + label_smoothing * loss(-h)
-    return masked_mean(pairs) if reduction == "mean" else pairs
+    if not e: return loss(w - l)
+    flipped = -e if kind == "robust" else e
+    return ((1 - e) * loss(w - l) + flipped * loss(l - w)) / (1 - e + flipped)
 
 # %% ../../nbs/formulas/12_preference.ipynb #implicit
 @checked(logp="float (...)", logp_ref="float (...)", beta="(0, inf)")

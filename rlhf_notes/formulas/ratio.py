@@ -8,7 +8,9 @@ importance_ratio             r = exp(log pi - log pi_old)
   level="sequence"           exp of the mean log-ratio of the response
 effective_sample_size        (sum r)^2 / sum r^2
 truncated_importance_weight  min(pi_old / pi_rollout, C); above="zero": 0 beyond C
+  floor=a                    0 below a; with above="zero" the band of IcePop
   level="sequence"           the same of the product over the response
+  level="geometric"          the same of the geometric mean over the response
 ```
 
 Docs: https://rlhf-notes.github.io/rlhf_notes/formulas/ratio.html.md"""
@@ -64,20 +66,26 @@ def effective_sample_size(
     return w.sum().square() / torch.where(largest == 0, 1, w.square().sum())
 
 # %% ../../nbs/formulas/03_ratio.ipynb #tis
-@checked(logp_old="float (...)", logp_rollout="float (...)", cap="[1, inf)",
-         mask="bool (...)?", level=RATIO_LEVELS, above=("cap", "zero"))
+@checked(logp_old="float (...)", logp_rollout="float (...)", cap="(0, inf)", mask="bool (...)?",
+         level=(*RATIO_LEVELS, "geometric"), above=("cap", "zero"), floor="[0, 1]?")
 def truncated_importance_weight(
     logp_old: Tensor,  # (...), log pi_old of the tokens by the program that trains, in nats
     logp_rollout: Tensor,  # (...), the same by the program that sampled them, in nats
-    cap: float = 2.0,  # largest weight C, >= 1
+    cap: float = 2.0,  # largest weight C, > 0
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
-    level: str = "token",  # "sequence": the product over each response, (B, T) -> (B, 1)
+    level: str = "token",  # or of a response, (B, 1): "sequence" product, "geometric" mean
     above: str = "cap",  # what a larger weight becomes: "cap" truncates it, "zero" leaves it out
-) -> Tensor:  # (...), or (B, 1) for sequences; in [0, cap], no gradient; 1 where nothing counts
+    floor: float | None = None,  # a smaller weight becomes 0, at most `cap`; None = no bound
+) -> Tensor:  # (...), or (B, 1); in [0, cap], no gradient; 1, or a smaller cap, where nothing counts
     "min(pi_old / pi_rollout, C) (Yao et al. 2025; Espeholt et al. 2018, section 4.1)."
     log_ratio = apply_mask(logp_old - logp_rollout, mask).detach()
-    if level == "sequence":
+    if level != "token":
         check_value("logp_old", logp_old, "float (B T)")
-        log_ratio = log_ratio.sum(1, keepdim=True)
+        geometric = level == "geometric"
+        log_ratio = (masked_mean(log_ratio, mask, dim=1, keepdim=True) if geometric
+                     else log_ratio.sum(1, keepdim=True))
     w = bounded_log_ratio(log_ratio).exp()
+    if floor is not None:
+        if floor > cap: raise ValueError(f"floor must be at most cap, {cap}, got {floor}")
+        w = w.masked_fill(w < floor, 0)
     return w.clamp(max=cap) if above == "cap" else w.masked_fill(w > cap, 0)

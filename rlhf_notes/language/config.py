@@ -111,7 +111,7 @@ class RLHFConfig:
     "scale token rewards to variance 1, keeping their mean (P9); for ppo"
     whiten_advantages: bool = True
     "whiten advantages (P9); for ppo"
-    group_scale: Literal["std", "batch", "none"] = "std"
+    group_scale: Literal["std", "batch", "mean", "none"] = "std"
     "grpo divides advantages by the standard deviation of the group (std), the batch, or nothing"
     kl_coef: NonNegative | None = None
     "price of a nat of KL at the start (P8); by default 0.1 in the rewards, 0.2 in the loss"

@@ -1,7 +1,10 @@
 """The formulas that TRL has too and the table of lesson 32 has not: value and gradient on the same
 random tensors. Without TRL they are skipped."""
 import importlib
+import inspect
+import textwrap
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,14 @@ def trl(module):
         return importlib.import_module(f"trl.{module}")
 
 
+def trl_lines(method, first, last):
+    "The lines of a method of TRL from the one that begins with `first` to the next with `last`."
+    lines = textwrap.dedent(inspect.getsource(method)).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
+    end = next(i for i, line in enumerate(lines) if i > begin and line.strip().startswith(last))
+    return textwrap.dedent("\n".join(lines[begin : end + 1]))
+
+
 def same(ours, theirs, *tensors):
     "Value and gradients of both agree."
     (a, slopes), (b, expected) = value_and_grad(ours, *tensors), value_and_grad(theirs, *tensors)
@@ -35,3 +46,49 @@ def test_distillation_is_trls(kind, beta, theirs, seed):
     labels = torch.where(m, 1, -100)
     same(lambda s: rn.distillation_loss(s, t, m, kind, beta, 0.7),
          lambda s: loss(s, t, labels, beta=theirs, temperature=0.7), s)
+
+
+def pairs(seed): return [normal(seed + k, (6,), scale=3.0) - 20 for k in range(4)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind, eps", [("apo_zero", 0.0), ("apo_down", 0.0), ("robust", 0.2)])
+def test_the_pair_losses_are_trls(kind, eps, seed):
+    method = trl("trainer.dpo_trainer").DPOTrainer._compute_loss
+
+    def theirs(w, l, rw, rl):
+        first = f'elif loss_type == "{kind}":'
+        names = dict(chosen_logratios=w - rw, rejected_logratios=l - rl,
+                     delta_score=(w - rw) - (l - rl), F=torch.nn.functional, torch=torch,
+                     self=SimpleNamespace(beta=0.3, label_smoothing=eps), loss_type=kind)
+        exec(trl_lines(method, first, "per_sequence_loss = ").removeprefix("el"), names)
+        return names["per_sequence_loss"].mean()
+    def mine(w, l, rw, rl): return rn.dpo_loss(w, l, rw, rl, 0.3, eps, kind)
+    w, l, rw, rl = pairs(seed)
+    same(lambda w, l: mine(w, l, rw, rl), lambda w, l: theirs(w, l, rw, rl), w, l)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_centre_of_a_reward_model_is_trls(seed):
+    method = trl("trainer.reward_trainer").RewardTrainer.compute_loss
+    c, r = normal(seed, (6,)), normal(seed + 1, (6,))
+    names = dict(rewards_chosen=c, rewards_rejected=r, torch=torch, nn=torch.nn, inputs={},
+                 self=SimpleNamespace(args=SimpleNamespace(center_rewards_coefficient=0.3)))
+    lines = trl_lines(method, "if self.args.center_rewards_coefficient", "loss += ")
+    names["loss"] = rn.bradley_terry_loss(c, r)
+    exec(lines, names)
+    torch.testing.assert_close(rn.bradley_terry_loss(c, r, centre=0.3), names["loss"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 0.2, 3.0]])
+def test_several_rewards_are_trls(weights, seed):
+    module = trl("trainer.grpo_trainer")
+    r, w = normal(seed, (3, 4, 3)), torch.tensor(weights, dtype=torch.float64)
+    names = dict(vars(module), rewards_per_func=r.flatten(0, 1), num_generations=4, device="cpu",
+                 unscorable_mask=torch.zeros(12).bool(),
+                 self=SimpleNamespace(reward_funcs=[None] * 3, reward_weights=w))
+    lines = trl_lines(module.GRPOTrainer._generate_and_score_completions,
+                      "grouped = rewards_per_func.view", "advantages = (rewards - ")
+    exec(lines, names)
+    torch.testing.assert_close(rn.multi_reward_advantage(r, w).flatten(), names["advantages"])

@@ -17,6 +17,7 @@ from rlhf_notes.formulas.advantage import (
     gae,
     gae_tokens,
     group_advantage,
+    length_adaptive_lambda,
     reinforce_pp_advantage,
     rloo_advantage,
 )
@@ -320,7 +321,36 @@ def test_gradients_of_token_gae_equal_the_formula(seed, gamma, lam):
     torch.testing.assert_close(by_v, expected_v, atol=1e-12, rtol=0)
 
 
+@given(seed=SEEDS, keep=KEEP, gamma=UNIT, lam=UNIT, value_lam=UNIT)
+def test_two_lambdas_are_two_calls(seed, keep, gamma, lam, value_lam):
+    r, v, m = normal(seed, (3, 7)), normal(seed + 1, (3, 7)), random_mask(seed + 2, (3, 7), keep)
+    A, R = gae_tokens(r, v, m, gamma, lam, value_lam)
+    assert torch.equal(A, gae_tokens(r, v, m, gamma, lam)[0])
+    assert torch.equal(R, gae_tokens(r, v, m, gamma, value_lam)[1])
+    own = torch.tensor([0.0, lam, 1.0], dtype=torch.float64)             # of each row
+    A, R = gae_tokens(r, v, m, gamma, own, own.flip(0))
+    for b in range(3):
+        row = [t[b : b + 1] for t in (r, v, m)]
+        torch.testing.assert_close(A[b], gae_tokens(*row, gamma, own[b].item())[0][0])
+        torch.testing.assert_close(R[b], gae_tokens(*row, gamma, own[2 - b].item())[1][0])
+    assert gae_tokens(r.float(), v.float(), m, gamma, own.float())[0].dtype == torch.float32
+
+
+def test_lambda_grows_with_the_length():
+    n = torch.tensor([0, 1, 20, 40, 2000])
+    expected = [0.0, 0.0, 0.0, 0.5, 0.99]
+    torch.testing.assert_close(length_adaptive_lambda(n), torch.tensor(expected))
+    torch.testing.assert_close(length_adaptive_lambda(n.double(), 0.5)[2:], 1 - 2 / n[2:].double())
+    lam = length_adaptive_lambda(torch.arange(1, 500).reshape(1, -1))
+    assert lam.shape == (1, 499) and (lam.diff() >= 0).all() and (lam >= 0).all()
+    for lengths in (torch.tensor([100.0, 700.0]), torch.tensor([60, 61])):  # sum: alpha n
+        total = [sum(x**k for k in range(4000)) for x in length_adaptive_lambda(lengths).tolist()]
+        assert total == pytest.approx((0.05 * lengths).tolist(), rel=1e-4)
+
+
 # ---- groups
+
+SPREADS = [scale for scale in GROUP_SCALES if scale != "mean"]
 
 def plain_group(rows, scale, eps):
     flat = [x for row in rows for x in row]
@@ -336,7 +366,7 @@ def plain_group(rows, scale, eps):
     return out
 
 
-@pytest.mark.parametrize("scale", GROUP_SCALES)
+@pytest.mark.parametrize("scale", SPREADS)
 @given(seed=SEEDS, P=st.integers(1, 4), G=st.integers(1, 8), eps=st.sampled_from([1e-9, 1e-4, 0.5]),
        dtype=DTYPES)
 def test_group_advantage_equals_plain_python(scale, seed, P, G, eps, dtype):
@@ -364,7 +394,7 @@ def test_rloo_leaves_one_out(seed, P, G, dtype):
 
 
 @given(value=st.floats(-1e6, 1e6, width=32), G=st.integers(1, 64),
-       scale=st.sampled_from(GROUP_SCALES), eps=st.sampled_from([0.0, 1e-9, 1e-4]))
+       scale=st.sampled_from(SPREADS), eps=st.sampled_from([0.0, 1e-9, 1e-4]))
 def test_a_group_of_equals_is_exactly_zero(value, G, scale, eps):
     r = torch.full((2, G), value)
     y, (grad,) = value_and_grad(lambda x: group_advantage(x, scale, eps)[0, :1], r)
@@ -383,7 +413,7 @@ def test_scaled_groups_are_blind_to_scale_and_shift(seed, size, offset, scale):
     torch.testing.assert_close(rloo_advantage(r + offset), rloo_advantage(r), atol=1e-3, rtol=1e-4)
 
 
-@given(seed=SEEDS, scale=st.sampled_from(GROUP_SCALES), P=st.integers(1, 3), G=st.integers(1, 5))
+@given(seed=SEEDS, scale=st.sampled_from(SPREADS), P=st.integers(1, 3), G=st.integers(1, 5))
 def test_gradients_of_groups_equal_autograd_of_the_formula(seed, scale, P, G):
     r, g = normal(seed, (P, G)), normal(seed + 1, (P, G))
     def textbook(x):
@@ -538,7 +568,7 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     (lambda: group_advantage(F[0]), ValueError,
      r"rewards must have the shape \(P, G\), got \(2,\)"),
     (lambda: group_advantage(F, "group"), ValueError,
-     "scale must be one of 'std', 'batch', None, got 'group'"),
+     "scale must be one of 'std', 'batch', 'mean', None, got 'group'"),
     (lambda: group_advantage(F, eps=-1e-4), ValueError, "eps must be in"),
     (lambda: group_advantage(F + 1j), TypeError, "rewards must be real, got torch.complex64"),
     (lambda: group_advantage(F, mask=F), TypeError, "mask must be boolean"),
@@ -607,3 +637,40 @@ def test_rewards_may_be_integers_or_booleans():
     r = torch.tensor([[1, 0, 0, 1], [3, 2, 0, 0]])
     for f in (group_advantage, lambda r: group_advantage(r, "batch"), rloo_advantage):
         assert torch.equal(f(r), f(r.float())) and torch.equal(f(r > 0), f((r > 0).float()))
+
+
+@given(seed=SEEDS, P=st.integers(1, 3), G=st.integers(1, 5), eps=st.sampled_from([0.0, 1e-4]))
+def test_division_by_the_mean_equals_the_loop(seed, P, G, eps):
+    r = random_mask(seed, (P, G)).long()
+    expected = [[(x - sum(row) / G) / (sum(row) / G + eps) if any(row) else 0.0 for x in row]
+                for row in r.tolist()]
+    got = group_advantage(r, "mean", eps)
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("G", [2, 4])
+def test_maxrl_climbs_pass_at_k(G):
+    "The expected update of divided groups is the gradient of sum_k pass@k / k, k < G (eq. 5)."
+    logits = normal(3, (3,)).requires_grad_(True)
+    right = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    pi = logits.softmax(0).detach()
+    drawn = torch.tensor(list(itertools.product(range(3), repeat=G)))
+    slope = torch.eye(3, dtype=torch.float64)[drawn] - pi
+    A = group_advantage(right[drawn], "mean", eps=0.0)
+    update = torch.einsum("p,pg,pgk->k", pi[drawn].prod(1), A, slope) / G
+    p = logits.softmax(0) @ right
+    climbed = sum((1 - (1 - p) ** k) / k for k in range(1, G))
+    torch.testing.assert_close(update, torch.autograd.grad(climbed, logits)[0])
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda r: gae_tokens(r, r, lam=1.5), ValueError, r"lam must be in \[0, 1\], got 1.5"),
+    (lambda r: gae_tokens(r, r, value_lam=-1), ValueError,
+     r"value_lam must be in \[0, 1\], got -1"),
+    (lambda r: gae_tokens(r, r, lam=torch.ones(4)), ValueError,
+     r"lam must be a number or have the shape \(B,\), got \(4,\)"),
+    (lambda r: length_adaptive_lambda(5), TypeError, "lengths must be a torch.Tensor, got int"),
+    (lambda r: length_adaptive_lambda(r, 0.0), ValueError, "alpha must be in"),
+])
+def test_bad_lambdas_are_named(call, error, words):
+    with pytest.raises(error, match=words): call(torch.ones(2, 3))

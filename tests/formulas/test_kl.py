@@ -25,6 +25,7 @@ from rlhf_notes.formulas.kl import (
     exact_kl,
     kl_estimate,
     kl_loss,
+    rollout_rejection_mask,
 )
 from rlhf_notes.formulas.ratio import importance_ratio
 
@@ -468,3 +469,60 @@ def test_the_exact_kl_of_one_token_above_a_large_vocabulary(dtype):
     p, q = (z.double().log_softmax(-1) for z in (logits, logits_ref))
     torch.testing.assert_close(
         exact_kl(logits, logits_ref).double(), (p.exp() * (p - q)).sum(-1), rtol=2e-7, atol=0)
+
+
+# ---- which responses to leave out
+
+@given(seed=SEEDS, kind=st.sampled_from(KL_KINDS), threshold=st.sampled_from([0.01, 0.3, 1.0]),
+       dtype=DTYPES, keep=st.sampled_from([0.0, 0.5, 1.0]))
+def test_rejection_equals_the_loop(seed, kind, threshold, dtype, keep):
+    old, rollout = (normal(seed + k, (5, 4), dtype) for k in range(2))
+    m, before = random_mask(seed + 2, (5, 4), keep), (old.clone(), rollout.clone())
+    formula = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+    expected = []
+    for a, b, row in zip(old.tolist(), rollout.tolist(), m.tolist()):
+        each = [formula[kind](q - p) for p, q, k in zip(a, b, row) if k]
+        expected.append(sum(each) / max(len(each), 1))
+    got = rollout_rejection_mask(old, rollout, kind, threshold, m)
+    assert got.shape == (5, 1) and got.dtype == torch.bool
+    for k, mean in zip(got[:, 0].tolist(), expected):
+        if abs(mean - threshold) > 1e-3 * threshold: assert k == (mean <= threshold)
+    assert torch.equal(before[0], old) and torch.equal(before[1], rollout)
+
+
+def test_rejection_by_hand():
+    rollout = torch.zeros(3, 2)
+    old = torch.tensor([[1.0, -1.0], [-0.5, -0.5], [0.5, 0.5]])          # d = rollout - old
+    kept = {"k1": [True, False, True], "k2": [False, True, True], "k3": [False, True, True]}
+    for kind, expected in kept.items():
+        assert rollout_rejection_mask(old, rollout, kind, 0.2)[:, 0].tolist() == expected
+    at_it = torch.tensor([[-0.5, -0.5]])                                 # at most the threshold
+    assert rollout_rejection_mask(at_it, 0 * at_it, "k1", 0.5).item()
+    assert not rollout_rejection_mask(at_it, 0 * at_it, "k1", 0.49).item()
+    assert torch.equal(rollout_rejection_mask(old / 40, rollout),
+                       rollout_rejection_mask(old / 40, rollout, "k1", 0.01))
+
+
+@given(seed=SEEDS, kind=st.sampled_from(KL_KINDS), junk=JUNK, other=JUNK)
+def test_rejection_does_not_see_what_is_masked(seed, kind, junk, other):
+    old, rollout, m = normal(seed, (4, 3)), normal(seed + 1, (4, 3)), random_mask(seed + 2, (4, 3))
+    clean = rollout_rejection_mask(old, rollout, kind, 0.3, m)
+    dirty = old.masked_fill(~m, junk), rollout.masked_fill(~m, other)
+    assert torch.equal(clean, rollout_rejection_mask(*dirty, kind, 0.3, m))
+    assert rollout_rejection_mask(old, rollout, kind, 0.3, torch.zeros_like(m)).all()
+    assert rollout_rejection_mask(old * math.nan, rollout, kind, 0.3).all()      # stays visible
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda x, m: rollout_rejection_mask(x[0], x[0]), ValueError,
+     r"logp_old must have the shape \(B, T\)"),
+    (lambda x, m: rollout_rejection_mask(x, x[:1]), ValueError,
+     "logp_rollout must have the shape of"),
+    (lambda x, m: rollout_rejection_mask(x, x, "k4"), ValueError,
+     "kind must be one of 'k1', 'k2', 'k3'"),
+    (lambda x, m: rollout_rejection_mask(x, x, "k1", 0.0), ValueError, "threshold must be in"),
+    (lambda x, m: rollout_rejection_mask(x, x, mask=m[0]), ValueError,
+     "mask must have the shape of"),
+])
+def test_bad_input_of_the_rejection_is_named(call, error, words):
+    with pytest.raises(error, match=words): call(torch.ones(2, 3), torch.ones(2, 3).bool())

@@ -137,7 +137,7 @@ def test_ipo_by_hand():
             for h in (0.0, 5.0, 7.0)] == [25.0, 0.0, 4.0]
     assert dpo_loss(zero, lead(7.0), zero, zero, kind="ipo").item() == dpo_loss(
         lead(-7.0), zero, zero, zero, kind="ipo").item() == 144.0
-    for kind in DPO_KINDS:
+    for kind in ("sigmoid", "ipo", "robust"):
         assert torch.equal(dpo_loss(lead(3.0), zero, zero, zero, kind=kind),
                            dpo_loss(lead(2.0), zero, zero, lead(1.0), kind=kind))
     assert torch.equal(dpo_loss(lead(3.0), zero, zero, zero),
@@ -262,7 +262,18 @@ def test_dpo_vmap_and_compile():
      r"label_smoothing must be in \[0, 0.5\], got 0.6"),
     ([torch.zeros(2)] * 4, dict(label_smoothing=-0.1), ValueError, "label_smoothing"),
     ([torch.zeros(2)] * 4, dict(kind="hinge"), ValueError,
-     "kind must be one of 'sigmoid', 'ipo', got 'hinge'"),
+     "kind must be one of 'sigmoid', 'ipo', .*, got 'hinge'"),
+    ([torch.zeros(2)] * 4, dict(kind="apo_zero", label_smoothing=0.1), ValueError,
+     "label_smoothing must be at most 0 for kind='apo_zero', got 0.1"),
+    ([torch.zeros(2)] * 4, dict(kind="apo_down", label_smoothing=0.1), ValueError,
+     "label_smoothing must be at most 0 for kind='apo_down'"),
+    ([torch.zeros(2)] * 4, dict(kind="robust", label_smoothing=0.5), ValueError,
+     "label_smoothing must be at most 0.499 for kind='robust', got 0.5"),
+    ([torch.zeros(2)] * 4, dict(kind="rpo", alpha=-1.0), ValueError, "alpha must be in"),
+    ([torch.zeros(2)] * 4, dict(kind="rpo", chosen_length=torch.ones(3)), ValueError,
+     "chosen_length must have the shape of chosen_logp"),
+    ([torch.zeros(2)] * 4, dict(chosen_length=torch.ones(2)), ValueError,
+     "chosen_length must be None for kind='sigmoid'"),
 ])
 def test_bad_input_of_dpo_is_named(args, kwargs, error, words):
     with pytest.raises(error, match=words): dpo_loss(*args, **kwargs)
@@ -286,11 +297,97 @@ def test_reward_models_losses_under_vmap():
 def test_dpo_of_each_pair():
     pairs = [normal(k, (2, 3)) for k in range(4)]
     for kind in DPO_KINDS:
-        each = dpo_loss(*pairs, 0.3, 0.1, kind, reduction="none")
+        eps = 0.0 if "apo" in kind else 0.1
+        each = dpo_loss(*pairs, 0.3, eps, kind, reduction="none")
         assert each.shape == (2, 3)
-        torch.testing.assert_close(each.mean(), dpo_loss(*pairs, 0.3, 0.1, kind))
+        torch.testing.assert_close(each.mean(), dpo_loss(*pairs, 0.3, eps, kind))
     with pytest.raises(ValueError, match="reduction must be one of 'mean', 'none', got 'sum'"):
         dpo_loss(*pairs, reduction="sum")
+
+
+# Anchors, imitation, wrong labels
+
+def sigma(x): return 1 / (1 + math.exp(-x))
+
+
+@given(seed=SEEDS, beta=st.sampled_from([0.05, 0.5]), n=st.integers(1, 5))
+def test_apo_is_the_plain_formula(seed, beta, n):
+    tensors = [normal(seed + k, (n,), scale=5.0) for k in range(4)]
+    rows = [(beta * (w - rw), beta * (l - rl))
+            for w, l, rw, rl in zip(*(t.tolist() for t in tensors))]
+    d = lambda x: beta * sigma(x) * sigma(-x) / n
+    formulas = {
+        "apo_zero": (lambda w, l: 1 - sigma(w) + sigma(l), lambda w, l: (-d(w), d(l))),
+        "apo_down": (lambda w, l: sigma(w) + 1 - sigma(w - l),
+                     lambda w, l: (d(w) - d(w - l), d(w - l)))}
+    for kind, (loss, slopes) in formulas.items():
+        got, (chosen, rejected, *refs) = value_and_grad(
+            lambda *t: dpo_loss(*t, beta, kind=kind), *tensors)
+        close(got, sum(loss(*row) for row in rows) / n)
+        close(chosen, [slopes(*row)[0] for row in rows])
+        close(rejected, [slopes(*row)[1] for row in rows])
+        assert refs == [None, None]
+
+
+@given(seed=SEEDS, beta=st.sampled_from([0.05, 0.5]), eps=st.sampled_from([0.0, 0.1, 0.4]))
+def test_the_robust_loss_is_dpos_on_average_over_wrong_labels(seed, beta, eps):
+    w, l, rw, rl = (normal(seed + k, (4,), scale=5.0) for k in range(4))
+    right, wrong = (w, l, rw, rl), (l, w, rl, rw)
+    mixed = ((1 - eps) * dpo_loss(*right, beta, eps, "robust", "none")
+             + eps * dpo_loss(*wrong, beta, eps, "robust", "none"))
+    close(mixed, dpo_loss(*right, beta, reduction="none"))
+    loss = [(-(1 - eps) * log_sigmoid(h) + eps * log_sigmoid(-h)) / (1 - 2 * eps)
+            for h in (beta * ((w - rw) - (l - rl))).tolist()]
+    close(dpo_loss(*right, beta, eps, "robust", "none"), loss)
+
+
+@given(seed=SEEDS, alpha=st.sampled_from([0.0, 0.3, 1.0]), eps=st.sampled_from([0.0, 0.1]))
+def test_rpo_imitates_what_was_chosen(seed, alpha, eps):
+    pairs, length = [normal(seed + k, (4,), scale=5.0) for k in range(4)], indices(seed, 4, 9) + 1
+    dpo, (slope, *_) = value_and_grad(lambda *t: dpo_loss(*t, 0.2, eps), *pairs)
+    got, (chosen, rejected, *refs) = value_and_grad(lambda *t: dpo_loss(
+        *t, 0.2, eps, "rpo", alpha=alpha, chosen_length=length), *pairs)
+    each = [alpha * a / n for a, n in zip(pairs[0].tolist(), length.tolist())]
+    close(got, dpo.item() - sum(each) / 4)
+    close(chosen, slope - alpha / length.double() / 4)
+    close(rejected, -slope)
+    assert refs == [None, None]
+    alone = dpo_loss(*pairs, 0.2, eps, "rpo", "none")                    # alpha 1, length 1
+    close(alone, dpo_loss(*pairs, 0.2, eps, reduction="none") - pairs[0])
+
+
+@pytest.mark.parametrize("size", [100.0, 1e6, -1e6, 1e30, -1e30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_the_repairs_at_the_extremes(size, dtype):
+    x, zero = torch.tensor([size], dtype=dtype), torch.zeros(1, dtype=dtype)
+    for kind, eps in (("apo_zero", 0.0), ("apo_down", 0.0), ("robust", 0.1), ("rpo", 0.0)):
+        for at in range(2):
+            args = [x, zero] if at == 0 else [zero, x]
+            loss, grads = value_and_grad(
+                lambda a, b: dpo_loss(a, b, zero, zero, 1.0, eps, kind), *args)
+            assert loss.isfinite() and all(g.isfinite().all() for g in grads)
+            assert loss.dtype == (F64 if dtype == F64 else torch.float32)
+
+
+def test_the_repairs_under_vmap():
+    stacks = [normal(k, (5, 3)) for k in range(4)]
+    for kind, eps in (("apo_zero", 0.0), ("apo_down", 0.0), ("robust", 0.1), ("rpo", 0.1)):
+        f = lambda *t: dpo_loss(*t, 0.5, eps, kind)
+        one_by_one = torch.stack([f(*t) for t in zip(*stacks)])
+        torch.testing.assert_close(torch.func.vmap(f)(*stacks), one_by_one)
+
+
+@given(seed=SEEDS, centre=st.sampled_from([0.01, 0.5]), shape=shapes())
+def test_centring_pulls_the_sum_of_a_pair_to_0(seed, centre, shape):
+    c, r = normal(seed, shape, scale=3.0), normal(seed + 1, shape, scale=3.0)
+    plain, (slope, _) = value_and_grad(lambda c, r: bradley_terry_loss(c, r, 0.3), c, r)
+    got, grads = value_and_grad(lambda c, r: bradley_terry_loss(c, r, 0.3, centre), c, r)
+    close(got, plain + centre * ((c + r) ** 2).mean())
+    close(grads[0], slope + 2 * centre * (c + r) / c.numel())
+    close(grads[1], -slope + 2 * centre * (c + r) / c.numel())
+    assert torch.equal(plain, bradley_terry_loss(c, r, 0.3, 0.0))
+    with pytest.raises(ValueError, match="centre must be in"):
+        bradley_terry_loss(c, r, centre=-1.0)
 
 
 # Beside DPO

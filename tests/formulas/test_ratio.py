@@ -297,6 +297,49 @@ def test_whole_sequences_are_unbiased_without_a_cap_and_lose_what_lies_above_it(
         torch.tensor([math.nan]), torch.zeros(1), above="zero").isnan()
 
 
+@given(abm=pairs(dims=(2, 2)), cap=st.sampled_from([0.5, 1.5, 1e3]),
+       floor=st.sampled_from([0.0, 0.3, 0.5]))
+def test_bands_and_geometric_weights_equal_the_loop(abm, cap, floor):
+    logp_old, logp_rollout, mask = abm
+    m = torch.ones_like(logp_old, dtype=torch.bool) if mask is None else mask
+    d = (logp_old.double() - logp_rollout.double()) * m
+    mean = d.sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
+    for level, log_w in (("token", d), ("sequence", d.sum(1, keepdim=True)), ("geometric", mean)):
+        w = log_w.clamp(-40, 40).exp()
+        sure = ((w / cap - 1).abs() > 1e-4) & ((w - floor).abs() > 1e-4 * floor)
+        for above, top in (("cap", w.clamp(max=cap)), ("zero", w.where(w <= cap, 0))):
+            got = truncated_importance_weight(
+                logp_old, logp_rollout, cap, mask, level, above, floor)
+            assert got.shape == w.shape and not got.requires_grad
+            expected = top.where(w >= floor, 0)
+            torch.testing.assert_close(got.double()[sure], expected[sure], rtol=1e-4, atol=1e-12)
+
+
+@given(seed=SEEDS, floor=st.sampled_from([0.0, 0.5, 0.9]), cap=st.sampled_from([1.0, 2.0, 50.0]))
+def test_the_band_is_exact_inside_and_silent_outside(seed, floor, cap):
+    log_old, log_rollout = (normal(seed + k, (6,), scale=2.0).log_softmax(0) for k in range(2))
+    f, r = normal(seed + 2, (6,)), (log_old - log_rollout).exp()
+    w = truncated_importance_weight(log_old, log_rollout, cap, above="zero", floor=floor)
+    inside = (floor <= r) & (r <= cap)
+    expected = (log_old.exp() * f)[inside].sum()
+    torch.testing.assert_close((log_rollout.exp() * w * f).sum(), expected)
+    assert (w[~inside] == 0).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@given(seed=SEEDS, junk=JUNK)
+def test_weights_of_any_level_do_not_see_what_is_masked(level, seed, junk):
+    old, rollout, m = normal(seed, (3, 4)), normal(seed + 1, (3, 4)), random_mask(seed + 2, (3, 4))
+    band = dict(cap=2.0, mask=m, level=level, above="zero", floor=0.5)
+    clean = truncated_importance_weight(old, rollout, **band)
+    dirty = truncated_importance_weight(old.masked_fill(~m, junk), rollout, **band)
+    assert torch.equal(clean, dirty)
+    nothing = truncated_importance_weight(old, rollout, **band | dict(mask=torch.zeros_like(m)))
+    assert (nothing == 1).all()
+    missing = truncated_importance_weight(old * math.nan, rollout, **band | dict(mask=None))
+    assert missing.isnan().all()
+
+
 @given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
 def test_truncated_weight_of_any_log_ratio(data, dtype):
     x = data.draw(values((4,), LOG_RATIOS)).to(dtype)
@@ -377,8 +420,16 @@ def test_works_under_vmap_and_compile():
      "logp_rollout must be a torch.Tensor, got list"),
     (lambda x, m: truncated_importance_weight(x, x[:1]), ValueError,
      r"logp_rollout must have the shape of logp_old, \(2, 3\), got \(1, 3\)"),
-    (lambda x, m: truncated_importance_weight(x, x, 0.9), ValueError,
-     r"cap must be in \[1, inf\), got 0.9"),
+    (lambda x, m: truncated_importance_weight(x, x, 0), ValueError,
+     r"cap must be in \(0, inf\), got 0"),
+    (lambda x, m: truncated_importance_weight(x, x, floor=2.0), ValueError,
+     r"floor must be in \[0, 1\], got 2.0"),
+    (lambda x, m: truncated_importance_weight(x, x, 0.5, floor=0.9), ValueError,
+     "floor must be at most cap, 0.5, got 0.9"),
+    (lambda x, m: truncated_importance_weight(x[0], x[0], level="geometric"), ValueError,
+     r"logp_old must have the shape \(B, T\), got \(3,\)"),
+    (lambda x, m: truncated_importance_weight(x, x, level="mean"), ValueError,
+     "level must be one of 'token', 'sequence', 'geometric', got 'mean'"),
     (lambda x, m: truncated_importance_weight(x[0], x[0], level="sequence"), ValueError,
      r"logp_old must have the shape \(B, T\), got \(3,\)"),
     (lambda x, m: truncated_importance_weight(x, x, above="mask"), ValueError,
