@@ -59,8 +59,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
     "formulas.surrogate": "CLIP_KINDS clipped_surrogate clip_fraction",
     "formulas.value": "value_loss value_clip_fraction explained_variance value_transform "
                       "value_inv_transform symlog inv_symlog",
-    "formulas.kl": "KL_KINDS kl_estimate exact_kl kl_loss rollout_rejection_mask FixedKLController "
-                   "AdaptiveKLController",
+    "formulas.kl": "KL_KINDS kl_estimate exact_kl kl_loss rollout_rejection_mask "
+                   "FixedKLController AdaptiveKLController",
     "formulas.whitening": "whiten RunningMoments",
     "formulas.advantage": "GROUP_SCALES accumulate discounted_returns gae gae_tokens "
                           "length_adaptive_lambda group_advantage rloo_advantage reinforce_pp_advantage",
