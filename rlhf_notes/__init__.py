@@ -63,7 +63,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
                    "FixedKLController AdaptiveKLController",
     "formulas.whitening": "whiten RunningMoments",
     "formulas.advantage": "GROUP_SCALES accumulate discounted_returns gae gae_tokens "
-                          "length_adaptive_lambda group_advantage rloo_advantage reinforce_pp_advantage",
+                          "length_adaptive_lambda group_advantage rloo_advantage "
+                          "reinforce_pp_advantage",
     "formulas.reward": "PENALTY_MODES token_rewards RewardNorm truncate_at_stop apply_penalty "
                        "overlong_penalty multi_reward_advantage",
     "formulas.ppo": "ppo_loss ppo_stats top_entropy_mask clip_cov_mask kl_cov_penalty",
