@@ -89,7 +89,7 @@ def gae_tokens(
     here_or_later = accumulate(v, (~m).to(v))
     next_v = torch.cat([here_or_later[1:], torch.zeros_like(v[:1])])
     delta = apply_mask(r + gamma * next_v - v, m)
-    def advantages(name, lam):
+    def advantages(name, lam):  # of the argument; a number, or (B,)
         if not isinstance(lam, Tensor):
             check_value(name, lam, "[0, 1]")
         elif lam.shape != m.shape[1:]:
@@ -114,7 +114,7 @@ GROUP_SCALES = ("std", "batch", "mean", None)
 @checked(rewards="real (P G)", scale=GROUP_SCALES, eps="[0, inf)", mask="bool (P G)?")
 def group_advantage(
     rewards: Tensor,  # (P prompts, G responses), score of each response
-    scale: str | None = "std",  # divide by the std of the group, of the batch, the mean, or not at all
+    scale: str | None = "std",  # divide by the std of group or batch, the mean, or not at all
     eps: float = 1e-4,  # added to the standard deviation, in units of the rewards, >= 0
     mask: Tensor | None = None,  # (P, G) bool, False = not in its group; None = all are
 ) -> Tensor:  # (P, G), float32 or better; 0 for a group of one, or of equals

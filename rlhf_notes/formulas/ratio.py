@@ -76,7 +76,7 @@ def truncated_importance_weight(
     level: str = "token",  # or of a response, (B, 1): "sequence" product, "geometric" mean
     above: str = "cap",  # what a larger weight becomes: "cap" truncates it, "zero" leaves it out
     floor: float | None = None,  # a smaller weight becomes 0, at most `cap`; None = no bound
-) -> Tensor:  # (...), or (B, 1); in [0, cap], no gradient; 1, or a smaller cap, where nothing counts
+) -> Tensor:  # (...), or (B, 1); in [0, cap], no gradient; 1 (or a smaller cap) under the mask
     "min(pi_old / pi_rollout, C) (Yao et al. 2025; Espeholt et al. 2018, section 4.1)."
     log_ratio = apply_mask(logp_old - logp_rollout, mask).detach()
     if level != "token":
