@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..checks import checked
-from ..fast import door, gpt2, rows
+from ..fast import door, gpt2, rows, steps
 from ..formulas.logprob import selective_log_softmax
 from .model import body, by_length, check_context, position_ids, to_logits
 from ..training.devices import to_device
@@ -37,7 +37,7 @@ def draw(
     return torch.where(possible, token, p.argmax(-1))
 
 # %% ../../nbs/language/24_sampling.ipynb #decoder
-@door(gpt2.decoder)
+@door(steps.decoder)
 def decoder(
     lm: nn.Module,  # a causal language model of transformers
     mask: torch.Tensor,  # (B, S) True = a real token, of all that will be read

@@ -5,6 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from fast.test_steps import KINDS
+from fast.test_steps import make as make_decoder
 from language_models import make, tokenizer
 from pretend import STATE, counted, inner, on_cpu, to_gpu
 from same import assert_rows
@@ -141,6 +143,25 @@ def replays(device="cuda", precision="float32", batches=(6, 6, 4, 6, 4)):
 def test_the_graph_gives_the_samples_of_its_code(device, precision):
     found = replays(device, precision)
     assert found.kinds.total() == 1  # is the last column of the mask True?
+
+
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=slow)])
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=slow) for kind in KINDS
+                                             if kind != "llama")])
+def test_a_recorded_step_gives_the_tokens_of_its_code(kind, precision):
+    from rlhf_notes.fast import off, steps
+    lm = make_decoder(KINDS[kind]).to("cuda")
+    for seed in range(3):
+        prompts, mask, u = texts(6, seed, "cuda")
+        with autocast("cuda", precision), torch.no_grad():
+            drawn = sample(lm, prompts, mask, u)
+            with off(): plain = sample(lm, prompts, mask, u)
+            assert torch.equal(inner(drawn.tokens), inner(plain.tokens))
+            torch.testing.assert_close(on_cpu(drawn.logp), on_cpu(plain.logp), atol=1e-5, rtol=1e-5)
+            run = steps._steps[lm][1]
+            if seed == 0: graph = run.graph
+            assert graph is run.graph is not None and STATE.outside == 0
+            for p in lm.parameters(): p.add_(0.02)
 
 
 def test_a_gpu_is_not_waited_for_to_see_that_all_have_ended(monkeypatch):
