@@ -4,13 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := $(VENV)/crosscheck
+ENGINES := $(VENV)/bridges
 EXPECT ?= $(shell $(PYTHON) -c 'import sys; print("stable-baselines3" + ",trl" * (sys.version_info >= (3, 11)))')
 
 # One thread per process: two notebooks side by side on two cores must not fight over them.
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED  ?= 0
 
-.PHONY: demo test test-all test-gpu crosscheck newcomer install export outputs check site docs lab clean breaks
+.PHONY: demo test test-all test-gpu crosscheck bridges newcomer install export outputs check site docs lab clean breaks
 
 demo: $(READY)          ## train with the embedded defaults, print what came of it
 	$(BIN)/rlhf-notes demo
@@ -33,6 +34,17 @@ $(PEERS)/.ready: constraints.txt pyproject.toml settings.ini setup.py
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,crosscheck]'
 	for peer in DI-engine==0.5.3 verl==0.9.1 openrlhf==0.11.2; do \
 	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$peer || echo "$$peer cannot be installed here: its tests will be skipped"; done
+	touch $@
+
+bridges: $(ENGINES)/.ready ## our losses inside verl and TRL, in an environment of their own; nothing is skipped for want of a library
+	$(ENGINES)/bin/python -m pytest tests/bridges --expect verl,trl
+
+# What verl requires excludes the newest transformers and TRL; what its losses and a Ray cluster import is this.
+$(ENGINES)/.ready: constraints.txt pyproject.toml settings.ini setup.py
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,crosscheck]'
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check ray tensordict omegaconf hydra-core codetiming orjson datasets torchdata
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	touch $@
 
 install: $(READY)       ## the virtual environment, with the pinned versions of constraints.txt

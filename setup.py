@@ -57,6 +57,7 @@ setup(
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": ["rlhf_notes = rlhf_notes._modidx:d"],  # other projects of nbdev link to our names
+        "verl.plugins": ["rlhf_notes = rlhf_notes.bridges.verl"],  # `import verl` loads it
     },
     zip_safe=False,
 )

@@ -9,7 +9,7 @@ import torch
 from strategies import normal, random_mask
 
 import rlhf_notes as rn
-from rlhf_notes.checks import at_least_float32, checked
+from rlhf_notes.checks import at_least_float32, checked, told_as
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.logprob import selective_log_softmax
 from rlhf_notes.formulas.masking import aggregate_loss, masked_mean, masked_sum, masked_var
@@ -203,3 +203,12 @@ def test_a_spoiled_call_names_an_argument(name):
             except (TypeError, ValueError) as e:
                 assert {*given, "mu", "sigma"} & {
                     *re.findall(r"\w+", str(e))}, f"{spoiled} = {value!r}: {e}"
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_an_error_is_told_under_the_name_of_the_option(error):
+    for names, told in ((dict(eps_low="clip_ratio_low"), "clip_ratio_low must be 1"),
+                        (dict(eps="clip_ratio"), "eps_low must be 1")):
+        with pytest.raises(error, match=f"^{told}$"), told_as(names):
+            raise error("eps_low must be 1")
+    with pytest.raises(KeyError), told_as(dict(eps_low="x")): raise KeyError("eps_low")

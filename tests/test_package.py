@@ -88,6 +88,7 @@ PATHS = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__in
 # Rooms that a room may import besides itself; studies and cli may import all.
 ARROWS = {
     "checks": "", "formulas": "checks fast", "fast": "checks", "compat": "checks formulas",
+    "bridges": "checks formulas",
     "training": "checks viz", "viz": "",
     "control": "checks formulas fast training viz", "language": "checks formulas fast training viz",
     "hub": "language formulas training fast checks",
@@ -95,6 +96,7 @@ ARROWS = {
 
 
 BUILDERS = {"nbdev", "fastcore", "execnb"}
+ENGINES = {"verl", "trl", "ray"}  # bridges lead to them, studies compare with them
 BENCHMARKS = {p.stem for p in (ROOT / "benchmarks").glob("*.py")}  # they import the package
 
 
@@ -121,6 +123,7 @@ def test_imports_follow_the_arrows(name):
     for other, line in imports(name):
         package, *rest = other.split(".")
         assert package not in BUILDERS | BENCHMARKS, f"line {line}: {other}"
+        assert package not in ENGINES or room in ("bridges", "studies"), f"line {line}: {other}"
         if room in ("formulas", "checks"):
             assert package in {
                 "rlhf_notes", "torch"} | sys.stdlib_module_names, f"line {line}: {other}"

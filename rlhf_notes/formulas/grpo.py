@@ -179,6 +179,7 @@ def off_policy_sequence_mask(
 
 # %% ../../nbs/formulas/11_grpo.ipynb #register-variant
 _OURS = tuple(POLICY_VARIANTS)
+_LISTENERS = []  # f(name), called for each variant that is registered
 
 @checked(aggregation=AGGREGATION_MODES, eps_low="(0, 1]?", eps_high="(0, inf)?")
 def register_variant(
@@ -197,6 +198,8 @@ def register_variant(
         raise ValueError(f"eps_high must be None where eps_low is, got {eps_low} and {eps_high}")
     POLICY_VARIANTS[name] = aggregation, eps_low, eps_high
     _OBJECTIVES[name] = partial(_own, name, objective)
+    for tell in _LISTENERS:
+        tell(name)
 
 def _own(name, objective, r, A, logp, logp_old, mask, low, high, **_):
     mask = torch.ones_like(r, dtype=torch.bool) if mask is None else mask

@@ -1,0 +1,247 @@
+"Our losses in TRL's trainers."
+
+import pytest
+import torch
+
+pytest.importorskip("trl", exc_type=ImportError)
+from bridges.trl_parts import dpo, grpo, save_tiny, train, weights  # noqa: E402
+from trl import DPOTrainer, GRPOTrainer  # noqa: E402
+
+from rlhf_notes import policy_loss, register_variant  # noqa: E402
+from rlhf_notes.bridges.trl import dpo_trainer, grpo_trainer  # noqa: E402
+
+THEIRS = {  # ours -> options of TRL's own loss, arguments of ours
+    "grpo": (dict(loss_type="grpo"), {}),
+    "dapo": (dict(loss_type="dapo", epsilon_high=0.28), {}),
+    "dr_grpo": (dict(loss_type="dr_grpo"), {}),
+    "cispo": (dict(loss_type="cispo", epsilon_high=5.0), {}),  # TRL's bound is ours plus 1
+    "sapo": (dict(loss_type="sapo"), {}),
+    "gspo": (
+        dict(
+            loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4
+        ),
+        {},
+    ),
+    "ppo": (dict(loss_type="bnpo"), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def trainer(path, tmp_path_factory):
+    made = grpo(grpo_trainer(), path, tmp_path_factory.mktemp("out"), beta=0.1)
+    made.current_gradient_accumulation_steps = 1
+    made.model.train()
+    return made
+
+
+def inputs(seed, B=8, P=3, T=6):
+    "A batch as `_generate_and_score_completions` makes it."
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=g)
+    lengths = torch.randint(1, T + 1, (B, 1), generator=g)
+    return dict(
+        prompt_ids=(rand(B, P) * 40 + 2).long(),
+        prompt_mask=torch.ones(B, P).long(),
+        completion_ids=(rand(B, T) * 40 + 2).long(),
+        completion_mask=(torch.arange(T) < lengths).long(),
+        advantages=torch.randn(B, generator=g),
+        old_per_token_logps=rand(B, T) - 4.2,
+        ref_per_token_logps=rand(B, T) - 4.2,
+        num_items_in_batch=lengths.sum(),
+    )
+
+
+def both(trainer, variant, x, **arguments):
+    "(loss, gradient, metrics) of ours, and of TRL's with the options that mean the same."
+    options, own = THEIRS[variant]
+    found = []
+    with pytest.MonkeyPatch.context() as put:
+        put.setattr(type(trainer), "variant", variant, raising=False)
+        put.setattr(type(trainer), "arguments", own | arguments, raising=False)
+        for name, value in dict(
+            loss_type=options["loss_type"],
+            epsilon_low=options.get("epsilon", 0.2),
+            epsilon_high=options.get("epsilon_high", 0.2),
+        ).items():
+            put.setattr(trainer, name, value)
+        put.setattr(
+            trainer, "importance_sampling_level", options.get("importance_sampling_level", "token")
+        )
+        for loss in (type(trainer)._compute_loss, GRPOTrainer._compute_loss):
+            trainer._metrics["train"].clear()
+            trainer.model.zero_grad()
+            value = loss(trainer, trainer.model, dict(x))
+            value.backward()
+            grad = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+            found.append(
+                (value.detach(), grad, {k: v[0] for k, v in trainer._metrics["train"].items()})
+            )
+    return found
+
+
+@pytest.mark.parametrize("variant", THEIRS)
+def test_loss_and_gradient_are_trls(trainer, variant, monkeypatch):
+    if variant == "gspo":  # TRL multiplies its KL by the ratio of the response, we by a token's
+        monkeypatch.setattr(trainer.args, "use_bias_correction_kl", False)
+    ours, theirs = both(trainer, variant, inputs(1))
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-6)
+    assert ours[1].abs().max() > 1e-3
+
+
+def test_metrics_have_trls_names_and_numbers(trainer):
+    ours, theirs = (x[2] for x in both(trainer, "dapo", inputs(2)))
+    assert ours == pytest.approx({k: theirs[k] for k in ours}, rel=1e-4)
+    assert theirs.keys() - ours.keys() == {"clip_ratio/low_min", "clip_ratio/high_max"}
+    assert ours["clip_ratio/low_mean"] > 0 and ours["clip_ratio/high_mean"] > 0
+
+
+@pytest.mark.parametrize("variant", ["dapo", "sapo"])
+def test_what_trl_adds_to_a_batch_is_read(trainer, variant, monkeypatch):
+    x = inputs(3)
+    g = torch.Generator().manual_seed(0)
+    plain = both(trainer, variant, x)[0][0]
+    with monkeypatch.context() as put:  # vLLM's correction
+        put.setattr(trainer, "use_vllm", True)
+        put.setattr(trainer, "vllm_importance_sampling_correction", True)
+        ours, theirs = both(
+            trainer, variant, x | dict(importance_sampling_ratio=torch.rand(8, 6, generator=g))
+        )
+        torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-6)
+        assert ours[0] != plain
+    tools = torch.ones(8, 6).long()
+    tools[:, 0] = 0  # what a tool has written
+    tools[x["completion_mask"].sum(1) == 1] = 1
+    ours, theirs = both(trainer, variant, x | dict(tool_mask=tools))
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-6)
+    assert ours[0] != plain
+    monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 4)  # one microbatch of four
+    ours, theirs = both(trainer, variant, x)
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-6)
+    assert ours[0] != plain
+    monkeypatch.setattr(trainer.args, "use_bias_correction_kl", False)
+    ours, theirs = both(trainer, variant, x)
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-6)
+
+
+def test_without_old_log_probabilities_the_policy_is_the_old_one(trainer):
+    x = inputs(4) | dict(old_per_token_logps=None)
+    ours, theirs = both(trainer, "grpo", x)
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-6)
+
+
+def test_training_ends_with_trls_weights(path, tmp_path):
+    options = dict(gradient_accumulation_steps=2, per_device_train_batch_size=8, beta=0.05)
+    start = weights(grpo(GRPOTrainer, path, tmp_path))
+    theirs = train(
+        grpo(GRPOTrainer, path, tmp_path, loss_type="dapo", epsilon_high=0.28, **options)
+    )
+    ours = train(grpo(grpo_trainer("dapo"), path, tmp_path, **options))
+    assert (ours - theirs).norm() < 1e-3 * (ours - start).norm()  # Adam magnifies rounding
+
+
+def test_a_variant_of_ones_own_trains(path, tmp_path, own_variant):
+    register_variant(own_variant, lambda r, A, logp, m, low, high: r.clamp(max=1 + high) * A)
+    trainer = grpo(grpo_trainer(own_variant, eps_high=0.1), path, tmp_path, max_steps=1)
+    seen = []
+    read = trainer._read
+
+    def spy(model, x):
+        seen.append((read(model, x), x))
+        return seen[-1][0]
+
+    trainer._read = spy
+    train(trainer)
+    (((logp, _, mask), x),) = seen
+    loss = policy_loss(logp, logp, x["advantages"], mask, own_variant)[0]
+    assert torch.isfinite(loss) and trainer.state.global_step == 1
+
+
+def test_dpo_ends_with_trls_weights_and_metrics(path, tmp_path):
+    trainers = [
+        dpo(T, path, tmp_path, beta=0.3, logging_steps=1) for T in (DPOTrainer, dpo_trainer())
+    ]
+    start = weights(trainers[0])
+    theirs, ours = map(train, trainers)
+    assert (ours - theirs).norm() < 1e-3 * (ours - start).norm()
+    logs = [t.state.log_history[1] for t in trainers]
+    names = [k for k in logs[1] if "/" in k or k == "loss"]
+    assert len(names) == 7
+    for k in names:
+        assert logs[0][k] == pytest.approx(logs[1][k], rel=1e-3, abs=1e-5), k
+
+
+def test_smoothing_and_kind_are_those_of_dpo_loss(path, tmp_path):
+    "TRL's sigmoid reads no label_smoothing, and its ipo divides by the length."
+    first = [
+        dpo(
+            dpo_trainer(kind),
+            path,
+            tmp_path,
+            beta=0.3,
+            label_smoothing=e,
+            logging_steps=1,
+            max_steps=2,
+        )
+        for kind, e in (("sigmoid", 0.4), ("ipo", 0.0))
+    ]
+    for trainer in first:
+        train(trainer)
+    smooth, ipo = (t.state.log_history[1] for t in first)
+    assert first[1].state.log_history[0]["loss"] == pytest.approx((1 / 0.6) ** 2, rel=1e-4)  # h = 0
+    h = smooth["rewards/margins"]
+    sigmoid = torch.nn.functional.logsigmoid
+    expected = -0.6 * sigmoid(torch.tensor(h)) - 0.4 * sigmoid(torch.tensor(-h))
+    assert smooth["loss"] == pytest.approx(expected.item(), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "Trainer, make, wrong",
+    [
+        (grpo_trainer(), grpo, dict(epsilon=0.1)),
+        (grpo_trainer(), grpo, dict(loss_type="sapo")),
+        (grpo_trainer(), grpo, dict(top_entropy_quantile=0.5)),
+        (grpo_trainer(), grpo, dict(use_liger_kernel=True)),
+        (dpo_trainer(), dpo, dict(loss_type=["ipo"])),
+        (dpo_trainer(), dpo, dict(ld_alpha=0.5)),
+    ],
+)
+def test_an_option_that_ours_does_not_read_is_refused(path, tmp_path, Trainer, make, wrong):
+    ((name, value),) = wrong.items()
+    if name == "use_liger_kernel":
+        pytest.importorskip("liger_kernel")
+    with pytest.raises(
+        ValueError, match=rf"^{name} must be left at .*, got .*: (grpo|dpo)_trainer "
+    ):
+        make(Trainer, path, tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: grpo_trainer("gpro"), ValueError, "variant must be one of 'ppo'"),
+        (
+            lambda: grpo_trainer("sapo", eps_low=0.1),
+            ValueError,
+            "eps_low must be None for variant='sapo'",
+        ),
+        (
+            lambda: grpo_trainer(beta=0.1),
+            TypeError,
+            "grpo_trainer must get eps_low, .*, got beta: TRL has",
+        ),
+        (lambda: dpo_trainer("dop"), ValueError, "kind must be one of 'sigmoid'"),
+    ],
+)
+def test_bad_arguments_are_told_before_a_model_is_loaded(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_advantages_of_another_shape_have_trls_name(trainer):
+    with pytest.raises(ValueError, match="^advantages must have"):
+        trainer._compute_loss(trainer.model, inputs(1) | dict(advantages=torch.zeros(8, 3)))
