@@ -693,7 +693,8 @@ def test_an_environment_that_breaks_loses_no_run(error, monkeypatch, capsys):
 
 
 WALK = """import gymnasium as gym, os
-class Walk(gym.envs.classic_control.PendulumEnv):
+from gymnasium.envs.classic_control import PendulumEnv
+class Walk(PendulumEnv):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         os.makedirs('elsewhere', exist_ok=True)
@@ -713,7 +714,9 @@ def test_a_module_that_a_run_names_is_imported_by_ones_own_word_alone(
         assert "--env must be mine:Mine-v0 again, or --trust given" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "run", "--env", "mine:Mine-v0"]) == 0
     assert cli.main(["train", "--resume", "run", "--trust"]) == 0
+    capsys.readouterr()
     assert cli.main([*line, "--trust"]) == 2
+    assert capsys.readouterr().err == "rlhf-notes: --trust must come with --resume\n"
 
 
 def test_an_environment_that_changes_the_directory(tmp_path, monkeypatch, capsys):

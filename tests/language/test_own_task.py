@@ -171,6 +171,16 @@ def test_a_large_reward_model_computes_on_all_threads(monkeypatch, tmp_path):
     finally: torch.set_num_threads(before)
 
 
+def test_a_reward_of_ones_own_computes_in_its_own_precision():
+    dtypes, one = set(), torch.ones(2, 2)
+
+    def reward(prompts, responses):
+        dtypes.add((one @ one).dtype)
+        return count(prompts, responses)
+    own(reward=reward, precision="bfloat16").learn()
+    assert dtypes == {torch.float32}
+
+
 def test_a_small_model_learns_and_generates_on_one_thread(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = []

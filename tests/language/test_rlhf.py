@@ -31,7 +31,7 @@ from rlhf_notes.language import loop as R
 from rlhf_notes.language.config import Variant
 from rlhf_notes.language.model import RewardModel, hidden_states, response_states, to_logits
 from rlhf_notes.language.rollout import Rollout, with_advantages
-from rlhf_notes.language.scale import make_loop
+from rlhf_notes.language.scale import ScaledLoop, make_loop
 from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.reward_model import proxy_reward
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
@@ -483,6 +483,12 @@ def test_learning_raises_the_score():
         t.reward = lambda prompts, mask, responses, response_mask: (responses == 5).float().sum(1)
         scores = [t.iterate()["score"] for _ in range(12)]
         assert sum(scores[-3:]) / 3 > 4 * max(sum(scores[:2]) / 2, 0.2), (algo, scores)
+
+
+@pytest.mark.parametrize("options, kind", [
+    ({}, R.Loop), (dict(microbatches=2), ScaledLoop), (dict(precision="bfloat16"), ScaledLoop)])
+def test_the_plain_loop_does_what_it_can(options, kind):
+    assert type(trainer(replace(TINY, **options))) is kind
 
 
 def test_bfloat16():
