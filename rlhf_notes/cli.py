@@ -22,19 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import (
-    App,
-    CycloptsError,
-    Group,
-    Parameter,
-    UnknownOptionError,
-    UnusedCliTokensError,
-    validators,
-)
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError, validators
 
 from . import __version__
 from .launch import TASKS, many_seeds, new_training, old_training, versions
-from .training.options import OLD_NAMES
 from .training.signals import Lenient, handle_signals
 
 # %% ../nbs/cli.ipynb #parser
@@ -68,7 +59,7 @@ def _run(argv):
         message = f"expected an option after {before}, got {stray} (a yes or no is --x or --no-x)"
         code = 2
     except (CycloptsError, _UsageError) as e:
-        message, code = _renamed(e) or e, 2
+        message, code = e, 2
     except FloatingPointError as e:
         message, code = e, 1
     except (OSError, MemoryError, RuntimeError) as e:
@@ -80,13 +71,6 @@ def _run(argv):
         message, code = "interrupted", 130
     print("rlhf-notes:", message, file=sys.stderr)
     return code
-
-def _renamed(error):
-    "One sentence if the option has another name today; else None."
-    if not isinstance(error, UnknownOptionError): return None
-    old = str(error.token.keyword or error.token.value).split("=")[0]
-    new = OLD_NAMES.get(old.strip("-").replace("-", "_"))
-    if new: return f"Unknown option: {old}. Did you mean --{new.replace('_', '-')}?"
 
 def _of_the_machine(error):
     "One sentence if a disk, memory or table of files was full, or a process ended; else None."

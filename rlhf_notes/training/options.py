@@ -83,7 +83,7 @@ def _line(cls, fault):
     name = fault["loc"][0]
     if fault["type"] == "unexpected_keyword_argument":
         options = cls.__dataclass_fields__
-        close = get_close_matches(OLD_NAMES.get(name, name), options, n=1)
+        close = get_close_matches(name, options, n=1)
         hint = f"did you mean {close[0]}?" if close else ", ".join(options)
         return f"{name} must be an option of {cls.__name__}: {hint}"
     return f"{name} {fault['msg'].replace('Input should', 'must')}, got {fault['input']!r}"
