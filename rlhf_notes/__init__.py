@@ -7,7 +7,7 @@ Modules:
 
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
 - `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.
-- `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: nine policy losses, microbatches, and samples of an older policy.
+- `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: ten policy losses, microbatches, and samples of an older policy.
 - `rlhf_notes.formulas.kl`: KL to the reference: three estimators as values and as losses, and coefficient controllers.
 - `rlhf_notes.formulas.logprob`: The log-probability of a token and the entropy, in any precision; both for Gaussians.
 - `rlhf_notes.formulas.masking`: Sums and means over the tokens that count, and four ways to reduce token losses to one number.

@@ -1,4 +1,4 @@
-"""GRPO, RLOO and their family: nine policy losses, microbatches, and samples of an older policy.
+"""GRPO, RLOO and their family: ten policy losses, microbatches, and samples of an older policy.
 
 ### The formulas by name
 
@@ -11,6 +11,7 @@ policy_loss  -aggregate(objective) + beta aggregate(KL); kl_weighted=True: of r 
   "cispo"       clip(r) A log pi, no gradient through clip(r)
   "sapo"        4 / tau sigmoid(tau (r - 1)) A, with one tau for A > 0 and one for the rest
   "gmpo"        exp(mean of the clipped log r) A
+  "dppo"        r A, but 0 where r moved the way of A and D(pi, pi_old) of the token > eps
 register_variant          an objective of your own, under a name, as one more of them
 microbatch_weight         tokens or responses of a part / those of its batch
 off_policy_sequence_mask  False where A < 0 and mean(log pi_old - log pi) > threshold
@@ -53,12 +54,13 @@ POLICY_VARIANTS = {  # aggregation,        eps_low, eps_high
     "cispo":      ("token-mean",          1.0,     4.0),
     "sapo":       ("seq-mean-token-mean", None,    None),
     "gmpo":       ("seq-mean-token-mean", 0.4,     0.4),
+    "dppo":       ("token-mean",          0.2,     0.2),
 }
 
 @checked(logp="float (B T)", logp_old="float (B T)", advantage="float (B ...)", mask="bool (B T)?",
          variant=POLICY_VARIANTS, logp_ref="float (B T)?", beta="[0, inf)", kl_kind=KL_KINDS,
          eps_low="(0, inf)?", eps_high="(0, inf)?", aggregation=(*AGGREGATION_MODES, None),
-         weight="float (B W)?", kl_weighted="flag")
+         weight="float (B W)?", kl_weighted="flag", divergence=("tv", "kl"))
 def policy_loss(
     logp: Tensor,  # (B, T) nats, log pi of the tokens, with gradient
     logp_old: Tensor,  # (B, T) nats, log pi_old of the tokens; a constant
@@ -77,14 +79,16 @@ def policy_loss(
     weight: Tensor | None = None,  # (B, 1) or (B, T), factor of each token's objective; a constant
     total: int | Tensor | None = None,  # `aggregate_count` of a whole batch of which this is a part
     kl_weighted: bool = False,  # multiply the KL by the ratio: then k1 and k3 have its gradient
+    divergence: str = "tv",  # "dppo": distance of a token that eps_low, eps_high bound: "tv", "kl"
 ) -> tuple[Tensor, dict]:  # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
-    "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO or GMPO."
+    "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, GMPO or DPPO."
     aggregation = aggregation or POLICY_VARIANTS[variant][0]
     bounds = _bounds(variant, eps_low, eps_high, dual_clip, tau)
     A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)
     r = importance_ratio(logp, logp_old, mask)
-    objective, clipped = _OBJECTIVES[variant](r, A, logp, logp_old, mask, **bounds)
+    objective, clipped = _OBJECTIVES[variant](
+        r, A, logp, logp_old, mask, divergence=divergence, **bounds)
     if weight is not None:
         objective = objective * apply_mask(_per_token("weight", weight, logp), mask)
     policy = -aggregate_loss(objective, mask, aggregation, length, total)
@@ -146,8 +150,20 @@ def _gmpo(r, A, logp, logp_old, mask, low, high, **_):
     objective = masked_mean(held, mask, dim=1).exp().unsqueeze(1) * A
     return objective, clip_fraction(r, A, -math.expm1(-low), math.expm1(high), mask=mask)
 
+def _dppo(r, A, logp, logp_old, mask, low, high, divergence, **_):
+    D = _moved(logp.detach(), logp_old, divergence)
+    far = torch.where(A > 0, (r > 1) & (D > high), (A < 0) & (r < 1) & (D > low))
+    return (r * A).masked_fill(far, 0), masked_mean(far.to(r), mask)
+
+def _moved(logp, logp_old, divergence):
+    "Distance of the probabilities of a token and of all others together, from old to new."
+    if divergence == "tv": return (logp.exp() - logp_old.exp()).abs()
+    rest, rest_old = -torch.expm1(logp), -torch.expm1(logp_old)
+    others = torch.xlogy(rest_old, rest_old) - torch.xlogy(rest_old, rest)
+    return logp_old.exp() * (logp_old - logp) + others
+
 _OBJECTIVES = dict(ppo=_surrogate, grpo=_surrogate, dr_grpo=_surrogate, dapo=_surrogate, gspo=_gspo,
-                   gspo_token=_gspo_token, cispo=_cispo, sapo=_sapo, gmpo=_gmpo)
+                   gspo_token=_gspo_token, cispo=_cispo, sapo=_sapo, gmpo=_gmpo, dppo=_dppo)
 
 # %% ../../nbs/formulas/11_grpo.ipynb #microbatch-weight
 @checked(mask="bool (b T)", batch_mask="bool (B T)", aggregation=AGGREGATION_MODES)

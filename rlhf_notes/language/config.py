@@ -29,7 +29,8 @@ from rlhf_notes.training.options import (
 
 # %% ../../nbs/language/21_config.ipynb #config
 Algo = Literal["ppo", "grpo", "rloo", "dpo"]
-Variant = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
+Variant = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo",
+                  "dppo"]
 
 @plain_errors
 @dataclass(frozen=True, config=STRICT)

@@ -21,11 +21,12 @@ VARIANTS = st.sampled_from(list(POLICY_VARIANTS))
 SURROGATES = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
 DEFAULTS = {"ppo": (0.2, 0.2), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28),
             "gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "cispo": (1.0, 4.0),
-            "sapo": (None, None), "gmpo": (0.4, 0.4)}
+            "sapo": (None, None), "gmpo": (0.4, 0.4), "dppo": (0.2, 0.2)}
 AGGREGATION = {
     "ppo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "constant", "dapo": "token-mean",
     "gspo": "seq-mean-token-mean", "gspo_token": "seq-mean-token-mean", "cispo": "token-mean",
-    "sapo": "seq-mean-token-mean", "gmpo": "seq-mean-token-mean"}
+    "sapo": "seq-mean-token-mean", "gmpo": "seq-mean-token-mean",
+    "dppo": "token-mean"}
 
 
 # An oracle in plain Python: loops over answers and tokens, nothing of the library
@@ -45,7 +46,7 @@ def token_weights(mask, mode, length=None):
 
 
 def oracle(variant, logp, old, A, mask, low=None, high=None, dual=None, tau=(1.0, 1.05), mode=None,
-           length=None):
+           length=None, divergence="tv"):
     """(loss, its slope in each log-probability, share of bounded tokens); A: one number for each
     answer.
     """
@@ -75,6 +76,13 @@ def oracle(variant, logp, old, A, mask, low=None, high=None, dual=None, tau=(1.0
                 k = tau[0] if a > 0 else tau[1]
                 p = 1 / (1 + math.exp(-k * (r[t] - 1)))
                 J, w = 4 / k * p * a, 4 * p * (1 - p) * r[t]
+            elif variant == "dppo":
+                p, q = math.exp(logp[i][t]), math.exp(old[i][t])
+                D = abs(p - q) if divergence == "tv" else (
+                    q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)))
+                far = D > high and r[t] > 1 if a > 0 else D > low and r[t] < 1 and a < 0
+                J, w = (0.0, 0.0) if far else (r[t] * a, r[t])
+                bounded += far
             else:
                 held = [clip(x, 0, math.exp(high)) if a > 0 else max(x, math.exp(-low))
                         for x in r.values()]
@@ -154,6 +162,39 @@ def test_sapo_gate(seed, tau):
     got, (grad,) = value_and_grad(lambda x: policy_loss(x, old, A, m, "sapo", tau=tau)[0], logp)
     close(got, loss)
     close(grad, slope)
+
+
+@given(seed=SEEDS, divergence=st.sampled_from(["tv", "kl"]), low=st.sampled_from([0.01, 0.2]),
+       high=st.sampled_from([0.01, 0.1]))
+def test_dppo_by_either_divergence(seed, divergence, low, high):
+    logp, old = (-(normal(seed + k, (3, 4)).abs() + 0.05) for k in range(2))
+    A, m = normal(seed + 2, (3,)), random_mask(seed + 3, (3, 4))
+    options = dict(eps_low=low, eps_high=high, divergence=divergence)
+    loss, slope, bounded = oracle("dppo", *(x.tolist() for x in (logp, old, A, m)), low, high,
+                                  divergence=divergence)
+    got, (grad,) = value_and_grad(lambda x: policy_loss(x, old, A, m, "dppo", **options)[0], logp)
+    close(got, loss)
+    close(grad, slope)
+    stats = policy_loss(logp, old, A, m, "dppo", **options)[1]
+    assert stats["clip_fraction"].item() == pytest.approx(bounded, abs=1e-6)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_at_certain_and_impossible_tokens(divergence):
+    sure, never = torch.zeros(1, 1), torch.full((1, 1), -math.inf)
+    def slope(logp, old, A):
+        f = lambda x: policy_loss(x, old, torch.tensor([A]), None, "dppo", divergence=divergence)[0]
+        loss, (grad,) = value_and_grad(f, logp)
+        assert loss.isfinite() and grad.isfinite().all()
+        return grad.item()
+    for logp, old in ((sure, sure), (sure, sure - 1), (sure - 1, sure), (sure - 1e4, sure),
+                      (sure - 1, never)):
+        for A in (1.0, -1.0): slope(logp, old, A)
+    assert slope(sure - 0.1, sure - 3, 1.0) == 0                     # only the way of the advantage
+    assert slope(sure - 0.1, sure - 3, -1.0) == pytest.approx(math.exp(2.9))
+    assert policy_loss(sure * math.nan, sure, torch.ones(1), None, "dppo")[0].isnan()
+    with pytest.raises(ValueError, match="divergence must be one of 'tv', 'kl', got 'js'"):
+        policy_loss(sure, sure, torch.ones(1), divergence="js")
 
 
 def test_the_defaults_are_those_of_the_papers():
@@ -465,7 +506,7 @@ def test_vmap_and_compile(variant):
 @pytest.mark.parametrize("kwargs, error, words", [
     (dict(variant="gpro"), ValueError,
      "variant must be one of 'ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo', "
-     "'gspo_token', 'cispo', 'sapo', 'gmpo', got 'gpro'"),
+     "'gspo_token', 'cispo', 'sapo', 'gmpo', 'dppo', got 'gpro'"),
     (dict(variant="sapo", eps_low=0.2), ValueError,
      "eps_low must be None for variant='sapo', got 0.2"),
     (dict(variant="sapo", eps_high=0.2), ValueError, "eps_high must be None for variant='sapo'"),
