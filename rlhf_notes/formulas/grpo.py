@@ -83,20 +83,18 @@ def policy_loss(
 ) -> tuple[Tensor, dict]:  # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
     "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, GMPO or DPPO."
     aggregation = aggregation or POLICY_VARIANTS[variant][0]
-    bounds = _bounds(variant, eps_low, eps_high, dual_clip, tau)
+    bounds = _bounds(variant, eps_low, eps_high, dual_clip, tau) | dict(divergence=divergence)
     A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)
     r = importance_ratio(logp, logp_old, mask)
-    objective, clipped = _OBJECTIVES[variant](
-        r, A, logp, logp_old, mask, divergence=divergence, **bounds)
+    objective, clipped = _OBJECTIVES[variant](r, A, logp, logp_old, mask, **bounds)
     if weight is not None:
         objective = objective * apply_mask(_per_token("weight", weight, logp), mask)
     policy = -aggregate_loss(objective, mask, aggregation, length, total)
     kl = policy.new_zeros(())
     if logp_ref is not None:
         k = kl_estimate(logp, apply_mask(logp_ref.detach(), mask), kl_kind)
-        if kl_weighted:
-            k = r * k
+        k = r * k if kl_weighted else k
         kl = aggregate_loss(k, mask, aggregation, length, total)
     loss = policy + beta * kl if beta else policy
     ratio = masked_mean(r.detach(), mask)
