@@ -147,22 +147,6 @@ exercise("effective_sample_size", "03_ratio", ratio.effective_sample_size,
     sum_not_squared=(lambda r: r.sum() / (r ** 2).sum(),
         "The sum above is not squared: doubling all weights must change nothing."))
 
-exercise("icepop_weight", "03_ratio",
-    lambda a, b, low, high: ratio.truncated_importance_weight(a, b, high, above="zero", floor=low),
-    "f(logp_old, logp_rollout, low, high) -> IcePop's weights: pi_old / pi_rollout within "
-    "[low, high], 0 outside; no gradient",
-    "Whose samples are they? Their probability stands below.",
-    inputs=[(vec([-1., -1., -1.]), vec([-1.2, -3., -0.1]), 0.5, 2.0),
-            (normal(3, 4, seed=64) - 2, normal(3, 4, seed=65) - 2, 0.5, 2.0)],
-    wrt=("logp_old", "logp_rollout"),
-    upside_down=(lambda a, b, low, high: ratio.truncated_importance_weight(
-        b, a, high, above="zero", floor=low),
-        "Your ratio is upside down: the sampler drew the tokens, so its probability divides."),
-    clamped=(lambda a, b, low, high: (a - b).exp().clamp(low, high).detach(),
-        "You move weights to the edge of the band; IcePop leaves them out, with weight 0."),
-    one_sided=(lambda a, b, low, high: ratio.truncated_importance_weight(a, b, high, above="zero"),
-        "Your band has no lower edge: weights below `low` are 0, too."))
-
 exercise("sequence_ratio", "03_ratio",
     lambda a, b, m: ratio.importance_ratio(a, b, m, "sequence")[:, 0],
     "f(logp (B, T), logp_old, mask) -> GSPO's ratio of each response, exp(mean over its tokens of "
