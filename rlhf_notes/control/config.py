@@ -33,7 +33,7 @@ from rlhf_notes.training.options import (
 class PPOConfig:
     "Hyperparameters of PPO for control; the defaults are for CartPole."
     env: str = "CartPole-v1"
-    "Gymnasium ID, or module:Name-v0 of your own; Box observations, Discrete or Box actions"
+    "Gymnasium ID, or module:Name-v0 of your own"
     env_kwargs: dict | None = None
     "arguments of the environment, as JSON: '{\"g\": 5.0}'"
     seed: Seed = 0

@@ -24,16 +24,18 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from ..checks import checked
+from .spaces import remedy, row_maker
 
 # %% ../../nbs/control/15_envs.ipynb #make-envs
 @checked(num_envs="int [1, inf)", vectorization=("auto", "sync", "async"))
 def make_envs(
-    env,  # a name such as "CartPole-v1", a function that makes one, or an environment
+    env,  # a name such as "CartPole-v1", a function that makes one, an environment, a VectorEnv
     num_envs: int,  # environments side by side: of an environment, itself or copies
     vectorization: str = "auto",  # "auto", "sync" or "async", see above
     env_kwargs: dict | None = None,  # arguments of the environment
 ) -> gym.vector.VectorEnv:  # its observations are overwritten by the next step
-    "Environments side by side, with Box observations, tried for one step."
+    "Environments side by side, tried for one step."
+    if isinstance(env, gym.vector.VectorEnv): return _as_it_is(env, num_envs)
     spec, kwargs = find_spec(env), env_kwargs or {}
     with _naming(env):
         if vectorization == "auto" and spec.vector_entry_point:
@@ -48,6 +50,13 @@ def make_envs(
     except BaseException:
         envs.close()
         raise
+    return envs
+
+def _as_it_is(envs, num_envs):
+    if envs.closed: raise ValueError(f"env must be open, got {envs}, which is closed")
+    if envs.num_envs != num_envs:
+        raise ValueError(f"num_envs must be {envs.num_envs}, as env has it, got {num_envs}")
+    _check_envs(envs, envs)
     return envs
 
 def _make_single(env, kwargs, alone, home, i):
@@ -100,11 +109,11 @@ class _Single(gym.Wrapper):
                 torch.manual_seed(seed)
         obs, info = self._ask("reset", seed=seed, options=options)
         if not isinstance(info, dict): raise TypeError(f"info must be a dict, got {info!r}")
-        return obs, {}
+        return obs, _mask_of(info)
 
     def step(self, action):
-        *result, _ = self._ask("step", action)
-        return *result, {}
+        *result, info = self._ask("step", action)
+        return *result, _mask_of(info)
 
     def _ask(self, call, *args, **kwargs):
         try:
@@ -116,24 +125,39 @@ class _Single(gym.Wrapper):
         if not self.lent:
             self.env.close()
 
+def _mask_of(info):
+    "All that is read of an info: the possible actions."
+    return {"action_mask": np.asarray(info["action_mask"], bool)} if "action_mask" in info else {}
+
+def _possible(envs, obs, info):
+    "An action of each environment, to try."
+    space, act = envs.single_action_space, envs.action_space.sample()
+    if "action_mask" not in info: return act
+    if not isinstance(space, gym.spaces.Discrete):
+        raise ValueError(f"its action_mask needs Discrete actions, and it has {space}")
+    n = int(space.n)
+    rows = row_maker(envs.single_observation_space, n)(obs, info)
+    return rows[:, -n:].argmax(1) + space.start
+
 def _check_envs(envs, env):
     "ValueError unless a trainer can learn in them: try a reset and a step."
     space = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
-        helps = not isinstance(space, gym.spaces.Box) and space.is_np_flattenable
-        hint = " (gymnasium.wrappers.FlattenObservation makes them)" if helps else ""
-        raise ValueError(f"env must have Box observations of at least one number, got {env!r} "
-                         f"with {space}{hint}")
+    if (helps := remedy(space)) is not None:
+        hint = f" (gymnasium.wrappers.{helps} makes them)" if helps else ""
+        raise ValueError("env must have observations of Box, Discrete, MultiDiscrete, MultiBinary, "
+                         f"or a Dict of these, got {env!r} with {space}{hint}")
+    rows = row_maker(space)
     singles = [id(single.unwrapped) for single in getattr(envs, "envs", ())]
     if len(set(singles)) < len(singles):
         raise ValueError(f"env must make a new environment at each call, got {env!r}, "
                          "which returns the same one again")
     with _naming(env, "whose reset and step are as Gymnasium's API has them, "
                      f"with observations of shape {space.shape}"):
-        obs = envs.reset(seed=0)[0].copy()
-        after, reward, *_ = envs.step(envs.action_space.sample())
+        obs, info = envs.reset(seed=0)
+        obs, act = rows(obs).copy(), _possible(envs, obs, info)
+        after, reward, *_ = envs.step(act)
         if reward.shape != (len(obs),): raise ValueError(f"its reward has shape {reward.shape[1:]}")
-        for name, x in ("observation", obs), ("observation", after), ("reward", reward):
+        for name, x in ("observation", obs), ("observation", rows(after)), ("reward", reward):
             if not np.isfinite(x).all(): raise ValueError(f"its {name} is not a finite number")
 
 @contextmanager
@@ -154,7 +178,7 @@ def find_spec(
 ) -> EnvSpec:  # ID, threshold, entry points; the time limit of a name
     "The entry of an environment in Gymnasium's registry, or one made for your own."
     if isinstance(env, EnvSpec): return env
-    if isinstance(env, gym.Env):
+    if isinstance(env, (gym.Env, gym.vector.VectorEnv)):
         known = env.spec or EnvSpec(env_name(env))
         return EnvSpec(known.id, reward_threshold=known.reward_threshold,
                        entry_point=lambda render_mode=None: _copy(env, 0))
@@ -205,6 +229,6 @@ def autoreset_mode(
     envs: gym.vector.VectorEnv,  # its metadata name the mode
 ) -> str:  # "NextStep" or "SameStep"
     "When a vectorized environment resets the environments that have ended."
-    mode = envs.metadata["autoreset_mode"].value
+    mode = getattr(envs.metadata.get("autoreset_mode"), "value", None)
     if mode in ("NextStep", "SameStep"): return mode
     raise ValueError(f"envs must reset themselves, autoreset_mode NextStep or SameStep, got {mode}")

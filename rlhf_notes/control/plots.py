@@ -64,7 +64,7 @@ DRAWINGS = {"CartPole-v1": draw_cartpole, "CartPoleEnv": draw_cartpole,
 @checked(seed="int [0, inf)")
 def film(
     env,  # a name, a function that makes one, or an environment, of which a copy plays
-    choose,  # choose(obs) -> action
+    choose,  # choose(obs) -> action; choose(obs, action_mask=...) where the info has a mask
     path,  # the file to write, ends in .gif or .mp4
     seed: int = 0,  # of the episode
     every: int = 2,  # steps from one frame to the next
@@ -76,11 +76,12 @@ def film(
     save = _writer(path)
     env = gym.make(find_spec(env), **env_kwargs) if draw else _rendered(env, env_kwargs)
     with env:
-        (obs, _), frames = env.reset(seed=seed), []
+        (obs, info), frames = env.reset(seed=seed), []
         for t in range(longest):
             if t % every == 0:
                 frames.append(_drawn(draw, env.unwrapped.state) if draw else env.render())
-            obs, _, terminated, truncated, _ = env.step(choose(obs))
+            mask = {name: info[name] for name in ("action_mask",) if name in info}
+            obs, _, terminated, truncated, info = env.step(choose(obs, **mask))
             if terminated or truncated: break
     save(path, frames)
     return path

@@ -29,8 +29,15 @@ from ..checks import checked
 from . import plots
 from .config import PendulumConfig, PPOConfig
 from .envs import autoreset_mode, env_name, identify, make_envs, threshold
-from .policy import Agent
-from .rollout import Collector, Rollout, minibatches, row_maker
+from .policy import Agent, body_maker
+from .rollout import Collector, Rollout, minibatches
+from rlhf_notes.control.spaces import (
+    as_batch,
+    mask_size,
+    row_maker,
+    space_from_numbers,
+    space_to_numbers,
+)
 from ..fast.adam import Adam
 from ..formulas.advantage import gae
 from ..formulas.kl import kl_estimate
@@ -187,7 +194,7 @@ class PPO(Loop):
     @usual_defaults()
     def __init__(
         self,
-        env="CartPole-v1",  # a name, a function that makes one, or an environment
+        env="CartPole-v1",  # a name, a function that makes one, an environment or a VectorEnv
         **options,  # fields of `PPOConfig`; Pendulum-v1 has defaults of its own
     ):
         self.spec, make = identify(env, options.get("env_kwargs"))
@@ -196,14 +203,17 @@ class PPO(Loop):
 
     def _setup(self, env, make, name, options, spaces=None):
         "Networks and counters; `spaces` None = those of the environments, which are made now."
+        if isinstance(env, gym.vector.VectorEnv):
+            options = {"num_envs": env.num_envs, **options}
         recipe = PendulumConfig if self.spec.id == "Pendulum-v1" else PPOConfig
         self.env, self._make, self._envs = env, make, None
         self.config = c = recipe(env=name, **options)
         single = "single_observation_space", "single_action_space"
         self.spaces = spaces or [getattr(self.envs, space) for space in single]
-        obs_size, self._flat = math.prod(self.spaces[0].shape), row_maker(self.spaces[0])
-        weights = torch.Generator().manual_seed(seeds(c.seed)[1])
-        agent = Agent(obs_size, self.spaces[1], c, weights).to(pick_device(c.device))
+        size, weights = gym.spaces.flatdim(self.spaces[0]), torch.Generator()
+        weights.manual_seed(seeds(c.seed)[1])
+        agent = Agent(size, self.spaces[1], c, weights, body_maker(self.spaces[0]))
+        agent.to(pick_device(c.device))
         super().__init__(c, agent)
         self.rows = []  # of metrics, one for each iteration
         self.goal, self.end = 0, c.iterations  # of `learn`: steps and iterations
@@ -232,7 +242,8 @@ class PPO(Loop):
         if self._envs is None:
             c = self.config
             self._envs = make_envs(self._make, c.num_envs, c.vectorization, c.env_kwargs)
-            self._closing = weakref.finalize(self, self._envs.close)
+            lent = self._envs is self._make  # a VectorEnv of the user's, who closes it
+            self._closing = weakref.finalize(self, bool if lent else self._envs.close)
             self._closing.atexit = False
         return self._envs
 
@@ -346,15 +357,21 @@ class PPO(Loop):
         self,
         obs,  # one observation, or a batch of them
         deterministic: bool = True,  # the most probable action; False = drawn
+        action_mask=None,  # (n,), or a batch: 1 for each possible one of n Discrete actions
     ):  # an action for the environment, or a batch of them
         "Choose an action."
-        shape, obs = self.spaces[0].shape, np.asarray(obs)
-        if obs.shape[obs.ndim - len(shape):] != shape or obs.ndim > len(shape) + 1:
-            raise ValueError(f"obs must have shape {shape}, or be a batch of that, got {obs.shape}")
-        if not np.isfinite(obs).all(): raise ValueError(f"obs must be finite, got {obs}")
-        rows = self._flat(obs.reshape(-1, *shape))
-        actions = self.agent.head.for_env(self.policy(None if deterministic else self.rng)(rows))
-        return actions[0] if obs.ndim == len(shape) else actions
+        batch, alone = as_batch(self.spaces[0], obs)
+        size, info = 0, {}
+        if action_mask is not None:
+            size, mask = self._mask_size(), np.asarray(action_mask)
+            info["action_mask"] = mask[None] if alone else mask
+        rows = row_maker(self.spaces[0], size)(batch, info)
+        chosen = self.agent.head.for_env(self.policy(None if deterministic else self.rng)(rows))
+        return chosen[0] if alone else chosen
+
+    def _mask_size(self):
+        if isinstance(self.spaces[1], gym.spaces.Discrete): return self.agent.head.outputs
+        raise ValueError(f"action_mask must be None for actions of {self.spaces[1]}")
 
     @checked(episodes="int [1, inf)", deterministic="flag", seed="int [0, inf)?")
     def evaluate(
@@ -369,9 +386,9 @@ class PPO(Loop):
         seed = own if seed is None else seed
         # `seed` alone would give the environments' own random numbers
         policy = self.policy(None if deterministic else np.random.default_rng((seed, 1)))
-        size = math.prod(self.spaces[0].shape)
+        size, head = self.agent.obs_size, self.agent.head
         def choose(obs):
-            if obs.shape[1] == size: return self.agent.head.for_env(policy(obs))
+            if obs.shape[1] in (size, size + head.outputs): return head.for_env(policy(obs))
             raise ValueError(f"envs must have observations of size {size}, got {obs.shape[1]}")
         if envs is None and isinstance(self.env, str):
             with closing(make_envs(self.env, episodes, env_kwargs=self.config.env_kwargs)) as fresh:
@@ -399,8 +416,8 @@ class PPO(Loop):
         deterministic: bool = True,  # the most probable actions; False = drawn
     ):  # the path
         "Film one episode."
-        return plots.film(self.env, lambda obs: self.predict(obs, deterministic), path, seed,
-                          env_kwargs=self.config.env_kwargs)
+        return plots.film(self.env, lambda obs, **mask: self.predict(obs, deterministic, **mask),
+                          path, seed, env_kwargs=self.config.env_kwargs)
 
     def _learned(self):
         return dict(agent=self.agent, optimizer=self.optimizer,
@@ -442,7 +459,7 @@ class PPO(Loop):
         for name, x in (self.config.env_kwargs or {}).items():
             _check_kept(name, x)
         saved = dict(version=__version__, config=vars(self.config), state=self.state_dict(),
-                     spaces=[_numbers(space) for space in self.spaces])
+                     spaces=[space_to_numbers(space) for space in self.spaces])
         save_checked(path, saved)
 
     @classmethod
@@ -462,7 +479,8 @@ class PPO(Loop):
         else:
             ppo, known = cls.__new__(cls), name if name in gym.registry else None
             ppo.spec = gym.registry.get(name, EnvSpec("Unknown"))
-            ppo._setup(known, known, name, options, [_space(x) for x in saved["spaces"]])
+            spaces = [space_from_numbers(x) for x in saved["spaces"]]
+            ppo._setup(known, known, name, options, spaces)
         try:
             ppo.load_state_dict(saved["state"])
         except ValueError as e:
@@ -506,16 +524,6 @@ def _check_kept(name, x):
         raise ValueError("env_kwargs must hold numbers, strings, lists and dicts to be saved, "
                          f"got {name}={x!r}") from e
 
-def _numbers(space):
-    "A space as numbers and tensors."
-    if isinstance(space, gym.spaces.Discrete): return dict(n=int(space.n), start=int(space.start))
-    return dict(low=torch.from_numpy(space.low), high=torch.from_numpy(space.high))
-
-def _space(numbers):
-    if "n" in numbers: return gym.spaces.Discrete(**numbers)
-    low, high = (numbers[bound].numpy() for bound in ("low", "high"))
-    return gym.spaces.Box(low, high, dtype=low.dtype.type)
-
 # %% ../../nbs/control/19_ppo.ipynb #seeds
 def seeds(
     seed: int,  # the one seed of a run
@@ -533,7 +541,7 @@ def health(
     clip: float,  # as in the loss
 ) -> dict:  # name -> number
     "Entropy, distance from the old policy, share of clipped steps, and fit of the old values."
-    out = agent.policy(batch.obs)
+    out = agent.outputs(batch.obs)
     logp, advantage = agent.head.logp(out, batch.actions), _loss_advantage(batch, config)
     stats = ppo_stats(logp, batch.logp, advantage, eps_low=clip)
     kl = masked_mean(kl_estimate(batch.logp, logp, "k3"))
@@ -550,16 +558,17 @@ class Scaling:
         config: PPOConfig,  # normalize_obs, normalize_rewards, reward_scale, gamma
         obs_size: int,  # numbers in an observation
     ):
-        self.config = config
+        self.config, self.size = config, obs_size
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
         self.running = torch.zeros(config.num_envs)  # and that return
 
-    def obs(self, obs):  # (N, obs_size) array -> the same, float32
+    def obs(self, obs):  # (N, obs_size, and perhaps a mask) array -> the same, float32
         "Observations for the policy; those of the first rollout are left as they are."
         if self.config.normalize_obs and self.seen.count:
-            white = self.seen.whiten(torch.from_numpy(obs))
-            obs = white.clamp(-self.LIMIT, self.LIMIT).numpy()
+            white = self.seen.whiten(torch.from_numpy(obs[:, :self.size]))
+            white = white.clamp(-self.LIMIT, self.LIMIT).numpy()
+            obs = np.concatenate([white, obs[:, self.size:]], 1)
         return obs.astype(np.float32, copy=False)
 
     def __call__(self, rollout):  # a rollout -> one with the policy's observations, scaled rewards
@@ -568,7 +577,7 @@ class Scaling:
         rows = (x.flatten(0, 1).numpy() for x in (rollout.obs, rollout.next_obs))
         obs, next_obs = (torch.from_numpy(self.obs(x)).view_as(rollout.obs) for x in rows)
         if c.normalize_obs:
-            self.seen.update(rollout.obs, is_step)
+            self.seen.update(rollout.obs[..., :self.size], is_step)
         rewards = rollout.rewards * c.reward_scale
         if c.normalize_rewards:
             for reward, done, step in zip(rewards, rollout.done, is_step):
@@ -594,12 +603,13 @@ def episode_returns(
     if not isinstance(env, gym.vector.VectorEnv):
         with closing(make_envs(env, episodes)) as envs:
             return episode_returns(choose, seed, episodes, envs, longest)
-    N, rows = env.num_envs, row_maker(env.single_observation_space)
+    N, done = env.num_envs, False
     left = (episodes + np.arange(N)) // N  # for each its share: the first to end are the short ones
     total, length, resetting, returns = np.zeros(N), np.zeros(N, int), np.zeros(N, bool), []
-    obs, _ = env.reset(seed=seed)
+    obs, info = env.reset(seed=seed)
+    rows = row_maker(env.single_observation_space, mask_size(info))
     while left.any():
-        obs, reward, terminated, truncated, _ = env.step(choose(rows(obs)))
+        obs, reward, terminated, truncated, info = env.step(choose(rows(obs, info, done)))
         total += np.where(resetting, 0, reward)
         length += ~resetting
         done = terminated | truncated

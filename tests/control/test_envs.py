@@ -94,10 +94,8 @@ def test_autoreset_mode():
      r"is module:Name-v0\)$"),
     (lambda: make_envs("no_such_module:CartPole-v1", 2),
      "env must be an environment that Gymnasium can make"),
-    (lambda: make_envs("FrozenLake-v1", 2),
-     "env must have Box observations of at least one number, got " "'FrozenLake-v1' with Discrete"),
     (lambda: make_envs("Blackjack-v1", 2),
-     "env must have Box observations of at least one number, got "
+     "env must have observations of Box, .*, or a Dict of these, got "
      "'Blackjack-v1' with Tuple.* \\(gymnasium.wrappers.FlattenObservation " "makes them\\)$"),
     (lambda: make_envs("CartPole-v1", 2, "threads"),
      "vectorization must be one of 'auto', 'sync', 'async', got 'threads'"),
@@ -118,7 +116,7 @@ def test_an_observation_has_a_number(monkeypatch):
     monkeypatch.setitem(gym.registry, "Blind-v0", gym.envs.registration.EnvSpec("Blind-v0", Blind))
     with pytest.raises(
         ValueError,
-        match="env must have Box observations of at least one number, got 'Blind-v0' with Box"):
+        match="env must have observations of Box, .* got 'Blind-v0' with Box"):
         make_envs("Blind-v0", 1)
 
 
@@ -226,7 +224,7 @@ def test_an_environment_with_another_api_is_named(monkeypatch, name, wrong, requ
         make_envs("Odd-v0", 2)
 
 
-@pytest.mark.parametrize("env", [None, 3, b"CartPole-v1", gym.make_vec("CartPole-v1", 2)])
+@pytest.mark.parametrize("env", [None, 3, b"CartPole-v1"])
 def test_what_is_no_environment_is_told(env):
     with pytest.raises(
         TypeError, match="^env must be a name, an environment or a function that makes one, got "):
@@ -343,16 +341,16 @@ def test_an_error_of_the_environment_says_whose_it_is(way, error, words):
 
 
 @pytest.mark.parametrize("space, helps", [
-    (gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), True), (gym.spaces.MultiBinary(3), True),
+    (gym.spaces.Dict({"a": gym.spaces.Tuple([gym.spaces.Discrete(2)])}), True),
     (gym.spaces.Sequence(gym.spaces.Discrete(2)), False), (gym.spaces.Box(-1, 1, (0,)), False),
     (gym.spaces.Graph(gym.spaces.Box(-1, 1), gym.spaces.Discrete(2)), False)])
 def test_flattening_is_proposed_where_it_helps(space, helps):
     Odd = type("Odd", (Still,), {"observation_space": space, "reset": lambda self, **how: (0, {})})
-    with pytest.raises(ValueError, match="env must have Box observations") as e: make_envs(Odd, 1)
+    with pytest.raises(ValueError, match="env must have observations") as e: make_envs(Odd, 1)
     assert ("FlattenObservation" in str(e.value)) == helps
 
 
-@pytest.mark.parametrize("bad", [{"observation_space": gym.spaces.Discrete(2)}, {"step": None}])
+@pytest.mark.parametrize("bad", [{"observation_space": gym.spaces.Text(2)}, {"step": None}])
 def test_environments_that_are_refused_are_closed(bad):
     closed = []
     class Closes(Guessed):

@@ -225,21 +225,19 @@ def test_discrete_actions_that_do_not_start_at_zero():
 
 @pytest.mark.parametrize("space, words", [
     (gym.spaces.Box(0, 9, (2,), np.uint8), r"Box\(0, 9, \(2,\), uint8\)"),
-    (gym.spaces.MultiDiscrete([2, 2]), "MultiDiscrete"),
-    (gym.spaces.MultiBinary(3), "MultiBinary"),
     (gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), "Dict"),
     (gym.spaces.Tuple([gym.spaces.Discrete(2)]), "Tuple"),
 ])
 def test_other_spaces_are_refused_by_name(space, words):
     with pytest.raises(
         ValueError,
-        match=f"env must have Discrete actions, or a non-empty Box of floats, got {words}"):
+        match=f"env must have actions of Discrete, .* or a non-empty Box of floats, got {words}"):
         distribution(space)
 
 
 def test_a_box_without_numbers_and_networks_nobody_knows():
     with pytest.raises(
-        ValueError, match="env must have Discrete actions, or a non-empty Box of floats, got Box"):
+        ValueError, match="env must have actions of Discrete, .* or a non-empty Box of floats, got Box"):
         distribution(gym.spaces.Box(-1, 1, (0,)))
     with pytest.raises(
         ValueError, match="activation must be one of 'tanh', 'relu', 'silu', got 'elu'"):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from strategies import SEEDS
 
 from rlhf_notes.control.envs import make_envs
-from rlhf_notes.control.rollout import Collector, Rollout, minibatches, row_maker
+from rlhf_notes.control.rollout import Collector, Rollout, minibatches
+from rlhf_notes.control.spaces import row_maker
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "is_step")
 

@@ -1,0 +1,265 @@
+"Every space, from a row of numbers to a policy that has learned."
+import re
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given
+from strategies import SEEDS
+
+from rlhf_notes import PPO
+from rlhf_notes.control.envs import make_envs
+from rlhf_notes.control.policy import Agent, body_maker, picture_net
+from rlhf_notes.control.config import PPOConfig
+from rlhf_notes.control.rollout import Collector
+from rlhf_notes.control.spaces import (
+    as_batch,
+    picture_shape,
+    remedy,
+    row_maker,
+    space_from_numbers,
+    space_to_numbers,
+)
+
+PICTURE = Box(0, 255, (6, 6, 1), np.uint8)
+KINDS = [Discrete(3, start=-1), MultiDiscrete([2, 3], start=[0, 5]), MultiBinary((2, 2)), PICTURE,
+         Box(-1, 1, (2, 2)), Box(-1, np.inf, (), np.float64),
+         Dict(b=PICTURE, a=Discrete(2), c=MultiBinary(2), d=Box(-1, 1, (3,)))]
+
+
+class Guess(gym.Env):
+    "Shows a random observation for 8 steps; the right action earns 1: the optimum is 8."
+    def __init__(self, shows, takes, right, mask=None):
+        self.observation_space, self.action_space = shows, takes
+        self.right, self.mask = right, mask
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.look()
+
+    def look(self):
+        self.shown = self.observation_space.sample()
+        if self.mask is None: return self.shown, {}
+        self.allowed = np.zeros(self.action_space.n, np.int8)
+        if self.t < 8: self.allowed[list(self.mask(self.shown))] = 1  # none when all is over
+        return self.shown, {"action_mask": self.allowed}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        if self.mask: assert self.allowed[action - self.action_space.start], "an impossible action"
+        reward = float(np.all(action == self.right(self.shown)))
+        self.t += 1
+        obs, info = self.look()
+        return obs, reward, self.t == 8, False, info
+
+
+class Side(Guess):
+    "A bright dot, left or right."
+    def look(self):
+        self.shown = np.zeros(self.observation_space.shape, np.uint8)
+        y, x = self.np_random.integers(self.shown.shape[0]), self.np_random.integers(6)
+        self.shown[y, x] = 255
+        return self.shown, {}
+
+
+def dict_right(obs): return int(obs["bit"]) + 2 * int(obs["angle"][0] > 0)
+
+
+TASKS = {
+    "Discrete": (Guess, Discrete(4, start=2), Discrete(4), lambda x: x - 2),
+    "MultiDiscrete": (Guess, Discrete(2), MultiDiscrete([2, 3], start=[0, 5]), lambda x: [x, 7]),
+    "MultiBinary": (Guess, MultiBinary(2), MultiBinary(2), lambda x: 1 - x),
+    "Dict": (Guess, Dict(bit=Discrete(2), angle=Box(-1, 1, (1,))), Discrete(4), dict_right),
+    "picture": (Side, PICTURE, Discrete(2), lambda x: int(x[:, 3:].any())),
+    "masks": (Guess, Discrete(3), Discrete(3, start=1),
+              lambda x: 2 if x == 2 else 3, lambda x: {0, 1, 2} - {int(x)}),
+}
+FAST = dict(num_envs=16, num_steps=32, steps=10_240, gamma=0.0, minibatches=4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_space_is_learned_to_its_optimum(task, tmp_path):
+    kind, *of = TASKS[task]
+    p = PPO(lambda: kind(*of), **FAST).learn()
+    returns = p.evaluate(40)
+    assert returns.mean() > (7.5 if task == "Dict" else 7.99), returns  # a border is in between
+    shown = p.envs.single_observation_space.sample()
+    action = p.predict(shown)
+    assert p.spaces[1].contains(action)
+    p.save(tmp_path / "p.pt")
+    again = PPO.load(tmp_path / "p.pt")
+    assert again.spaces == p.spaces and np.array_equal(again.predict(shown), action)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_masks_reach_the_policy_in_both_ways_of_resetting(mode):
+    kind, *of = TASKS["masks"]
+    envs = SyncVectorEnv([lambda: kind(*of)] * 3, autoreset_mode=mode)
+    seen = []
+    def act(rows):
+        seen.append(rows.copy())
+        return rows[:, 3:].argmax(1)
+    rollout, episodes = Collector(envs, 0).collect(act, 30, lambda actions: actions + 1)
+    assert len(episodes) >= 9
+    steps = np.stack(seen)[rollout.is_step.numpy()]
+    assert (steps[:, 3:] == 1 - steps[:, :3]).all()  # all is possible but what is shown
+    assert (rollout.next_obs[rollout.done][:, 3:] == 1).all()  # nothing follows: nothing is masked
+
+
+def masked_agent(n=3):
+    return Agent(2, Discrete(n), PPOConfig(), torch.Generator().manual_seed(0))
+
+
+@given(seed=SEEDS)
+def test_a_masked_action_is_never_drawn_and_has_no_gradient(seed):
+    rng, agent = np.random.default_rng(seed), masked_agent()
+    mask = np.eye(3, dtype=np.float32)[rng.integers(3, size=50)]
+    obs = np.concatenate([rng.normal(size=(50, 2)).astype(np.float32), 1 - mask], 1)
+    out = agent.outputs(torch.from_numpy(obs))
+    assert (out.softmax(-1)[torch.from_numpy(mask) > 0] == 0).all()
+    for draw in agent.actor(rng), agent.actor():
+        assert not mask[np.arange(50), draw(obs)].any()
+    logits = agent.policy(torch.from_numpy(obs[:, :2])).detach().requires_grad_(True)
+    hidden = logits.masked_fill(torch.from_numpy(mask) > 0, -torch.inf)
+    actions = torch.from_numpy(agent.actor(rng)(obs))
+    loss = agent.head.logp(hidden, actions).sum() + agent.head.entropy(hidden).sum()
+    loss.backward()
+    assert (logits.grad[torch.from_numpy(mask) > 0] == 0).all() and logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("space", KINDS, ids=str)
+def test_a_space_comes_back_from_a_file(space, tmp_path):
+    torch.save(space_to_numbers(space), tmp_path / "x")
+    again = space_from_numbers(torch.load(tmp_path / "x", weights_only=True))
+    assert again == space and again.dtype == space.dtype
+
+
+@pytest.mark.parametrize("space", KINDS, ids=str)
+def test_rows_are_those_of_gymnasium(space):
+    space.seed(0)
+    obs = [space.sample() for _ in range(5)]
+    entry = lambda name: np.stack([x if name is None else x[name] for x in obs])
+    many = {k: entry(k) for k in space.spaces} if isinstance(space, Dict) else entry(None)
+    rows = row_maker(space)(many)
+    assert rows.flags.c_contiguous and rows.shape == (5, gym.spaces.flatdim(space))
+    if not isinstance(space, Dict) and picture_shape(space) is None:
+        expected = np.stack([gym.spaces.flatten(space, x) for x in obs])
+        np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    batch, alone = as_batch(space, many)
+    assert not alone and np.array_equal(row_maker(space)(batch), rows)
+    batch, alone = as_batch(space, obs[0])
+    assert alone and np.array_equal(row_maker(space)(batch), rows[:1])
+
+
+@pytest.mark.parametrize("shape, channels_first", [
+    ((9, 8), (1, 9, 8)), ((9, 8, 3), (3, 9, 8)), ((4, 9, 8), (4, 9, 8)), ((2, 9), None),
+    ((9,), None), ((2, 2, 3), None)])
+def test_which_box_is_a_picture(shape, channels_first):
+    assert picture_shape(Box(0, 255, shape, np.uint8)) == channels_first
+    assert picture_shape(Box(0, 9, shape, np.uint8)) is None
+
+
+def test_the_network_sees_the_picture_as_it_is():
+    space, eye = Box(0, 255, (5, 7, 2), np.uint8), np.zeros((1, 5, 7, 2), np.uint8)
+    eye[0, 3, 4, 1] = 51
+    seen = picture_net((2, 5, 7))[0](torch.from_numpy(row_maker(space)(eye)))
+    assert seen.shape == (1, 2, 5, 7) and seen[0, 1, 3, 4] == 0.2 and seen.sum() == seen.max()
+
+
+@pytest.mark.parametrize("side, filters", [(16, [16]), (36, [32, 64, 64]), (84, [32, 64, 64])])
+def test_the_sizes_of_the_literature(side, filters):
+    net = picture_net((4, side, side), generator=torch.Generator().manual_seed(0))
+    assert [x.out_channels for x in net if isinstance(x, torch.nn.Conv2d)] == filters
+    if side == 84: assert net(torch.zeros(2, 4 * 84 * 84)).shape == (2, 3136)  # Mnih et al. 2015
+
+
+def test_an_agent_with_eyes_acts_as_it_learns():
+    space = KINDS[-1]
+    agent = Agent(gym.spaces.flatdim(space), Discrete(3), PPOConfig(),
+                  torch.Generator().manual_seed(0), body_maker(space))
+    rows = torch.rand(4, 5, gym.spaces.flatdim(space))
+    out, value = agent(rows)
+    assert out.shape == (4, 5, 3) and value.shape == (4, 5)
+    act = agent.actor()
+    expected = out.flatten(0, 1).argmax(-1).numpy()
+    with torch.no_grad():
+        for x in agent.parameters(): x.neg_()
+    assert np.array_equal(act(rows.flatten(0, 1).numpy()), expected)  # a copy
+
+
+@pytest.mark.parametrize("space, helps", [
+    (Tuple([Discrete(2)]), "FlattenObservation"), (Dict(a=Dict(b=Discrete(2))), "FlattenObs"),
+    (Text(3), ""), (Box(-1, 1, (0,)), ""), (Box(0, 255, (16, 16, 3)), "DtypeObservation"),
+    (Box(0, 255, (4, 16, 16, 3), np.uint8), "GrayscaleObservation")])
+def test_other_observations_are_refused_with_what_helps(space, helps):
+    assert helps in remedy(space)
+    shown = lambda: Guess(space, Discrete(2), lambda x: 0)
+    with pytest.raises(ValueError, match=re.escape(f"with {space}")) as e: make_envs(shown, 1)
+    assert helps in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_wrapper_makes_bytes_of_a_picture_of_floats():
+    floats = lambda: Guess(Box(0, 255, (6, 6, 1)), Discrete(2), lambda x: 0)
+    make_envs(lambda: gym.wrappers.DtypeObservation(floats(), np.uint8), 1)
+
+
+def bad_mask(mask): return lambda: Guess(Discrete(2), Discrete(2), lambda x: 0, lambda x: mask)
+
+
+@pytest.mark.parametrize("make, words", [
+    (bad_mask(()), r"action_mask must leave an action possible, got \["),
+    (lambda: Guess(Discrete(2), MultiBinary(2), lambda x: 0, lambda x: {0}), "needs Discrete actions")])
+def test_bad_masks_are_named(make, words):
+    with pytest.raises(ValueError, match=words): PPO(make)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda p: p.predict(0, action_mask=[0, 0, 0]), "leave an action possible, got .0 0 0"),
+    (lambda p: p.predict(0, action_mask=[1, 1]), r"action_mask must have shape \(1, 3\)"),
+    (lambda p: p.predict(7), "obs must be whole numbers below"),
+    (lambda p: p.predict({"a": 0}), "obs must")])
+def test_what_predict_refuses(call, words):
+    kind, *of = TASKS["masks"]
+    p = PPO(lambda: kind(*of), **FAST)
+    with pytest.raises((ValueError, TypeError), match=words): call(p)
+
+
+def test_predict_obeys_a_mask():
+    kind, *of = TASKS["masks"]
+    p = PPO(lambda: kind(*of), **FAST)
+    for k in range(3):
+        assert p.predict(0, action_mask=np.eye(3)[k]) == k + 1
+        drawn = p.predict(np.zeros(50, int), False, 1 - np.tile(np.eye(3)[k], (50, 1)))
+        assert set(drawn) == {1, 2, 3} - {k + 1}
+    with pytest.raises(ValueError, match="action_mask must be None for actions of MultiBinary"):
+        PPO(lambda: Guess(Discrete(2), MultiBinary(2), lambda x: 0)).predict(0, action_mask=[1, 1])
+
+
+@pytest.mark.parametrize("obs, words", [
+    ({"a": 0}, "obs must be a dict with a, b"), (3, "obs must be a dict with a, b"),
+    ({"a": 0, "b": [1.0, 2.0]}, r"obs\['b'\] must have shape \(3,\)"),
+    ({"a": [0, 1], "b": np.zeros(3)}, "obs must have as many of each entry"),
+    ({"a": 0, "b": [0, np.nan, 0]}, r"obs\['b'\] must be finite")])
+def test_observations_that_do_not_fit_are_named(obs, words):
+    with pytest.raises(ValueError, match=words):
+        as_batch(Dict(a=Discrete(2), b=Box(-1, 1, (3,))), obs)
+
+
+def vector(n=4): return SyncVectorEnv([lambda: TASKS["Discrete"][0](*TASKS["Discrete"][1:])] * n)
+
+
+def test_environments_side_by_side_are_taken_as_they_are_and_left_open():
+    envs = vector()
+    p = PPO(envs, num_steps=32, steps=256, minibatches=4).learn()
+    assert p.config.num_envs == 4 and p.envs is envs and len(p.evaluate(5)) == 5
+    p.close()
+    envs.step(envs.action_space.sample())
+    with pytest.raises(ValueError, match="num_envs must be 4, as env has it, got 3"):
+        PPO(envs, num_envs=3)
+    envs.close()
+    with pytest.raises(ValueError, match="env must be open, got SyncVectorEnv.*, which is closed$"):
+        PPO(envs)
