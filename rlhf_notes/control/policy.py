@@ -273,7 +273,7 @@ class Body(nn.Module):
         space: gym.Space,  # of one observation
         init: str = "orthogonal",  # as for `mlp`
         generator: torch.Generator | None = None,  # source of the weights
-        network: nn.Module | None = None,  # takes pictures (B, C, H, W), if there is but one, or rows
+        network: nn.Module | None = None,  # of one picture (B, C, H, W), else of rows
     ):
         super().__init__()
         shapes = [picture_shape(x) for x in parts(space).values()]
@@ -298,7 +298,7 @@ def body_maker(
     space: gym.Space,  # of one observation
     network: nn.Module | None = None,  # of the user's own
 ):  # make_body(init, generator) -> a `Body`; None = none is needed
-    "What stands between the rows and the hidden layers."
+    "Maker of the layers between rows and hidden layers."
     if network is None and not any(map(picture_shape, parts(space).values())): return None
     return lambda init, generator: Body(space, init, generator, network)
 

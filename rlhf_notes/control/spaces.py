@@ -1,4 +1,4 @@
-"""What an environment shows, as rows of numbers: vectors, pictures, whole numbers, dicts, and masks.
+"""Observations of any space as rows of numbers: vectors, pictures, dicts, and masks.
 
 Docs: https://rlhf-notes.github.io/rlhf_notes/control/spaces.html.md"""
 
@@ -30,7 +30,8 @@ def picture_shape(
     space: gym.Space,  # an entry of an observation
 ) -> tuple | None:  # (channels, height, width); None = no picture
     "The shape of a picture, channels first, as PyTorch wants it."
-    if not _is_bytes(space) or space.dtype != np.uint8 or len(space.shape) not in (2, 3): return None
+    if not _is_bytes(space) or space.dtype != np.uint8: return None
+    if len(space.shape) not in (2, 3): return None
     shape = space.shape if len(space.shape) == 3 else (1, *space.shape)
     channels, *sides = shape[-1:] + shape[:-1] if shape[-1] < shape[0] else shape
     return (channels, *sides) if min(sides) >= 3 else None
@@ -134,7 +135,8 @@ def as_batch(
         x, shape = np.asarray(_entry(obs, name)), part.shape
         where = "obs" if name is None else f"obs[{name!r}]"
         if x.shape[x.ndim - len(shape):] != shape or x.ndim > len(shape) + 1:
-            raise ValueError(f"{where} must have shape {shape}, or be a batch of that, got {x.shape}")
+            raise ValueError(f"{where} must have shape {shape}, or be a batch of that, "
+                             f"got {x.shape}")
         if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
             raise ValueError(f"{where} must be finite, got {x}")
         entries[name] = x.reshape(-1, *shape), x.ndim == len(shape)
@@ -147,7 +149,7 @@ def as_batch(
 def space_to_numbers(
     space: gym.Space,  # of observations or actions
 ) -> dict:  # of numbers, tensors, and such dicts
-    "What tells a space from others of its kind."
+    "The numbers that tell a space from others of its kind."
     if isinstance(space, Dict):
         return dict(entries={name: space_to_numbers(x) for name, x in space.spaces.items()})
     if isinstance(space, Discrete): return dict(n=int(space.n), start=int(space.start))

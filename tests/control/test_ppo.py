@@ -1288,7 +1288,8 @@ def test_a_picture_is_the_same_in_any_dtype(shape):
         picture, picture.astype(np.float32), picture.astype(np.int64), picture.tolist()))
     assert all(np.array_equal(first, other) for other in others)
     assert 0.9 < p.collector.obs.max() <= 1
-    assert 0.9 < PPO(lambda: Screen(shape, np.float32), **TINY).collector.obs.max() <= 1
+    if len(shape) == 1:  # as a picture, floats are refused
+        assert 0.9 < PPO(lambda: Screen(shape, np.float32), **TINY).collector.obs.max() <= 1
 
 
 class Clock(gym.Env):

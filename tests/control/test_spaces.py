@@ -11,9 +11,9 @@ from hypothesis import given
 from strategies import SEEDS
 
 from rlhf_notes import PPO
+from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent, body_maker, picture_net
-from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.rollout import Collector
 from rlhf_notes.control.spaces import (
     as_batch,
@@ -212,7 +212,8 @@ def bad_mask(mask): return lambda: Guess(Discrete(2), Discrete(2), lambda x: 0, 
 
 @pytest.mark.parametrize("make, words", [
     (bad_mask(()), r"action_mask must leave an action possible, got \["),
-    (lambda: Guess(Discrete(2), MultiBinary(2), lambda x: 0, lambda x: {0}), "needs Discrete actions")])
+    (lambda: Guess(Discrete(2), MultiBinary(2), lambda x: 0, lambda x: {0}),
+     "needs Discrete actions")])
 def test_bad_masks_are_named(make, words):
     with pytest.raises(ValueError, match=words): PPO(make)
 
