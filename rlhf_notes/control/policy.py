@@ -318,8 +318,8 @@ class Agent(nn.Module):
         self.head = distribution(actions, config.log_std, config.squash)
         def network(outputs, gain):
             body = make_body and make_body(config.init, generator)
-            net = mlp(body.outputs if body else obs_size, outputs, gain, config.hidden,
-                      config.activation, config.init, generator)
+            net = mlp(body.outputs if body else obs_size, outputs, gain=gain, hidden=config.hidden,
+                      activation=config.activation, init=config.init, generator=generator)
             return nn.Sequential(body, net) if body else net
         self.policy = network(self.head.outputs, gain=0.01)
         self.critic = network(1, gain=1.0)
