@@ -167,8 +167,8 @@ class Bernoulli(nn.Module):
 
     def sampler(
         self,
-        rng=None,
-    ):  # (N, switches) -> (N, switches); rng None = the most probable ones
+        rng=None,  # a NumPy generator; None = the most probable ones
+    ):  # (N, switches) -> (N, switches)
         "Draw actions: a logistic number below the logit turns a switch on."
         if rng is None: return lambda out: np.int8(out > 0)
         return lambda out: np.int8(out > rng.logistic(size=out.shape))
