@@ -102,7 +102,8 @@ SECTIONS = dict(  # first field -> title
     sft_steps="Pretraining", labels="Reward model", batch="Rollouts", num_envs="Rollouts",
     epochs="Updates", gamma="Advantages", clip="Loss", variant="Loss", max_grad_norm="Updates",
     whiten_rewards="Advantages", kl_coef="KL penalty", normalize_obs="Scales", hidden="Networks",
-    penalty="Responses without an end", eval_every="Evaluation", eval_episodes="Evaluation")
+    penalty="Responses without an end", eval_every="Evaluation", eval_episodes="Evaluation",
+    clip_low="Finer points")
 GROUPS = {title: Group(title, sort_key=i)
           for i, title in enumerate(dict.fromkeys(SECTIONS.values()), 1)}
 GROUPS |= dict.fromkeys("algo model env env_kwargs seed device steps iterations".split(), EVERYDAY)
@@ -126,7 +127,8 @@ def options_of(
     return decorate
 
 def _option(config, name, field, group):
-    infos = [c.__pydantic_fields__[name] for c in config.__mro__[:-1]]  # those of a base explain
+    bases = (c.__pydantic_fields__ for c in config.__mro__[:-1])
+    infos = [fields[name] for fields in bases if name in fields]  # those of a base explain
     help = next(info.description for info in infos if info.description)
     help = re.sub(r" \([PRG]\d+\)", "", help)  # numbers of the details, which the lessons explain
     kind = field.annotation if field.annotation != dict | None else object

@@ -28,10 +28,11 @@ def choice_loss(
     logp: torch.Tensor,  # (B, N) log pi of N responses to each prompt, the chosen first
     logp_ref: torch.Tensor,  # (B, N) log pi_ref of the same
     beta: float,  # pull to the reference, reward per nat
+    **options,  # of `dpo_loss`: kind, label_smoothing
 ) -> torch.Tensor:  # 0-dim, nats
     "DPO's loss of the chosen response against each of the others (Rafailov et al. 2023, eq. 7)."
     def pairs(x): return x[:, :1].expand_as(x[:, 1:]), x[:, 1:]
-    return dpo_loss(*pairs(logp), *pairs(logp_ref), beta)
+    return dpo_loss(*pairs(logp), *pairs(logp_ref), beta, **options)
 
 # %% ../../nbs/language/30_dpo.ipynb #choices
 @dataclass
@@ -114,8 +115,12 @@ class DPOLoop(Loop):
 
     def loss(self, batch: Choices, logp: torch.Tensor) -> tuple:  # 0-dim loss; name -> 0-dim
         "DPO's loss, and how far the implicit rewards of chosen and rejected are apart."
-        beta = self.config.dpo_beta
-        loss = choice_loss(logp, batch.logp_ref, beta)
+        c, beta = self.config, self.config.dpo_beta
+        options = dict(kind=c.dpo_kind, label_smoothing=c.label_smoothing)
+        if c.dpo_kind == "rpo":
+            length = batch.response_mask[:, :1].sum(-1)
+            options["chosen_length"] = length.expand_as(logp[:, 1:])
+        loss = choice_loss(logp, batch.logp_ref, beta, **options)
         rewards = implicit_reward(logp.detach(), batch.logp_ref, beta)
         margin = rewards[:, :1] - rewards[:, 1:]
         return loss, dict(policy_loss=loss.detach(), margin=margin.mean(),

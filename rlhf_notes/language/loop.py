@@ -22,7 +22,7 @@ from ..formulas.kl import AdaptiveKLController, FixedKLController
 from ..formulas.masking import aggregate_count, masked_mean
 from ..formulas.ppo import ppo_loss, ppo_stats
 from ..formulas.value import explained_variance, value_clip_fraction
-from .config import RLHFConfig
+from .config import CLIPPED, RLHFConfig
 from rlhf_notes.language.model import (
     Policy,
     head_log_probs,
@@ -159,18 +159,18 @@ def rl_loss(
 ) -> tuple:  # (0-dim loss; name -> detached 0-dim number for the log)
     "The loss of the variant; with a value head, PPO's."
     c, mask, old = config, batch.response_mask, (batch.logp, batch.advantages)
-    clip = c.clip if c.variant in ("ppo", "grpo", "dr_grpo") else None
-    kl = dict(logp_ref=batch.logp_ref if c.loss_has_kl else None, beta=kl_coef, kl_kind="k3",
-              kl_weighted=True)  # P8
+    clip = c.clip if c.variant in CLIPPED else None
+    more = dict(eps_low=c.clip_low or clip, eps_high=c.clip_high or clip, beta=kl_coef,  # P8
+                kl_kind="k3", kl_weighted=True, logp_ref=batch.logp_ref if c.loss_has_kl else None)
     log = dict(entropy=masked_mean(entropy, mask))  # P13
     if batch.returns is None:
         total = aggregate_count(mask, count_mode(c))
-        loss, parts = policy_loss(logp, *old, mask, c.variant, eps_low=clip, total=total, **kl)
+        loss, parts = policy_loss(logp, *old, mask, c.variant, total=total, **more)
     else:
         fit = values, batch.values, batch.returns
-        loss, parts = ppo_loss(logp, *old, *fit, mask=mask, eps_low=clip, value_coef=c.value_coef,
-                               value_clip=c.value_clip or None, **kl)  # P10
-        log |= ppo_stats(logp, *old, mask, clip)
+        loss, parts = ppo_loss(logp, *old, *fit, mask=mask, value_coef=c.value_coef,
+                               value_clip=c.value_clip or None, **more)  # P10
+        log |= ppo_stats(logp, *old, mask, c.clip_low or c.clip, c.clip_high or c.clip)
         log |= value_stats(*(x.detach() for x in fit), c.value_clip or None, mask)
     return loss, parts | log
 

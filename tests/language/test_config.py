@@ -15,7 +15,10 @@ from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
 def test_defaults_are_whole():
     c = RLHFConfig()
     assert c.batch % c.minibatches == 0 and c.algo == "ppo" and c.responses_per_prompt == 1
-    explained = [f.description for f in RLHFConfig.__pydantic_fields__.values()]
+    classes = RLHFConfig, module.FineOptions
+    explained = [f.description for c in classes for f in c.__pydantic_fields__.values()
+                 if c is not RLHFConfig or f.description]
+    assert len(explained) == len(RLHFConfig.__pydantic_fields__)
     assert all(len(text) > 8 for text in explained) and len(set(explained)) == len(explained)
 
 
@@ -57,6 +60,10 @@ def test_defaults_are_those_of_the_details():
     (dict(labels=0), "labels"),
     (dict(norm_samples=1), "norm_samples"),
     (dict(clip=0.0), "clip"),
+    (dict(clip_low=1.5), "clip_low"),
+    (dict(clip_high=0.0), "clip_high"),
+    (dict(dpo_kind="x"), "dpo_kind"),
+    (dict(label_smoothing=0.6), "label_smoothing"),
     (dict(dpo_beta=0.0), "dpo_beta")])
 def test_what_cannot_be_is_refused_by_name(bad, name):
     with pytest.raises(ValueError, match=rf"^{name}\b"): RLHFConfig(**bad)
@@ -91,6 +98,8 @@ def test_a_seed_is_one_that_every_source_of_chance_takes(config):
     (dict(algo="grpo", whiten_rewards=False), "whiten_rewards"),
     (dict(penalty=-2.0, overlong="keep"), "penalty"),
     (dict(algo="grpo", variant="dapo", clip=0.1), "clip"),
+    (dict(algo="grpo", variant="sapo", clip_high=0.3), "clip_high"),
+    (dict(label_smoothing=0.1), "label_smoothing"),
     (dict(overlong_buffer=2), "overlong_buffer"),
     (dict(model="x", preset="gpt2-small"), "preset")])
 def test_an_option_without_effect_is_refused(options, name):

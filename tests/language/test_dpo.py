@@ -167,6 +167,28 @@ def test_preferences_of_ones_own():
     assert len(t.generate(["about the hotel ."])) == 1
 
 
+def test_the_loss_of_a_pair_may_be_another():
+    def first(**options): return own(iterations=1, **options).learn().rows[0]["policy_loss"]
+    assert first() == pytest.approx(math.log(2), abs=1e-3)
+    assert first(kind="ipo") == pytest.approx((1 / (2 * 0.3)) ** 2, rel=1e-3)  # dpo_beta is 0.3
+    logp, ref = torch.tensor([[0.0, -2.0]]), torch.zeros(1, 2)
+    t = own(label_smoothing=0.25, dpo_beta=0.5)
+    loss = t.loop.loss(replace(t.loop.choices, logp_ref=ref), logp)[0].item()
+    assert loss == pytest.approx(0.75 * math.log1p(math.exp(-1)) + 0.25 * math.log1p(math.e))
+    with pytest.raises(ValueError, match="^dpo_kind must be one of sigmoid, ipo.*, got hinge$"):
+        own(kind="hinge")
+
+
+def test_responses_may_be_the_messages_of_a_chat():
+    as_chats = [row | {name: [dict(role="assistant", content=row[name])]
+                       for name in ("chosen", "rejected")} for row in OWN]
+    t = UserDPO(tiny_lm(), make_tokenizer(), as_chats, max_new_tokens=6, batch=2, minibatches=1,
+                device="cpu")
+    assert torch.equal(t.loop.choices.tokens, own().loop.choices.tokens)
+    with pytest.raises(ValueError, match="prompts must have a chosen response, a string, got .*x"):
+        UserDPO(tiny_lm(), make_tokenizer(), [OWN[0] | dict(chosen=[{}, "x"])], device="cpu")
+
+
 def test_a_trained_policy_loads(tmp_path):
     t = own(iterations=1).learn()
     t.save(tmp_path / "p")

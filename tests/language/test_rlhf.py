@@ -168,6 +168,22 @@ def test_loss_by_hand():
         replace(TINY, value_clip=0.0), x, logp, values, values, 0.1)[1]["value_loss"] < value
 
 
+@pytest.mark.parametrize("algo", ["ppo", "rloo"])
+def test_both_bounds_of_the_ratio_reach_the_loss(algo):
+    c = replace(TINY, algo=algo, group=2, clip_low=0.1, clip_high=0.4)
+    x = with_advantages(c, handmade(), 0.1)
+    logp = x.logp + 0.3 * torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    found = R.rl_loss(c, x, logp, x.values, x.values, 0.1)[1]
+    r, A = (logp - x.logp).exp(), x.advantages
+    held = (r.clamp(0.9, 1.4) != r) & (r.clamp(0.9, 1.4) * A < r * A)
+    objective = torch.minimum(r * A, r.clamp(0.9, 1.4) * A)
+    torch.testing.assert_close(found["policy_loss"], -objective[x.response_mask].mean())
+    assert found["clip_fraction"] == held[x.response_mask].float().mean() > 0
+    def loss(**options): return R.rl_loss(
+        replace(TINY, algo=algo, group=2, **options), x, logp, x.values, x.values, 0.1)[0]
+    assert loss(clip_low=0.1, clip_high=0.1) == loss(clip=0.1) != loss(clip=0.1, clip_high=0.4)
+
+
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
 def test_the_kl_in_the_loss_is_k3_times_the_ratio(algo):
     x = with_advantages(replace(TINY, algo=algo, group=2), handmade(), 0.1)
