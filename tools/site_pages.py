@@ -25,8 +25,8 @@ import site_links
 from notebooks import NBDEV, ROOT, WIDTH, directives, notebooks
 from sphinx.cmd.build import main as sphinx
 
-FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Control": "control",
-          "Language": "language", "Hub": "hub",
+FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Bridges": "bridges",
+          "Control": "control", "Language": "language", "Hub": "hub",
           "Reviews": "reviews", "Studies": "studies", "Workshop": "."}
 FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch")

@@ -1,6 +1,6 @@
 """Our losses and verl's or TRL's own, on the same seeded batches: the largest difference of each.
 
-`benchmarks/bridges.py` writes the table, the tests beside this file hold its bounds.
+`benchmarks/engines.py` writes the table, the tests beside this file hold its bounds.
 """
 
 import torch

@@ -1,5 +1,9 @@
 "Our losses in TRL's trainers."
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -245,3 +249,14 @@ def test_bad_arguments_are_told_before_a_model_is_loaded(call, error, words):
 def test_advantages_of_another_shape_have_trls_name(trainer):
     with pytest.raises(ValueError, match="^advantages must have"):
         trainer._compute_loss(trainer.model, inputs(1) | dict(advantages=torch.zeros(8, 3)))
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_weights_of_one(path, tmp_path):
+    "The same prompts and responses in two halves, by torch.distributed on a CPU."
+    script = Path(__file__).with_name("two_processes.py")
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for start, batch, out in (([], "16", "one"), (two, "8", "two")):
+        subprocess.run([sys.executable, *start, script, path, batch, tmp_path / out], check=True)
+    one, both = (torch.load(tmp_path / out) for out in ("one", "two"))
+    assert (one - both).norm() < 1e-5 * one.norm()

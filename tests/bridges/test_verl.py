@@ -230,3 +230,11 @@ def test_import_verl_is_enough():
         "assert 'rlhf_notes_gspo' in r, sorted(r)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_two_workers_of_ray_add_up_to_the_whole():
+    pytest.importorskip("ray")
+    from bridges.ray_workers import differences
+
+    assert max(differences()) < 1e-6
