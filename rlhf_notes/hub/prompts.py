@@ -8,12 +8,14 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/hub/prompts.html.md"""
 __all__ = ['TEXTS', 'STARRED', 'read_prompts', 'token_ids', 'Prompts', 'reward_arguments', 'reward_functions']
 
 # %% ../../nbs/hub/31_prompts.ipynb #export-imports
+import asyncio
 import inspect
 import json
 import math
 import re
 import traceback
 from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import shorten
 
@@ -58,19 +60,31 @@ def _lines(path):
         raise ValueError("prompts must be a .jsonl file or a text with a prompt on each line, got "
                          f"{path}")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as e:
         raise ValueError(f"prompts must be a list or the path of a file, got {path}: {e}") from e
-    for i, line in enumerate(lines, 1):
+    is_json = path.suffix.lower().startswith(".json")
+    if is_json and (array := _array(text)) is not None:
+        yield from ((f"item {i} of {path}", row) for i, row in enumerate(array))
+        return
+    for i, line in enumerate(text.split("\n"), 1):
         place = f"line {i} of {path}"
         if not line.strip(): continue
-        if not path.suffix.lower().startswith(".json"):
+        if not is_json:
             yield place, line
             continue
         try:
             yield place, json.loads(line)
         except ValueError as e:
             raise ValueError(f"prompts must be JSON, got {place}: {e}") from e
+
+def _array(text):
+    "The items of a JSON array; None for all else, and for a chat alone on its line."
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return None
+    return whole if isinstance(whole, list) and not _is_prompt(whole) else None
 
 def _is_prompt(x):
     messages = isinstance(x, list) and x and all(isinstance(m, dict) for m in x)
@@ -252,6 +266,8 @@ def _call(function, texts, columns):
     values, given = "nothing", reward_arguments(function, texts, columns)
     try:
         values = function(*given.args, **given.kwargs)
+        if inspect.isawaitable(values):
+            values = _awaited(values)
         if isinstance(values, (Mapping, Set)) or hasattr(values, "iterrows"):
             raise TypeError(f"a {type(values).__name__} is no list")
         # + 0.0, since float takes strings
@@ -270,6 +286,13 @@ def _call(function, texts, columns):
         raise ValueError("reward must return finite numbers, or None where there is no score, got "
                          f"{shorten(str(values), 80)}")
     return numbers
+
+def _awaited(values):
+    "The result of an async function, in a thread: a notebook has an event loop of its own."
+    async def wait():
+        return await values
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, wait()).result()
 
 # %% ../../nbs/hub/31_prompts.ipynb #rewards
 def reward_functions(

@@ -1,4 +1,5 @@
 """Your own task: prompts, rewards and models as people have them."""
+import asyncio
 import csv
 import json
 import math
@@ -354,6 +355,17 @@ def test_prompts_from_a_file(tmp_path):
     assert read_prompts(tmp_path / "windows.JSON") == rows
 
 
+def test_prompts_from_a_json_array(tmp_path):
+    rows = [dict(prompt="w3", n=1), dict(prompt="w4", n=2)]
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT))
+    assert read_prompts(tmp_path / "array.json") == rows
+    assert read_prompts(tmp_path / "chat.jsonl") == [dict(prompt=CHAT)]  # one chat, on one line
+    (tmp_path / "array.json").write_text('["w3", 5]')
+    with pytest.raises(ValueError, match="got .* in item 1 of .*array.json"):
+        read_prompts(tmp_path / "array.json")
+
+
 @pytest.mark.parametrize("text, words", [
     ('"w3"\n"w4"\n{"prompt"\n', "prompts must be JSON, got line 3 of .*p.jsonl: "),
     ('"w3"\n\n5\n', "prompts must be strings, lists of messages .* got .* in line 3 of .*p.jsonl"),
@@ -524,6 +536,19 @@ def test_rewards_add_up_and_none_is_no_score():
     task.rewards = reward_functions(some)
     scores = task.score(tokens, mask, said, None)
     assert scores[0] == 2 and scores[1].isnan()
+
+
+def test_a_reward_may_be_async_where_a_loop_runs_already():
+    async def one(response):
+        await asyncio.sleep(0)
+        return response.split().count("w9")
+    async def reward(prompts, responses): return await asyncio.gather(*map(one, responses))
+    async def in_a_notebook(): return own(reward=reward, iterations=1).learn()
+    awaited, plain = asyncio.run(in_a_notebook()), own(reward=count, iterations=1).learn()
+    assert awaited.rows[0]["score"] == plain.rows[0]["score"]
+    async def wrong(prompts, responses): return {}["x"]
+    with pytest.raises(ValueError, match="^reward must return a list .*KeyError: 'x', line"):
+        own(reward=wrong).learn()
 
 
 def test_each_of_several_rewards_has_a_column():
