@@ -186,9 +186,15 @@ class _Small(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, h):
         logits, index, logp, chosen, H, p = ctx.saved_tensors
-        if torch.is_grad_enabled() or not _eager(g, h):
+        if torch.is_grad_enabled():
             g = torch.zeros_like(chosen) if g is None else g
             return _differentiable(logits, index, ctx.temperature, g, h), None, None, None
+        if not _eager(g, h):  # a batch of gradients, into which nothing can be written
+            one = torch.zeros_like(logp).scatter_(-1, index.unsqueeze(-1), 1)
+            grad = 0 if g is None else g.unsqueeze(-1) * (one - logp.exp())
+            if h is not None:
+                grad = grad - h.unsqueeze(-1) * p * (logp + H.unsqueeze(-1))
+            return (grad / ctx.temperature).to(logits.dtype), None, None, None
         if h is None:
             grad = logp.exp().mul_(-g.unsqueeze(-1))
         else:

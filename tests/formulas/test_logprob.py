@@ -386,7 +386,7 @@ def test_works_under_vmap_and_compile(way):
             compiled = value_and_grad(
                 lambda t: torch.compile(f, backend="aot_eager", fullgraph=True)(t, i, m), x)
             torch.testing.assert_close(compiled, value_and_grad(lambda t: f(t, i, m), x))
-            if x is z and way is by_rows:
+            if x is z and way is not fast.off:
                 torch.testing.assert_close(
                     torch.autograd.functional.jacobian(lambda t: f(t, i, m), x, vectorize=True),
                     torch.autograd.functional.jacobian(lambda t: f(t, i, m), x))
@@ -907,7 +907,7 @@ def test_bad_input_of_the_linear_function_is_named(way, call, error, words):
         call(torch.randn(2, 3, 5), torch.randn(6, 5), torch.zeros(2, 3, dtype=torch.long))
 
 
-@pytest.mark.parametrize("size", [7, 1000, 151_936, 1_100_000])
+@pytest.mark.parametrize("size", [7, 1000, 100_000, 151_936, 1_100_000])
 @pytest.mark.parametrize("tops", [1, 2, 30])
 def test_a_few_tokens_above_many_equal_ones(size, tops):
     "A running sum in float32 is 1e-3 off here, and differently so on each processor."
