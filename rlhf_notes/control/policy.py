@@ -312,13 +312,15 @@ class Agent(nn.Module):
         config,  # hidden, activation, init, log_std, squash of `PPOConfig`
         generator: torch.Generator | None = None,  # source of the weights
         make_body=None,  # make_body(init, generator) -> a `Body`; None = the hidden layers see rows
+        hidden: tuple | None = None,  # widths of the hidden layers; None = two of `config.hidden`
     ):
         super().__init__()
         self.obs_size, self.activation = obs_size, config.activation
         self.head = distribution(actions, config.log_std, config.squash)
         def network(outputs, gain):
             body = make_body and make_body(config.init, generator)
-            net = mlp(body.outputs if body else obs_size, outputs, gain=gain, hidden=config.hidden,
+            net = mlp(body.outputs if body else obs_size, outputs, gain=gain,
+                      hidden=config.hidden if hidden is None else hidden,
                       activation=config.activation, init=config.init, generator=generator)
             return nn.Sequential(body, net) if body else net
         self.policy = network(self.head.outputs, gain=0.01)

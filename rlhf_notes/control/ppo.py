@@ -6,7 +6,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/control/ppo.html.md"""
 
 # %% auto #0
 __all__ = ['RECENT', 'SCORES', 'batch_loss', 'Batch', 'make_batch', 'Loop', 'PPO', 'seeds', 'health', 'Scaling',
-           'episode_returns', 'train']
+           'episode_returns', 'finish', 'train']
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
 import io
@@ -17,12 +17,14 @@ import weakref
 import zipfile
 from collections import deque
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from numbers import Real
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
+from torch import nn
 
 from .. import __version__
 from ..checks import checked
@@ -47,6 +49,7 @@ from ..formulas.value import explained_variance
 from ..formulas.whitening import RunningMoments, whiten
 from ..training.devices import pick_device, usual_defaults
 from ..training.fit import Evaluator, fit
+from ..training.options import versions
 from ..training.runs import Run, load_checked, save_checked
 from ..training.signals import check_finite, diverged, progress_bar
 
@@ -117,7 +120,7 @@ class Loop:
         self.config, self.agent, self.collector = config, agent, collector
         self.device = next(agent.parameters()).device
         self.optimizer = Adam(agent, config.adam_eps)
-        self.scaling = Scaling(config, agent.obs_size)
+        self.scaling, self.schedules = Scaling(config, agent.obs_size), {}
         self.iteration, self.last = 0, config.iterations  # the rate falls to 0 at the last
         self.steps, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
         self.draw_from(seeds(config.seed)[1])
@@ -148,27 +151,27 @@ class Loop:
         "One gradient step on a minibatch."
         c = self.config
         self.optimizer.zero_grad()
-        loss, log = batch_loss(self.agent, batch, c, self.anneal(c.clip, c.clip_anneal))
+        loss, log = batch_loss(self.agent, batch, c, self.anneal("clip"))
         loss.backward()
         log["grad_norm"] = self.optimizer.clip(c.max_grad_norm)
-        self.optimizer.step(self.anneal(c.learning_rate, c.lr_anneal))
+        self.optimizer.step(self.anneal("learning_rate"))
         return log
 
-    def anneal(self, start: float, power: float) -> float:  # the rate, or the clip range
-        "Let a step size fall by a power of the fraction of the training that is left."
-        left = 1 - self.iteration / max(self.last, self.iteration + 1)
-        return start * left ** power
+    def anneal(self, name: str) -> float:  # "learning_rate" or "clip" -> its value now
+        "A step size: a power of the fraction of the training that is left, or a function of it."
+        c, left = self.config, 1 - self.iteration / max(self.last, self.iteration + 1)
+        if name in self.schedules: return _positive(name, self.schedules[name](left))
+        return getattr(c, name) * left ** (c.lr_anneal if name == "learning_rate" else c.clip_anneal)
 
     def health(self, batch: Batch) -> dict:  # name -> number
         "Distance that the policy has moved on its batch, and what else tells of an update."
-        c = self.config
-        return health(self.agent, batch, c, self.anneal(c.clip, c.clip_anneal))
+        return health(self.agent, batch, self.config, self.anneal("clip"))
 
     def log(self, batch: Batch, episodes: list, logs: list) -> dict:  # column -> number
         "Count an iteration; its row of metrics."
         means = torch.stack([torch.stack([*log.values()]) for log in logs]).mean(0)
         means = dict(zip(logs[0], means.tolist())) | self.health(batch)
-        means["learning_rate"] = self.anneal(self.config.learning_rate, self.config.lr_anneal)
+        means["learning_rate"] = self.anneal("learning_rate")
         self.iteration += 1
         self.steps += len(batch)
         self.episodes += len(episodes)
@@ -184,6 +187,9 @@ class Loop:
         "The policy as it is now, in NumPy, for observations as the environment gives them."
         actor = self.agent.actor(rng)
         return lambda obs: actor(self.scaling.obs(obs))
+def _positive(name, x):
+    if isinstance(x, Real) and 0 < x < math.inf: return float(x)
+    raise ValueError(f"{name} must be a function to numbers > 0, got {x!r}")
 
 # %% ../../nbs/control/19_ppo.ipynb #ppo
 SCORES = ("eval_return_mean", "eval_return_std",
@@ -191,20 +197,30 @@ SCORES = ("eval_return_mean", "eval_return_std",
 
 class PPO(Loop):
     "PPO for a user's environment: learn, predict, evaluate, save and load."
+    out = run = None
+
     @usual_defaults()
     def __init__(
         self,
         env="CartPole-v1",  # a name, a function that makes one, an environment or a VectorEnv
-        **options,  # fields of `PPOConfig`; Pendulum-v1 has defaults of its own
+        *,
+        out=None,  # a run directory to write; None = none
+        track=("tensorboard",),  # trackers for it: tensorboard, wandb, trackio
+        **options,  # of `PPOConfig`; `network`; learning_rate and clip as functions of what is left
     ):
+        if out is not None: Run.check(out)
         self.spec, make = identify(env, options.get("env_kwargs"))
         self._setup(env, make, env_name(env), options)
+        self.out, self.track = out, [track] if isinstance(track, str) else [*track]
         self.collector  # raises what is wrong with `stagger`
 
     def _setup(self, env, make, name, options, spaces=None):
         "Networks and counters; `spaces` None = those of the environments, which are made now."
         if isinstance(env, gym.vector.VectorEnv):
             options = {"num_envs": env.num_envs, **options}
+        options, self.own = _split(options)
+        network = self.own.get("network")
+        module = network if isinstance(network, nn.Module) else None
         recipe = PendulumConfig if self.spec.id == "Pendulum-v1" else PPOConfig
         self.env, self._make, self._envs = env, make, None
         self.config = c = recipe(env=name, **options)
@@ -212,9 +228,11 @@ class PPO(Loop):
         self.spaces = spaces or [getattr(self.envs, space) for space in single]
         size, weights = gym.spaces.flatdim(self.spaces[0]), torch.Generator()
         weights.manual_seed(seeds(c.seed)[1])
-        agent = Agent(size, self.spaces[1], c, weights, body_maker(self.spaces[0]))
+        agent = Agent(size, self.spaces[1], c, weights, body_maker(self.spaces[0], module),
+                      () if module else network)
         agent.to(pick_device(c.device))
         super().__init__(c, agent)
+        self.schedules = {name: f for name, f in self.own.items() if name != "network"}
         self.rows = []  # of metrics, one for each iteration
         self.goal, self.end = 0, c.iterations  # of `learn`: steps and iterations
         self.clock = dict(wall_seconds=0.0, steps_to_solve=None, seconds_to_solve=None)
@@ -313,6 +331,7 @@ class PPO(Loop):
         if not self.left:
             warnings.warn(f"nothing is left of {c.steps} steps; learn(steps=...) goes on",
                           stacklevel=3)
+        run = run or self._begin_run()
         hooks, save = [self.evaluator, callback], None
         if run is not None:
             hooks.insert(1, lambda trainer, row: run.log(row, row["steps"]))
@@ -321,7 +340,15 @@ class PPO(Loop):
         fit(self, bar, c.batch, {"return": "return_mean", "kl": "kl_k3"},
             [hook for hook in hooks if hook], save)
         self.take_best()
+        if self.run is not None: finish(self, self.run)
         return self
+
+    def _begin_run(self):
+        "The directory `out`, made by the first `learn`; None without one."
+        if self.out is not None and self.run is None:
+            about = {"task": "train", "algo": "ppo", **asdict(self.config)}
+            self.run = Run.create(self.out, {**about, "track": self.track, "versions": versions()})
+        return self.run
 
     @property
     def left(self) -> bool:
@@ -458,7 +485,8 @@ class PPO(Loop):
         "Save config, networks and optimizer."
         for name, x in (self.config.env_kwargs or {}).items():
             _check_kept(name, x)
-        saved = dict(version=__version__, config=vars(self.config), state=self.state_dict(),
+        own = {name: None if callable(x) else x for name, x in self.own.items()}
+        saved = dict(version=__version__, config=vars(self.config), own=own, state=self.state_dict(),
                      spaces=[space_to_numbers(space) for space in self.spaces])
         save_checked(path, saved)
 
@@ -472,7 +500,7 @@ class PPO(Loop):
     ) -> "PPO":  # as it was saved; to predict needs no environment
         "A trainer to predict, evaluate or learn on; nothing is imported that the file names."
         saved = _read(path)
-        options = {**saved["config"], **options}
+        options = _given_again(saved, path, options)
         name = options.pop("env")
         if env is not None:
             ppo = cls(env, **options)
@@ -503,6 +531,35 @@ def _read(path):
         raise ValueError(f"path must be a file of rlhf_notes {__version__}, got {path} of another "
                          f"version, {saved['version']}, with the option {min(unknown)}")
     return saved
+
+def _given_again(saved, path, options):
+    "The options of a file and those that change; what is code has to be given again."
+    own = {name: x for name, x in saved.get("own", {}).items() if name not in options}
+    if "network" in own and own["network"] is None:
+        raise ValueError(f"network must be given to load again: {path} holds its weights, no code")
+    if lost := [name for name, x in own.items() if x is None]:
+        warnings.warn(f"{lost[0]} was a function, of which {path} holds the value at the start",
+                      stacklevel=4)
+    return {**saved["config"], **{name: x for name, x in own.items() if x is not None}, **options}
+
+def _split(options):
+    "Options for a config; and what it cannot hold: a network, and step sizes that are functions."
+    options, own = dict(options), {}
+    network = options.pop("network", None)
+    if isinstance(network, str):
+        options["activation"] = network
+    elif isinstance(network, nn.Module):
+        own["network"] = network
+    elif isinstance(network, (tuple, list)) and all(isinstance(n, int) and n > 0 for n in network):
+        own["network"] = tuple(network)
+    elif network is not None:
+        raise ValueError("network must be widths of hidden layers, an activation or a module, got "
+                         f"{network!r}")
+    for name in "learning_rate", "clip":
+        if callable(options.get(name)):
+            own[name] = options[name]
+            options[name] = _positive(name, own[name](1.0))
+    return options, own
 
 def _kind(path, saved, why):
     if isinstance(why, ValueError): return str(why)  # damaged
@@ -622,6 +679,30 @@ def episode_returns(
         resetting = done & (autoreset_mode(env) == "NextStep")
     return torch.from_numpy(np.float32(returns))
 
+# %% ../../nbs/control/19_ppo.ipynb #finish
+def finish(
+    ppo: PPO,  # that has learned
+    run: Run | None,  # its directory; None = nothing is written
+    interrupted: bool = False,  # before the end of its steps
+) -> dict:  # the summary
+    "Evaluate, and write the last files of a run directory."
+    scores = dict.fromkeys([*SCORES, "eval_episodes"])
+    scores["solved"] = None if threshold(ppo.spec) is None else False
+    try:
+        scores = scores if interrupted else ppo.scores()
+    except KeyboardInterrupt:
+        interrupted = True
+    c = ppo.config
+    task = c.env if run is None else run.config["task"]
+    summary = dict(task=task, env=c.env, algo="ppo", seed=c.seed, device=str(ppo.device),
+                   steps=ppo.steps, interrupted=interrupted, **ppo.clock, **scores)
+    if run is not None:
+        ppo.close()  # the next seed may need the only one there is
+        run.finish(summary)
+        ppo.save(run.path / "ppo.pt")
+        run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
+    return summary
+
 # %% ../../nbs/control/19_ppo.ipynb #train
 def train(
     config: PPOConfig,  # all options
@@ -632,20 +713,5 @@ def train(
     if ppo.left:
         ppo.learn(run=run)
     ppo.take_best()
-    interrupted = ppo.iteration < config.iterations
-    scores = dict.fromkeys([*SCORES, "eval_episodes"])
-    scores["solved"] = None if threshold(config.env) is None else False
-    try:
-        scores = scores if interrupted else ppo.scores()
-    except KeyboardInterrupt:
-        interrupted = True
-    task = config.env if run is None else run.config["task"]
-    summary = dict(task=task, env=config.env, algo="ppo", seed=config.seed, device=str(ppo.device),
-                   steps=ppo.steps, interrupted=interrupted,
-                   **ppo.clock, **scores)
-    if run is not None:
-        ppo.close()  # the next seed may need the only one there is
-        run.finish(summary)
-        ppo.save(run.path / "ppo.pt")
-        run.save_figure(lambda figure: plots.plot_run(figure, ppo.rows, summary))
+    summary = finish(ppo, run, interrupted=ppo.iteration < config.iterations)
     return ppo, ppo.rows, summary

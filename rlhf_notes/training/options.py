@@ -6,18 +6,22 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/training/options.html.md"""
 
 # %% auto #0
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'OLD_NAMES', 'read_options', 'plain_errors']
+           'NonNegative', 'Fraction', 'STRICT', 'OLD_NAMES', 'read_options', 'versions', 'plain_errors']
 
 # %% ../../nbs/training/options.ipynb #export-imports
 import functools
 import json
+import sys
 from difflib import get_close_matches
+from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
+
+from .. import __version__
 
 # %% ../../nbs/training/options.ipynb #ranges
 MAX_SEED = 2**63 - 1  # the largest that every generator takes
@@ -60,6 +64,13 @@ def read_options(
     "Read options; those that an earlier version wrote come with the names of today."
     saved = dict(json.loads(path.read_text(encoding="utf-8")))
     return {OLD_NAMES.get(name, name): value for name, value in saved.items()}
+
+# %% ../../nbs/training/options.ipynb #versions
+def versions() -> dict:  # name -> version
+    "Return what a result depends on besides the options."
+    names = ("torch", "numpy", "gymnasium", "transformers")
+    found = {name: version(name) for name in names}
+    return {"rlhf_notes": __version__, "python": sys.version.split()[0], **found}
 
 # %% ../../nbs/training/options.ipynb #plain-errors
 def plain_errors(

@@ -210,7 +210,8 @@ class Run:
         self.rows.append(row)
         if self.tracker is None:
             write_table(path, self.rows)
-            self.tracker = _make_tracker(self.path, step, self.config)
+            self.tracker = _Trackers(_make_tracker(self.path, step, self.config, name)
+                                     for name in _tracks(self.config))
         else:
             with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
                 f.write(_line(row.values()))
@@ -284,21 +285,33 @@ def _finite(x):
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 def _check_tracker(config):
+    for track in _tracks(config):
+        if find_spec(track) is None:
+            raise ValueError(f"track must be a tracker that is installed, got {track} (pip install "
+                             "rlhf_notes[track] brings it)")
+
+def _tracks(config):
     track = config.get("track", "tensorboard")
-    if find_spec(track) is None:
-        raise ValueError(f"track must be a tracker that is installed, got {track} (pip install "
-                         "rlhf_notes[track] brings it)")
+    return [track] if isinstance(track, str) else track
 
 def _as_text(rows):
     "A table in Markdown."
     lines = rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)
     return "\n".join(f"| {' | '.join(str(_cell(x)) for x in line)} |" for line in lines)
 
-def _make_tracker(path, step, config):
+class _Trackers(list):
+    def log(self, values, step):
+        for tracker in self:
+            tracker.log(values, step=step)
+
+    def finish(self):
+        for tracker in self:
+            tracker.finish()
+
+def _make_tracker(path, step, config, name):
     "One of Accelerate's trackers, with `log(values, step)` and `finish()`, before its first row."
     from accelerate import PartialState, tracking
     PartialState()  # trackers ask it which process they are in
-    name = config.get("track", "tensorboard")
     kind = tracking.LOGGER_TYPE_TO_CLASS[name]
     if name == "tensorboard":
         tracker = kind(path.name, logging_dir=path.parent, purge_step=step)

@@ -264,3 +264,94 @@ def test_environments_side_by_side_are_taken_as_they_are_and_left_open():
     envs.close()
     with pytest.raises(ValueError, match="env must be open, got SyncVectorEnv.*, which is closed$"):
         PPO(envs)
+
+
+@pytest.mark.parametrize("name", ["IdentityEnv", "IdentityEnvBox", "IdentityEnvMultiBinary",
+                                  "IdentityEnvMultiDiscrete", "FakeImageEnv", "SimpleMultiObsEnv"])
+def test_the_environments_of_stable_baselines3_are_learned_from(name):
+    envs = pytest.importorskip("stable_baselines3.common.envs")
+    checker = pytest.importorskip("stable_baselines3.common.env_checker")
+    checker.check_env(getattr(envs, name)(), warn=False, skip_render_check=True)
+    p = PPO(getattr(envs, name), num_envs=2, num_steps=8, steps=16, minibatches=2).learn()
+    space, envs_obs = p.envs.single_observation_space, p.envs.observation_space.sample()
+    assert p.spaces[1].contains(p.predict(space.sample()))
+    assert len(p.predict(envs_obs)) == 2 and np.isfinite(p.rows[0]["grad_norm"])
+
+
+STILL = dict(num_envs=4, num_steps=32, steps=512, minibatches=4)
+
+
+def test_a_network_of_ones_own_is_copied_learned_saved_and_given_again(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+    before = net[0].weight.detach().clone()
+    p = PPO(network=net, **STILL).learn()
+    copies = [x[0].nets[0][0][0].weight for x in (p.agent.policy, p.agent.critic)]
+    assert torch.equal(net[0].weight, before)
+    assert not any(torch.equal(x, before) for x in copies) and not torch.equal(*copies)
+    p.save(tmp_path / "p.pt")
+    obs = np.random.default_rng(0).normal(size=(50, 4))
+    again = PPO.load(tmp_path / "p.pt", network=net)
+    assert np.array_equal(again.predict(obs), p.predict(obs))
+    with pytest.raises(ValueError, match="^network must be given to load again: .*, no code$"):
+        PPO.load(tmp_path / "p.pt")
+
+
+def test_a_network_for_pictures_sees_pictures():
+    seen = []
+    class Mean(torch.nn.Module):
+        def forward(self, x):
+            seen.append(x.shape[1:])
+            return x.mean((2, 3))
+    kind, *of = TASKS["picture"]
+    PPO(lambda: kind(*of), network=Mean(), **STILL).iterate()
+    assert set(seen) == {(1, 6, 6)}
+
+
+@pytest.mark.parametrize("network, layers", [
+    ((), ["2x4"]), ((8, 6, 5), ["8x4", "6x8", "5x6", "2x5"])])
+def test_widths_of_the_hidden_layers(network, layers, tmp_path):
+    p = PPO(network=network, **STILL)
+    p.save(tmp_path / "p.pt")
+    for x in p, PPO.load(tmp_path / "p.pt"):
+        assert ["x".join(map(str, y.weight.shape)) for y in x.agent.policy[::2]] == layers
+        x.predict(np.zeros(4))
+    assert isinstance(PPO(network="relu", **STILL).agent.policy[1], torch.nn.ReLU)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(network=5), "network must be widths of hidden layers, an activation or a module, got 5"),
+    (dict(network=(0,)), "network must be widths"), (dict(network="elu"), "activation must be"),
+    (dict(clip=lambda left: -1), "clip must be a function to numbers > 0, got -1"),
+    (dict(learning_rate=lambda left: None), "learning_rate must be a function to numbers > 0")])
+def test_networks_and_schedules_that_are_none(options, words):
+    with pytest.raises(ValueError, match=words): PPO(**options)
+
+
+def test_schedules_are_functions_of_what_is_left(tmp_path):
+    asked = []
+    def rate(left):
+        asked.append(left)
+        return 1e-3 * left ** 3
+    p = PPO(learning_rate=rate, clip=lambda left: 0.1 + left / 2, **STILL).learn()
+    assert [r["learning_rate"] for r in p.rows] == [1e-3 * x ** 3 for x in (1, 0.75, 0.5, 0.25)]
+    assert p.optimizer.steps == 64 and min(asked) == 0.25
+    p.iteration = 2
+    assert p.anneal("clip") == pytest.approx(0.35)
+    p.save(tmp_path / "p.pt")
+    with pytest.warns(UserWarning, match="learning_rate was a function"):
+        assert PPO.load(tmp_path / "p.pt").config.learning_rate == 1e-3
+    assert PPO.load(tmp_path / "p.pt", learning_rate=rate, clip=0.1).anneal("clip") == 0.1
+
+
+def test_a_run_directory_is_written_from_the_class_and_goes_on(tmp_path):
+    p = PPO(out=tmp_path / "run", track=("tensorboard",), eval_episodes=4, **STILL)
+    assert not (tmp_path / "run").exists()
+    p.learn().learn(steps=256)
+    names = {x.name.split(".")[0] for x in (tmp_path / "run").iterdir()}
+    assert {"config", "metrics", "summary", "curve", "ppo", "checkpoint", "events"} <= names
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 1 + len(p.rows)
+    assert PPO.load(tmp_path / "run" / "ppo.pt").steps == p.steps
+    with pytest.raises(ValueError, match="out must be a new directory"): PPO(out=tmp_path / "run")
+    with pytest.raises(ValueError, match="track must be a tracker that is installed, got nowhere"):
+        PPO(out=tmp_path / "none", track=("nowhere",), **STILL).learn()
+    assert not (tmp_path / "none").exists()
