@@ -169,7 +169,8 @@ BAD = [
 
 
 class Grid(gym.Env):
-    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3])
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Box(0, 9, (2,), np.int64)
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return np.zeros(2, np.float32), {}

@@ -161,7 +161,8 @@ class Loop:
         "A step size: a power of the fraction of the training that is left, or a function of it."
         c, left = self.config, 1 - self.iteration / max(self.last, self.iteration + 1)
         if name in self.schedules: return _positive(name, self.schedules[name](left))
-        return getattr(c, name) * left ** (c.lr_anneal if name == "learning_rate" else c.clip_anneal)
+        power = c.lr_anneal if name == "learning_rate" else c.clip_anneal
+        return getattr(c, name) * left ** power
 
     def health(self, batch: Batch) -> dict:  # name -> number
         "Distance that the policy has moved on its batch, and what else tells of an update."
@@ -340,7 +341,8 @@ class PPO(Loop):
         fit(self, bar, c.batch, {"return": "return_mean", "kl": "kl_k3"},
             [hook for hook in hooks if hook], save)
         self.take_best()
-        if self.run is not None: finish(self, self.run)
+        if self.run is not None:
+            finish(self, self.run)
         return self
 
     def _begin_run(self):
@@ -486,7 +488,8 @@ class PPO(Loop):
         for name, x in (self.config.env_kwargs or {}).items():
             _check_kept(name, x)
         own = {name: None if callable(x) else x for name, x in self.own.items()}
-        saved = dict(version=__version__, config=vars(self.config), own=own, state=self.state_dict(),
+        saved = dict(version=__version__, config=vars(self.config), own=own,
+                     state=self.state_dict(),
                      spaces=[space_to_numbers(space) for space in self.spaces])
         save_checked(path, saved)
 
