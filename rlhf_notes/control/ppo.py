@@ -209,7 +209,8 @@ class PPO(Loop):
         track=("tensorboard",),  # trackers for it: tensorboard, wandb, trackio
         **options,  # of `PPOConfig`; `network`; learning_rate and clip as functions of what is left
     ):
-        if out is not None: Run.check(out)
+        if out is not None:
+            Run.check(out)
         self.spec, make = identify(env, options.get("env_kwargs"))
         self._setup(env, make, env_name(env), options)
         self.out, self.track = out, [track] if isinstance(track, str) else [*track]
