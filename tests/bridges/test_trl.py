@@ -260,3 +260,12 @@ def test_two_processes_end_with_the_weights_of_one(path, tmp_path):
         subprocess.run([sys.executable, *start, script, path, batch, tmp_path / out], check=True)
     one, both = (torch.load(tmp_path / out) for out in ("one", "two"))
     assert (one - both).norm() < 1e-5 * one.norm()
+
+
+def test_arguments_reach_the_loss(trainer, monkeypatch):
+    made = grpo_trainer("ppo", eps_low=0.01, eps_high=0.02)
+    loss = lambda Trainer: Trainer._compute_loss(trainer, trainer.model, inputs(1)).item()
+    monkeypatch.setattr(type(trainer), "variant", "ppo")
+    wide = loss(made)
+    monkeypatch.setattr(type(trainer), "arguments", made.arguments)
+    assert loss(made) != wide
