@@ -10,6 +10,7 @@ def test_several_responses_at_a_temperature_of_ones_own():
     assert t.generate(prompts, temperature=5.0) != t.generate(prompts)
     greedy = t.generate(prompts, temperature=0)
     assert greedy == t.generate(prompts, seed=7, temperature=0) != t.generate(prompts)
+    assert t.generate(prompts, n=2, temperature=0) == [[text, text] for text in greedy]
     ids, mask = t.task.encode(prompts)
     for text, row, m in zip(greedy, ids, mask):
         theirs = t.policy.lm.generate(row[m][None], do_sample=False, max_new_tokens=4)
