@@ -64,9 +64,10 @@ def padding_read(hidden_states): # `model.hidden_states`, which goes by the mask
 
 def padding_sampled(sample): # `sampling.sample`, which goes by the mask
     "The sampler reads padding as token 0."
-    return lambda lm, prompts, mask, u, temperature: sample(lm, prompts.masked_fill(~mask, 0),
-                                                            torch.ones_like(mask), u,
-                                                            temperature)
+    def blind(lm, prompts, mask, u, temperature, **options):
+        prompts = prompts.masked_fill(~mask, 0)
+        return sample(lm, prompts, torch.ones_like(mask), u, temperature, **options)
+    return blind
 
 
 def places(position_ids): # `model.position_ids`, which counts real tokens alone

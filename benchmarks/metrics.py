@@ -59,7 +59,7 @@ def reinforce(start, change):
 
         def colder(*inputs):
             plain = loop.sample
-            loop.sample = lambda *args: plain(*args[:-1], temperature)
+            loop.sample = lambda *args, **options: plain(*args[:-1], temperature, **options)
             try:
                 return collect(*inputs)
             finally:

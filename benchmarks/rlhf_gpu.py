@@ -27,10 +27,10 @@ PARTS = "sampling", "scoring", "update"
 def timed(method, seconds, part, cuda):
     "The same method; its time is added to `seconds[part]`."
     import torch
-    def run(*args):
+    def run(*args, **options):
         if cuda: torch.cuda.synchronize()
         start = time.perf_counter()
-        out = method(*args)
+        out = method(*args, **options)
         if cuda: torch.cuda.synchronize()
         seconds[part] += time.perf_counter() - start
         return out

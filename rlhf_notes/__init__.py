@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .formulas.surrogate import *
     from .formulas.value import *
     from .formulas.whitening import *
+    from .hub.reward_trainer import RewardTrainer
     from .hub.trainers import DPO, RLHF
 
 FORMULAS = {  # module -> its public names, separated by spaces
@@ -81,7 +82,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
     "compat.torchtune": "PPOLoss",
 }
 _MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names.split()}
-_MODULE_OF |= {"PPO": "control.ppo", "RLHF": "hub.trainers", "DPO": "hub.trainers"}
+_MODULE_OF |= {"PPO": "control.ppo", "RLHF": "hub.trainers", "DPO": "hub.trainers",
+               "RewardTrainer": "hub.reward_trainer"}
 __all__ = [*_MODULE_OF, "check", "fast"]
 
 

@@ -16,6 +16,12 @@ settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--expect", default="",
+                     help="libraries, with commas between their names, that must be there: one "
+                     "that is missing fails instead of being skipped")
+
+
 def pytest_terminal_summary(terminalreporter):
     "Close with a count that names the failures even when there are none."
     count = {

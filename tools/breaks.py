@@ -35,6 +35,7 @@ TESTS = {
     **dict.fromkeys(("engine", "relations", "facts", "substitutes"),
                     ("exercises/test_engine.py", "exercises/test_unseen.py")),
     "doctor": ("test_doctor.py",),
+    "reward_trainer": ("language/test_reward_trainer.py",),
     "launch": ("test_cli.py", "language/test_own_task.py"),
     "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"),
     "linear": ("formulas/test_logprob.py",),

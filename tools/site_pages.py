@@ -150,9 +150,9 @@ class Page:
                 return m[0]
             return (f"{{py:obj}}`{code} <{thing.full}>`" if "." in code
                     else f"{{py:obj}}`~{thing.full}`")
-        names = (r"^#+ [^\n]*|\[[^\[\]]*\]\([^()]*\)|``.+?``"
+        spans = (r"^#+ [^\n]*|\[[^\[\]]*\]\([^()]*\)|``.+?``"
                  r"|(?<![`}])`(?P<code>[\w.]+(?:\(\))?)`(?!`)|`[^`]*`")
-        return outside(names, refer, text)
+        return outside(spans, refer, text)
 
     def numbered(self, text):
         """Formulas that stand on lines of their own get a number, and an anchor: equation-kl-3. One

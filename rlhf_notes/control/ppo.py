@@ -117,13 +117,18 @@ class Loop:
         agent: Agent,  # policy and value function
         collector: Collector | None = None,  # plays the environments
     ):
-        self.config, self.agent, self.collector = config, agent, collector
+        self.config, self.agent, self._collector = config, agent, collector
         self.device = next(agent.parameters()).device
         self.optimizer = Adam(agent, config.adam_eps)
         self.scaling, self.schedules = Scaling(config, agent.obs_size), {}
         self.iteration, self.last = 0, config.iterations  # the rate falls to 0 at the last
         self.steps, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
         self.draw_from(seeds(config.seed)[1])
+
+    @property
+    def collector(self) -> Collector:  # in the middle of its episodes
+        "Plays the environments."
+        return self._collector
 
     def draw_from(self, seed: int):  # of actions and minibatches
         "Begin with fresh random numbers."
@@ -282,17 +287,9 @@ class PPO(Loop):
             self._collector = Collector(self.envs, env_seed, self.config.stagger)
         return self._collector
 
-    @collector.setter
-    def collector(
-        self,
-        collector,  # the next to play; None = a new one when it is needed
-    ):
-        "Leave the episodes that are under way."
-        self._collector = collector
-
     def _begin_episodes(self):
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
-        self.collector = None
+        self._collector = None
         self.scaling.running.zero_()
         self.draw_from(seeds(self.config.seed, self.iteration)[1])
 

@@ -117,6 +117,7 @@ class Classifier:
         self,
         model,  # a sequence classifier with one label: directory, name, or the model itself
         device="cpu",  # where a model that is loaded is to live
+        tokenizer=None,  # of transformers; None = the model's own
     ):
         name = model.config._name_or_path if isinstance(model, nn.Module) else str(model)
         if not isinstance(model, nn.Module):
@@ -125,12 +126,27 @@ class Classifier:
         if model.config.num_labels != 1:
             raise ValueError(f"reward must be a model with one label, got {name!r} with "
                              f"{model.config.num_labels}")
-        tokenizer = _load("tokenizer", "AutoTokenizer", name, "reward")
+        if tokenizer is None:
+            tokenizer = _load("tokenizer", "AutoTokenizer", name, "reward")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
         self.model, self.tokenizer = model.eval(), tokenizer
+
+    def encode(
+        self,
+        texts: list,  # n strings, or n chats that end with the response
+    ) -> tuple:  # tokens (n, T), integer; mask (n, T) int64, 0 = padding on the right
+        "Texts as the model reads them."
+        texts, special = as_text(self.tokenizer, texts)
+        inputs = self.tokenizer(texts, add_special_tokens=special, padding=True,
+                                padding_side="right", return_tensors="pt")
+        tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+        vocab_size = len(self.model.get_input_embeddings().weight)
+        check_tokens(self.tokenizer, tokens.tolist(), vocab_size, "reward")
+        check_context(self.model, reward=tokens.shape[1])
+        return tokens.to(self.model.device), mask.to(self.model.device)
 
     @torch.no_grad()
     def __call__(
@@ -138,18 +154,16 @@ class Classifier:
         texts: list,  # n strings, or n chats that end with the response
     ) -> torch.Tensor:  # (n,) float32
         "One score for each text."
-        texts, special = as_text(self.tokenizer, texts)
-        scores = []
-        for i in range(0, len(texts), self.BATCH):
-            inputs = self.tokenizer(texts[i:i + self.BATCH], add_special_tokens=special,
-                                    padding=True, padding_side="right", return_tensors="pt")
-            check_tokens(self.tokenizer, inputs["input_ids"].tolist(),
-                         len(self.model.get_input_embeddings().weight), "reward")
-            inputs = inputs.to(self.model.device)
-            check_context(self.model, reward=inputs["input_ids"].shape[1])
-            out = self.model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
-            scores.append(out.logits[:, 0].float().cpu())
-        return torch.cat(scores)
+        parts = (texts[i:i + self.BATCH] for i in range(0, len(texts), self.BATCH))
+        return torch.cat([self.score(*self.encode(part)).cpu() for part in parts])
+
+    def score(
+        self,
+        tokens: torch.Tensor,  # (n, T)
+        mask: torch.Tensor,  # (n, T) 0 = padding
+    ) -> torch.Tensor:  # (n,) float32, with its gradient
+        "The scores of texts from `encode`."
+        return self.model(tokens, attention_mask=mask).logits[:, 0].float()
 
 # %% ../../nbs/hub/29_load.ipynb #as-text
 def as_text(

@@ -55,7 +55,8 @@ def test_defaults_are_those_with_which_the_results_were_made():
     c = asdict(PPOConfig())
     assert c == dict(
         env="CartPole-v1", env_kwargs=None, eval_episodes=100, seed=0, device="auto",
-        vectorization="auto", steps=40_000, num_envs=32, num_steps=32, stagger=False, epochs=4,
+        vectorization="auto", eval_every=0, keep_best=False, steps=40_000,
+        num_envs=32, num_steps=32, stagger=False, epochs=4,
         minibatches=8, learning_rate=3e-3, lr_anneal=1.0, adam_eps=1e-5, gamma=0.98, lam=0.95,
         truncation="bootstrap",
         whitening="rollout", clip=0.2, clip_anneal=0.0, target_kl=0.0, entropy_coef=0.0,
