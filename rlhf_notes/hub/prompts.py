@@ -302,7 +302,6 @@ def reward_functions(
     "Reward functions with their weights."
     parts = reward if isinstance(reward, list) else [reward]
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in parts]
-    parts = [(getattr(part[0], "scorer", part[0]), *part[1:]) for part in parts]
     for part in parts:
         known = len(part) == 2 and (callable(part[0]) or isinstance(part[0], (str, Path)))
         if not (known and isinstance(part[1], (int, float)) and math.isfinite(part[1])):

@@ -49,7 +49,7 @@ def whole_texts(
     return found
 
 # %% ../../nbs/hub/reward_trainer.ipynb #reward-trainer
-class RewardTrainer:
+class RewardTrainer(Classifier):
     "A reward model from pairs (Bradley and Terry 1952); the `reward=` of `RLHF`."
     @usual_defaults()
     @checked(centre="[0, inf)", iterations="int [1, inf)", batch="int [1, inf)",
@@ -72,19 +72,14 @@ class RewardTrainer:
         lm, tokenizer = load_model(model, tokenizer, process_device(device))
         head = seeded_generator("reward head", seed)
         theirs, own = to_classifier(RewardModel(copy.deepcopy(lm), head), tokenizer)
-        self.scorer = Classifier(theirs.to(lm.device), tokenizer=own)
+        super().__init__(theirs.to(lm.device), tokenizer=own)
         texts = whole_texts(Prompts(tokenizer, rows, None, 1, lm=lm))
-        self.tokens, self.mask = (x.unflatten(0, (-1, 2)) for x in self.scorer.encode(texts))
+        self.tokens, self.mask = (x.unflatten(0, (-1, 2)) for x in self.encode(texts))
         self.optimizer = Adam(theirs, 1e-8)
         self.learning_rate = learning_rate or rate_by_size(self.optimizer.vector.numel())
         self.centre, self.max_grad_norm, self.seed = centre, max_grad_norm, seed
         self.iteration, self.iterations, self.batch = 0, iterations, min(batch, len(rows))
         self.rows = []
-
-    @property
-    def model(self) -> torch.nn.Module:
-        "The sequence classifier in training."
-        return self.scorer.model
 
     @property
     def left(self) -> bool:
@@ -105,7 +100,7 @@ class RewardTrainer:
         "One gradient step: its row of metrics."
         rows = self.pairs().to(self.tokens.device)
         tokens, mask = (x[rows].flatten(0, 1) for x in (self.tokens, self.mask))
-        chosen, rejected = self.scorer.score(tokens, mask).view(-1, 2).unbind(1)
+        chosen, rejected = self.score(tokens, mask).view(-1, 2).unbind(1)
         loss = bradley_terry_loss(chosen, rejected, centre=self.centre)
         self.optimizer.zero_grad()
         loss.backward()
@@ -131,17 +126,9 @@ class RewardTrainer:
             stopped=partial(stopped_anywhere, make_accelerator()))
         return self
 
-    @usual_defaults("model")
-    def __call__(
-        self,
-        texts: list,  # n strings, or n chats that end with the response
-    ) -> torch.Tensor:  # (n,) float32
-        "The score of each text."
-        return self.scorer(texts)
-
     def save(
         self,
         path,  # a directory; other files in it stay
     ):
         "Write model and tokenizer for `AutoModelForSequenceClassification`."
-        save_classifier(Path(path), self.model, self.scorer.tokenizer)
+        save_classifier(Path(path), self.model, self.tokenizer)

@@ -43,10 +43,10 @@ def test_it_is_the_reward_of_a_policy(saved, tmp_path):
 
 def test_prompt_and_response_are_read_together_strings_and_chats():
     t = own([dict(prompt="w6", chosen="w3", rejected="w5")], iterations=1)
-    assert t.scorer.tokenizer.batch_decode(t.tokens[0]) == ["w1 w6 w3", "w1 w6 w5"]
+    assert t.tokenizer.batch_decode(t.tokens[0]) == ["w1 w6 w3", "w1 w6 w5"]
     chat = [dict(role="user", content="w6")]
     t = own([dict(prompt=chat, chosen="w3", rejected="w5")], tok=tokenizer(TEMPLATE), iterations=1)
-    good, bad = t.scorer.tokenizer.batch_decode(t.tokens[0])
+    good, bad = t.tokenizer.batch_decode(t.tokens[0])
     assert "w6" in good and good.replace("w3", "w5") == bad
 
 
@@ -56,7 +56,7 @@ def test_the_centre_holds_the_scores():
         t = own(centre=centre, iterations=60)
         with torch.no_grad(): t.model.score.weight.mul_(3.0)
         t.learn()
-        with torch.no_grad(): scores = t.scorer.score(t.tokens.flatten(0, 1), t.mask.flatten(0, 1))
+        with torch.no_grad(): scores = t.score(t.tokens.flatten(0, 1), t.mask.flatten(0, 1))
         return scores.view(-1, 2).sum(1).abs().mean().item()
     assert mean(0.1) < 0.3 * mean(0.0)
 
