@@ -30,7 +30,6 @@ DIALS = {  # dial -> the columns in which it stands, of ours and of other librar
     "clip_fraction": "clip_fraction clip_ratio/region_mean actor/pg_clipfrac policy/clipfrac_avg",
     "control_clip": "train/clip_fraction",
     "ratio": "ratio val/ratio",
-    "value_clip": "value_clip_fraction critic/vf_clipfrac val/clipfrac_avg",
     "explained_variance": "explained_variance train/explained_variance critic/vf_explained_var",
     "grad_norm": "grad_norm actor/grad_norm",
     "no_spread": "frac_reward_zero_std",
@@ -50,8 +49,8 @@ def read_log(
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise ValueError("the log must be one of a training, got "
                          f"{path}: {type(e).__name__}: {e}") from e
-    rows = [row for row in ({k: _number(x) for k, x in r.items()} for r in rows) if row]
-    rows = [{k: x for k, x in row.items() if x is not None} for row in rows]
+    numbers = ({name: _number(x) for name, x in row.items()} for row in rows)
+    rows = [{k: x for k, x in row.items() if x is not None} for row in numbers]
     known = {name for columns in DIALS.values() for name in columns.split()}
     if not any((row.keys() & known) - {"step", "iteration"} for row in rows):
         raise ValueError(f"the log must have columns that the doctor knows, got {path} with "

@@ -337,7 +337,7 @@ class PPO(Loop):
             def save(): run.save_checkpoint({"ppo": self.state_dict()})
         bar = progress_bar(self.end * c.batch, self.iteration * c.batch, c.env)
         fit(self, bar, c.batch, {"return": "return_mean", "kl": "kl_k3"},
-            [hook for hook in hooks if hook], save)
+            hooks, save)
         self.take_best()
         if self.run is not None:
             finish(self, self.run)

@@ -122,7 +122,7 @@ class RewardTrainer(Classifier):
         "Run the iterations that are left; Ctrl-C stops after the current one."
         bar = progress_bar(self.iterations, self.iteration, "reward model")
         fit(self, bar, shown=dict(loss="loss", accuracy="accuracy"),
-            hooks=[callback] if callback else [],
+            hooks=[callback],
             stopped=partial(stopped_anywhere, make_accelerator()))
         return self
 

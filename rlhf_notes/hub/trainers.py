@@ -91,9 +91,8 @@ class Trainer:
         callback=None,  # callback(trainer, row) after each iteration; False ends the training
     ) -> "Trainer":  # itself, with the metrics in `rows`
         "Run the iterations that are left; Ctrl-C stops after the current one."
-        hooks = [hook for hook in (self.evaluator, callback) if hook]
         bar = progress_bar(self.config.iterations, self.iteration, self.config.algo)
-        fit(self, bar, shown=dict(score="score"), hooks=hooks,
+        fit(self, bar, shown=dict(score="score"), hooks=[self.evaluator, callback],
             stopped=partial(stopped_anywhere, make_accelerator()))
         self.take_best()
         return self

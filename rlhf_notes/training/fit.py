@@ -22,7 +22,7 @@ def fit(
     bar,  # of `progress_bar`
     size: int = 1,  # units of the bar in an iteration
     shown: dict | None = None,  # name beside the bar -> column
-    hooks: list = (),  # hook(trainer, row) after each iteration; False ends the training
+    hooks: list = (),  # hook(trainer, row) after each iteration, or None; False ends the training
     save=None,  # save(): writes a checkpoint; called now and then, and at the end
     stopped=threading.Event.is_set,  # stopped(event) -> True: Ctrl-C was pressed
 ):
@@ -34,7 +34,7 @@ def fit(
             values = {name: row.get(column) for name, column in (shown or {}).items()}
             bar.set_postfix({k: x for k, x in values.items() if x is not None}, refresh=False)
             bar.update(size)
-            if any([hook(trainer, row) is False for hook in hooks]): break
+            if any([hook(trainer, row) is False for hook in hooks if hook]): break
             if save is not None and time.perf_counter() - saved >= CHECKPOINT_EVERY:
                 save()
                 saved = time.perf_counter()
