@@ -102,8 +102,7 @@ SECTIONS = dict(  # first field -> title
     sft_steps="Pretraining", labels="Reward model", batch="Rollouts", num_envs="Rollouts",
     epochs="Updates", gamma="Advantages", clip="Loss", variant="Loss", max_grad_norm="Updates",
     whiten_rewards="Advantages", kl_coef="KL penalty", normalize_obs="Scales", hidden="Networks",
-    penalty="Responses without an end", eval_every="Evaluation", eval_episodes="Evaluation",
-    clip_low="Finer points")
+    penalty="Responses without an end", eval_every="Evaluation", eval_episodes="Evaluation")
 GROUPS = {title: Group(title, sort_key=i)
           for i, title in enumerate(dict.fromkeys(SECTIONS.values()), 1)}
 GROUPS |= dict.fromkeys("algo model env env_kwargs seed device steps iterations".split(), EVERYDAY)
