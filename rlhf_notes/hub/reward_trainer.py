@@ -18,7 +18,7 @@ from ..checks import checked
 from ..fast.adam import Adam
 from ..formulas.preference import bradley_terry_loss
 from .load import Classifier, load_model
-from .prompts import Prompts, read_prompts
+from .prompts import Prompts, in_epochs, read_prompts
 from .save import save_classifier, to_classifier
 from .trainers import continuation, pairs_of
 from ..language.loop import rate_by_size
@@ -88,12 +88,8 @@ class RewardTrainer(Classifier):
 
     def pairs(self) -> torch.Tensor:  # (batch,) rows
         "The pairs of this iteration: all once, in an order of each epoch, before any comes again."
-        n, first = len(self.tokens), self.iteration * self.batch
-        def order(epoch):
-            return torch.randperm(n, generator=seeded_generator("pairs", self.seed, epoch))
-        epochs = range(first // n, (first + self.batch - 1) // n + 1)
-        start = first - epochs[0] * n
-        return torch.cat([order(epoch) for epoch in epochs])[start:start + self.batch]
+        first = self.iteration * self.batch
+        return in_epochs(len(self.tokens), first, self.batch, "pairs", self.seed)
 
     @usual_defaults("model")
     def iterate(self) -> dict:  # column -> number

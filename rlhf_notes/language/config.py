@@ -53,6 +53,10 @@ class RLHFConfig:
     "rank of the adapter that is trained in place of all weights, by peft; 0 = none"
     prompt_length: Whole = 0
     "tokens to which prompts are padded on the left (G2); 0 = length of the longest"
+    long_prompts: Literal["refuse", "filter"] = "refuse"
+    "prompts with more tokens than prompt_length: an error (refuse), or left out (filter)"
+    prompt_order: Literal["random", "epochs"] = "random"
+    "prompts of your own: each drawn at random, or all of them once before any comes again"
     response_length: Size = 16
     "tokens of each response, sampled past its end (G4)"
     stop_after: Whole = 8
@@ -117,6 +121,10 @@ class RLHFConfig:
     "scale token rewards to variance 1, keeping their mean (P9); for ppo"
     whiten_advantages: bool = True
     "whiten advantages (P9); for ppo"
+    dynamic_sampling: bool = False
+    "draw groups whose responses all have the same score again, at most twice (DAPO)"
+    reward_aggregation: Literal["sum", "normalise"] = "sum"
+    "several rewards: their sum, or each normalised in its group, then summed (GDPO); for grpo"
     group_scale: Literal["std", "batch", "mean", "none"] = "std"
     "grpo divides advantages by the standard deviation of the group (std), the batch, or nothing"
     kl_coef: NonNegative | None = None
@@ -149,6 +157,8 @@ class RLHFConfig:
         minibatch = self.batch // self.minibatches
         if self.stop_after >= self.response_length:
             refuse("stop_after", f"be less than response_length = {self.response_length}")
+        if self.long_prompts == "filter" and not self.prompt_length:
+            refuse("long_prompts", "be refuse where prompt_length is 0")
         if self.overlong == "soft" and self.overlong_buffer > self.response_length:
             refuse("overlong_buffer", f"be at most response_length = {self.response_length}")
         if self.batch % self.minibatches:
@@ -213,13 +223,21 @@ UNREAD = (  # options, the trainings that do not read them, and how to tell one:
      "rm_learning_rate norm_samples eval_every eval_responses",
      "prompts of your own", lambda c, own: own),
     ("preset", "a model of your own", lambda c, own: c.model),
+    ("long_prompts prompt_order dynamic_sampling reward_aggregation", "the reviews",
+     lambda c, own: not own),
     ("variant clip epochs kl_coef kl_target kl_horizon kl_in_loss overlong overlong_buffer penalty "
-     "clip_low clip_high rm_batch rm_epochs rm_learning_rate norm_samples",
+     "clip_low clip_high prompt_order rm_batch rm_epochs rm_learning_rate norm_samples",
      "dpo", lambda c, own: c.algo == "dpo"),
     ("dpo_beta dpo_kind label_smoothing", "algorithms other than dpo",
      lambda c, own: c.algo != "dpo"),
-    ("group", "algorithms other than grpo and rloo", lambda c, own: c.responses_per_prompt == 1),
-    ("group_scale", "algorithms other than grpo", lambda c, own: c.algo != "grpo"),
+    ("group dynamic_sampling", "algorithms other than grpo and rloo",
+     lambda c, own: c.responses_per_prompt == 1),
+    ("group_scale reward_aggregation", "algorithms other than grpo",
+     lambda c, own: c.algo != "grpo"),
+    ("group_scale", "rewards that are normalised each",
+     lambda c, own: c.reward_aggregation == "normalise"),
+    ("overlong", "rewards that are normalised each",
+     lambda c, own: c.reward_aggregation == "normalise" and c.overlong not in ("keep", "filter")),
     ("value_clip value_coef whiten_rewards whiten_advantages gamma lam",
      "algorithms other than ppo", lambda c, own: c.algo != "ppo"),
     ("clip", "variants with a range of their own", lambda c, own: c.variant not in CLIPPED),

@@ -66,13 +66,17 @@ class Loop(Stage):
         "One iteration: sample responses, score them, learn from them."
         c, start, logs = self.config, time.perf_counter(), []
         self.rollout = self.collect(self.policy.lm, *self.prompts()).map(self.gather)
-        batch = with_advantages(c, self.rollout, self.kl.coef)
+        batch = self.advantages()
         order = seeded_generator("minibatches", c.seed, self.iteration)
         for _ in range(c.epochs):
             shuffled = to_device(torch.randperm(c.batch, generator=order), self.device)
             for rows in shuffled.chunk(c.minibatches):  # P7
                 logs.append(self.step(batch[rows]))
         return self.log(logs, start)
+
+    def advantages(self) -> Rollout:
+        "The newest responses, with how much better than expected each token was."
+        return with_advantages(self.config, self.rollout, self.kl.coef)
 
     def prompts(self, again: int = 0) -> tuple:  # prompts, mask (B, Q); u (B, T), in [0, 1)
         "Prompts, and the random numbers for their responses; `again` gives others."
@@ -144,7 +148,7 @@ class Loop(Stage):
         "Steer the KL coefficient; return the row of this iteration."
         stats, tokens = rollout_stats(self.rollout), self.rollout.logp.numel()
         row = end_iteration(self, logs, stats, tokens, start)
-        row |= dict(kl_coef=self.kl.coef) | self.task.reward_stats(self.rollout, self.gather)
+        row |= dict(kl_coef=self.kl.coef) | self.task.reward_stats(self.rollout)
         self.kl.update(row["kl_k1"], self.config.batch)  # P11
         return row
 

@@ -34,6 +34,7 @@ class Rollout:
     rewards: torch.Tensor | None = None     # Of each token, (B, T)
     advantages: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None     # (B, T); None without a value head
+    parts: torch.Tensor | None = None       # Each of several rewards, (B, R), if there are
 
     @property
     def responses(self) -> torch.Tensor:  # (B, T), as sampled: not cut at their ends

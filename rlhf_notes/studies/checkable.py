@@ -6,7 +6,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/studies/checkable.html.md"""
 
 # %% auto #0
 __all__ = ['DIGITS', 'TOKENS', 'ALGORITHMS', 'OPTIONS', 'KS', 'N', 'exact_match', 'pass_at_k', 'make_questions',
-           'digit_tokenizer', 'pretrain', 'DynamicLoop', 'CheckableRLHF', 'measure']
+           'digit_tokenizer', 'pretrain', 'CheckableRLHF', 'measure']
 
 # %% ../../nbs/studies/40_checkable.ipynb #export-imports
 import math
@@ -17,9 +17,7 @@ from torch import nn
 
 from ..checks import check_value
 from ..hub.trainers import RLHF
-from ..language.loop import Loop
 from ..language.model import make_gpt2
-from ..language.rollout import Rollout
 from ..reviews.pretraining import warm_cosine
 
 # %% ../../nbs/studies/40_checkable.ipynb #exact-match
@@ -103,47 +101,14 @@ ALGORITHMS = {"PPO": dict(algo="ppo", group=4),  # no groups: as by default
               "RLOO": dict(algo="rloo"), "GRPO": dict(variant="grpo"),
               "Dr. GRPO": dict(variant="dr_grpo", group_scale="none"),
               "DAPO": dict(variant="dapo"), "GSPO": dict(variant="gspo"),
-              "CISPO": dict(variant="cispo"), "GRPO, dynamic": dict(variant="grpo", resample=3)}
+              "CISPO": dict(variant="cispo"),
+              "GRPO, dynamic": dict(variant="grpo", dynamic_sampling=True)}
 OPTIONS = dict(batch=256, group=8, epochs=1, learning_rate=1e-3, adam="tensorflow", adam_eps=1e-5,
                kl_coef=0.0, max_new_tokens=5, iterations=110)
-
-def _no_spread(rollout, group):
-    "(P,): True for the groups whose responses all have the same reward."
-    groups = rollout.scores.view(-1, group)
-    return groups.amax(1) == groups.amin(1)
-
-def _refill(rollout, more, group):
-    "Replace groups without spread by groups with spread, as many as there are."
-    rows = torch.arange(len(rollout)).view(-1, group)
-    old, new = rows[_no_spread(rollout, group)], rows[~_no_spread(more, group)]
-    count = min(len(old), len(new))
-    rows[_no_spread(rollout, group).nonzero()[:count, 0]] = len(rollout) + new[:count]
-    pairs = zip(vars(rollout).values(), vars(more).values())
-    return Rollout(*(None if x is None else torch.cat([x, y])[rows.flatten()] for x, y in pairs))
-
-# %% ../../nbs/studies/40_checkable.ipynb #dynamic-loop
-class DynamicLoop(Loop):
-    "`Loop` that knows which groups have no spread, and can sample them again."
-    resample = 0  # rollouts at most, to replace groups
-
-    def collect(self, *inputs) -> Rollout:  # as of `Loop`
-        "Responses; with dynamic sampling, groups without spread are replaced (DAPO, eq. 11)."
-        rollout, group = super().collect(*inputs), self.config.responses_per_prompt
-        self.extra = dict(same=_no_spread(rollout, group).float().mean().item(), rounds=1)
-        while self.extra["rounds"] <= self.resample and _no_spread(rollout, group).any():
-            again = self.prompts(self.extra["rounds"])
-            rollout = _refill(rollout, super().collect(self.policy.lm, *again), group)
-            self.extra["rounds"] += 1
-        return rollout
-
-    def log(self, logs, start) -> dict:  # as of `Loop`
-        "The row of an iteration, with the share without spread as `same`, and `rounds`."
-        return super().log(logs, start) | self.extra
 
 # %% ../../nbs/studies/40_checkable.ipynb #checkable-rlhf
 class CheckableRLHF(RLHF):
     "`RLHF` on questions whose solutions are known."
-    LOOP = DynamicLoop
 
     def __init__(
         self,
@@ -151,13 +116,12 @@ class CheckableRLHF(RLHF):
         questions: list,  # from `make_questions`
         name: str = "GRPO",  # one of `ALGORITHMS`
         reward=exact_match,  # reward(prompts, responses, solution) -> numbers
-        **options,  # of `RLHFConfig`; and resample, rollouts at most to replace groups
+        **options,  # of `RLHFConfig`
     ):
         check_value("name", name, tuple(ALGORITHMS))
         options = OPTIONS | ALGORITHMS[name] | options
-        resample = options.pop("resample", 0)
         super().__init__(lm, digit_tokenizer(), questions, reward, **options)
-        self.loop.resample = resample
+        self.loop.again = 3  # rollouts at most, where others take 2
 
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32

@@ -1,6 +1,16 @@
 """RLHF, DPO and the reward model as users call them."""
+import math
+import warnings
+
 import pytest
-from language.test_own_task import own
+import torch
+from language.parts import without_times
+from language.test_own_task import count, own
+
+from rlhf_notes.formulas.reward import multi_reward_advantage
+from rlhf_notes.hub.prompts import in_epochs
+from rlhf_notes.hub.trainers import no_spread, refill
+from rlhf_notes.language.rollout import Rollout
 
 def test_several_responses_at_a_temperature_of_ones_own():
     t, prompts = own(seed=1), ["w3 w4", "w5"]
@@ -18,3 +28,157 @@ def test_several_responses_at_a_temperature_of_ones_own():
         assert text == t.task.decode(said)[0]
     for bad in (dict(n=0), dict(temperature=-1.0)):
         with pytest.raises(ValueError, match=f"^{min(bad)} must be"): t.generate(prompts, **bad)
+
+
+# --- which responses it learns from
+
+def rollout(scores):
+    n = len(scores)
+    rows, real = torch.arange(float(n))[:, None], torch.ones(n, 1, dtype=torch.bool)
+    return Rollout(rows, rows, real, rows, torch.tensor(scores),
+                   *(torch.zeros(n, 1) for _ in range(3)))
+
+
+def test_groups_without_spread_are_replaced_by_groups_with():
+    old = rollout([0., 0., 1., 0., 1., 1., 0., 0.])  # only the second group has spread
+    assert no_spread(old, 2).tolist() == [True, False, True, True]
+    new = rollout([5., 5., 2., 3., 7., 7., 8., 9.])
+    full = refill(old, new, 2)
+    assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0]
+    assert full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
+    assert refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]
+    many = rollout([1., 0., 2., 3., 4., 5., 6., 7.])  # more than there is room for stay out
+    assert refill(old, many, 2).scores.tolist() == [1, 0, 1, 0, 2, 3, 4, 5]
+    assert full.rewards is None
+
+
+def test_what_is_not_scored_is_no_spread():
+    nan = math.nan
+    x = rollout([1., nan, 1., 0., nan, nan, nan, 2.])
+    assert no_spread(x, 2).tolist() == [True, False, True, True]
+    x.response_mask[3] = False  # filtered out
+    assert no_spread(x, 2).all()
+
+
+def has_w9(prompts, responses): return [float("w9" in r) for r in responses]
+
+
+def many_w8(prompts, responses): return [100.0 * r.split().count("w8") for r in responses]
+
+
+def zero(prompts, responses): return [0.0] * len(responses)
+
+
+FOUR = "w3", "w4", "w5", "w6"
+
+
+def test_groups_without_spread_are_drawn_again_at_most_twice():
+    t = own(reward=has_w9, prompts=FOUR, batch=32, dynamic_sampling=True)
+    plain = own(reward=has_w9, prompts=FOUR, batch=32)
+    row, first = t.iterate(), plain.iterate()
+    assert 0 < row["same"] == first["same"] < 1 and 1 < row["rounds"] <= 3
+    assert no_spread(plain.rollout, 4).float().mean() == row["same"]
+    assert no_spread(t.rollout, 4).sum() < no_spread(plain.rollout, 4).sum()
+    torch.testing.assert_close(t.rollout.parts[:, 0], t.rollout.scores)
+    with pytest.warns(UserWarning, match="in 3 iterations 100% of the groups had no spread"):
+        t = own(reward=zero, iterations=3, dynamic_sampling=True).learn()
+    assert [row["rounds"] for row in t.rows] == [3] * 3
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo"])
+def test_a_reward_that_never_differs_is_said_once(algo):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        own(reward=zero, iterations=5, algo=algo).learn()
+    assert ["had no spread" in str(w.message) for w in found] == [True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own(reward=count, iterations=5, algo=algo).learn()
+
+
+def test_a_rate_at_which_the_kl_runs_away_is_said_once():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        t = own(reward=count, iterations=5, learning_rate=1.0).learn()
+    assert len(t.rows) == 5
+    assert ["a learning_rate of 1 may be too high" in str(w.message) for w in found] == [True]
+
+
+def test_each_reward_is_normalised():
+    rewards = [(has_w9, 2.0), many_w8]
+    t = own(reward=rewards, batch=32, reward_aggregation="normalise")
+    row, x = t.iterate(), t.rollout
+    parts = x.parts.view(-1, 4, 2)
+    expected = multi_reward_advantage(parts, torch.tensor([2.0, 1.0])).view(-1, 1)
+    torch.testing.assert_close(t.loop.advantages().advantages, expected.expand_as(x.logp))
+    assert row["score"] == pytest.approx((x.parts @ torch.tensor([2.0, 1.0])).mean().item())
+    assert row["reward_2_many_w8"] == pytest.approx(x.parts[:, 1].mean().item())
+    scaled = own(reward=[(has_w9, 2.0), lambda p, r: [x / 100 for x in many_w8(p, r)]],
+                 batch=32, reward_aggregation="normalise")
+    scaled.iterate()
+    torch.testing.assert_close(scaled.loop.advantages().advantages, t.loop.advantages().advantages,
+                               rtol=1e-3, atol=1e-3)
+
+
+def test_a_reward_that_is_silent_leaves_the_choice_to_the_others():
+    def silent(prompts, responses): return [None] * len(responses)
+    both, alone = (own(reward=r, batch=32, reward_aggregation="normalise", seed=1)
+                   for r in ([has_w9, silent], [has_w9]))
+    both.iterate(), alone.iterate()
+    torch.testing.assert_close(both.loop.advantages().advantages,
+                               alone.loop.advantages().advantages)
+
+
+def test_rows_come_in_turn():
+    for total, count_ in ((7, 3), (3, 7), (4, 4)):
+        rows = torch.cat([in_epochs(total, i * count_, count_, "x", 0) for i in range(total)])
+        epochs = rows.view(-1, total)
+        assert (epochs.sort(1).values == torch.arange(total)).all()
+        assert len(epochs.unique(dim=0)) > 1
+    assert not torch.equal(in_epochs(50, 0, 50, "x", 0), in_epochs(50, 0, 50, "x", 1))
+
+
+def test_each_prompt_comes_once_in_an_epoch_and_a_training_goes_on_where_it_was():
+    def fresh(seen):
+        def reward(prompts, responses):
+            seen.append(prompts[::4])
+            return count(prompts, responses)
+        return own(reward=reward, prompts=FOUR, prompt_order="epochs", iterations=4, batch=8,
+                   dynamic_sampling=True)
+    whole, first, rest = [], [], []
+    t = fresh(whole).learn()
+    starts = [sum(row["rounds"] for row in t.rows[:i]) for i in range(4)]
+    turns = [whole[i] for i in starts]
+    assert sorted(turns[0] + turns[1]) == sorted(turns[2] + turns[3]) == sorted(FOUR)
+    half = fresh(first)
+    half.iterate(), half.iterate()
+    again = fresh(rest)
+    again.loop.load_state_dict(half.loop.state_dict())
+    again.learn()
+    assert first + rest == whole
+    assert without_times(half.rows + again.rows) == without_times(t.rows)
+    for p, q in zip(t.policy.parameters(), again.policy.parameters()): assert torch.equal(p, q)
+
+
+def test_long_prompts_are_left_out_and_counted():
+    prompts = ["w3", "w4 w5 w6", "w5 w6"]  # and a BOS each
+    with pytest.warns(UserWarning, match="1 of 3 prompts have more than prompt_length = 3 tokens"):
+        t = own(prompts=prompts, reward=count, prompt_length=3, long_prompts="filter").learn()
+    assert [row["prompt"] for row in t.task.rows] == ["w3", "w5 w6"]
+    assert t.task.tokens.shape == (2, 3) and t.task.decode(t.task.tokens) == ["w3", "w5 w6"]
+    with pytest.raises(ValueError, match="^prompt_length must hold one of the prompts, got 1"):
+        own(prompts=prompts, prompt_length=1, long_prompts="filter")
+    with pytest.raises(ValueError, match="^prompt_length must be 0 or at least 4"):
+        own(prompts=prompts, prompt_length=3)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(dynamic_sampling=True, algo="ppo"), "dynamic_sampling must be left out for algorithms"),
+    (dict(reward_aggregation="normalise", algo="rloo"), "reward_aggregation must be left out"),
+    (dict(reward_aggregation="normalise", group_scale="batch"), "group_scale must be left out"),
+    (dict(reward_aggregation="normalise", overlong="soft"), "overlong must be left out"),
+    (dict(reward_aggregation="mean"), "reward_aggregation must be"),
+    (dict(prompt_order="sorted"), "prompt_order must be"),
+    (dict(long_prompts="filter"), "long_prompts must be refuse where prompt_length is 0")])
+def test_an_option_without_an_effect_is_refused(options, words):
+    with pytest.raises(ValueError, match=f"^{words}"): own(reward=count, **options)

@@ -5,13 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_notes.language.rollout import Rollout
 from rlhf_notes.studies.checkable import (
     ALGORITHMS,
     TOKENS,
     CheckableRLHF,
-    _no_spread,
-    _refill,
     _response_loss,
     digit_tokenizer,
     exact_match,
@@ -95,25 +92,6 @@ def test_groups_with_one_reward_are_counted(lm, questions):
     trainer = CheckableRLHF(lm, questions, "GRPO", halves, **SMALL).learn()
     # groups of 8: all 0; four 1, four 0
     assert trainer.rows[0]["same"] == 0.5 and trainer.rows[0]["rounds"] == 1
-
-
-def rollout(scores):
-    n = len(scores)
-    return Rollout(*(torch.arange(float(n))[:, None] for _ in range(4)), torch.tensor(scores),
-                   *(torch.zeros(n, 1) for _ in range(3)))
-
-
-def test_groups_without_spread_are_replaced_by_groups_with():
-    old = rollout([0., 0., 1., 0., 1., 1., 0., 0.])  # only the second group has spread
-    assert _no_spread(old, 2).tolist() == [True, False, True, True]
-    new = rollout([5., 5., 2., 3., 7., 7., 8., 9.])
-    full = _refill(old, new, 2)
-    assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0]
-    assert full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
-    assert _refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]
-    many = rollout([1., 0., 2., 3., 4., 5., 6., 7.])  # more than there is room for stay out
-    assert _refill(old, many, 2).scores.tolist() == [1, 0, 1, 0, 2, 3, 4, 5]
-    assert full.rewards is None
 
 
 def test_dynamic_sampling_trains_on_groups_with_spread(lm, questions):
