@@ -26,6 +26,7 @@ mathjax3_config = {"svg": {"fontCache": "local"}, "options": {"enableMenu": Fals
 html_theme = "furo"
 html_title = project
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_copy_source = False

@@ -5,13 +5,14 @@ axe-core finds nothing serious; search finds what it should. The last test plant
 """
 import os
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 SITE = Path(os.environ["SITE"]).resolve()
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob("*.html"))
-WIDTHS = {"desktop": 1280, "phone": 390}
+WIDTHS = {"desktop": 1400, "phone": 390}
 
 LOOK = """async () => {
   await window.MathJax?.startup?.promise;
@@ -32,8 +33,23 @@ LOOK = """async () => {
     const guilty = [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right + scrollX > wide.clientWidth + 1 && getComputedStyle(e).position !== "fixed");
     found.push(`wider than the screen, ${wide.scrollWidth} > ${wide.clientWidth}: ${guilty.slice(0, 3).map((e) => e.tagName + "." + e.className).join(", ")}`);
   }
+  const phone = innerWidth < 700, shown = (e) => e.checkVisibility() && e.clientWidth;
+  const cut = (e) => shown(e) && e.scrollWidth > e.clientWidth + 1 && !(phone && e.closest(".scrolls"));
+  for (const e of document.querySelectorAll("mjx-container[display='true'], div.math")) if (cut(e)) found.push(`a formula wider than its box, ${e.scrollWidth} > ${e.clientWidth}: ${e.textContent.slice(0, 60)} ${e.id}`);
+  for (const e of document.querySelectorAll(".table-wrapper")) if (cut(e)) found.push(`the last column is cut, ${e.scrollWidth} > ${e.clientWidth}: ${e.innerText.slice(0, 60)}`);
+  for (const e of document.querySelectorAll("article :is(img, svg)")) {
+    const place = e.closest(".cell_output, .widget, .planted")?.getBoundingClientRect(), own = e.getBoundingClientRect();
+    if (!place || !shown(e) && !own.width || !e.checkVisibility() || e.closest("mjx-container, .panels, summary")) continue;
+    const natural = e.naturalWidth || parseFloat(e.getAttribute("viewBox")?.split(" ")[2]) * (e.closest("[data-slider]") ? 4 / 3 : 1);
+    if (phone && 12 * own.width / natural < 9) found.push(`text of ${(12 * own.width / natural).toFixed(1)} px in a figure: ${(e.alt ?? e.textContent).slice(0, 60)}`);
+    const [left, right] = [own.left - place.left, place.right - own.right];
+    if (!e.closest(".widget") && Math.min(left, right) > 0 && Math.abs(left - right) > 12) found.push(`a figure that neither fills the column nor stands in its middle, ${left.toFixed(0)} and ${right.toFixed(0)}: ${(e.alt ?? "").slice(0, 60)}`);
+  }
+  const small = [...document.querySelectorAll("article *")].find((e) => e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && !e.closest("svg, sub, sup, mjx-container, style, script") && parseFloat(getComputedStyle(e).fontSize) < 9);
+  if (small) found.push(`text of ${getComputedStyle(small).fontSize}: ${small.textContent.slice(0, 60)}`);
   return found;
 }"""
+WHITE = """() => [...document.querySelectorAll("div.cell_output img, div[data-slider] > [role='img'] > svg, .planted img")].filter((e) => e.checkVisibility() && getComputedStyle(e).filter === "none").map((e) => `a white card in the dark: ${(e.alt ?? "").slice(0, 60)}`)"""
 AXE = """async (rules) => {
   const known = new Set();              // of the words of code that look alike, and of the formulas, one of each is enough
   document.querySelectorAll("pre span:not(:has(*)), .sig span:not(:has(*)), mjx-container").forEach((e) => {
@@ -55,6 +71,7 @@ class Tab:
         self.page.on("console", lambda m: self.faults.append(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.faults.append(f"error: {e}"))
         self.page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else self.faults.append(f"request to a network: {r.url}"))
+        self.page.on("requestfailed", lambda r: self.faults.append(f"404: {r.url}") if r.url.startswith("file:") else None)
         self.context.route(lambda url: not url.startswith(("file:", "data:", "blob:")), lambda route: route.abort())
 
     def open(self, path, query=""):
@@ -84,6 +101,7 @@ class Tab:
             self.page.emulate_media(color_scheme=scheme)
             self.page.wait_for_timeout(250)                      # colours fade
             self.faults += [f"axe, {scheme}: {v}" for v in self.page.evaluate(AXE, rules)]
+        self.faults += self.page.evaluate(WHITE)
         return self
 
 
@@ -118,6 +136,31 @@ def test_search_finds(tab, words, page, title):
 def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
     (href, _, line), *rest = search(tab(WIDTHS["desktop"]), term)
     assert href == page and term in line.lower() and sum(bool(line) for *_, line in rest[:10]) >= 5
+
+
+QUERIES = {
+    "what to monitor": "metrics", "multi GPU": "bridges/scale", "CNN": "control/spaces", "pass@k": "studies/checkable",
+    "reward hacking": "studies/failures", "Goodhart's law": "studies/variants", "LoRA": "hub/load", "my own environment": "control/envs",
+    "own prompts": "hub/prompts", "resume a run": "training/runs", "save model": "hub/save", "inside verl": "bridges/verl",
+    "TRL": "bridges/trl", "entropy collapse": "why", "ratio is always 1": "why", "negative KL": "why", "which algorithm": "rlhf",
+    "human feedback": "rlhf", "cheat sheet": "sheet", "exercises": "exercises/check", "command line": "cli", "dual clip": "formulas/surrogate",
+    "GAE": "formulas/advantage", "GRPO": "formulas/grpo", "DPO": "language/dpo", "KL penalty": "formulas/kl", "token mean or sequence mean": "formulas/masking",
+    "how many seeds": "studies/seeds", "dict observations": "control/spaces", "verifiable rewards": "studies/checkable",
+}
+
+
+def test_the_words_of_the_field_lead_to_the_page_about_them(tab):
+    page, wrong = tab(WIDTHS["desktop"]).open(SITE / "search.html").page, {}
+    for words, about in QUERIES.items():
+        page.goto((SITE / "search.html").as_uri() + f"?q={quote(words)}")
+        found = page.get_attribute("#about a", "href", timeout=5_000) if page.locator("#about a").count() else None
+        if found != f"{about}.html": wrong[words] = found
+    assert len(QUERIES) == 30 and not wrong, wrong
+
+
+def test_snippets_have_no_tags(tab):
+    lines = [line for words in ("advantage", "padding", "value") for *_, line in search(tab(WIDTHS["desktop"]), words)]
+    assert sum(map(bool, lines)) > 20 and not [line for line in lines if "<" in line and ">" in line]
 
 
 def search(tab, words):
@@ -203,6 +246,34 @@ def test_the_loop_stands_upright_on_a_phone(tab):
     assert not page.is_visible("svg.loop") and len(boxes) == 15 and len({b["x"] for b in boxes}) == 1
 
 
+def test_next_on_each_path_stands_at_the_foot_without_javascript(browser):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto((SITE / "formulas" / "surrogate.html").as_uri())
+    foot = page.locator(".next-on-path")
+    assert foot.inner_text().splitlines()[0].startswith("Next on From nothing to CartPole: advantage") and foot.locator("a").count() == 2
+    foot.locator("a").last.click()
+    page.wait_for_url("**/formulas/advantage.html")
+    context.close()
+
+
+def test_the_marks_of_exercises_are_kept(tab):
+    page = tab(WIDTHS["desktop"]).open(SITE / "exercises" / "check.html").page
+    boxes = page.locator("[data-exercise] input")
+    assert boxes.count() > 40 and not boxes.first.is_checked()
+    boxes.first.check()
+    page.reload()
+    assert page.locator("[data-exercise] input").first.is_checked()
+
+
+def test_the_sheet_is_printed_in_two_columns(tab):
+    page = tab(WIDTHS["desktop"]).open(SITE / "sheet.html").page
+    names = page.locator("article pre").all_inner_texts()
+    assert len(names) >= 12 and any("clipped_surrogate" in text for text in names)
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.getElementById('a-sheet-of-all-formulas')).columnCount") == "2"
+
+
 FAULTS = {
     "console": "<script>console.error('planted')</script>",
     "error": "<script>null.planted</script>",
@@ -215,6 +286,13 @@ FAULTS = {
     "axe, dark": '<style>@media (prefers-color-scheme: dark) { p { color: #444; background: #222 } }</style><p>planted</p>',
     "image-alt": '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw==">',
     "nothing else does": '<label>planted <input type="range" min="0" max="3" value="1"></label>',
+    "a formula wider": '<div class="math" style="width: 200px; overflow-x: auto"><div style="width: 900px">x</div></div>',
+    "the last column is cut": '<div class="table-wrapper" style="width: 200px; overflow-x: auto"><div style="width: 900px">x</div></div>',
+    "text of 6.0 px in a figure": '<article class="planted" style="display: block; width: 300px"><svg viewBox="0 0 600 10" width="300" role="img" aria-label="planted"></svg></article>',
+    "text of 8px": '<article><p style="font-size: 8px">planted</p></article>',
+    "neither fills": '<article class="planted" style="display: block; width: 300px"><svg viewBox="0 0 100 10" width="100" role="img" aria-label="planted"></svg></article>',
+    "a white card": '<div class="planted"><img alt="planted, white" src="data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="></div>',
+    "404": '<link rel="stylesheet" href="planted.css">',
     "does not follow": '<label>planted <input type="range" min="0" max="3" value="1" onkeydown="return false"></label>',
 }
 

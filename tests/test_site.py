@@ -89,9 +89,40 @@ def test_the_floors_stand_in_order(built):
     assert {"Start", "Formulas", "Workshop"} <= set(captions)
 
 
+def test_what_comes_next_stands_at_the_foot(built):
+    html = (built / "formulas" / "kl.html").read_text(encoding="utf-8")
+    foot = html[html.index("Next on <em>"):]
+    assert foot.startswith('Next on <em>RLHF for practitioners</em>: <a class="reference internal" '
+                           'href="grpo.html">')
+    assert "ends here" in (built / "bridges" / "scale.html").read_text(encoding="utf-8")
+
+
+def test_the_front_is_a_page_and_the_readme_is_none(built):
+    html = (built / "index.html").read_text(encoding="utf-8")
+    heads = ("Who this is for", "The loop", "Three paths", "Use it")
+    at = [html.index(f"<h2>{head}") for head in heads]
+    assert at == sorted(at) and "make site" not in html and "Two commands" not in html
+    readme = (notebooks.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "Who this is for" not in readme and "## Two commands" in readme
+
+
+def test_the_sheet_has_the_card_of_each_lesson(built):
+    html = (built / "sheet.html").read_text(encoding="utf-8")
+    cards = sum("### The formulas by name" in p.read_text(encoding="utf-8").replace("\\n", "\n")
+                for p in notebooks.notebooks())
+    assert html.count('class="sheet"') == cards >= 12
+
+
+def test_a_widget_follows_its_picture(built):
+    html = (built / "start.html").read_text(encoding="utf-8")
+    before, after = html.split('data-widget="bandit"')
+    assert "<img" in before[-1500:] and 'src="_widgets/bandit.js"' in after
+
+
 @pytest.mark.parametrize(
     "page, room",
-    [("index", "Start"), ("formulas/kl", "Formulas"), ("checks", "Workshop"), ("search", "Start")])
+    [("index", "Start"), ("formulas/kl", "Formulas"), ("checks", "Workshop"),
+     ("exercises/check", "Exercises"), ("search", "Start")])
 def test_one_room_of_the_sidebar_is_open(built, page, room):
     html = (built / f"{page}.html").read_text(encoding="utf-8")
     assert re.findall(r"<details open><summary>([^<]+)", html[:html.index("<article")]) == [room]
@@ -236,7 +267,8 @@ def test_lessons_papers_and_details_are_links(built):
     assert link(
         "(Ziegler et al., 2019)") == "([Ziegler et al., 2019](https://arxiv.org/abs/1909.08593))"
     assert link("Yu et al. (2025)") == "[Yu et al. (2025)](https://arxiv.org/abs/2503.14476)"
-    assert link("detail P9") == 'detail <a href="../language/loop.html#detail-p9">P9</a>'
+    assert re.fullmatch(r'detail <a title="[^"]{20,}" href="../language/loop.html#detail-p9">'
+                        "P9</a>", link("detail P9"))
     for left in ("lesson 99", "[lesson 04](x)", "$P_1, P1$", "`G4`", "```\nP9\n```", "# P9", "P99",
                  "DeepSeek-R1", "Nobody et al. 2019"):
         assert link(left) == left

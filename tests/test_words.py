@@ -11,6 +11,8 @@ from functools import cache
 import nbformat
 import notebooks
 import pytest
+import site_pages
+import site_paths
 
 NBS = notebooks.ROOT / "nbs"
 LINK = re.compile(r"\[[^\]]+\]\(([\w/.]+\.ipynb)(#[\w-]+)?\)")
@@ -214,3 +216,26 @@ def test_every_lesson_closes_with_one_paragraph(path):
     headings = [
         c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
     assert sum(source.count("## In one paragraph\n") for source in headings) == 1
+
+
+def test_each_word_is_met_before_it_is_used_on_the_path_to_rlhf():
+    "Set off, on the page of its lesson, or a link to its line in `words`: else the path fails."
+    pages = list(map(site_pages.Page, notebooks.notebooks()))
+    pages.sort(key=lambda p: p.page.name != "index")
+    steps = dict(site_paths.paths(pages[0]))[site_pages.PRACTICE]
+    def early(): return [(p.page.name, term) for p, term in site_paths.early(steps, pages)]
+    assert ("start", "logits") in early() and len(steps) > 10  # what the site explains
+    site_pages.walk(pages)
+    assert early() == []
+    next(p for p in pages if p.page.name == "start").nb.cells.insert(
+        1, nbformat.v4.new_markdown_cell("The explained variance is large.", id="planted"))
+    assert early() == [("start", "explained variance")]
+
+
+def test_a_word_is_explained_once_and_not_within_code_or_links():
+    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.page.name == "ratio")
+    text = "`critic` [a critic](x) $critic$\n\n# critic\n\nThe critic, a critic."
+    page.nb.cells = [nbformat.v4.new_markdown_cell(text, id="planted")]
+    assert site_paths.explain(page, "critic", "the `value` function", site_pages.outside)
+    link = '<a class="word" title="the value function" href="../words.html#word-critic">critic</a>'
+    assert page.nb.cells[0].source == text.replace("The critic", f"The {link}")

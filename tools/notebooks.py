@@ -129,7 +129,7 @@ def readme(root=ROOT):
     figures, cells = {}, []
     for cell in nb.cells:
         d = directives(cell.source)
-        if "hide" in d: continue
+        if "hide" in d or cell.metadata.get("nbdev", {}).get("only") == "site": continue
         if "fig-alt" in d:
             figures[f"{cell.id}.svg"] = next(o.data["image/svg+xml"] for o in cell.outputs
                                              if "image/svg+xml" in o.get("data", {}))

@@ -56,8 +56,8 @@ def stacked(alt, src, rows):
         return (f'<img alt="" aria-hidden="true" loading="lazy" style="aspect-ratio: {w} '
                 f'/ {h}; flex: {w} {w} 0" src="{src}#{view}">')
     drawn = "".join(
-        f'<div style="max-width: '
-        f'{sum(box[2] for box in row):.0f}pt">{"".join(part(*box) for box in row)}</div>'
+        f'<div style="max-width: {(wide := sum(box[2] for box in row)):.0f}pt; '
+        f'--width: {wide:.0f}pt">{"".join(part(*box) for box in row)}</div>'
         for row in rows)
     return f'<div class="panels" role="img" aria-label="{alt}">{drawn}</div>'
 
@@ -71,9 +71,10 @@ def stack(app, pagename, templatename, context, doctree):
         rows = panels(files[html.unescape(name)].read_text(encoding="utf-8"))
         if 1 < len(rows) <= STRIP:
             return m[0].replace("<img ", '<img class="side-by-side" ', 1) + stacked(alt, src, rows)
+        wide = f'style="--width: {sum(box[2] for row in rows for box in row):.0f}pt" '
         if len(rows) > STRIP or rows[0][0][2] <= NARROW:
-            return m[0].replace("<img ", '<img class="narrow" ', 1)
-        return m[0]
+            return m[0].replace("<img ", f'<img class="narrow" {wide}', 1)
+        return m[0].replace("<img ", f"<img {wide}", 1)
     context["body"] = PICTURE.sub(change, context["body"])
 
 

@@ -3,10 +3,12 @@ details of RLHF by code (P9).
 
 Papers stand in a table of the map; details in the first column of a table of lesson 27.
 """
+import html
 import os
 import re
 
 ROW = re.compile(r"^\| (?P<row>(?:[GRP]\d+(?:, | to )?)+) \|", re.M)
+TOLD = re.compile(ROW.pattern + r" ([^|]+) \|", re.M)
 PAPER = re.compile(r"^\| ([^|]+?) (\d{4}) \|.*\((https://arxiv\.org/[^)]+)\) \|$", re.M)
 PARTS = r"(.+?),? \(?(\d{4})\)?"
 LEAVE = r"^#+ [^\n]*|!?\[[^\[\]]*\]\([^()]*\)|``.+?``|`[^`]*`|\$\$.+?\$\$|\$[^$\n]+\$|<[^>]+>"
@@ -22,12 +24,14 @@ def codes(cell):
 
 class Links:
     def __init__(self, pages):
-        self.lessons, self.details, self.papers = {}, {}, {}
+        self.lessons, self.details, self.papers, self.told = {}, {}, {}, {}
         for p in pages:
             if p.number: self.lessons[p.number] = p
             for cell in p.nb.cells:
                 if cell.cell_type != "markdown": continue
                 self.details |= {code: p for row in ROW.findall(cell.source) for code in codes(row)}
+                self.told |= {code: re.sub(r"[`*$]", "", said) for row, said in
+                              TOLD.findall(cell.source) for code in codes(row)}
                 self.papers |= {
                     (names, year): url for names, year, url in PAPER.findall(cell.source)}
         papers = "|".join(rf"{re.escape(n)},? (?:\({y}\)|\(?{y})" for n, y in self.papers)
@@ -48,7 +52,8 @@ class Links:
                 return f"[{m[0]}]({relative(self.lessons[m['lesson']], page)}.ipynb)"
             if m["code"] in self.details:
                 at, code = relative(self.details[m["code"]], page), m["code"].lower()
-                return f'<a href="{at}.html#detail-{code}">{m[0]}</a>'
+                said = html.escape(self.told[m["code"]])
+                return f'<a title="{said}" href="{at}.html#detail-{code}">{m[0]}</a>'
             if m["paper"]: return f"[{m[0]}]({self.papers[re.fullmatch(PARTS, m[0]).groups()]})"
             return m[0]
         return outside(self.pattern, link, text)

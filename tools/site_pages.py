@@ -4,7 +4,8 @@
 
 Nothing is executed. What is for tools only (`#| hide`, `#| default_exp`, the directive lines) is
 left out, notebooks lose their numbers, and a
-figure's `#| fig-alt:` becomes its alternative text. What a cell exports stands below it with a
+figure's `#| fig-alt:` becomes its alternative text, and `#| widget: NAME` puts a widget of
+docs/widgets in the place of the figure. What a cell exports stands below it with a
 table of its parameters; its name in backticks,
 on any page, is a link to it. Formulas on lines of their own are numbered. `llms.txt` and
 `llms-full.txt` are the same for readers that are programs.
@@ -22,12 +23,16 @@ import nbformat
 import site_api
 import site_folds
 import site_links
+import site_paths
+import site_widgets
 from notebooks import NBDEV, ROOT, WIDTH, directives, notebooks
 from sphinx.cmd.build import main as sphinx
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Bridges": "bridges",
           "Control": "control", "Language": "language", "Hub": "hub",
-          "Reviews": "reviews", "Studies": "studies", "Workshop": "."}
+          "Reviews": "reviews", "Studies": "studies", "Exercises": "exercises/check",
+          "Workshop": "."}
+PRACTICE = "RLHF for practitioners"                         # whose words are explained at first use
 FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch")
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
@@ -135,6 +140,7 @@ class Page:
     @property
     def floor(self):
         folder = self.page.parent.as_posix()
+        if self.page.as_posix() == FLOORS["Exercises"]: return "Exercises"
         if folder in WORKSHOP: return "Workshop"
         if folder != ".":
             return next((floor for floor, f in FLOORS.items() if f == folder), folder.capitalize())
@@ -196,6 +202,8 @@ class Page:
         cell = cell.copy()
         if cell.cell_type == "markdown":
             cell.source = self.prose(cell.source, names)
+            if m := re.fullmatch(r"exercise-(\w+)-task", cell.id):
+                cell.source = f'<a id="exercise-{m[1]}"></a>\n\n{cell.source}'
             return cell
         cell.source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", cell.source)
         tags, options = [], {}
@@ -223,7 +231,7 @@ class Page:
         cells, intro = [], True
         for cell in self.nb.cells:
             d = asked(cell)
-            if "hide" in d or "default_exp" in d: continue
+            if "hide" in d or "default_exp" in d or site_paths.only(cell) == "readme": continue
             if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.M): intro = False
             shown = self.cell(cell, d, names, intro)
             if cells and folded(shown) and folded(
@@ -231,6 +239,7 @@ class Page:
                 shown.source = f"{cells.pop().source}\n\n{shown.source}"
             if not cells and self.page.name != "index": shown.source += self.sources()
             cells.append(shown)
+            if "widget" in d: cells.append(site_widgets.place(d["widget"], self.page))
             if things := self.exports.get(cell.id):
                 text = self.references_in_tables(site_api.as_directives(things), names)
                 cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-api"[-64:],
@@ -300,11 +309,30 @@ def timed(front, pages):
         if cell.id == "paths": cell.source = re.sub(r"^\d\. .*$", path, cell.source, flags=re.M)
 
 
+def walk(pages):
+    "What pages know of each other: the order of the front, what is next, the room of exercises."
+    front, walks = pages[0], site_paths.paths(pages[0])
+    front.nb.cells = site_paths.front_first(front.nb.cells)
+    known = site_paths.words(pages)
+    for p, term in list(site_paths.early(dict(walks)[PRACTICE], pages)):
+        site_paths.explain(p, term, known[term][0], outside)
+    for cell in next(p for p in pages if p.page.name == "words").nb.cells:
+        cell.source = site_paths.WORD.sub(
+            lambda m: f'| <a id="{site_paths.anchor(m[1].strip())}"></a>{m[0][2:]}', cell.source)
+    for p in pages[1:]:
+        if foot := site_paths.next_on(walks, p): p.nb.cells.append(foot)
+        if p.page.as_posix() == FLOORS["Exercises"]:
+            for cell in p.nb.cells:
+                if cell.id == "names":
+                    cell.outputs[0].data["text/markdown"] = site_paths.room(pages)
+
+
 def contents(pages):
     "The table of contents, floor by floor, as a cell for the end of the front page."
     def entry(p): return f"{p.number} {p.title} <{p.page.as_posix()}>".strip()
+    more = {"Start": "\nA sheet of all formulas <sheet>"}
     blocks = [f"```{{toctree}}\n:hidden:\n:caption: {floor}\n\n" + "\n".join(map(entry, found))
-              + "\n```" for floor, found in by_floor(pages)]
+              + more.get(floor, "") + "\n```" for floor, found in by_floor(pages)]
     return nbformat.v4.new_markdown_cell("\n\n".join(blocks), id="contents")
 
 
@@ -365,6 +393,7 @@ def build_from(source, out):
     pages = [Page(path) for path in notebooks()]
     pages = [p for p in pages if p.page.name == "index"] + [
         p for _, found in by_floor(pages) for p in found]
+    walk(pages)
     timed(pages[0], pages)
     Page.links = site_links.Links(pages)
     names = site_api.Names([t for p in pages for t in p.things])
@@ -374,7 +403,9 @@ def build_from(source, out):
         to = source / f"{p.page}.ipynb"
         to.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(nb, to)
+    nbformat.write(site_paths.sheet(pages), source / "sheet.ipynb")
     shutil.copytree(ROOT / "nbs" / "images", source / "images", dirs_exist_ok=True)
+    site_widgets.copy(out / "_widgets")
     code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d",
                    str(source / ".doctrees"), str(source), str(out)])
     if not code: for_programs(pages, out)

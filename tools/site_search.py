@@ -11,9 +11,37 @@ from notebooks import ROOT
 TERM = re.compile(r"^\| ([^|$]+?) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 
 
+# What people ask for -> the page that is about it; of several whose words are all in the query, the
+# one with the most.
+ABOUT = {
+    "monitor": "metrics", "metrics": "metrics", "log": "doctor", "doctor": "doctor",
+    "multi gpu": "bridges/scale", "two gpus": "bridges/scale", "deepspeed": "bridges/scale",
+    "fsdp": "bridges/scale", "large scale": "bridges/scale", "distributed": "bridges/scale",
+    "cnn": "control/spaces", "images": "control/spaces", "pixels": "control/spaces",
+    "dict observation": "control/spaces", "action mask": "control/spaces",
+    "pass k": "studies/checkable", "verifiable reward": "studies/checkable",
+    "rlvr": "studies/checkable", "reward hacking": "studies/failures",
+    "goodhart": "studies/variants", "overoptimisation": "studies/variants",
+    "overoptimization": "studies/variants", "clip": "formulas/surrogate",
+    "dual clip": "formulas/surrogate", "lora": "hub/load", "own model": "hub/load",
+    "own environment": "control/envs", "gymnasium": "control/envs",
+    "own prompts": "hub/prompts", "own task": "hub/prompts", "resume": "training/runs",
+    "checkpoint": "training/runs", "interrupted": "training/runs", "wandb": "training/runs",
+    "save model": "hub/save", "verl": "bridges/verl", "trl": "bridges/trl",
+    "entropy collapse": "why", "ratio always 1": "why", "negative kl": "why",
+    "learning rate lora": "why", "which algorithm": "rlhf", "human feedback": "rlhf",
+    "cheat sheet": "sheet", "exercises": "exercises/check", "command line": "cli",
+    "gae": "formulas/advantage", "grpo": "formulas/grpo", "dpo": "language/dpo",
+    "kl": "formulas/kl", "kl penalty": "formulas/kl", "token mean": "formulas/masking",
+    "truncated": "formulas/advantage", "seeds": "studies/seeds",
+    "value function": "formulas/value", "reinforce": "start",
+}
+
+
 def prose(doctree):
     "The paragraphs of a page, without their formulas."
-    texts = [[t.astext() for t in p.findall(nodes.Text) if not isinstance(t.parent, nodes.math)]
+    texts = [[t.astext() for t in p.findall(nodes.Text)
+              if not isinstance(t.parent, (nodes.math, nodes.raw))]
              for p in doctree.findall(nodes.paragraph)]
     return re.sub(r"\s+", " ", " ".join("".join(words) for words in texts))
 
@@ -26,12 +54,18 @@ def defines():
             for name in names.split(", ")}
 
 
+def about(env):
+    "The words of `ABOUT` with page and title."
+    return [[words, page, env.titles[page].astext()] for words, page in ABOUT.items()]
+
+
 def context(app, pagename, templatename, context, doctree):
     if pagename != "search": return
     pages = {name: prose(app.env.get_doctree(name)) for name in app.env.found_docs}
     app.add_js_file(None,
                     body=f"const PROSE = {json.dumps(pages)}, DEFINES = "
-                    f"{json.dumps(defines())};".replace("</", "<\\/"))
+                    f"{json.dumps(defines())}, ABOUT = {json.dumps(about(app.env))};"
+                    .replace("</", "<\\/"))
     app.add_js_file("search.js")
 
 

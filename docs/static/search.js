@@ -13,7 +13,21 @@ function line(item) {
   p.textContent = `${start ? "… " : ""}${text.slice(start, end < 0 ? undefined : end)} …`;
   item.append(p);
 }
+
+// The page that is about what was asked for stands above what was found.
+function first() {
+  const asked = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase().split(/[^\w]+/).map((w) => w.replace(/s$/, ""));
+  const known = ABOUT.map(([words, ...page]) => [words.split(" ").map((w) => w.replace(/s$/, "")), ...page]);
+  const [words, page, title] = known.filter(([words]) => words.every((w) => asked.includes(w))).sort((a, b) => b[0].length - a[0].length)[0] ?? [];
+  if (!words || document.getElementById("about")) return;
+  const link = Object.assign(document.createElement("a"), {href: `${page}.html`, textContent: title}), p = document.createElement("p");
+  p.id = "about";
+  p.append("The page about this: ", link);
+  document.getElementById("search-results").before(p);
+}
+
 window.addEventListener("DOMContentLoaded", () => {
+  first();
   const lines = () => document.querySelectorAll("#search-results li").forEach(line);
   new MutationObserver(lines).observe(document.getElementById("search-results"), {childList: true, subtree: true});
 });

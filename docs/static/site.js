@@ -1,6 +1,17 @@
-// What scrolls within itself can be scrolled with the keyboard, too.
+// A formula that is wider than its box is made smaller, but stays legible.
+function fit() {
+  document.querySelectorAll("mjx-container[display='true']").forEach((formula) => {
+    formula.style.fontSize = "";
+    if (formula.clientWidth && formula.scrollWidth > formula.clientWidth + 1)
+      formula.style.fontSize = `${Math.floor(100 * Math.max(0.6, formula.clientWidth / formula.scrollWidth)) * parseFloat(getComputedStyle(formula).fontSize) / parseFloat(getComputedStyle(formula.parentElement).fontSize) - 1}%`;
+  });
+}
+
+// What scrolls within itself can be scrolled with the keyboard, too, and has a shadow that says so.
 function reachable() {
-  document.querySelectorAll("pre, .table-wrapper, .cell_output, .cell_output .output, div.math, mjx-container[display='true']").forEach((box) => {
+  fit();
+  document.querySelectorAll("pre, .table-wrapper, .cell_output, .cell_output .output, div.math, mjx-container[display='true'], .panels, [data-slider] > [role=img]").forEach((box) => {
+    box.classList.toggle("scrolls", box.scrollWidth > box.clientWidth + 1);
     if (box.scrollWidth > box.clientWidth + 1) { if (!box.hasAttribute("tabindex")) { box.tabIndex = 0; box.dataset.reachable = ""; } }
     else if ("reachable" in box.dataset) { box.removeAttribute("tabindex"); delete box.dataset.reachable; }
   });
@@ -29,6 +40,14 @@ window.addEventListener("DOMContentLoaded", unfold);
 window.addEventListener("hashchange", unfold);
 window.addEventListener("beforeprint", () => document.querySelectorAll("details:not([open])").forEach((d) => { d.open = true; d.dataset.closed = ""; }));
 window.addEventListener("afterprint", () => document.querySelectorAll("details[data-closed]").forEach((d) => { d.open = false; delete d.dataset.closed; }));
+
+// Which exercises are done is kept in this browser.
+window.addEventListener("DOMContentLoaded", () => document.querySelectorAll("[data-exercise]").forEach((place) => {
+  const name = `exercise-${place.dataset.exercise}`, box = document.createElement("input");
+  Object.assign(box, {type: "checkbox", ariaLabel: `${place.dataset.exercise} is done`, checked: localStorage[name] === "done"});
+  box.addEventListener("change", () => { if (box.checked) localStorage[name] = "done"; else delete localStorage[name]; });
+  place.append(box);
+}));
 
 // A path of the front page, once taken, is what "Next" and "Previous" follow.
 function follow() {
