@@ -39,7 +39,7 @@ LOOK = """async () => {
   for (const e of document.querySelectorAll(".table-wrapper")) if (cut(e)) found.push(`the last column is cut, ${e.scrollWidth} > ${e.clientWidth}: ${e.innerText.slice(0, 60)}`);
   for (const e of document.querySelectorAll("article :is(img, svg)")) {
     const place = e.closest(".cell_output, .widget, .planted")?.getBoundingClientRect(), own = e.getBoundingClientRect();
-    if (!place || !shown(e) && !own.width || !e.checkVisibility() || e.closest("mjx-container, .panels, summary")) continue;
+    if (!place || !shown(e) && !own.width || !e.checkVisibility() || e.closest("mjx-container, .panels, summary, button")) continue;
     const natural = e.naturalWidth || parseFloat(e.getAttribute("viewBox")?.split(" ")[2]) * (e.closest("[data-slider]") ? 4 / 3 : 1);
     if (phone && 12 * own.width / natural < 9) found.push(`text of ${(12 * own.width / natural).toFixed(1)} px in a figure: ${(e.alt ?? e.textContent).slice(0, 60)}`);
     const [left, right] = [own.left - place.left, place.right - own.right];
@@ -71,7 +71,7 @@ class Tab:
         self.page.on("console", lambda m: self.faults.append(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.faults.append(f"error: {e}"))
         self.page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else self.faults.append(f"request to a network: {r.url}"))
-        self.page.on("requestfailed", lambda r: self.faults.append(f"404: {r.url}") if r.url.startswith("file:") else None)
+        self.page.on("requestfailed", lambda r: self.faults.append(f"404: {r.url}") if r.failure == "net::ERR_FILE_NOT_FOUND" else None)
         self.context.route(lambda url: not url.startswith(("file:", "data:", "blob:")), lambda route: route.abort())
 
     def open(self, path, query=""):

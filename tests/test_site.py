@@ -352,12 +352,13 @@ def test_folds(tmp_path):
 
 def doctree(text):
     """What docutils makes of the blocks of `text`, one a line: # heading, > code, output or none,
-    or a paragraph.
+    < HTML, or a paragraph.
     """
     root = section = nodes.section("", nodes.title("", "A page"))
     for line in text.split("\n"):
         if line.startswith("# "): root += (section := nodes.section("", nodes.title("", line[2:])))
         elif line.startswith("> "): section += code(*line[2:].split(" -> "))
+        elif line.startswith("< "): section += nodes.raw("", line[2:], format="html")
         else: section += nodes.paragraph("", line)
     return root
 
@@ -380,6 +381,8 @@ def code(source, output=None):
      "what? Wait. f() formula:", "3"),
     ("Predict before you move it. What?\n> f() -> <i data-slider>\nThree.", "What? f() data-slider",
      "Three."),
+    ("Predict before you run. What?\n> f() -> 3\n< data-widget\nThree.", "What? f() data-widget",
+     "3 Three."),
     ("He will predict. What?\n> f() -> 3\nThree.", "What? f() 3 Three.", ""),
     ("# More proofs\nAll of it.\n> f() -> 3\n# Next\nMore.", "proofs Next More.", "All f() 3"),
 ])

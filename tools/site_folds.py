@@ -58,6 +58,7 @@ def answer(blocks):
     cells, answered = [], False
     for before, node in zip([None, *blocks], blocks):
         if is_question(node) or isinstance(node, nodes.title): break
+        if isinstance(node, nodes.raw) and "data-widget" in node.astext(): continue
         if is_code(node):
             cells.append(node)
             answered = answered or len(node.children) > 1

@@ -122,9 +122,10 @@ def room(pages):
     rows = ["| done | exercise | lesson | difficulty | minutes | what to write |", "|" + "---|" * 6]
     for name, p, lines, task in sorted(exercises(pages), key=lambda e: (e[1].number or "99", e[2])):
         hard = 1 + (lines > 4) + (lines > 9)
-        to = os.path.relpath(p.path, ROOT / "nbs" / "exercises")
+        to = os.path.relpath(p.page, "exercises")
         task = " ".join(task.replace("|", "\\|").split())
-        rows.append(f'| <span data-exercise="{name}"></span> | [`{name}`]({to}#exercise-{name}) | '
+        link = f'<a href="{to}.html#exercise-{name}"><code>{name}</code></a>'
+        rows.append(f'| <span data-exercise="{name}"></span> | {link} | '
                     f"{p.title} | {'●' * hard}{'○' * (3 - hard)} | {3 + 2 * lines} | {task} |")
     return ("Difficulty goes by the lines of the solution: up to four, up to nine, more. The "
             "minutes are an estimate, three and two for each of those lines. The marks stay in "

@@ -1,9 +1,12 @@
-// A formula that is wider than its box is made smaller, but stays legible.
+// A formula that is wider than its box is made smaller (site.css), but stays legible; so is a table on a wide screen.
 function fit() {
-  document.querySelectorAll("mjx-container[display='true']").forEach((formula) => {
-    formula.style.fontSize = "";
-    if (formula.clientWidth && formula.scrollWidth > formula.clientWidth + 1)
-      formula.style.fontSize = `${Math.floor(100 * Math.max(0.6, formula.clientWidth / formula.scrollWidth)) * parseFloat(getComputedStyle(formula).fontSize) / parseFloat(getComputedStyle(formula.parentElement).fontSize) - 1}%`;
+  document.querySelectorAll("mjx-container[display='true'] > svg[width$='ex']").forEach((formula) => {
+    formula.style.minWidth ||= `${0.6 * parseFloat(formula.getAttribute("width"))}ex`;
+  });
+  document.querySelectorAll(".table-wrapper > table").forEach((table) => {
+    table.style.fontSize = "";
+    const room = table.parentElement.clientWidth / table.scrollWidth;
+    if (innerWidth > 736 && room > 0 && room < 1) table.style.fontSize = `${Math.floor(100 * Math.max(0.75, room)) - 1}%`;
   });
 }
 

@@ -114,8 +114,8 @@ widget("policy", (box) => {
   const state = {share: 1, said: [], random: chance(7), seen: new Map()};
   const prompt = make("input", {type: "text", value: "about the old hotel .", oninput: () => { state.said = []; update(); }, "aria-label": "prompt", spellcheck: "false"});
   const text = make("p", {class: "case said", "aria-live": "polite"}), table = make("tbody"), found = make("p", {class: "case", "aria-live": "polite"});
-  const chart = new Chart("the score against the KL, for each place of the slider", {x: [0, 20], y: [-2, 3], xlabel: "KL to the model before, nats a response",
-    xticks: [0, 5, 10, 15, 20], yticks: [-2, -1, 0, 1, 2, 3]});
+  const chart = new Chart("score against KL, where the slider has been", {x: [0, 10], y: [-2, 3], xlabel: "KL to the model before, nats a response",
+    xticks: [0, 2, 4, 6, 8, 10], yticks: [-2, -1, 0, 1, 2, 3]});
   let models, waiting;
   function mix() { models = {before: new GPT2(between(0)), here: new GPT2(between(state.share)), after: new GPT2(between(1))}; }
   function next() {
@@ -147,7 +147,7 @@ widget("policy", (box) => {
     const [kl, score] = state.seen.get(state.share) ?? worth(state.share);
     state.seen.set(state.share, [kl, score]);
     chart.clear();
-    [...state.seen].sort(([a], [b]) => a - b).forEach(([share, [x, y]]) => chart.add("circle", {class: share === state.share ? "dot" : "seen", cx: chart.X(Math.min(x, 20)), cy: chart.Y(y), r: share === state.share ? 7 : 4}));
+    [...state.seen].sort(([a], [b]) => a - b).forEach(([share, [x, y]]) => chart.add("circle", {class: share === state.share ? "dot" : "seen", cx: chart.X(Math.min(x, 10)), cy: chart.Y(y), r: share === state.share ? 7 : 4}));
     found.textContent = `At ${show(state.share)}: a KL of ${show(kl, 1)} nats, a score of ${show(score)} by the human (3 is the best), means over ${POLICY.prompts.length} prompts that nobody trained on.`;
   }
   const share = dial("weights, from before (0) to after (1)", {min: 0, max: 1.5, step: 0.05, value: 1}, (x) => {

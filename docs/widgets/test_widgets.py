@@ -46,6 +46,7 @@ def test_a_widget_stands_in_the_place_of_a_picture(tabs, name):
     picture = page.locator(".on-paper").first
     assert not faults and not picture.is_visible() and box.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert not box.evaluate("box => [...box.querySelectorAll('*')].filter((e) => e.getBoundingClientRect().right > innerWidth).length")
     small = box.evaluate("box => [...box.querySelectorAll('svg text')].filter((t) => t.getBoundingClientRect().height < 9).map((t) => t.textContent)")
     assert not small, small
     page.emulate_media(media="print")

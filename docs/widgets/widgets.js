@@ -23,7 +23,7 @@ function widget(name, build) {
   });
 }
 
-const show = (x, digits = 2) => x.toFixed(digits).replace("-", "−");
+const show = (x, digits = 2) => x.toFixed(digits).replace(/^-(?=[0.]*$)/, "").replace("-", "−");
 
 // A slider with its label and its value; `change(value)` at each move.
 function dial(label, {min, max, step, value, digits = 2, text = (x) => show(x, digits)}, change) {
