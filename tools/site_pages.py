@@ -322,9 +322,7 @@ def walk(pages):
     for p in pages[1:]:
         if foot := site_paths.next_on(walks, p): p.nb.cells.append(foot)
         if p.page.as_posix() == FLOORS["Exercises"]:
-            for cell in p.nb.cells:
-                if cell.id == "names":
-                    cell.outputs[0].data["text/markdown"] = site_paths.room(pages)
+            site_paths.list_first(p.nb, site_paths.room(pages))
 
 
 def contents(pages):

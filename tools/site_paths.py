@@ -132,6 +132,15 @@ def room(pages):
             "this browser.\n\n" + "\n".join(rows))
 
 
+def list_first(nb, text):
+    "Put the list of exercises where its page begins, and what makes it under a fold."
+    at = {c.id: i for i, c in enumerate(nb.cells)}
+    listed = nbformat.v4.new_markdown_cell(f"## All of them\n\n{text}", id="all-of-them")
+    code = nbformat.v4.new_markdown_cell("## In the workshop", id="in-the-workshop")
+    rest = [c for c in nb.cells[at["use-md"] + 1:] if c.id not in ("names-md", "names")]
+    nb.cells = [*nb.cells[:at["use-md"] + 1], listed, code, *rest]
+
+
 def sheet(pages):
     "All formulas on one page to print, from the table of the map and the cards of the lessons."
     table = next(c.source for p in pages if p.page.name == "map" for c in p.nb.cells
