@@ -61,8 +61,8 @@ def test_without_javascript_there_is_the_picture(browser, name):
     page.goto((SITE / f"{PAGES[name]}.html").as_uri())
     place = page.locator(f"[data-widget={name}]")
     assert not place.is_visible()
-    before = place.locator("xpath=preceding-sibling::*[1]")
-    assert before.locator("img, svg").count() and not page.locator(".on-paper").count()
+    before = place.locator("xpath=preceding-sibling::*[.//img or .//*[name()='svg']][1]")
+    assert before.locator(".cell_output").count() and not page.locator(".on-paper").count()
     context.close()
 
 

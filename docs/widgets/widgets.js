@@ -17,7 +17,9 @@ function widget(name, build) {
   window.addEventListener("DOMContentLoaded", () => {
     const box = document.querySelector(`[data-widget=${name}]`);
     if (!box) return;
-    box.previousElementSibling?.querySelector(".cell_output")?.classList.add("on-paper");
+    let before = box.previousElementSibling;
+    while (before && !before.querySelector(".cell_output")) before = before.previousElementSibling;
+    before?.querySelector(".cell_output").classList.add("on-paper");
     build(box);
     box.hidden = false;
   });
