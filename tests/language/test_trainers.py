@@ -80,6 +80,12 @@ def test_groups_without_spread_are_drawn_again_at_most_twice():
     assert no_spread(plain.rollout, 4).float().mean() == row["same"]
     assert no_spread(t.rollout, 4).sum() < no_spread(plain.rollout, 4).sum()
     torch.testing.assert_close(t.rollout.parts[:, 0], t.rollout.scores)
+    seen = []
+    def at_first_none(prompts, responses):
+        seen.append(responses)
+        return [float(len(seen) > 1) * i for i in range(len(responses))]
+    assert own(reward=at_first_none, dynamic_sampling=True).iterate()["rounds"] == 2
+    assert len(seen) == 2 and seen[0] != seen[1]
     with pytest.warns(UserWarning, match="in 3 iterations 100% of the groups had no spread"):
         t = own(reward=zero, iterations=3, dynamic_sampling=True).learn()
     assert [row["rounds"] for row in t.rows] == [3] * 3
@@ -100,6 +106,7 @@ def test_a_rate_at_which_the_kl_runs_away_is_said_once():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         t = own(reward=count, iterations=5, learning_rate=1.0).learn()
+        t.loop.watch(dict(iteration=6, same=0, kl_k1=99, length=4))
     assert len(t.rows) == 5
     assert ["a learning_rate of 1 may be too high" in str(w.message) for w in found] == [True]
 
