@@ -47,6 +47,7 @@ TESTS = {
     "dpo": ("language/test_dpo.py", "language/test_adapters.py"),
     "pipeline": ("reviews/test_pipeline.py", "language/test_own_task.py"),
     "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"),
+    "rewards": ("language/test_own_task.py",),
     "prompts": ("language/test_trainers.py", "language/test_own_task.py",
                 "language/test_rollout.py", "reviews/test_task.py"),
     **dict.fromkeys(("load", "save"), ("language/test_hub.py", "language/test_adapters.py",

@@ -211,16 +211,19 @@ def quiet_transformers():  # a context manager, for threads that overlap too
 
 @contextmanager
 def _errors_alone():
+    from huggingface_hub.utils import logging as hub  # tells of every try to reach it
     from transformers.utils import logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    levels, bars = [x.get_verbosity() for x in (logging, hub)], logging.is_progress_bar_enabled()
+    for x in (logging, hub):
+        x.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
+        for x, level in zip((logging, hub), levels):
+            x.set_verbosity(level)
         (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
 _inside = []  # the context that is entered, by the first who asks

@@ -20,7 +20,8 @@ from language_models import WORDS, make
 from rlhf_notes import RLHF, cli, register_variant
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.hub.load import check_model, end_tokens
-from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts, reward_functions
+from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts
+from rlhf_notes.hub.rewards import reward_functions
 from rlhf_notes.language.config import Variant
 from rlhf_notes.language.loop import rate_by_size
 from rlhf_notes.language.model import make_gpt2, no_dropout
