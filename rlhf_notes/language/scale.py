@@ -95,8 +95,7 @@ class Scale:
         with nullcontext() if sync else self.accelerator.no_sync(self.prepared):
             outputs = self.forward(part)
             loss = self.loss(part, *outputs)[0] * self.weight(part, batch)
-            # DDP takes the mean over processes
-            self.accelerator.backward(loss * self.processes)
+            (loss * self.processes).backward()  # DDP takes the mean over processes
         return [x.detach() for x in outputs]
 
     def weight(self, part, batch) -> torch.Tensor:  # 0-dim, from 0 to 1

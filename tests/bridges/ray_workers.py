@@ -1,4 +1,7 @@
 "Two Ray workers import verl, and each computes our loss of its shard; what they add up to."
+import os
+import sys
+
 import ray
 import torch
 
@@ -15,7 +18,8 @@ def shard(rows, dp_size, seed=1):
 
 def differences():
     "Of value and gradient, between the mean of two workers and the whole batch."
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="error")
+    where = dict(env_vars=dict(PYTHONPATH=os.pathsep.join(sys.path)))  # of this test's modules
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", runtime_env=where)
     try:
         work = ray.remote(num_cpus=1)(shard)
         parts = ray.get([work.remote(rows, 2) for rows in (slice(0, 4), slice(4, 8))])

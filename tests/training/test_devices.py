@@ -3,7 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 
+from rlhf_notes import RLHF
+from rlhf_notes.cli import main
 from rlhf_notes.training.devices import (
     DTYPE,
     SMALL,
@@ -56,6 +60,39 @@ def test_half_of_what_a_launcher_sets_is_named(missing, monkeypatch):
         make_accelerator()
     monkeypatch.delenv("LOCAL_RANK")
     assert make_accelerator().num_processes == 1
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_a_launcher_that_shards_is_refused_before_a_model_is_loaded(name, monkeypatch, tmp_path):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "True")
+    words = f"^use_{name.lower()} of accelerate must be off, .* got true: rlhf_notes.bridges.trl "
+    for begin in (make_accelerator, lambda: RLHF("no such model", prompts=[], reward=len)):
+        with pytest.raises(ValueError, match=words): begin()
+    run = tmp_path / "run"
+    assert main(["rlhf", "--out", str(run)]) == 2 and not run.exists()
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
+    make_accelerator()
+
+
+def test_a_sharded_accelerator_of_this_process_is_refused(monkeypatch, fresh_accelerate):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    with pytest.raises(ValueError, match="^use_fsdp of accelerate must be off"): make_accelerator()
+
+
+@pytest.fixture
+def fresh_accelerate():
+    "What another trainer does to accelerate's state of the process is undone."
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_precision_of_another_trainer_is_not_ours(fresh_accelerate):
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+    model, x = torch.nn.Linear(9, 9), torch.randn(9, 9)
+    expected = model(x)
+    assert torch.equal(make_accelerator().prepare_model(model)(x), expected)
 
 
 # the caller's settings
