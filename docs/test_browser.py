@@ -43,7 +43,7 @@ LOOK = """async () => {
     const natural = e.naturalWidth || parseFloat(e.getAttribute("viewBox")?.split(" ")[2]) * (e.closest("[data-slider]") ? 4 / 3 : 1);
     if (phone && 12 * own.width / natural < 9) found.push(`text of ${(12 * own.width / natural).toFixed(1)} px in a figure: ${(e.alt ?? e.textContent).slice(0, 60)}`);
     const [left, right] = [own.left - place.left, place.right - own.right];
-    if (!e.closest(".widget") && Math.min(left, right) > 0 && Math.abs(left - right) > 12) found.push(`a figure that neither fills the column nor stands in its middle, ${left.toFixed(0)} and ${right.toFixed(0)}: ${(e.alt ?? "").slice(0, 60)}`);
+    if (!e.closest(".widget") && Math.min(left, right) > -1 && Math.abs(left - right) > 12) found.push(`a figure that neither fills the column nor stands in its middle, ${left.toFixed(0)} and ${right.toFixed(0)}: ${(e.alt ?? "").slice(0, 60)}`);
   }
   const small = [...document.querySelectorAll("article *")].find((e) => e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && !e.closest("svg, sub, sup, mjx-container, style, script") && parseFloat(getComputedStyle(e).fontSize) < 9);
   if (small) found.push(`text of ${getComputedStyle(small).fontSize}: ${small.textContent.slice(0, 60)}`);
@@ -132,7 +132,7 @@ def test_search_finds(tab, words, page, title):
     assert any(href == page and title.lower() in text.lower() for href, text, _ in found[:10]), found[:10]
 
 
-@pytest.mark.parametrize("term, page", [("advantage", "formulas/advantage.html"), ("gae", "formulas/advantage.html"), ("reward model", "language/reward_model.html"), ("own reward function", "language/prompts.html"), ("reward function", "language/prompts.html")])
+@pytest.mark.parametrize("term, page", [("advantage", "formulas/advantage.html"), ("gae", "formulas/advantage.html"), ("reward model", "reviews/reward_model.html"), ("own reward function", "hub/prompts.html"), ("reward function", "hub/prompts.html")])
 def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
     (href, _, line), *rest = search(tab(WIDTHS["desktop"]), term)
     assert href == page and term in line.lower() and sum(bool(line) for *_, line in rest[:10]) >= 5

@@ -45,8 +45,8 @@ def next_on(walks, page):
             to = os.path.relpath(ROOT / "nbs" / f"{to}.ipynb", page.path.parent)
             lines.append(f"Next on *{name}*: [{title}]({to})")
     if not lines: return
-    return nbformat.v4.new_markdown_cell("\n\n".join(lines), id="next-on-this-path",
-                                         metadata={"class": "next-on-path"})
+    text = ":::{container} next-on-path\n" + "\n\n".join(lines) + "\n:::"
+    return nbformat.v4.new_markdown_cell(text, id="next-on-this-path")
 
 
 def words(pages):
