@@ -207,7 +207,7 @@ class Page:
             return cell
         cell.source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", cell.source)
         tags, options = [], {}
-        if d.get("echo") == "false": tags.append("remove-input")
+        if d.get("echo") == "false" or self.page.name == "index": tags.append("remove-input")
         elif d.get("code-fold") == "true":
             tags.append("hide-input")
             options |= {"code_prompt_show": d.get("code-summary", "Code"),

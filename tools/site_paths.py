@@ -10,7 +10,8 @@ from notebooks import ROOT
 
 PATH = re.compile(r"^\d\. \*(.+):\* (.*)$", re.M)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\.ipynb\)")
-FRONT = ("title", "who", "loop-md", "loop", "paths")  # the order of the front page; then the rest
+FRONT = ("title", "who", "loop-md", "loop", "paths", "three-ways", "cartpole-seeds",
+         "cartpole-seeds-md")  # the order of the front page; then the rest
 WORD = re.compile(r"^\| ([^|$`,]+)[^|$]*\|[^|]*\| ([^|]*) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 CODE = re.compile(r"```.*?```|\$\$.*?\$\$|\$[^$\n]*\$|`[^`]*`", re.S)
 AWAY = r"^#+ [^\n]*|!?\[[^\[\]]*\]\([^()]*\)|``.+?``|`[^`]*`|\$\$.+?\$\$|\$[^$\n]+\$|<[^>]+>"
