@@ -22,6 +22,7 @@ function reachable() {
 window.addEventListener("load", () => (window.MathJax?.startup?.promise ?? Promise.resolve()).then(reachable));
 window.addEventListener("resize", reachable);
 document.addEventListener("toggle", reachable, true);
+document.addEventListener("input", () => requestAnimationFrame(reachable));      // another frame of a slider
 
 // A table of many columns with sentences in them can become cards.
 window.addEventListener("DOMContentLoaded", () => document.querySelectorAll("article > section table.docutils").forEach((table) => {
