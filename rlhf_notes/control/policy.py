@@ -6,7 +6,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/control/policy.html.md"""
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'HEADS', 'NATURE', 'MINATAR', 'mlp', 'numpy_mlp', 'Categorical', 'masked', 'MultiCategorical',
-           'Bernoulli', 'Gaussian', 'distribution', 'picture_net', 'Body', 'body_maker', 'Agent']
+           'Bernoulli', 'Gaussian', 'distribution', 'picture_net', 'Body', 'Agent']
 
 # %% ../../nbs/control/17_policy.ipynb #export-imports
 import math
@@ -293,38 +293,30 @@ class Body(nn.Module):
         features = torch.cat([net(x) for net, x in zip(self.nets, pieces)], -1)
         return features.unflatten(0, rows.shape[:-1])
 
-# %% ../../nbs/control/17_policy.ipynb #body-maker
-def body_maker(
-    space: gym.Space,  # of one observation
-    network: nn.Module | None = None,  # of the user's own
-):  # make_body(init, generator) -> a `Body`; None = none is needed
-    "Maker of the layers between rows and hidden layers."
-    if network is None and not any(map(picture_shape, parts(space).values())): return None
-    return lambda init, generator: Body(space, init, generator, network)
-
 # %% ../../nbs/control/17_policy.ipynb #agent
 class Agent(nn.Module):
     "A policy and a value function, each with a network of its own."
     def __init__(
         self,
-        obs_size: int,  # numbers in an observation
+        space: gym.Space,  # of one observation
         actions: gym.Space,  # of one environment
         config,  # hidden, activation, init, log_std, squash of `PPOConfig`
         generator: torch.Generator | None = None,  # source of the weights
-        make_body=None,  # make_body(init, generator) -> a `Body`; None = the hidden layers see rows
-        hidden: tuple | None = None,  # widths of the hidden layers; None = two of `config.hidden`
+        network: nn.Module | tuple | None = None,  # a body, or the widths of the hidden layers
     ):
         super().__init__()
-        self.obs_size, self.activation = obs_size, config.activation
+        self.obs_size, self.activation = gym.spaces.flatdim(space), config.activation
         self.head = distribution(actions, config.log_std, config.squash)
-        def network(outputs, gain):
-            body = make_body and make_body(config.init, generator)
-            net = mlp(body.outputs if body else obs_size, outputs, gain=gain,
-                      hidden=config.hidden if hidden is None else hidden,
-                      activation=config.activation, init=config.init, generator=generator)
-            return nn.Sequential(body, net) if body else net
-        self.policy = network(self.head.outputs, gain=0.01)
-        self.critic = network(1, gain=1.0)
+        own = isinstance(network, nn.Module)
+        hidden = () if own else config.hidden if network is None else network
+        has_body = own or any(map(picture_shape, parts(space).values()))
+        def net(outputs, gain):
+            body = has_body and Body(space, config.init, generator, network if own else None)
+            last = mlp(body.outputs if body else self.obs_size, outputs, gain, hidden,
+                       config.activation, config.init, generator)
+            return nn.Sequential(body, last) if body else last
+        self.policy = net(self.head.outputs, gain=0.01)
+        self.critic = net(1, gain=1.0)
 
     def outputs(self, obs):  # (..., obs_size, and perhaps a mask) -> (..., outputs)
         "Parameters of the distribution of actions."

@@ -23,6 +23,7 @@ from rlhf_notes.control.policy import (
 )
 
 BOX = gym.spaces.Box(np.array([-1, 10, -0.3], np.float32), np.array([3, 20, 0.7], np.float32))
+CART = gym.spaces.Box(-1, 1, (4,))
 OPTIONS = dict(hidden=16, activation="tanh", init="orthogonal", log_std=-0.5, squash=False)
 
 
@@ -30,7 +31,7 @@ def generator(seed=0): return torch.Generator().manual_seed(seed)
 
 
 def agent(space, seed=0, **options):
-    return Agent(4, space, SimpleNamespace(**{**OPTIONS, **options}), generator(seed))
+    return Agent(CART, space, SimpleNamespace(**{**OPTIONS, **options}), generator(seed))
 
 
 def observations(n=64, seed=0):
@@ -340,7 +341,7 @@ def test_a_fresh_policy_has_no_opinions_and_the_two_networks_share_nothing():
 
 def test_the_options_of_the_trainer_fit():
     for space in (gym.spaces.Discrete(2), BOX):
-        Agent(4, space, PPOConfig(), generator()).actor()(observations())
+        Agent(CART, space, PPOConfig(), generator()).actor()(observations())
 
 
 def test_an_actor_does_not_follow():

@@ -13,7 +13,7 @@ from strategies import SEEDS
 from rlhf_notes import PPO
 from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.envs import make_envs
-from rlhf_notes.control.policy import Agent, body_maker, picture_net
+from rlhf_notes.control.policy import Agent, picture_net
 from rlhf_notes.control.rollout import Collector
 from rlhf_notes.control.spaces import (
     as_batch,
@@ -111,7 +111,7 @@ def test_masks_reach_the_policy_in_both_ways_of_resetting(mode):
 
 
 def masked_agent(n=3):
-    return Agent(2, Discrete(n), PPOConfig(), torch.Generator().manual_seed(0))
+    return Agent(Box(-1, 1, (2,)), Discrete(n), PPOConfig(), torch.Generator().manual_seed(0))
 
 
 @given(seed=SEEDS)
@@ -179,8 +179,7 @@ def test_the_sizes_of_the_literature(side, filters):
 
 def test_an_agent_with_eyes_acts_as_it_learns():
     space = KINDS[-1]
-    agent = Agent(gym.spaces.flatdim(space), Discrete(3), PPOConfig(),
-                  torch.Generator().manual_seed(0), body_maker(space))
+    agent = Agent(space, Discrete(3), PPOConfig(), torch.Generator().manual_seed(0))
     rows = torch.rand(4, 5, gym.spaces.flatdim(space))
     out, value = agent(rows)
     assert out.shape == (4, 5, 3) and value.shape == (4, 5)
