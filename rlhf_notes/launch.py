@@ -19,7 +19,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from .control.config import PendulumConfig, PPOConfig
+from .control.config import RECIPES, PendulumConfig, PPOConfig
 from .language.config import RLHFConfig, check_effect
 from .training.options import read_options, versions
 
@@ -41,6 +41,7 @@ def new_training(
 ):  # a function that trains and returns the exit code
     "Begin a run directory; ValueError if the training cannot begin here."
     from rlhf_notes.training.runs import Run
+    options = _with_recipe(task, options)
     with _same_directory():
         config, train, is_main = _trainer(task, options, **own)
     about = {"task": task, "algo": "ppo", **asdict(config), **own, "track": track,
@@ -48,6 +49,15 @@ def new_training(
     path = out or Path("runs", f"{task}-own" if own else f"{task}-seed{config.seed}")
     run = Run.create(path, about, overwrite) if is_main else Run(path, about)
     return partial(_train, config, train, run, is_main)
+
+def _with_recipe(task, options):
+    "The options, and those that the environment's recipe adds, which are printed."
+    recipe = RECIPES.get(options.get("env"), {}) if task == "train" else {}
+    added = {name: x for name, x in recipe.items() if name not in options}
+    if added:
+        told = ", ".join(f"{name}={x}" for name, x in added.items())
+        print(f"by the recipe of {options['env']}: {told}", flush=True)
+    return {**added, **options}
 
 def _trainer(task, options, run=None, **own):
     "The config, a function of a run that trains, and whether this process is to write."
@@ -185,6 +195,7 @@ def many_seeds(
 ):  # a function that trains and returns the exit code
     "Train with many seeds, one after the other; ValueError if that cannot begin here."
     from rlhf_notes.training.runs import Run
+    options = _with_recipe(task, options)
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
     TASKS[task][0](**{**options, "seed": first + count - 1})
     with _same_directory():

@@ -450,6 +450,16 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch, error):
     with pytest.raises(error, match="a fault"): cli.main(["cartpole"])
 
 
+def test_train_takes_the_recipe_of_the_environment_and_says_so(capsys):
+    own = ["--steps", "2048", "--epochs", "1", "--eval-episodes", "2"]
+    assert cli.main(["train", "--env", "Acrobot-v1", *own, "--out", "run"]) == 0
+    said = "by the recipe of Acrobot-v1: num_steps=64, normalize_obs=True\n"
+    assert capsys.readouterr().out.startswith(said)
+    config = json.loads(Path("run/config.json").read_text())
+    found = [config[name] for name in ("steps", "num_steps", "epochs", "normalize_obs")]
+    assert found == [2048, 64, 1, True]
+
+
 def test_seeds_are_single_runs_and_a_table(capsys):
     assert cli.main(["cartpole", *QUICK, "--seeds", "2", "--out", "many"]) == 0
     out, _ = capsys.readouterr()

@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from strategies import SEEDS
 
 from rlhf_notes import fast
 from rlhf_notes.control import ppo as control
-from rlhf_notes.control.config import PendulumConfig, PPOConfig
+from rlhf_notes.control.config import RECIPES, PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
 from rlhf_notes.control.ppo import (
@@ -48,7 +49,8 @@ PUSHES, TORQUE = gym.spaces.Discrete(2), gym.spaces.Box(-2, 2, (1,), np.float32)
 
 
 def agent(seed=0, config=SMALL):
-    return Agent(*((4, PUSHES) if config.env == "CartPole-v1" else (3, TORQUE)), config,
+    size, actions = (4, PUSHES) if config.env == "CartPole-v1" else (3, TORQUE)
+    return Agent(gym.spaces.Box(-1, 1, (size,)), actions, config,
                  torch.Generator().manual_seed(seed))
 
 
@@ -260,7 +262,8 @@ def test_advantages_equal_the_sums_over_each_episode(seed, gamma, lam, truncatio
 @settings(max_examples=20)
 @given(seed=SEEDS)
 def test_rows_that_are_no_data_have_no_influence(seed):
-    a, r = Agent(2, PUSHES, SMALL, torch.Generator().manual_seed(0)), some_rollout(seed)
+    a = Agent(gym.spaces.Box(-1, 1, (2,)), PUSHES, SMALL, torch.Generator().manual_seed(0))
+    r = some_rollout(seed)
     reset = ~r.is_step
     other = replace(
         r, obs=torch.where(reset[..., None], -7.0, r.obs),
@@ -890,7 +893,7 @@ def test_same_seed_same_run_and_a_saved_one_goes_on_with_new_episodes(tmp_path, 
     rows = [p.iterate() for _ in range(3)]
     p.save(tmp_path / "ppo.pt")
     one, two = (PPO.load(tmp_path / "ppo.pt") for _ in range(2))
-    assert one.config == config
+    assert vars(one.config) == vars(config)
     assert rows == a[:3]
     assert one.iteration == 3
     assert one.episodes == p.episodes
@@ -1029,7 +1032,7 @@ def test_learn_predict_evaluate():
 
 def test_pendulum_has_its_own_defaults_and_scaled_actions():
     p = PPO("Pendulum-v1", **SHAPE)
-    assert p.config == PendulumConfig(**SHAPE)
+    assert vars(p.config) == vars(PendulumConfig(**SHAPE))
     assert PPO("CartPole-v1", **SHAPE).config == PPOConfig(**SHAPE)
     assert PPO(**vars(PPOConfig(env="Pendulum-v1", **SHAPE))).config.gamma == PPOConfig().gamma
     actions = p.predict(np.random.default_rng(0).normal(size=(1000, 3)), deterministic=False)
@@ -1266,10 +1269,36 @@ def test_the_recipe_follows_from_the_environment_however_it_comes():
     made = gym.make("Pendulum-v1")
     for env in "Pendulum-v1", "gymnasium:Pendulum-v1", made, lambda: gym.make("Pendulum-v1"):
         p = PPO(env, seed=3)
-        assert replace(p.config, env="Pendulum-v1") == PendulumConfig(seed=3)
+        assert vars(replace(p.config, env="Pendulum-v1")) == vars(PendulumConfig(seed=3))
         assert p.spec.id == "Pendulum-v1" and (p.collector.until_cut > 0).all()
     assert made.spec == gym.make("Pendulum-v1").spec                       # it was left alone
     assert PPO(lambda: gym.make("CartPole-v1")).config.gamma == PPOConfig().gamma
+
+
+@pytest.mark.parametrize("env", ["Acrobot-v1", "MountainCarContinuous-v0"])
+def test_a_recipe_replaces_the_defaults_and_gives_way_to_options(env):
+    config = PPO(env, lam=0.5).config
+    assert vars(config) == vars(PPOConfig(**{**RECIPES[env], "env": env, "lam": 0.5}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("Box2D"), reason="Box2D is installed")
+def test_an_environment_that_needs_a_package_names_it():
+    with pytest.raises(ValueError, match=r"LunarLander-v3.*Box2D is not installed.*pip install"):
+        PPO("LunarLander-v3")
+
+
+@pytest.mark.parametrize("factor, scaled, said", [(1000, False, 1), (1000, True, 0), (1, False, 0)])
+def test_large_rewards_are_pointed_to_what_scales_them(factor, scaled, said):
+    def make():
+        return gym.wrappers.TransformReward(gym.make("CartPole-v1"), lambda reward: factor * reward)
+    p = PPO(make, normalize_rewards=scaled, **SHAPE)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        p.iterate()
+        p.iterate()
+    found = [str(w.message) for w in found if "normalize_rewards=True" in str(w.message)]
+    assert len(found) == said
+    if said: assert re.match(r"the first advantages are around \d{4,5}, and", found[0])
 
 
 class Screen(Endless):
