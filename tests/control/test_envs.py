@@ -368,6 +368,19 @@ def test_an_environment_that_is_the_users_stays_open(way):
     assert mine not in closed
 
 
+def test_a_closed_environment_is_asked_once_and_told():
+    asked = []
+    class Closes(Guessed):
+        def reset(self, *, seed=None, options=None):
+            asked.append(seed)
+            raise RuntimeError("it is closed")
+    env = Closes()
+    env.close()
+    with pytest.raises(ValueError, match="^env must .*reset raised RuntimeError: it is closed$"):
+        make_envs(env, 1)
+    assert len(asked) == 1
+
+
 def test_a_function_is_looked_at_once_and_what_it_made_is_used():
     made = []
     def make():
