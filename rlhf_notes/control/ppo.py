@@ -372,7 +372,7 @@ class PPO(Loop):
     def _note_size(self, row):
         "Warn, at the first iteration, of rewards that the value function will never reach."
         size = (2 * row["value_loss"]) ** 0.5  # the loss is half the mean square
-        if row["iteration"] == 1 and size > LARGE and not self.config.normalize_rewards:
+        if row["iteration"] == 1 and size > LARGE:
             warnings.warn(f"the first advantages are around {size:.0f}, and a value function "
                           "learns numbers around 1: try normalize_rewards=True", stacklevel=6)
 
