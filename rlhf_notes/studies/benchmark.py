@@ -174,14 +174,18 @@ class StableBaselines:
         total: int,  # steps over which its schedules run
         n_envs: int,  # side by side
         reward_scale: float = 1.0,  # factor of the rewards
+        normalize: bool = False,  # observations and rewards, as rl-zoo's `normalize`
         **settings,  # of its PPO
     ):
         from stable_baselines3 import PPO as Theirs
         from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import VecNormalize
         def scaled(env):
             return gym.wrappers.TransformReward(env, lambda reward: reward_scale * reward)
         wrapper = None if reward_scale == 1 else scaled
         envs = make_vec_env(env_id, n_envs, seed=seed, wrapper_class=wrapper)
+        if normalize:
+            envs = VecNormalize(envs, gamma=settings["gamma"])
         self.model = Theirs("MlpPolicy", envs, seed=seed, device="cpu", **settings)
         self.total, self.callback = self.model._setup_learn(total)
         self.batch = n_envs * self.model.n_steps
@@ -199,7 +203,9 @@ class StableBaselines:
     ):  # (N, obs_size) array -> what the environments are told
         "The policy as it is now."
         m, steps = self.model, count()
+        scale = m.get_vec_normalize_env()
         def choose(obs):
+            obs = scale.normalize_obs(obs) if scale else obs
             if rng is not None and m.use_sde and next(steps) % m.sde_sample_freq == 0:
                 m.policy.reset_noise(len(obs))
             return m.predict(obs, deterministic=rng is None)[0]
