@@ -54,7 +54,7 @@ def reward_arguments(
                 raise ValueError("reward must take prompts, responses and columns of the prompts, "
                                  f"got the argument {name!r} beside the columns {[*columns]}")
             bound.arguments[name] = left.pop(0)
-    if any(x is texts["responses"] for x in left):
+    if "completion_ids" not in named and any(x is texts["responses"] for x in left):
         raise ValueError(f"reward must take prompts and responses, got a function of {signature}")
     return bound
 

@@ -30,6 +30,13 @@ def test_several_responses_at_a_temperature_of_ones_own():
         with pytest.raises(ValueError, match=f"^{min(bad)} must be"): t.generate(prompts, **bad)
 
 
+def test_a_reward_may_ask_for_tokens_alone():
+    t = own(reward=lambda completion_ids: [len(ids) for ids in completion_ids])
+    assert t.iterate()["score"] == t.rows[0]["length"] > 1
+    with pytest.raises(ValueError, match="^reward must take prompts and responses"):
+        own(reward=lambda prompts: [0.0] * len(prompts))
+
+
 # --- which responses it learns from
 
 def rollout(scores):
