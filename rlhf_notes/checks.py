@@ -17,7 +17,10 @@ from numbers import Integral
 import torch
 
 # %% ../nbs/checks.ipynb #checked
-def checked(**rules):  # name of an argument -> what it must be
+def checked(
+    fast=None,  # runs in the function's place, unless it returns NotImplemented
+    **rules,  # name of an argument -> what it must be
+):  # a decorator
     """Check each argument that has a rule before the call.
 
     "float (T ...)"     a tensor of that kind and shape: a letter is the same size wherever it
@@ -36,6 +39,8 @@ def checked(**rules):  # name of an argument -> what it must be
         names = tuple(inspect.signature(f).parameters)
         checks = [(i, name, _rule(name, rules[name]))
                   for i, name in enumerate(names) if name in rules]
+        if fast is not None:
+            fast.plain = f
 
         @functools.wraps(f)
         def call(*args, **kwargs):
@@ -45,7 +50,8 @@ def checked(**rules):  # name of an argument -> what it must be
                     values[i] = check(args[i], seen)
                 elif name in kwargs:
                     kwargs[name] = check(kwargs[name], seen)
-            return f(*values, **kwargs)
+            out = NotImplemented if fast is None else fast(*values, **kwargs)
+            return f(*values, **kwargs) if out is NotImplemented else out
         # torch.compile counts recompilations by code object
         call.__code__ = call.__code__.replace(co_name=f.__name__)
         return call

@@ -118,7 +118,7 @@ def log_probs(
         hidden, weight, bias = cast
     many = index.numel() * V > rows.LARGE or chunk is not None and index.numel() > 0
     same = all(t.dtype == hidden.dtype for t in (weight, bias) if t is not None)
-    if fast.transformed() or not (many and same): return NotImplemented
+    if fast.transformed() or not (fast.is_open() and many and same): return NotImplemented
     loops = hidden.dtype != torch.float64 and kind == "cpu" and fast.has_numba()
     if not (loops or fast.has_kernels(hidden)): return NotImplemented
     if mask is not None:

@@ -153,7 +153,7 @@ def _log_softmax(z, temperature):
 
 def log_softmax(logits, temperature=1.0):  # as the formula's
     "log softmax(logits / temperature) of few tokens in fewer launches, or NotImplemented."
-    if logits.shape[-1] > FEW: return NotImplemented
+    if not fast.is_open() or logits.shape[-1] > FEW: return NotImplemented
     z = at_least_float32(logits)
     impossible = z.detach().amax(-1, keepdim=True) == -torch.inf
     return _log_softmax(z.masked_fill(impossible, torch.nan), temperature)
@@ -212,6 +212,7 @@ class _Small(torch.autograd.Function):
 # %% ../../nbs/fast/rows.ipynb #log-prob
 def _call(logits, index, temperature, mask, entropy, inplace):
     "log pi and entropy, or twice NotImplemented."
+    if not fast.is_open(): return NotImplemented, NotImplemented
     small = is_small(logits, entropy) and temperature >= 1e-30
     if not small and not usable(logits, temperature): return NotImplemented, NotImplemented
     check_inplace(logits, inplace)

@@ -98,7 +98,8 @@ def _is_long(x):
     return x.numel() >= SMALL and fast.has_numba()
 
 def _pays(x, *others):
-    if fast.transformed() or any(t.dtype not in (x.dtype, torch.bool) for t in others): return False
+    same = all(t.dtype in (x.dtype, torch.bool) for t in others)
+    if fast.transformed() or not (fast.is_open() and same): return False
     return x.is_cuda and fast.has_kernels(x) or x.device.type == "cpu" and len(x) >= SHORT
 
 def accumulate(x, decay):  # as the plain function gets them

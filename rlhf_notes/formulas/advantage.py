@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from ..checks import at_least_float32, check_value, checked
-from ..fast import door, scan
+from ..fast import scan
 from .masking import apply_mask, centre, masked_mean, masked_sum, masked_var
 from .whitening import whiten
 
 # %% ../../nbs/formulas/08_advantage.ipynb #accumulate
-@checked(x="float (T ...)", decay="float (T ...)")
-@door(scan.accumulate)
+@checked(x="float (T ...)", decay="float (T ...)", fast=scan.accumulate)
 def accumulate(
     x: Tensor,  # (T, ...), time first
     decay: Tensor,  # shape of x, in [0, 1]; 0 cuts: nothing later gets past it, not even NaN
@@ -57,8 +56,8 @@ def discounted_returns(
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae
 @checked(rewards="float (T ...)", values="float (T ...)", next_values="float (T ...)",
-         terminated="bool (T ...)", done="bool (T ...)", gamma="[0, 1]", lam="[0, 1]")
-@door(scan.gae)
+         terminated="bool (T ...)", done="bool (T ...)", gamma="[0, 1]", lam="[0, 1]",
+         fast=scan.gae)
 def gae(
     rewards: Tensor,  # (T, N) or (T,), time first
     values: Tensor,  # (T, N) or (T,), V of the observation in which each step was taken

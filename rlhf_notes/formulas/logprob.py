@@ -28,12 +28,11 @@ import torch
 from torch import Tensor
 
 from ..checks import at_least_float32, checked, pick, widest_float
-from ..fast import door, linear, rows
+from ..fast import linear, rows
 from .masking import apply_mask
 
 # %% ../../nbs/formulas/02_logprob.ipynb #log-softmax
-@checked(logits="raw (... V)", temperature="(0, inf)")
-@door(rows.log_softmax)
+@checked(logits="raw (... V)", temperature="(0, inf)", fast=rows.log_softmax)
 def log_softmax(
     logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
     temperature: float = 1.0,  # what the logits are divided by
@@ -48,8 +47,7 @@ def log_softmax(
 _RULES = dict(
     logits="raw (... V)", temperature="(0, inf)", mask="bool (...)?", inplace_backward="flag")
 
-@checked(index="int (... K?)", **_RULES)
-@door(rows.log_prob)
+@checked(index="int (... K?)", **_RULES, fast=rows.log_prob)
 def selective_log_softmax(
     logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
     index: Tensor,  # (...) integers in [0, V): the chosen tokens; or (..., K), K tokens a row
@@ -67,8 +65,7 @@ def selective_log_softmax(
     return apply_mask(chosen, mask).reshape(index.shape)
 
 # %% ../../nbs/formulas/02_logprob.ipynb #entropy
-@checked(**_RULES)
-@door(rows.entropy)
+@checked(**_RULES, fast=rows.entropy)
 def entropy_from_logits(
     logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
     temperature: float = 1.0,  # what the logits are divided by
@@ -86,8 +83,7 @@ def entropy_from_logits(
     return apply_mask(terms.sum(-1, dtype=widest_float(z)).to(z), ~nothing.squeeze(-1))
 
 # %% ../../nbs/formulas/02_logprob.ipynb #both
-@checked(index="int (...)", **_RULES)
-@door(rows.log_prob_and_entropy)
+@checked(index="int (...)", **_RULES, fast=rows.log_prob_and_entropy)
 def log_probs_and_entropy(
     logits: Tensor,  # (..., V), any float dtype; -inf = this token cannot be chosen
     index: Tensor,  # (...) integers in [0, V): the chosen tokens
@@ -133,8 +129,8 @@ def tanh_log_det(x: Tensor) -> Tensor:  # (..., N) before the tanh -> (...) nats
 
 # %% ../../nbs/formulas/02_logprob.ipynb #linear
 @checked(hidden="raw (... d)", weight="raw (V d)", index="int (...)", bias="raw (V)?",
-         temperature="(0, inf)", chunk="int [1, 1e18)?", entropy="flag", mask="bool (...)?")
-@door(linear.log_probs)
+         temperature="(0, inf)", chunk="int [1, 1e18)?", entropy="flag", mask="bool (...)?",
+         fast=linear.log_probs)
 def linear_log_probs(
     hidden: Tensor,  # (..., d), any float dtype: final hidden states
     weight: Tensor,  # (V, d) of the head

@@ -6,8 +6,8 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/language/model.html.md"""
 
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_context', 'to_logits', 'head_log_probs',
-           'make_gpt2', 'no_dropout', 'by_length', 'response_states', 'Policy', 'has_adapter', 'adapter_off',
-           'RewardModel', 'autocast', 'sum_of_squares']
+           'make_gpt2', 'no_dropout', 'response_states', 'Policy', 'has_adapter', 'adapter_off', 'RewardModel',
+           'autocast', 'sum_of_squares']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from ..checks import checked
-from ..fast import door, gpt2
+from ..fast import door, gpt2, lengths
 from ..formulas.logprob import entropy_from_logits, linear_log_probs, selective_log_softmax
 from ..training.devices import usual_defaults
 
@@ -147,22 +147,8 @@ def no_dropout(
                 setattr(holder, name, 0.0)
     return lm
 
-# %% ../../nbs/language/23_model.ipynb #by-length
-def by_length(
-    lengths: list,  # real tokens of each prompt
-    T: int,  # tokens of a response
-) -> list:  # lists of rows that are computed together
-    "Rows of like length, where their padding would cost more than a batch of its own."
-    rows, groups = sorted(range(len(lengths)), key=lengths.__getitem__), []
-    while rows:
-        short = [i for i in rows if 2 * lengths[i] <= lengths[rows[-1]]]
-        saved = sum(lengths[rows[-1]] - lengths[short[-1]] for _ in short)
-        if saved <= 32 * T: return [*groups, rows]
-        groups.append(rows[len(short):])
-        rows = short
-    return groups
-
 # %% ../../nbs/language/23_model.ipynb #response-states
+@door(lengths.states)
 def response_states(
     lm: nn.Module,  # a causal language model of transformers
     tokens: torch.Tensor,  # (B, Q + T) prompt and response
@@ -176,15 +162,7 @@ def response_states(
                          f"prompt before the response, got {length}")
     at = torch.zeros_like(mask[:, 1:])
     at[:, -length:] = True if response_mask is None else response_mask
-    prompts = mask[:, :-length].sum(1).tolist() if mask.is_cpu else [0]
-    groups, found = by_length(prompts, length), []
-    if len(groups) < 2:
-        return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -length:] # G1
-    for rows in groups:
-        first = mask.shape[1] - length - max(prompts[i] for i in rows)
-        part = (x[rows, first:] for x in (tokens[:, :-1], mask[:, :-1], at))
-        found.append(hidden_states(lm, *part)[:, -length:])
-    return torch.cat(found)[torch.tensor(sum(groups, [])).argsort()]
+    return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -length:] # G1
 
 # %% ../../nbs/language/23_model.ipynb #policy
 class Policy(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..checks import checked
-from ..fast import door, gpt2, rows, steps
+from ..fast import door, lengths, rows, steps
 from ..formulas.logprob import selective_log_softmax
-from .model import body, by_length, check_context, position_ids, to_logits
+from .model import body, check_context, position_ids, to_logits
 from ..training.devices import to_device
 
 # %% ../../nbs/language/24_sampling.ipynb #draw
@@ -104,23 +104,13 @@ def sample(
     "A response of T tokens to each prompt."
     if u.dtype != torch.float32: # more digits could be rounded to 1
         raise TypeError(f"u must have dtype torch.float32, got {u.dtype}")
-    lengths = torch.where(mask[:, -1], mask.sum(1), -1).tolist() # the only synchronisation
-    if -1 in lengths:
+    if padded := int((~mask[:, -1]).sum()): # the only synchronisation
         raise ValueError("mask must be True in its last column (pad prompts on the left), got "
-                         f"{lengths.count(-1)} of {len(mask)} rows that end in padding")
+                         f"{padded} of {len(mask)} rows that end in padding")
     check_context(lm, prompts=prompts.shape[1], u=u.shape[1])
-    groups = [] if mask.is_cuda else by_length(lengths, u.shape[1])
-    if len(groups) < 2:
-        return Samples(*_sample(lm, prompts, mask, u, temperature, stop, stop_after))
-    found = []
-    for some in groups:
-        Q = max(lengths[i] for i in some)
-        part = prompts[some, -Q:], mask[some, -Q:], u[some]
-        found.append(_sample(lm, *part, temperature, stop, stop_after))
-    order = torch.tensor(sum(groups, [])).argsort()
-    return Samples(*(torch.cat(x)[order] for x in zip(*found)))
+    return Samples(*_sample(lm, prompts, mask, u, temperature, stop, stop_after))
 
-@gpt2.replayed
+@door(lengths.sample)
 def _sample(lm, prompts, mask, u, temperature, stop=(), stop_after=0):
     (B, T), out = u.shape, []
     ended = Ends(stop, stop_after, prompts[:, 0]) if len(stop) else lambda i, token: False

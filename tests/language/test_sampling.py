@@ -19,7 +19,6 @@ from rlhf_notes.formulas.reward import truncate_at_stop
 from rlhf_notes.language import sampling
 from rlhf_notes.language.model import (
     Policy,
-    by_length,
     hidden_states,
     make_gpt2,
     no_dropout,
@@ -274,27 +273,3 @@ def test_a_response_without_an_end_is_sampled_to_the_last_token(monkeypatch):
     lm, (prompts, mask), steps = gpt2(), texts(3, 6, 4), counted_steps(monkeypatch)
     sample(lm, prompts, mask, uniform(1, 6, 9), 1.0, [40])
     assert len(steps) == 9
-
-
-def test_a_long_prompt_does_not_pad_the_others(monkeypatch):
-    lm, u = gpt2(n_positions=256), uniform(1, 9, 2)
-    prompts, lengths = words(3, 9, 200), torch.tensor([9, 3, 5, 200, 7, 9, 4, 90, 8])
-    mask = torch.arange(200) >= 200 - lengths[:, None]
-    assert by_length(mask.sum(1).tolist(), 2) == [[3], [7], [1, 6, 2, 4, 8, 0, 5]]
-    assert by_length([5, 5, 9], 2) == [[0, 1, 2]] and by_length([], 2) == []
-    read, states = [], GPT2Model.forward
-    monkeypatch.setattr(GPT2Model, "forward", lambda *a, **k: (
-        read.append(k["input_ids"].numel()), states(*a, **k))[1])
-    with fast.off():
-        got = sample(lm, prompts, mask, u)
-        assert sum(read) < 400
-        for i in range(9):
-            alone = sample(lm, prompts[i:i + 1, mask[i]], mask[i:i + 1, mask[i]], u[i:i + 1])
-            assert torch.equal(alone.tokens[0], got.tokens[i])
-            torch.testing.assert_close(alone.hidden[0], got.hidden[i], atol=1e-4, rtol=1e-4)
-        tokens = torch.cat([prompts, got.tokens], 1)
-        seen = torch.cat([mask, torch.ones(9, 2, dtype=torch.bool)], 1)
-        read.clear()
-        again = response_states(lm, tokens, seen, 2)
-        assert sum(read) < 400
-    torch.testing.assert_close(again, got.hidden, atol=1e-4, rtol=1e-4)
