@@ -7,6 +7,7 @@ Modules:
 
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
 - `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.
+- `rlhf_notes.formulas.family`: Ten objectives of a token under their names, and a place for one of your own.
 - `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: ten policy losses, microbatches, and samples of an older policy.
 - `rlhf_notes.formulas.kl`: KL to the reference: three estimators as values and as losses, and coefficient controllers.
 - `rlhf_notes.formulas.logprob`: The log-probability of a token and the entropy, in any precision; both for Gaussians.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .exercises import check
     from .formulas.advantage import *
     from .formulas.distillation import *
+    from .formulas.family import *
     from .formulas.grpo import *
     from .formulas.kl import *
     from .formulas.logprob import *
@@ -69,8 +71,8 @@ FORMULAS = {  # module -> its public names, separated by spaces
     "formulas.reward": "PENALTY_MODES token_rewards RewardNorm truncate_at_stop apply_penalty "
                        "overlong_penalty multi_reward_advantage",
     "formulas.ppo": "ppo_loss ppo_stats top_entropy_mask clip_cov_mask kl_cov_penalty",
-    "formulas.grpo": "POLICY_VARIANTS policy_loss register_variant microbatch_weight "
-                     "off_policy_sequence_mask",
+    "formulas.family": "POLICY_VARIANTS register_variant",
+    "formulas.grpo": "policy_loss microbatch_weight off_policy_sequence_mask",
     "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss "
                            "implicit_reward simpo_loss orpo_loss kto_loss",
     "formulas.distillation": "DISTILLATION_KINDS distillation_loss distillation_advantage",

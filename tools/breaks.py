@@ -37,6 +37,7 @@ TESTS = {
     "doctor": ("test_doctor.py",),
     "reward_trainer": ("language/test_reward_trainer.py",),
     "launch": ("test_cli.py", "language/test_own_task.py"),
+    "family": ("formulas/test_grpo.py", "formulas/test_family.py"),
     "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"),
     "linear": ("formulas/test_logprob.py",),
     "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"),
@@ -54,6 +55,7 @@ TESTS = {
                                        "language/test_own_task.py")),
     "model": ("language/test_model.py", "language/test_adapters.py"),
     "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}
+CELLS = {"family": "formulas/11_grpo.ipynb"}  # a module whose cells stand in another's notebook
 ENGINES = {"verl"}  # bridges whose tests are skipped where there is no such library
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
@@ -62,8 +64,9 @@ def find(name):
     "The module called `name`, its notebook and its tests, as paths from the top."
     module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
     folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
-    notebook = next(p for p in folder.glob("*.ipynb") if p.stem.split("_", 1)[-1] == module.stem
-                    or p.stem == module.stem)
+    notebook = ROOT / "nbs" / CELLS[name] if name in CELLS else next(
+        p for p in folder.glob("*.ipynb") if p.stem.split("_", 1)[-1] == module.stem
+        or p.stem == module.stem)
     room = module.parent.relative_to(ROOT / "rlhf_notes")
     tests = [next((ROOT / "tests").rglob(t))
              for t in TESTS.get(name, ((room / f"test_{module.stem}.py").as_posix(),))]

@@ -14,7 +14,8 @@ from inspect import signature
 import torch
 
 from ..checks import told_as
-from ..formulas.grpo import POLICY_VARIANTS, policy_loss
+from ..formulas.family import POLICY_VARIANTS
+from ..formulas.grpo import policy_loss
 from ..formulas.masking import masked_mean
 from ..formulas.preference import dpo_loss, implicit_reward
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..checks import told_as
 from ..formulas import advantage
-from ..formulas.grpo import _LISTENERS, POLICY_VARIANTS, policy_loss
+from ..formulas.family import _LISTENERS, POLICY_VARIANTS
+from ..formulas.grpo import policy_loss
 from ..formulas.masking import aggregate_count, masked_mean
 from ..formulas.whitening import whiten
 

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ..fast.adam import BETAS, Adam
-from ..formulas.grpo import POLICY_VARIANTS, policy_loss
+from ..formulas.family import POLICY_VARIANTS
+from ..formulas.grpo import policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from ..formulas.masking import aggregate_count, masked_mean
 from ..formulas.ppo import ppo_loss, ppo_stats
