@@ -43,7 +43,7 @@ bridges: $(ENGINES)/.ready ## our losses inside verl and TRL, in an environment 
 $(ENGINES)/.ready: constraints.txt pyproject.toml settings.ini setup.py
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,crosscheck]'
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check ray tensordict omegaconf hydra-core codetiming orjson datasets torchdata
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check ray tensordict omegaconf hydra-core codetiming orjson datasets torchdata tinker==0.38.0
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	touch $@
 
