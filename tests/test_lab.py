@@ -22,8 +22,9 @@ from packaging.specifiers import SpecifierSet
 
 ROOT, BINDER = notebooks.ROOT, notebooks.ROOT / ".binder"
 # Where a module comes from if not from a package of its own name.
-COMES_WITH = dict(IPython="ipykernel", matplotlib_inline="ipykernel", tokenizers="transformers",
-                  huggingface_hub="transformers", pydantic_core="pydantic")
+COMES_WITH = dict(IPython="ipykernel", matplotlib_inline="ipykernel", PIL="matplotlib",
+                  tokenizers="transformers", huggingface_hub="transformers",
+                  pydantic_core="pydantic")
 
 
 def lab_command():

@@ -312,8 +312,8 @@ class Agent(nn.Module):
         has_body = own or any(map(picture_shape, parts(space).values()))
         def net(outputs, gain):
             body = has_body and Body(space, config.init, generator, network if own else None)
-            last = mlp(body.outputs if body else self.obs_size, outputs, gain, hidden,
-                       config.activation, config.init, generator)
+            last = mlp(body.outputs if body else self.obs_size, outputs, gain=gain, hidden=hidden,
+                       activation=config.activation, init=config.init, generator=generator)
             return nn.Sequential(body, last) if body else last
         self.policy = net(self.head.outputs, gain=0.01)
         self.critic = net(1, gain=1.0)

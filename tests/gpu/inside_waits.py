@@ -13,10 +13,10 @@ from rlhf_notes.reviews import pipeline
 EXPECTED = {
     "pretraining": {"D2H reviews/pretraining": 1},  # loss and norm
     "reward model": {"D2H reviews/pretraining": 1},  # loss, accuracy and norm
-    "rl": {"D2H language/sampling": 1,  # is the mask right?
+    "rl": {"item language/sampling": 1,  # is the mask right?
            "D2H language/loop": 1},  # the log
     # the mask; the responses
-    "evaluation": {"D2H language/sampling": 1, "D2H reviews/pipeline": 1},
+    "evaluation": {"item language/sampling": 1, "D2H reviews/pipeline": 1},
 }
 
 
