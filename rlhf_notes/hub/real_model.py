@@ -14,19 +14,19 @@ import re
 # %% ../../nbs/hub/46_real_model.ipynb #additions
 def additions(
     seed: int = 0,  # of the order
-) -> list:  # 81 dicts with a prompt, a chat, and the answer, a string
+) -> list:  # 81 dicts with a prompt, a chat, and the solution, a string
     "Sums of two digits as chats, in random order."
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(seed).shuffle(pairs)
     return [dict(prompt=[dict(role="system", content=""),  # no long one of the template
-                         dict(role="user", content=f"{a} + {b} = ?")], answer=str(a + b))
+                         dict(role="user", content=f"{a} + {b} = ?")], solution=str(a + b))
             for a, b in pairs]
 
 # %% ../../nbs/hub/46_real_model.ipynb #last-number
 def last_number(
     responses: list,  # strings
-    answer: list,  # strings, one for each response
+    solution: list,  # strings, one for each response
 ) -> list:  # 1.0 or 0.0 for each response
-    "1 where the last number of a response is the answer."
+    "1 where the last number of a response is the solution."
     numbers = [re.findall(r"\d+", response) for response in responses]
-    return [float(found[-1:] == [right]) for found, right in zip(numbers, answer)]
+    return [float(found[-1:] == [right]) for found, right in zip(numbers, solution)]

@@ -1,4 +1,4 @@
-"""What fits on a card, which learning rate, how many responses in a group: computed, measured, or from a source.
+"""The memory of a training by a formula; learning rate and size of the group, measured.
 
 Docs: https://rlhf-notes.github.io/rlhf_notes/hub/recipes.html.md"""
 
@@ -21,11 +21,11 @@ def layer_numbers(
     "Numbers that a layer keeps of each token, for the backward pass and in the cache."
     c, adapted = lm.config, has_adapter(lm)
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    queries, keys = size * c.num_attention_heads, size * c.num_key_value_heads
+    q, k = size * c.num_attention_heads, size * c.num_key_value_heads
     rank = 7 * lm.peft_config[lm.active_adapter].r if adapted else 0
     wide = (2 if adapted else 4) * c.hidden_size
     inputs = (5 if bfloat16 else 2) * c.hidden_size
-    return wide, inputs + 2 * (queries + keys) + 4 * c.intermediate_size + rank, 2 * keys
+    return wide, inputs + 2 * (q + k) + 4 * c.intermediate_size + rank, 2 * k
 
 # %% ../../nbs/hub/recipes.ipynb #training-memory
 @checked(batch="int [1, inf)", backward="int [1, inf)", tokens="int [1, inf)")
