@@ -58,7 +58,8 @@ def _plain(config):
 def right(trainer, prompts):
     "Share of right responses, and the first response to each prompt."
     found = trainer.generate([row["prompt"] for row in prompts], seed=1, n=RESPONSES)
-    scores = [last_number(texts, [row["solution"]] * RESPONSES) for row, texts in zip(prompts, found)]
+    scores = [last_number(texts, [row["solution"]] * RESPONSES)
+              for row, texts in zip(prompts, found)]
     return sum(map(sum, scores)) / len(prompts) / RESPONSES, [texts[0] for texts in found]
 
 
