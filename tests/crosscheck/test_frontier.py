@@ -1,5 +1,5 @@
-"""The formulas that TRL has too and the table of lesson 32 has not: value and gradient on the same
-random tensors. Without TRL they are skipped."""
+"""The formulas that TRL or verl has too and the table of lesson 32 has not: value and gradient on
+the same random tensors. Without the library they are skipped."""
 import importlib
 import inspect
 import textwrap
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from crosscheck.peers import load_peer, random_batch
 from strategies import normal, random_mask, value_and_grad
 
 import rlhf_notes as rn
@@ -92,3 +93,39 @@ def test_several_rewards_are_trls(weights, seed):
                       "grouped = rewards_per_func.view", "advantages = (rewards - ")
     exec(lines, names)
     torch.testing.assert_close(rn.multi_reward_advantage(r, w).flatten(), names["advantages"])
+
+
+def dppo_of_verl(divergence, low, high):
+    "Gradient of verl's loss and of ours, `ratio` times the old policy's probabilities."
+    peer = load_peer("verl")
+    if peer.version is None: pytest.skip("verl is not installed")
+    theirs = getattr(peer.functions.core_algos, f"compute_policy_loss_dppo_{divergence}")
+    config = SimpleNamespace(clip_ratio=low, clip_ratio_low=low, clip_ratio_high=high,
+                             global_batch_info={}, get=lambda name, default: default)
+
+    def gradients(logp, old, A, mask):
+        (_, ours), (_, slopes) = (value_and_grad(f, logp) for f in (
+            lambda x: rn.policy_loss(x, old, A, mask, "dppo", eps_low=low, eps_high=high,
+                                     divergence=divergence)[0],
+            lambda x: theirs(old, x, A, mask, config=config)[0]))
+        return ours, slopes
+    return gradients
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("divergence, low, high", [
+    ("tv", 0.05, 0.1), ("tv", 0.1, 0.05), ("kl", 0.01, 0.03), ("kl", 0.03, 0.01)])
+def test_the_gradient_of_dppo_is_verls(divergence, low, high, seed):
+    b = random_batch(seed)
+    gradients = dppo_of_verl(divergence, low, high)
+    ours, theirs = gradients(b.logp, b.logp_old, b.advantage, b.mask)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert 0 < (ours[0][b.mask] == 0).sum() < b.mask.sum()
+
+
+def test_verl_holds_the_ratio_of_dppo_at_20():
+    old, logp = torch.tensor([[-9.0]]), torch.tensor([[-5.0]])  # a ratio of e^4
+    one = torch.ones(1, 1)
+    (ours,), (theirs,) = dppo_of_verl("tv", 0.2, 0.2)(logp, old, one, one > 0)
+    assert ours.item() == pytest.approx(-logp.sub(old).exp().item())
+    assert theirs.item() == pytest.approx(-20)
