@@ -15,6 +15,7 @@ from rlhf_notes.studies.checkable import (
     make_questions,
     measure,
     pass_at_k,
+    pass_at_k_reward,
     pretrain,
 )
 
@@ -41,6 +42,27 @@ def test_pass_at_k_refuses_more_attempts_than_responses():
     for k in (0, 5, 1.5):
         with pytest.raises((ValueError, TypeError), match="k must be"):
             pass_at_k(torch.tensor([1]), 4, k)
+
+
+@given(n=st.integers(1, 5), data=st.data())
+def test_pass_at_k_reward_counts_the_others(n, data):
+    k = data.draw(st.integers(1, n))
+    correct = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    def worth(i):
+        sets = list(itertools.combinations(correct[:i] + correct[i + 1:], k - 1))
+        return correct[i] * k * sum(not any(s) for s in sets) / len(sets)
+    found = pass_at_k_reward(torch.tensor(correct), k)
+    assert found.tolist() == pytest.approx([worth(i) for i in range(n)])
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_reward_has_the_gradient_of_pass_at_k(k):
+    p, n = 0.3, 4
+    groups = torch.cartesian_prod(*[torch.arange(2)] * n).bool()
+    chance = (p * groups + (1 - p) * ~groups).prod(1)
+    score = groups / p - ~groups / (1 - p)  # d log-probability / dp
+    found = (chance[:, None] * pass_at_k_reward(groups, k) * score).sum() / n
+    assert found.item() == pytest.approx(k * (1 - p) ** (k - 1))
 
 
 def test_questions_are_distinct_and_their_solutions_right(questions):
