@@ -72,7 +72,11 @@ class StaleLoop(Loop):
     "`Loop` whose responses an older policy wrote; the newest stands where the reference would."
     age, correction, sampler, versions = 0, "nothing", "float32", ()
 
-    def collect(self, lm, *inputs):
+    def collect(
+        self,
+        lm,  # the newest policy
+        *inputs,  # as of `Loop`
+    ):  # `Rollout`
         "Responses of the policy of `age` iterations ago; `logp_ref` is log pi_old."
         self.reference = lm
         self.versions = [*self.versions, copy.deepcopy(lm)][-self.age - 1:]
