@@ -5,7 +5,7 @@
 Appends to nbs/studies/results/staleness.csv, for each seed, sampler, age and correction: exact
 match (pass_1), pass@8 and pass@32 on held-out prompts; the mean score of the last ten rollouts; and
 the KL of the rollout policy from the policy that learns, nats a response, over the whole training.
-Rows that are there are not made again. `nbs/studies/47_staleness.ipynb` says what came of it.
+Rows that are there are not made again. `nbs/studies/48_staleness.ipynb` says what came of it.
 """
 from functools import lru_cache
 
