@@ -10,6 +10,7 @@ from language.test_own_task import count, own
 from rlhf_notes.formulas.reward import multi_reward_advantage
 from rlhf_notes.hub.prompts import in_epochs
 from rlhf_notes.hub.trainers import no_spread, refill
+from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.rollout import Rollout
 
 def test_several_responses_at_a_temperature_of_ones_own():
@@ -196,3 +197,40 @@ def test_long_prompts_are_left_out_and_counted():
     (dict(long_prompts="filter"), "long_prompts must be refuse where prompt_length is 0")])
 def test_an_option_without_an_effect_is_refused(options, words):
     with pytest.raises(ValueError, match=f"^{words}"): own(reward=count, **options)
+
+
+# --- a teacher in place of the reward
+
+def taught(**options):
+    teacher = own(seed=5).policy.lm
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return teacher, own(reward=None, algo="grpo", teacher=teacher, **options)
+
+
+def test_a_student_learns_from_its_teacher():
+    teacher, t = taught(iterations=12, learning_rate=3e-3)
+    rows = t.learn().rows
+    assert rows[-1]["kl_k1"] < 0.5 * rows[0]["kl_k1"] and rows[0]["kl_k1"] > 0.01
+    assert rows[0]["score"] == 0 and rows[0]["kl_coef"] == 0
+
+
+def test_the_advantage_is_what_the_teacher_would_rather_have_had():
+    teacher, t = taught(iterations=1)
+    t.iterate()
+    x = t.rollout
+    logits = teacher(x.tokens, attention_mask=x.mask.long(),
+                     position_ids=x.mask.long().cumsum(1).sub(1).clamp(min=0)).logits
+    T = x.logp.shape[1]
+    of = logits[:, -T - 1:-1].log_softmax(-1).gather(-1, x.responses[..., None])[..., 0]
+    expected = ((of - x.logp) * x.response_mask).detach()
+    torch.testing.assert_close(t.loop.advantages().advantages, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_that_cannot_teach_is_refused():
+    small = make_gpt2("tiny", 5)
+    for options, words in ((dict(teacher=small), "teacher must have the model's vocabulary of .*5"),
+                           (dict(algo="ppo"), "algo must be grpo or rloo with a teacher"),
+                           (dict(kl_coef=0.1), "kl_coef must be left out with a teacher")):
+        with pytest.raises(ValueError, match=words):
+            own(**dict(reward=None, algo="grpo", teacher=own(seed=5).policy.lm) | options)
