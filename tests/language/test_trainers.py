@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 from language.parts import without_times
-from language.test_own_task import count, own
+from language.test_own_task import SMALL, count, make, own, tokenizer
 
 from rlhf_notes.formulas.reward import multi_reward_advantage
 from rlhf_notes.hub.prompts import in_epochs
-from rlhf_notes.hub.trainers import no_spread, refill
+from rlhf_notes.hub.trainers import RLHF, no_spread, refill
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.rollout import Rollout
 
@@ -201,11 +201,15 @@ def test_an_option_without_an_effect_is_refused(options, words):
 
 # --- a teacher in place of the reward
 
-def taught(**options):
-    teacher = own(seed=5).policy.lm
+def taught(teacher=None, **options):
+    "A student with a teacher of its kind, and that teacher."
+    teacher = own(seed=5).policy.lm if teacher is None else teacher
+    small = {name: x for name, x in SMALL.items() if name != "kl_coef"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return teacher, own(reward=None, algo="grpo", teacher=teacher, **options)
+        torch.manual_seed(0)
+        return teacher, RLHF(make("GPT2"), tokenizer(), ["w3 w4", "w5"], teacher=teacher,
+                             **small | options)
 
 
 def test_a_student_learns_from_its_teacher():
@@ -233,4 +237,4 @@ def test_a_teacher_that_cannot_teach_is_refused():
                            (dict(algo="ppo"), "algo must be grpo or rloo with a teacher"),
                            (dict(kl_coef=0.1), "kl_coef must be left out with a teacher")):
         with pytest.raises(ValueError, match=words):
-            own(**dict(reward=None, algo="grpo", teacher=own(seed=5).policy.lm) | options)
+            taught(**options)
