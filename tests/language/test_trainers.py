@@ -203,7 +203,10 @@ def test_an_option_without_an_effect_is_refused(options, words):
 
 def taught(teacher=None, **options):
     "A student with a teacher of its kind, and that teacher."
-    teacher = own(seed=5).policy.lm if teacher is None else teacher
+    if teacher is None:
+        teacher, g = make("GPT2"), torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in teacher.parameters(): p += 0.2 * torch.randn(p.shape, generator=g)
     small = {name: x for name, x in SMALL.items() if name != "kl_coef"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -215,7 +218,7 @@ def taught(teacher=None, **options):
 def test_a_student_learns_from_its_teacher():
     teacher, t = taught(iterations=12, learning_rate=3e-3)
     rows = t.learn().rows
-    assert rows[-1]["kl_k1"] < 0.5 * rows[0]["kl_k1"] and rows[0]["kl_k1"] > 0.01
+    assert rows[-1]["kl_k1"] < 0.7 * rows[0]["kl_k1"] and rows[0]["kl_k1"] > 0.01
     assert rows[0]["score"] == 0 and rows[0]["kl_coef"] == 0
 
 
@@ -223,7 +226,7 @@ def test_the_advantage_is_what_the_teacher_would_rather_have_had():
     teacher, t = taught(iterations=1)
     t.iterate()
     x = t.rollout
-    logits = teacher(x.tokens, attention_mask=x.mask.long(),
+    logits = teacher(x.tokens.masked_fill(~x.mask, 0), attention_mask=x.mask.long(),
                      position_ids=x.mask.long().cumsum(1).sub(1).clamp(min=0)).logits
     T = x.logp.shape[1]
     of = logits[:, -T - 1:-1].log_softmax(-1).gather(-1, x.responses[..., None])[..., 0]
@@ -232,8 +235,8 @@ def test_the_advantage_is_what_the_teacher_would_rather_have_had():
 
 
 def test_a_teacher_that_cannot_teach_is_refused():
-    small = make_gpt2("tiny", 5)
-    for options, words in ((dict(teacher=small), "teacher must have the model's vocabulary of .*5"),
+    large = make_gpt2("tiny", 60)
+    for options, words in ((dict(teacher=large), "teacher must have the model's vocabulary of .*60"),
                            (dict(algo="ppo"), "algo must be grpo or rloo with a teacher"),
                            (dict(kl_coef=0.1), "kl_coef must be left out with a teacher")):
         with pytest.raises(ValueError, match=words):
