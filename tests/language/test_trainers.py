@@ -236,8 +236,9 @@ def test_the_advantage_is_what_the_teacher_would_rather_have_had():
 
 def test_a_teacher_that_cannot_teach_is_refused():
     large = make_gpt2("tiny", 60)
-    for options, words in ((dict(teacher=large), "teacher must have the model's vocabulary of .*60"),
-                           (dict(algo="ppo"), "algo must be grpo or rloo with a teacher"),
-                           (dict(kl_coef=0.1), "kl_coef must be left out with a teacher")):
+    for options, words in (
+            (dict(teacher=large), "teacher must have the model's vocabulary of .*60"),
+            (dict(algo="ppo"), "algo must be grpo or rloo with a teacher"),
+            (dict(kl_coef=0.1), "kl_coef must be left out with a teacher")):
         with pytest.raises(ValueError, match=words):
             taught(**options)
