@@ -16,10 +16,10 @@ from functools import lru_cache
 import torch
 from jobs import RESULTS, options, read, side_by_side, text, write
 
+from rlhf_notes.hub.trainers import OwnLoop
 from rlhf_notes.studies.checkable import (
     OPTIONS,
     CheckableRLHF,
-    DynamicLoop,
     digit_tokenizer,
     exact_match,
     make_questions,
@@ -39,7 +39,7 @@ def started(seed, padded):
     return train, pretrain(train, seed)
 
 
-class VerlLoop(DynamicLoop):
+class VerlLoop(OwnLoop):
     "Our loop; the loss of a minibatch is verl's own."
 
     def loss(self, batch, logp, *_):

@@ -6,6 +6,7 @@ import csv
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -346,3 +347,11 @@ def test_every_listed_break_can_be_made(path):
     assert not [b["why"] for b in breaks if module.count(b["old"]) != 1]
     # what is no Python would be caught by anything
     for b in breaks: ast.parse(module.replace(b["old"], b["new"]), b["why"])
+
+
+def test_every_benchmark_can_be_imported():
+    code = "from importlib import import_module\nfor name in {}: import_module(name)"
+    got = subprocess.run([sys.executable, "-c", code.format(sorted(BENCHMARKS))],
+                         cwd=ROOT / "benchmarks", env=os.environ | {"PYTHONPATH": str(ROOT)},
+                         capture_output=True, text=True)
+    assert got.returncode == 0, got.stderr

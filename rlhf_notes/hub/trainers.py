@@ -296,6 +296,8 @@ def unscored(
 # %% ../../nbs/hub/trainers.ipynb #rlhf
 class RLHF(Trainer):
     "Reinforcement learning of a language model by a reward of one's own."
+    LOOP = OwnLoop  # on one device
+
     def __init__(
         self,
         model,  # a causal language model: its name, its directory, or the model itself
@@ -351,7 +353,7 @@ class RLHF(Trainer):
         if config.algo == "dpo" and reward is not None:
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
         lm, task = self.load_parts(config, model, tokenizer, prompts, reward)
-        self.loop = make_loop(config, lm, task, task.score, plain=OwnLoop, scaled=ScaledOwnLoop)
+        self.loop = make_loop(config, lm, task, task.score, plain=self.LOOP, scaled=ScaledOwnLoop)
 
     @property
     def kl(self):  # `AdaptiveKLController` or `FixedKLController`

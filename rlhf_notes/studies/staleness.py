@@ -91,6 +91,8 @@ class StaleLoop(Loop):
 # %% ../../nbs/studies/48_staleness.ipynb #stale-rlhf
 class StaleRLHF(CheckableRLHF):
     "`CheckableRLHF` on stale responses."
+    LOOP = StaleLoop
+
     def __init__(
         self,
         lm,  # from `pretrain`; not changed
@@ -104,7 +106,6 @@ class StaleRLHF(CheckableRLHF):
         check_value("age", age, "int [0, inf)")
         check_value("sampler", sampler, tuple(SAMPLERS))
         super().__init__(lm, questions, **options)
-        self.loop = StaleLoop(self.config, lm, self.task, self.task.score)
         self.loop.age, self.loop.correction, self.loop.sampler = age, correction, sampler
 
 # %% ../../nbs/studies/48_staleness.ipynb #gradient-error
