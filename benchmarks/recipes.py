@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from jobs import RESULTS, options, read, text, write
 
+from rlhf_notes.hub.trainers import no_spread
 from rlhf_notes.studies.checkable import CheckableRLHF, exact_match, make_questions, pretrain
 
 COLUMNS = "study", "choice", "value", "seed", "start", "right", "kl", "same"
@@ -53,12 +54,6 @@ def right(trainer, questions):
     return sum(map(sum, scores)) / (4 * len(questions))
 
 
-def without_spread(trainer):
-    "Share of the groups whose responses all have the same score."
-    groups = trainer.rollout.scores.view(-1, trainer.config.group)
-    return (groups.amax(1) == groups.amin(1)).float().mean().item()
-
-
 def run(study, choice, value, changes, steps, seed):
     torch.set_num_threads(1)
     questions = make_questions()
@@ -67,7 +62,7 @@ def run(study, choice, value, changes, steps, seed):
     start, same = right(trainer, questions[3000:3300]), []
     while trainer.left:
         trainer.iterate()
-        same.append(without_spread(trainer))
+        same.append(no_spread(trainer.rollout, trainer.config.group).float().mean().item())
     kl = sum(r["kl_k1"] for r in trainer.rows[-10:]) / 10
     found = right(trainer, questions[3000:3300]), kl, sum(same[-10:]) / 10
     return [text(x) for x in (study, choice, value, seed, start, *found)]
