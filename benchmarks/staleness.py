@@ -17,7 +17,7 @@ from rlhf_notes.studies.staleness import CORRECTIONS, StaleRLHF
 
 ITERATIONS = 60
 OTHERS = [name for name in CORRECTIONS if name != "nothing"]
-RUNS = (  # the first for all seeds, then the second, then the third
+RUNS = (  # the first for twice as many seeds, then the second, then the third
     [("float32", 0, "nothing"), *(("float32", 16, name) for name in CORRECTIONS)],
     [*(("float32", age, "nothing") for age in (8, 4, 2)),
      *((s, 0, name) for s in ("bfloat16", "top-p") for name in ("nothing", "token TIS"))],
@@ -49,7 +49,9 @@ def main():
     args = options(__doc__, RESULTS / "staleness.csv", 5, CORRECTIONS)
     rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {(int(seed), sampler, int(age), name) for seed, sampler, age, name, *_ in rows}
-    todo = [(seed, *job) for jobs in RUNS for seed in args.seeds for job in jobs
+    twice = range(args.first, args.first + 2 * len(args.seeds))
+    todo = [(seed, *job) for jobs in RUNS for seed in (twice if jobs is RUNS[0] else args.seeds)
+            for job in jobs
             if job[2] in args.only and (seed, *job) not in done]
     for row in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
         rows.append(row)
