@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from jobs import RESULTS, options, read, text, write
 
-from rlhf_notes.hub.trainers import no_spread
+from rlhf_notes.hub.own_loop import no_spread
 from rlhf_notes.studies.checkable import CheckableRLHF, exact_match, make_questions, pretrain
 
 COLUMNS = "study", "choice", "value", "seed", "start", "right", "kl", "same"

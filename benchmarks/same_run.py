@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from jobs import RESULTS, options, read, side_by_side, text, write
 
-from rlhf_notes.hub.trainers import OwnLoop
+from rlhf_notes.hub.own_loop import OwnLoop
 from rlhf_notes.studies.checkable import (
     OPTIONS,
     CheckableRLHF,

@@ -18,9 +18,9 @@ from ..checks import checked
 from ..fast.adam import Adam
 from ..formulas.preference import bradley_terry_loss
 from .load import Classifier, load_model
+from .pairs import continuation, pairs_of
 from .prompts import Prompts, in_epochs, read_prompts
 from .save import save_classifier, to_classifier
-from .trainers import continuation, pairs_of
 from ..language.loop import rate_by_size
 from ..language.model import RewardModel
 from rlhf_notes.training.devices import (

@@ -8,8 +8,9 @@ from language.parts import without_times
 from language.test_own_task import SMALL, count, make, own, tokenizer
 
 from rlhf_notes.formulas.reward import multi_reward_advantage
+from rlhf_notes.hub.own_loop import no_spread, refill
 from rlhf_notes.hub.prompts import in_epochs
-from rlhf_notes.hub.trainers import RLHF, no_spread, refill
+from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.rollout import Rollout
 
