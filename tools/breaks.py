@@ -57,18 +57,24 @@ TESTS = {
                                        "language/test_own_task.py")),
     "model": ("language/test_model.py", "language/test_adapters.py"),
     "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}
-CELLS = {"family": "formulas/11_grpo.ipynb"}  # a module whose cells stand in another's notebook
+CELLS = {"family": "formulas/11_grpo.ipynb"}  # where more of a module's cells stand
 ENGINES = {"verl"}  # bridges whose tests are skipped where there is no such library
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
-def find(name):
-    "The module called `name`, its notebook and its tests, as paths from the top."
+def holds(notebook, code):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return any(code in "".join(c["source"]) for c in cells)
+
+
+def find(name, code=""):
+    "The module called `name`, its notebook with `code`, and its tests, as paths from the top."
     module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
     folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
-    notebook = ROOT / "nbs" / CELLS[name] if name in CELLS else next(
-        p for p in folder.glob("*.ipynb") if p.stem.split("_", 1)[-1] == module.stem
-        or p.stem == module.stem)
+    notebook = next(p for p in folder.glob("*.ipynb")
+                    if module.stem in (p.stem, p.stem.split("_", 1)[-1]))
+    if name in CELLS and not holds(notebook, code):
+        notebook = ROOT / "nbs" / CELLS[name]
     room = module.parent.relative_to(ROOT / "rlhf_notes")
     tests = [next((ROOT / "tests").rglob(t))
              for t in TESTS.get(name, ((room / f"test_{module.stem}.py").as_posix(),))]
@@ -104,7 +110,7 @@ def run(command, cwd, limit):
 
 def try_break(name, change, tests_first, limit):
     "Is this break caught by the notebook, by the tests?"
-    module, notebook, *tests = find(name)
+    module, notebook, *tests = find(name, change["old"])
     with tempfile.TemporaryDirectory() as tmp:
         tree = Path(tmp) / "tree"
         shutil.copytree(ROOT, tree,
