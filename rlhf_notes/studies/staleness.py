@@ -18,6 +18,7 @@ from ..formulas.kl import rollout_rejection_mask
 from ..formulas.masking import masked_mean, masked_sum
 from ..formulas.ratio import truncated_importance_weight
 from ..language.loop import Loop
+from ..language.rollout import Rollout
 from .checkable import CheckableRLHF
 
 # %% ../../nbs/studies/48_staleness.ipynb #corrections
@@ -65,7 +66,8 @@ def _top_p(lm, p=0.9):
     lm.lm_head.register_forward_hook(cut)
     return lm
 
-SAMPLERS = {"float32": lambda lm: lm, "bfloat16": _bfloat16, "top-p": _top_p}
+SAMPLERS = {"float32": lambda lm: lm, "bfloat16": _bfloat16, "top-p": _top_p,
+            "mixture": lambda lm: lm}  # of four versions
 
 # %% ../../nbs/studies/48_staleness.ipynb #stale-loop
 class StaleLoop(Loop):
@@ -77,16 +79,23 @@ class StaleLoop(Loop):
         lm,  # the newest policy
         *inputs,  # as of `Loop`
     ):  # `Rollout`
-        "Responses of the policy of `age` iterations ago; `logp_ref` is log pi_old."
+        "Responses of an older policy, or of a mixture; `logp_ref` is log pi_old."
         self.reference = lm
         self.versions = [*self.versions, copy.deepcopy(lm)][-self.age - 1:]
-        return super().collect(SAMPLERS[self.sampler](self.versions[0]), *inputs)
+        n, oldest = 4 if self.sampler == "mixture" else 1, len(self.versions) - 1
+        writers = [self.versions[oldest * i // 3] for i in range(n)]
+        return _joined([super(StaleLoop, self).collect(SAMPLERS[self.sampler](writer), *part)
+                        for writer, *part in zip(writers, *(x.chunk(n) for x in inputs))])
 
     def loss(self, batch, logp, entropy, values) -> tuple:  # as of `Loop`
         "The loss with its correction."
         mask, known = batch.response_mask, (batch.logp_ref, batch.logp, batch.advantages)
         loss, log = CORRECTIONS[self.correction](logp, *known, mask)
         return loss, log | dict(entropy=masked_mean(entropy, mask))
+
+def _joined(rollouts):
+    columns = zip(*(vars(rollout).values() for rollout in rollouts))
+    return Rollout(*(None if x[0] is None else torch.cat(x) for x in columns))
 
 # %% ../../nbs/studies/48_staleness.ipynb #stale-rlhf
 class StaleRLHF(CheckableRLHF):

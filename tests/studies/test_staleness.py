@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.language.sampling import sample
 from rlhf_notes.studies.checkable import make_questions, pretrain
 from rlhf_notes.studies.staleness import CORRECTIONS, SAMPLERS, StaleRLHF, gradient_error
@@ -90,6 +91,24 @@ def test_age_is_in_iterations(lm, questions):
     assert len(trainer.loop.versions) == 3
 
 
+def test_a_mixture_is_of_four_versions(lm, questions):
+    trainer, seen = StaleRLHF(lm, questions, age=6, sampler="mixture", reward=odd,
+                              **SMALL | dict(iterations=7)), []
+    for _ in range(7):
+        seen.append(copy.deepcopy(trainer.policy.lm))
+        trainer.iterate()
+    x, T = trainer.rollout, trainer.config.response_length
+    assert len(x) == 16
+    for i, age in enumerate((6, 4, 2, 0)):
+        rows = slice(4 * i, 4 * i + 4)
+        states = response_states(seen[6 - age], x.tokens[rows], x.mask[rows], T)
+        logp, _ = head_log_probs(seen[6 - age], states, x.responses[rows])
+        mask = x.response_mask[rows]
+        torch.testing.assert_close(x.logp[rows][mask], logp[mask], atol=1e-5, rtol=0)
+        gap = (x.logp - x.logp_ref)[rows][mask].abs().max()
+        assert (gap < 1e-5) == (age == 0)
+
+
 def test_top_p_leaves_the_fewest_tokens_that_reach_it(lm, questions):
     p = torch.tensor([0.5, 0.05, 0.3, 0.15])
     model = SAMPLERS["top-p"](lm)
@@ -104,7 +123,7 @@ def test_samplers_report_their_own_probabilities(lm, sampler):
     u = torch.full((1, 3), 0.5)
     own, found = sample(lm, prompts, mask, u), sample(SAMPLERS[sampler](lm), prompts, mask, u)
     gap = (found.logp - own.logp).abs().max().item()
-    assert 0 == gap if sampler == "float32" else 1e-6 < gap < 0.3
+    assert 0 == gap if sampler in ("float32", "mixture") else 1e-6 < gap < 0.3
     if sampler == "top-p": assert (found.logp > own.logp).all()
 
 
