@@ -8,8 +8,8 @@ and a teacher of its own, PPO's policy; a pretrained student of half the width l
 teacher, or by GRPO from the reward model, with the same prompts and random numbers. A row for the
 teacher, one for the pretrained student, and one for each way every ten rollouts of 128 responses:
 proxy and true reward on held-out prompts, KL from the pretrained student and from the teacher in
-nats a response. Seeds from 100 on try all learning rates. A run that was stopped goes on with the first seed that is
-missing.
+nats a response. Seeds from 100 on try all learning rates. A run that was stopped goes on with the
+first seed that is missing.
 """
 from dataclasses import replace
 
