@@ -1,6 +1,6 @@
 """The same training three times: by our loop, by our loop with verl's own loss, by TRL with ours.
 
-    .venv/bridges/bin/python benchmarks/same_run.py     12 minutes for three seeds
+    .venv/bridges/bin/python benchmarks/same_run.py     20 minutes for five seeds
 
 Writes nbs/bridges/results/same_run.csv: for each engine and seed, the mean reward of every ten
 iterations of GRPO on the questions of `nbs/studies/40_checkable.ipynb` that have four digits. Same
@@ -99,7 +99,7 @@ def run(engine, seed):
 
 
 def main():
-    args = options(__doc__, OUT, 3, SECONDS)
+    args = options(__doc__, OUT, 5, SECONDS)
     rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {(engine, int(seed)) for engine, seed, *_ in rows}
     todo = [(name, seed) for seed in args.seeds for name in args.only if (name, seed) not in done]
