@@ -713,8 +713,8 @@ def test_an_evaluation_without_a_time_limit_ends(tmp_path, monkeypatch):
     assert got.tolist() == [50.0] * 3
 
 
-@pytest.mark.parametrize("registered", [None, 50, 500])
-@pytest.mark.parametrize("limit", [20, 80, 1000, 15_000])
+@pytest.mark.parametrize("registered, limit", [
+    (None, 20), (50, 20), (50, 80), (500, 80), (500, 1000), (None, 15_000)])
 def test_an_episode_ends_where_its_environment_ends_it(monkeypatch, registered, limit):
     "Each step earns 1, so a return is a length."
     spec = gym.envs.registration.EnvSpec("Endless-v0", Endless, max_episode_steps=registered)

@@ -1,6 +1,7 @@
 "The door itself: who may shut it, and whether Numba works."
 import asyncio
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -117,18 +118,17 @@ def test_where_numba_cannot_work_the_plain_code_does_with_one_warning(before, en
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])
 @pytest.mark.parametrize("kept", [0, 20])
 def test_a_damaged_file_of_numbas_cache_is_made_anew_with_one_warning(tmp_path, ending, kept):
-    code = """
-import torch
-from rlhf_notes.formulas.advantage import discounted_returns
-x = torch.ones(1024)
-print(discounted_returns(x, x < 0, 0.5)[0].item(), discounted_returns(x, x < 0, 0.5)[1].item())
-"""
-    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)) == ("2.0 2.0", "")
+    (tmp_path / "loops.py").write_text("def twice(x): return 2 * x\n")
+    twice = runpy.run_path(tmp_path / "loops.py")["twice"]
+    assert fast.compiled(twice)(3) == 6
     damaged, = tmp_path.rglob(f"*{ending}")
     damaged.write_bytes(damaged.read_bytes()[:kept])
-    out, told = python(code, NUMBA_CACHE_DIR=str(tmp_path))
-    assert out == "2.0 2.0" and told.count("UserWarning: Numba's cache in") == 1
-    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)) == ("2.0 2.0", "")
+    with pytest.warns(UserWarning, match="Numba's cache in") as told:
+        assert fast.compiled(twice)(3) == 6
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fast.compiled(twice)(3) == 6
 
 
 @needs_numba
