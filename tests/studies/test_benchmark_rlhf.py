@@ -4,6 +4,7 @@ import warnings
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
+import own_prompts
 import pytest
 import rlhf_gpu
 import torch
@@ -171,3 +172,13 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, capsys):
     assert (tmp_path / "gpu.md").read_text().startswith("CPU, torch")
     with pytest.raises(SystemExit) as e: rlhf_gpu.main(["--device", "cuda:99"])
     assert e.value.code == 2 and "got 'cuda:99'" in capsys.readouterr().err
+
+
+def test_a_race_on_own_prompts(monkeypatch):
+    """The first iteration is left out, the ratio is theirs over ours, and the reward sees words."""
+    monkeypatch.setitem(own_prompts.CASES, "short",
+                        dict(max_new_tokens=4, batch=16, iterations=3))
+    monkeypatch.setattr(own_prompts, "ours", lambda trainer: trainer.iterate() and [9.0, 9.5, 10.0])
+    monkeypatch.setattr(own_prompts, "trl", lambda folder, config: [0.0, 1.0, 2.5])
+    assert own_prompts.race("Llama", "short", 1) == ["Llama", "short", 1, 2, 0.5, 1.25, 2.5]
+    assert own_prompts.reward([], ["w2 w3 w4 w6", ""]) == [0.75, 0]
