@@ -92,6 +92,7 @@ class Series:
     column: str   # As the log names it
     steps: list
     values: list
+    turn: object  # What made them of the log's numbers, and makes those of them
 
     def mean(self, start: float, end: float) -> float:  # fractions of the training, 0 to 1
         "Mean over a part of the training, of one value at least."
@@ -112,7 +113,7 @@ def series(
         dial, turn = TURNED.get(dial, (dial, lambda x: x))
         pairs = [(_step(row, i), turn(row[column])) for i, row in enumerate(rows, 1)
                  if column in row]
-        found[dial] = Series(column, *map(list, zip(*pairs)))
+        found[dial] = Series(column, *map(list, zip(*pairs)), turn)
     return found
 
 def _step(row, i):
@@ -127,11 +128,12 @@ class Finding:
     step: int     # Where it shows
     value: float  # There
     why: str      # What it means, and what to look at
-    page: str     # The lesson
+    page: str     # The lesson, as "formulas/06_kl"
 
     def __str__(self):
+        page = re.sub(r"\d+_", "", self.page)
         return (f"{self.fault}: {self.column} is {self.value:.4g} at step {self.step}\n"
-                f"  {self.why}\n  {SITE}{self.page}.html")
+                f"  {self.why}\n  {SITE}{page}.html")
 
 SITE = "https://rlhf-notes.github.io/rlhf_notes/"
 
@@ -193,10 +195,10 @@ def _reference_moves(kl, approx_kl):
     still = max(map(abs, kl.values[len(kl.values) // 2:])) < 1e-5
     return _last(kl, len(kl.values) > 2 and still and approx_kl.mean(0.5, 1) > 1e-4)
 
-@rule("entropy kl", "the entropy collapses", "formulas/02_logprob",
+@rule("entropy", "the entropy collapses", "formulas/02_logprob",
       "The policy gives nearly the same response each time, and a group of equal responses teaches "
       "nothing. Look at the KL's price, the rate, the clip's upper bound, the reward.")
-def _entropy(entropy, kl):
+def _entropy(entropy):
     return _last(entropy, 0 < entropy.mean(0.75, 1) < 0.25 * entropy.values[0])
 
 @rule("score", "the reward falls", "formulas/09_reward",
@@ -232,7 +234,9 @@ def _control_clipped(x): return x.values.index(max(x.values)) if x.mean(0, 1) > 
 @rule("explained_variance", "the values explain nothing", "formulas/05_value",
       "The value function fits the returns worse than their mean would. Look at the scale of the "
       "rewards, its learning rate and coefficient, and what the returns contain.")
-def _values(x): return _last(x, len(x.values) > 4 and x.mean(0.5, 1) < -0.05)
+def _values(x):                # one that once explained is of a task that is solved: all returns alike
+    never = len(x.values) > 4 and x.mean(0.25, 0.5) < 0.1
+    return _last(x, never and x.mean(0.5, 1) < -0.05)
 
 @rule("no_spread", "most groups have no spread", "formulas/11_grpo",
       "All responses to a prompt score alike, so their advantages are 0. Easier or more varied "
@@ -263,5 +267,5 @@ def examine(
         if not all(dial in have for dial in dials): continue
         x = have[dials[0]]
         if (i := look(*(have[dial] for dial in dials))) is not None:
-            found.append(Finding(fault, x.column, x.steps[i], x.values[i], why, page))
+            found.append(Finding(fault, x.column, x.steps[i], x.turn(x.values[i]), why, page))
     return found

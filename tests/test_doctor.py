@@ -1,11 +1,15 @@
 "The doctor reads the logs of four libraries, names planted faults, and cries no wolf."
+import csv
 import json
 import math
+from pathlib import Path
 
+import notebooks
 import pytest
+import site_pages
 
 from rlhf_notes import PPO, cli
-from rlhf_notes.doctor import DIALS, RULES, examine, read_log, series
+from rlhf_notes.doctor import DIALS, RULES, SITE, Finding, examine, read_log, series
 from rlhf_notes.studies.failures import recorded
 from rlhf_notes.training.runs import Run
 
@@ -62,8 +66,9 @@ def test_every_rule_is_tried():
 
 
 def test_pages_are_there():
-    import notebooks
-    for _, _, page, *_ in RULES: assert (notebooks.ROOT / "nbs" / f"{page}.ipynb").exists(), page
+    pages = {f"{SITE}{site_pages.page(path)}.html" for path in notebooks.notebooks()}
+    for _, _, page, *_ in RULES:
+        assert str(Finding("", "", 1, 0.0, "", page)).split()[-1] in pages, page
 
 
 def test_four_libraries_and_their_formats_are_one(tmp_path):
@@ -84,7 +89,17 @@ def test_four_libraries_and_their_formats_are_one(tmp_path):
 def test_the_share_without_an_end_is_turned():
     rows = [dict(step=i, **{"completions/clipped_ratio": 0.75}) for i in (1, 2)]
     assert series(rows)["ended"].values == [0.25, 0.25]
-    assert found(rows) == ["most responses have no end"]
+    finding, = examine(rows)
+    assert finding.fault == "most responses have no end" and finding.value == 0.75  # as logged
+
+
+@pytest.mark.parametrize("rate, said", [
+    ("1e-4", ["most responses have no end"]),
+    ("0.2", ["the entropy collapses", "most responses have no end",
+             "the clip holds too many samples"])])
+def test_trl_and_its_rate(rate, said):
+    "TRL 1.16, `grpo` of bridges/trl_parts.py: 24 steps, num_iterations=4, beta=0.04, 16 tokens."
+    assert found(read_log(Path(__file__).parent / "logs" / f"trl_grpo_rate_{rate}.json")) == said
 
 
 @pytest.mark.parametrize("rate, said", [(3e-3, []), (0.1, ["the updates are too large"])])
@@ -111,7 +126,7 @@ def test_the_command(tmp_path, capsys):
     log.write_text(json.dumps(dict(log_history=ROWS)))
     assert cli.main(["doctor", str(log)]) == 1
     out = capsys.readouterr().out
-    assert "the updates are too large: approx_kl is 0.09 at step 1" in out and "10_ppo.html" in out
+    assert "the updates are too large: approx_kl is 0.09 at step 1" in out and "formulas/ppo.html" in out
     log.write_text(json.dumps(dict(log_history=[r | dict(approx_kl=0.01) for r in ROWS])))
     assert cli.main(["doctor", str(log)]) == 0
     assert "nothing found in 6 rows, by step, entropy, approx_kl" in capsys.readouterr().out
@@ -127,6 +142,30 @@ def test_what_is_no_log_is_refused(name, text, tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.startswith("rlhf-notes: the log must ") and err.count("\n") == 1
     assert cli.main(["doctor", str(tmp_path / "none.csv")]) == 2
+
+
+def runs_in(path, key):
+    "{value of `key`: rows of numbers} of a file of results."
+    found = {}
+    with open(notebooks.ROOT / "nbs" / path, newline="") as f:
+        for row in csv.DictReader(f):
+            found.setdefault(row.pop(key), []).append(
+                {k: float(x) for k, x in row.items() if x})
+    return found
+
+
+@pytest.mark.parametrize("task", ["cartpole", "pendulum"])
+def test_no_intact_training_of_control_gets_a_finding(task):
+    runs = runs_in(f"control/results/{task}_curves.csv", "seed")
+    assert len(runs) == 20 and not [seed for seed, rows in runs.items() if found(rows)]
+
+
+def test_a_rate_too_high_in_control_is_seen_without_a_kl_to_the_reference():
+    runs = runs_in("results/metrics_control.csv", "run")
+    collapsed, healthy = (next(rows for name, rows in runs.items() if name.startswith(start))
+                          for start in ("learning_rate=0.05", "healthy"))
+    assert found(collapsed) == ["the entropy collapses", "the updates are too large"]
+    assert not found(healthy)
 
 
 def test_no_intact_training_of_the_gallery_gets_a_finding():
