@@ -45,6 +45,10 @@ LOOK = """async () => {
     const [left, right] = [own.left - place.left, place.right - own.right];
     if (!e.closest(".widget") && Math.min(left, right) > -1 && Math.abs(left - right) > 12) found.push(`a figure that neither fills the column nor stands in its middle, ${left.toFixed(0)} and ${right.toFixed(0)}: ${(e.alt ?? "").slice(0, 60)}`);
   }
+  for (const t of document.querySelectorAll(".widget svg text")) {
+    const own = t.getBoundingClientRect(), box = t.closest("svg").getBoundingClientRect();
+    if (own.right > box.right + 1 || own.left < box.left - 1) found.push(`words that run out of a drawing: ${t.textContent}`);
+  }
   const small = [...document.querySelectorAll("article *")].find((e) => e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && !e.closest("svg, sub, sup, mjx-container, style, script") && parseFloat(getComputedStyle(e).fontSize) < 9);
   if (small) found.push(`text of ${getComputedStyle(small).fontSize}: ${small.textContent.slice(0, 60)}`);
   return found;
@@ -291,6 +295,7 @@ FAULTS = {
     "text of 6.0 px in a figure": '<article class="planted" style="display: block; width: 300px"><svg viewBox="0 0 600 10" width="300" role="img" aria-label="planted"></svg></article>',
     "text of 8px": '<article><p style="font-size: 8px">planted</p></article>',
     "neither fills": '<article class="planted" style="display: block; width: 300px"><svg viewBox="0 0 100 10" width="100" role="img" aria-label="planted"></svg></article>',
+    "run out of a drawing": '<article class="planted widget" style="display: block"><svg viewBox="0 0 90 10" width="90" role="img" aria-label="planted"><text x="80" y="9">planted</text></svg></article>',
     "a white card": '<div class="planted"><img alt="planted, white" src="data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="></div>',
     "404": '<link rel="stylesheet" href="planted.css">',
     "does not follow": '<label>planted <input type="range" min="0" max="3" value="1" onkeydown="return false"></label>',

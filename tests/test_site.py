@@ -137,6 +137,9 @@ def test_lessons_are_numbered_and_paths_have_minutes(built):
     for path in ("From nothing to CartPole", "RLHF for practitioners", "GRPO and its family"):
         total, line = re.search(rf"{path} \((\d+) minutes\):(.*)", text).groups()
         assert int(total) == sum(map(int, re.findall(r"\((\d+)\)", line))) > 30
+    rates = " and ".join(", ".join(f"{n} {what}" for what, n in site_pages.PACE.items())
+                         .rsplit(", ", 1))
+    assert f"computed, not clocked: what stands open on a page, at {rates} a minute" in text
 
 
 def test_minutes_count_what_is_read():
@@ -145,11 +148,14 @@ def test_minutes_count_what_is_read():
         page.nb.cells = list(cells)
         return page.minutes
     text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-    assert minutes(text("word " * 2000)) == 10 and minutes(code("x = 1\n\n" * 100)) == 5
-    folded = [text("word " * 1000), text("### More proofs\n" + "word " * 4000),
-              code("x = 1\n" * 900), text("## Next\n" + "word " * 1000)]
+    assert minutes(text("word " * 1200)) == 10 and minutes(code("x = 1\n\n" * 60)) == 5
+    pictures = [code(f"#| fig-alt: a picture\n{rest}") for rest in ("x\n" * 3, "x\n" * 900)] * 4
+    assert minutes(*pictures) == round(8 / 2 + 4 * 4 / 12)
+    assert minutes(text("$$a$$\n\n" * 20)) == 10
+    folded = [text("word " * 600), text("### More proofs\n" + "word " * 4000),
+              code("x = 1\n" * 900), text("## Next\n" + "word " * 600)]
     assert minutes(*folded, text("## Exercises\n" + "word " * 900)) == 10
-    assert minutes(text("word " * 1000), code("#| echo: false\n" + "x = 1\n" * 900),
+    assert minutes(text("word " * 600), code("#| echo: false\n" + "x = 1\n" * 900),
                    code("#| hide\n" + "x = 1\n" * 900)) == 5
 
 

@@ -1,8 +1,8 @@
 """What a page of the site keeps closed until it is asked for: answers to predictions, more proofs,
 engineering, errata, and what `help` says.
 
-A section called "More proofs", "In the workshop", "Errata" or "The formulas by name" is folded as a
-whole. After "Predict before you run" the code stays in view; what it puts
+A section called "More proofs", "In the workshop", "Errata", "Exercises" or "The formulas by name"
+is folded as a whole. After "Predict before you run" the code stays in view; what it puts
 out, and the paragraph after it, are the answer. A slider stays in view: moving it shows the answer.
 """
 import re
@@ -10,7 +10,8 @@ import re
 from docutils import nodes
 from sphinx.addnodes import desc
 
-SECTIONS = ("More proofs", "In the workshop", "Errata", CARD := "The formulas by name")
+SECTIONS = ("More proofs", "In the workshop", "Errata", "Exercises",
+            SAID := "What a check says of each mistake", CARD := "The formulas by name")
 PREDICT = re.compile(
     r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
 
@@ -24,9 +25,11 @@ def details(name, summary, children):
 def fold_sections(doctree):
     for section in list(doctree.findall(nodes.section)):
         title, *rest = section.children
-        if title.astext() not in SECTIONS: continue
+        if title.astext() not in SECTIONS or isinstance(section.parent, nodes.document): continue
         cells = sum(is_code(n) for n in section.findall(nodes.container))
+        tasks = sum('id="exercise-' in r.astext() for r in section.findall(nodes.raw))
         shown = f"Show ({cells} cells)" if cells else "Show"
+        if tasks: shown = f"Show ({tasks} exercise{'s' * (tasks > 1)})"
         if title.astext() == CARD: section[:] = details("section", CARD, rest)
         else: section[:] = [title, *details("section", shown, rest)]
 

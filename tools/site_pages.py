@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -32,9 +33,11 @@ FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Brid
           "Control": "control", "Language": "language", "Hub": "hub",
           "Reviews": "reviews", "Studies": "studies", "Exercises": "exercises/check",
           "Workshop": "."}
+PACE = {"words": 120, "lines of code": 12, "formulas": 2, "pictures": 2}  # a minute
 PRACTICE = "RLHF for practitioners"                         # whose words are explained at first use
 FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch")
+LINES = 9                               # code of a picture that is longer is folded
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
 
 
@@ -84,7 +87,15 @@ def asked(cell):
     directives would stand in its module.
     """
     hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
-    return ({"hide-input": ""} if hidden else {}) | directives(cell.source)
+    d = ({"hide-input": ""} if hidden else {}) | directives(cell.source)
+    lines = {"lines": len(cell.source.splitlines())} if "fig-alt" in d else {}
+    return lines | d
+
+
+def folds(d):
+    "True if a cell with these directives has its code folded; a picture of many lines has."
+    return ({"echo", "hide-input"} & d.keys()
+            or d.get("code-fold", str(d.get("lines", 0) > LINES).lower()) == "true")
 
 
 class Page:
@@ -105,10 +116,8 @@ class Page:
 
     @property
     def minutes(self):
-        """How long a reader needs for what is not folded, without the exercises: 200 words a
-        minute, and three seconds a line of code.
-        """
-        words, lines, folded = 0, 0, 0  # folded: the level of the heading that folds what follows
+        "About how long a reader needs for what is not folded, at the rates of PACE."
+        n, folded = Counter(), 0            # folded: the level of the heading that folds the rest
         for cell in self.nb.cells:
             d = asked(cell)
             if "hide" in d or "default_exp" in d: continue
@@ -116,16 +125,16 @@ class Page:
                 r"^(?=#+ )", cell.source, flags=re.M) if cell.cell_type == "markdown" else []:
                 if head := re.match(r"(#+) (.*)", block):
                     if len(head[1]) <= folded: folded = 0
-                    if head[2].strip() in ("Exercises", *site_folds.SECTIONS): folded = len(head[1])
-                if not folded:
-                    words += len(
-                        re.findall(r"[A-Za-z]{2,}",
-                                   re.sub(r"\]\([^)]*\)|\$[^$]*\$|^\|.*", "", block, flags=re.M)))
-            hidden = folded or {
-                "code-fold", "echo", "hide-input"} & d.keys() or only_imports(cell.source)
-            if cell.cell_type == "code" and not hidden:
-                lines += sum(bool(line.strip()) for line in cell.source.splitlines())
-        return max(1, round(words / 200 + lines / 20))
+                    if head[2].strip() in site_folds.SECTIONS: folded = len(head[1])
+                if folded: continue
+                n["formulas"] += block.count("$$") // 2
+                text = re.sub(r"\]\([^)]*\)|\$\$.*?\$\$|\$[^$]*\$", "", block, flags=re.S)
+                n["words"] += len(re.findall(r"[A-Za-z]{2,}", text))
+            if cell.cell_type == "markdown" or folded: continue
+            n["pictures"] += "fig-alt" in d
+            if not (folds(d) or only_imports(cell.source)):
+                n["lines of code"] += sum(bool(line.strip()) for line in cell.source.splitlines())
+        return max(1, round(sum(n[what] / pace for what, pace in PACE.items())))
 
     @property
     def things(self): return [t for things in self.exports.values() for t in things]
@@ -208,7 +217,7 @@ class Page:
         cell.source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", cell.source)
         tags, options = [], {}
         if d.get("echo") == "false" or self.page.name == "index": tags.append("remove-input")
-        elif d.get("code-fold") == "true":
+        elif "hide-input" not in d and folds(d):
             tags.append("hide-input")
             options |= {"code_prompt_show": d.get("code-summary", "Code"),
                         "code_prompt_hide": d.get("code-summary", "Code")}
@@ -306,7 +315,11 @@ def timed(front, pages):
         line = re.sub(r"\]\(([^)]+)\)", lambda link: f"{link[0]} ({minutes[link[1]]})", m[0])
         return line.replace(":*", f"* ({sum(minutes[x] for x in lessons)} minutes):", 1)
     for cell in front.nb.cells:
-        if cell.id == "paths": cell.source = re.sub(r"^\d\. .*$", path, cell.source, flags=re.M)
+        if cell.id != "paths": continue
+        cell.source = re.sub(r"^\d\. .*$", path, cell.source, flags=re.M)
+        *most, last = (f"{n} {what}" for what, n in PACE.items())
+        cell.source += ("\n\nThe minutes are computed, not clocked: what stands open on a page, at "
+                        f"{', '.join(most)} and {last} a minute.")
 
 
 def walk(pages):

@@ -114,7 +114,7 @@ widget("policy", (box) => {
   const state = {share: 1, said: [], random: chance(7), seen: new Map()};
   const prompt = make("input", {type: "text", value: "about the old hotel .", oninput: () => { state.said = []; update(); }, "aria-label": "prompt", spellcheck: "false"});
   const text = make("p", {class: "case said", "aria-live": "polite"}), table = make("tbody"), found = make("p", {class: "case", "aria-live": "polite"});
-  const chart = new Chart("score against KL, where the slider has been", {x: [0, 10], y: [-2, 3], xlabel: "KL to the model before, nats a response",
+  const chart = new Chart("score against KL so far", {x: [0, 10], y: [-2, 3], xlabel: "KL to the model before, nats a response",
     xticks: [0, 2, 4, 6, 8, 10], yticks: [-2, -1, 0, 1, 2, 3]});
   let models, waiting;
   function mix() { models = {before: new GPT2(between(0)), here: new GPT2(between(state.share)), after: new GPT2(between(1))}; }
