@@ -6,7 +6,10 @@ import os
 import re
 
 import nbformat
+import site_folds
 from notebooks import ROOT
+
+from rlhf_notes.exercises.check import EXERCISES
 
 PATH = re.compile(r"^\d\. \*(.+):\* (.*)$", re.M)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\.ipynb\)")
@@ -128,9 +131,26 @@ def room(pages):
         link = f'<a href="{to}.html#exercise-{name}"><code>{name}</code></a>'
         rows.append(f'| <span data-exercise="{name}"></span> | {link} | '
                     f"{p.title} | {'●' * hard}{'○' * (3 - hard)} | {3 + 2 * lines} | {task} |")
+    said = "\n".join(f"- `{name}`: {sentence} {read}"
+                     for name, sentence, read in feedback(pages))
     return ("Difficulty goes by the lines of the solution: up to four, up to nine, more. The "
             "minutes are an estimate, three and two for each of those lines. The marks stay in "
-            "this browser.\n\n" + "\n".join(rows))
+            "this browser.\n\n" + "\n".join(rows) + f"\n\n## {site_folds.SAID}\n\n{said}")
+
+
+def feedback(pages):
+    "(exercise, sentence, link to the section that explains it) of each mistake that is known."
+    at = {p.path.stem: p for p in pages}
+    for name, *_ in exercises(pages):
+        e = EXERCISES[name]
+        for mistake in e.mistakes or [None]:
+            lesson, head = e.explained(mistake).split(", ", 1)
+            to = os.path.relpath(at[lesson].path, ROOT / "nbs" / "exercises")
+            says = e.mistakes[mistake][1] if mistake else "what its feedback leads to:"
+            yield name, says, f"[{lesson}, {head}]({to}#{slug(head)})"
+
+
+def slug(head): return re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
 
 
 def list_first(nb, text):

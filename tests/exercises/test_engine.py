@@ -324,7 +324,7 @@ def test_where_the_gradient_is_asked_for_nobody_calls_the_value_right():
     assert ("  result: the gradient with respect to logp should be [0.5, -0.25, 0], yours is"
             in verdict.text)
     assert not any(
-        "value is right" in sentence for _, sentence in EXERCISES["kl_loss"].mistakes.values())
+        "value is right" in sentence for _, sentence, *_ in EXERCISES["kl_loss"].mistakes.values())
     assert EXERCISES["kl_loss"](
         lambda a, b, m: slope_of_kl(a, b, m)[None]).text.count("yours has the shape (1,), "
                                                                "expected ()") == 1
@@ -343,14 +343,14 @@ def test_positions_are_judged_where_they_matter():
 @each_mistake
 def test_a_wrong_answer_gets_its_own_name(exercise, mistake, capsys):
     e = EXERCISES[exercise]
-    wrong, sentence = e.mistakes[mistake]
+    wrong, sentence, *_ = e.mistakes[mistake]
     verdict = e(wrong, draw=False)
     assert not verdict and verdict.mistake == mistake
     text = capsys.readouterr().out
     assert text.startswith(f"{exercise}: not yet. {sentence}\n")
     assert "  input:  " in text
     assert "  result: " in text
-    assert f"check.{exercise}.hint()" in text
+    assert f"gives a hint; read {(e.mistakes[mistake][2:] or [e.read])[0]}.\n" in text
     with pytest.raises(AssertionError) as raised: e(wrong, strict=True)
     assert str(raised.value) + "\n" == text and capsys.readouterr().out == ""
 
@@ -380,8 +380,15 @@ def test_no_two_mistakes_look_alike(e):
         assert any(map(far, rows[a], rows[b])), f"{a} and {b} look alike"
 
 
+def test_feedback_leads_to_a_section_that_is_there():
+    heads = {f"{lesson}, {head}" for lesson, c in cells() if c["cell_type"] == "markdown"
+             for head in re.findall(r"^##+ (.+)$", source(c), re.M)}
+    read = {e.explained(name) for e in EXERCISES.values() for name in (None, "leak", *e.mistakes)}
+    assert len(read) > 50 and not read - heads, read - heads
+
+
 def test_mistakes_are_told_in_sentences():
-    sentences = [s for e in EXERCISES.values() for _, s in e.mistakes.values()]
+    sentences = [s for e in EXERCISES.values() for _, s, *_ in e.mistakes.values()]
     assert all(len(s) > 15 and s.endswith(".") for s in sentences)
 
 
@@ -613,7 +620,7 @@ def test_expected_is_drawn_against_yours(exercise, monkeypatch):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     e = EXERCISES[exercise]
-    for f, _ in e.mistakes.values():
+    for f, *_ in e.mistakes.values():
         verdict = e(f)
         if verdict.figure is None: continue
         for ax in verdict.figure.axes:
