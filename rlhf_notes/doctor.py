@@ -234,7 +234,7 @@ def _control_clipped(x): return x.values.index(max(x.values)) if x.mean(0, 1) > 
 @rule("explained_variance", "the values explain nothing", "formulas/05_value",
       "The value function fits the returns worse than their mean would. Look at the scale of the "
       "rewards, its learning rate and coefficient, and what the returns contain.")
-def _values(x):                # one that once explained is of a task that is solved: all returns alike
+def _values(x):  # those that once explained are of a solved task: all returns are alike
     never = len(x.values) > 4 and x.mean(0.25, 0.5) < 0.1
     return _last(x, never and x.mean(0.5, 1) < -0.05)
 
