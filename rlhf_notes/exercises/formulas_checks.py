@@ -455,7 +455,7 @@ exercise("truncate_at_stop", "09_reward", lambda t, s, p: reward.truncate_at_sto
     "f(tokens (B, T), stop, pad) -> (tokens, mask): everything after the first stop token becomes "
     "pad; the mask is True up to and including it",
     "How many stop tokens stand before a position? cumsum tells.",
-    read="09_reward, Where an answer ends",
+    read="09_reward, Where a response ends",
     inputs=_STOP,
     drops_stop=(lambda t, s, p: _cut(t, p, _stops(t, s) == 0),
         "The stop token itself is gone: it belongs to the response."),
