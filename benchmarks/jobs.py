@@ -61,3 +61,11 @@ def side_by_side(run, todo, jobs, seconds):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def right(trainer, rows, reward, n=4):
+    "Share of right responses to the prompts of `rows`, n to each; the first response to each."
+    found = trainer.generate([row["prompt"] for row in rows], seed=1, n=n)
+    scores = [reward(responses=texts, solution=[row["solution"]] * n)
+              for row, texts in zip(rows, found)]
+    return sum(map(sum, scores)) / (n * len(rows)), [texts[0] for texts in found]

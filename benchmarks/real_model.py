@@ -7,7 +7,7 @@
 Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. Writes into nbs/hub/results, for each
 training and seed, real_model.csv, a row for each iteration (-1 = before the training): the log,
 the CPU seconds of one thread, the peak memory of the process, and before and after the training
-the share of right responses to held-out prompts, RESPONSES to each; and real_model_samples.csv,
+the share of right responses to held-out prompts, four to each; and real_model_samples.csv,
 responses of the first seed. A training that was stopped begins anew, one that is done stays.
 """
 import argparse
@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from jobs import RESULTS, read, text, write
+from jobs import RESULTS, read, right, text, write
 
 from rlhf_notes import RLHF
 from rlhf_notes.hub.real_model import additions, last_number
@@ -27,7 +27,7 @@ OUT = RESULTS.parents[1] / "hub" / "results"
 LOG = ("score", "kl_k1", "entropy", "length", "valid", "grad_norm", "clip_fraction")
 COLUMNS = ("training", "seed", "iteration", *LOG, "seconds", "memory", "held_out")
 SAMPLES = "training", "prompt", "before", "after"
-MODEL, PROMPTS, RESPONSES = "HuggingFaceTB/SmolLM2-135M-Instruct", 61, 4
+MODEL, PROMPTS = "HuggingFaceTB/SmolLM2-135M-Instruct", 61
 OPTIONS = dict(algo="grpo", max_new_tokens=10, iterations=16, batch=32, group=8, minibatches=2,
                epochs=1, kl_coef=0.0, device="cpu")
 
@@ -55,14 +55,6 @@ def _plain(config):
             if k not in ("quantization_config", "_name_or_path")}
 
 
-def right(trainer, prompts):
-    "Share of right responses, and the first response to each prompt."
-    found = trainer.generate([row["prompt"] for row in prompts], seed=1, n=RESPONSES)
-    scores = [last_number(texts, [row["solution"]] * RESPONSES)
-              for row, texts in zip(prompts, found)]
-    return sum(map(sum, scores)) / len(prompts) / RESPONSES, [texts[0] for texts in found]
-
-
 def train(model, name, seed, path):
     "One training; its rows go to `path` as they come."
     torch.set_num_threads(1)
@@ -77,13 +69,13 @@ def train(model, name, seed, path):
         write(path, COLUMNS, rows)
         print(dict(zip(COLUMNS, rows[-1])), flush=True)
 
-    accuracy, before = right(trainer, held_out)
+    accuracy, before = right(trainer, held_out, last_number)
     note(dict(held_out=accuracy))
     while trainer.left:
         begin = time.process_time()
         row = trainer.iterate() | dict(seconds=time.process_time() - begin)
         if not trainer.left:
-            row["held_out"], after = right(trainer, held_out)
+            row["held_out"], after = right(trainer, held_out, last_number)
         note(row)
     if seed == 0:
         path = path.with_name("real_model_samples.csv")

@@ -10,10 +10,10 @@ means over the last ten iterations. Trainings that are there are not made again.
     sparse  a model that is right once in a hundred, and what may help
 """
 import copy
-from functools import cache
+from functools import cache, partial
 
 import torch
-from jobs import RESULTS, options, read, text, write
+from jobs import RESULTS, options, read, right, text, write
 
 from rlhf_notes.hub.own_loop import no_spread
 from rlhf_notes.studies.checkable import CheckableRLHF, exact_match, make_questions, pretrain
@@ -46,26 +46,19 @@ def started(seed, steps):
     return pretrain(make_questions()[:3000], seed, steps)
 
 
-def right(trainer, questions):
-    "Share of right responses, four to each prompt."
-    prompts, solutions = ([q[key] for q in questions] for key in ("prompt", "solution"))
-    found = trainer.generate(prompts, seed=1, n=4)
-    scores = [exact_match(prompts[:4], texts, [s] * 4) for texts, s in zip(found, solutions)]
-    return sum(map(sum, scores)) / (4 * len(questions))
-
-
 def run(study, choice, value, changes, steps, seed):
     torch.set_num_threads(1)
     questions = make_questions()
     lm = copy.deepcopy(started(seed, steps))
     trainer = CheckableRLHF(lm, questions[:3000], seed=seed, **OPTIONS | changes)
-    start, same = right(trainer, questions[3000:3300]), []
+    score = partial(exact_match, None)  # looks at no prompt
+    (start, _), same = right(trainer, questions[3000:3300], score), []
     while trainer.left:
         trainer.iterate()
         same.append(no_spread(trainer.rollout, trainer.config.group).float().mean().item())
     kl = sum(r["kl_k1"] for r in trainer.rows[-10:]) / 10
-    found = right(trainer, questions[3000:3300]), kl, sum(same[-10:]) / 10
-    return [text(x) for x in (study, choice, value, seed, start, *found)]
+    end, _ = right(trainer, questions[3000:3300], score)
+    return [text(x) for x in (study, choice, value, seed, start, end, kl, sum(same[-10:]) / 10)]
 
 
 def main():
