@@ -9,7 +9,6 @@ __all__ = ['whole_texts', 'RewardTrainer']
 
 # %% ../../nbs/hub/reward_trainer.ipynb #export-imports
 import copy
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,12 +22,7 @@ from .prompts import Prompts, in_epochs, read_prompts
 from .save import save_classifier, to_classifier
 from ..language.loop import rate_by_size
 from ..language.model import RewardModel
-from rlhf_notes.training.devices import (
-    make_accelerator,
-    process_device,
-    stopped_anywhere,
-    usual_defaults,
-)
+from ..training.devices import process_device, usual_defaults
 from ..training.fit import fit
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar
@@ -117,9 +111,7 @@ class RewardTrainer(Classifier):
     ) -> "RewardTrainer":  # itself, with the metrics in `rows`
         "Run the iterations that are left; Ctrl-C stops after the current one."
         bar = progress_bar(self.iterations, self.iteration, "reward model")
-        fit(self, bar, shown=dict(loss="loss", accuracy="accuracy"),
-            hooks=[callback],
-            stopped=partial(stopped_anywhere, make_accelerator()))
+        fit(self, bar, shown=dict(loss="loss", accuracy="accuracy"), hooks=[callback])
         return self
 
     def save(
