@@ -43,7 +43,7 @@ TESTS = {
     "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"),
     **dict.fromkeys(("trainers", "own_loop", "pairs"),
                     ("language/test_trainers.py", "language/test_dpo.py",
-                     "language/test_own_task.py")),
+                     "language/test_own_task.py", "language/test_rlhf.py")),
     **dict.fromkeys(("loop", "scale"),
                     ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py",
                      "language/test_own_task.py")), "pretraining": ("language/test_model.py",),
