@@ -129,6 +129,13 @@ def test_outputs_hold_nothing_of_the_machine(path):
 
 
 @each_notebook
+def test_every_figure_is_drawn_in_the_style_of_the_site(path):
+    kinds = {kind for _, _, outputs in code_cells(path) for o in outputs
+             for kind in o.get("data", {})}
+    assert "image/png" not in kinds, "call `viz.style()`: a figure is an SVG, in light and dark"
+
+
+@each_notebook
 def test_every_figure_says_what_it_shows(path):
     for cell_id, source, outputs in code_cells(path):
         drawn = any(kind.startswith("image/") for o in outputs for kind in o.get("data", {}))
