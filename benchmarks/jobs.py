@@ -9,11 +9,12 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "studies" / "results"
 
 
-def options(doc, out, seeds, names=None):
+def options(doc, out, seeds, names=None, first=0):
     "The options of studies over seeds; with names, --only some of them and --jobs side by side."
     parser = argparse.ArgumentParser(description=doc,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--first", type=int, default=first,
+                        help=f"the first seed (default: {first})")
     parser.add_argument("--seeds", type=int, default=seeds, help=f"how many (default: {seeds})")
     if names:
         parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(names),

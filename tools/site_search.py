@@ -34,7 +34,14 @@ ABOUT = {
     "gae": "formulas/advantage", "grpo": "formulas/grpo", "dpo": "language/dpo",
     "kl": "formulas/kl", "kl penalty": "formulas/kl", "token mean": "formulas/masking",
     "truncated": "formulas/advantage", "seeds": "studies/seeds",
-    "value function": "formulas/value", "reinforce": "start",
+    "value function": "formulas/value", "reinforce": "start", "value clipping": "formulas/value",
+    "k1": "formulas/kl", "normalise advantages": "formulas/whitening", "distillation":
+    "formulas/distillation", "reward column": "hub/prompts", "load transformers": "hub/save",
+    "own policy loss": "bridges/scale", "several rewards": "formulas/reward", "stale":
+    "studies/staleness", "divide std": "formulas/grpo", "loss is 0": "why", "loss negative": "why",
+    "zero std": "why", "generations": "why", "accumulation": "why", "vllm": "why",
+    "beta 0": "why", "evaluation down": "why", "eos": "why", "nothing learned": "why",
+    "no end": "language/rollout", "cut off": "formulas/reward",
 }
 
 
