@@ -9,22 +9,19 @@ __all__ = ['RECENT', 'LARGE', 'SCORES', 'batch_loss', 'Batch', 'make_batch', 'Lo
            'episode_returns', 'finish', 'train']
 
 # %% ../../nbs/control/19_ppo.ipynb #export-imports
-import io
 import math
 import time
 import warnings
 import weakref
-import zipfile
 from collections import deque
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from numbers import Real
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
-from torch import nn
 
 from .. import __version__
 from ..checks import checked
@@ -33,6 +30,13 @@ from .config import RECIPES, PPOConfig
 from .envs import autoreset_mode, env_name, identify, make_envs, threshold
 from .policy import Agent
 from .rollout import Collector, Rollout, minibatches
+from rlhf_notes.control.saved import (
+    check_kept,
+    options_again,
+    read_saved,
+    split_options,
+    step_size,
+)
 from rlhf_notes.control.spaces import (
     as_batch,
     mask_size,
@@ -50,7 +54,7 @@ from ..formulas.whitening import RunningMoments, whiten
 from ..training.devices import pick_device, usual_defaults
 from ..training.fit import Evaluator, fit
 from ..training.options import versions
-from ..training.runs import Run, load_checked, save_checked
+from ..training.runs import Run, save_checked
 from ..training.signals import check_finite, diverged, progress_bar
 
 # %% ../../nbs/control/19_ppo.ipynb #loss
@@ -120,8 +124,11 @@ class Loop:
         self.config, self.agent, self._collector = config, agent, collector
         self.device = next(agent.parameters()).device
         self.optimizer = Adam(agent, config.adam_eps)
-        self.scaling, self.schedules = Scaling(config, agent.obs_size), {}
+        self.scaling = Scaling(config, agent.obs_size)
         self.iteration, self.last = 0, config.iterations  # the rate falls to 0 at the last
+        self.schedules = dict(  # functions of the fraction of the training that is left
+            learning_rate=lambda left: config.learning_rate * left ** config.lr_anneal,
+            clip=lambda left: config.clip * left ** config.clip_anneal)
         self.steps, self.episodes, self.recent = 0, 0, deque(maxlen=RECENT)
         self.draw_from(seeds(config.seed)[1])
 
@@ -163,11 +170,8 @@ class Loop:
         return log
 
     def anneal(self, name: str) -> float:  # "learning_rate" or "clip" -> its value now
-        "A step size: a power of the fraction of the training that is left, or a function of it."
-        c, left = self.config, 1 - self.iteration / max(self.last, self.iteration + 1)
-        if name in self.schedules: return _positive(name, self.schedules[name](left))
-        power = c.lr_anneal if name == "learning_rate" else c.clip_anneal
-        return getattr(c, name) * left ** power
+        "A step size, by its schedule."
+        return self.schedules[name](1 - self.iteration / max(self.last, self.iteration + 1))
 
     def health(self, batch: Batch) -> dict:  # name -> number
         "Distance that the policy has moved on its batch, and what else tells of an update."
@@ -193,9 +197,6 @@ class Loop:
         "The policy as it is now, in NumPy, for observations as the environment gives them."
         actor = self.agent.actor(rng)
         return lambda obs: actor(self.scaling.obs(obs))
-def _positive(name, x):
-    if isinstance(x, Real) and 0 < x < math.inf: return float(x)
-    raise ValueError(f"{name} must be a function to numbers > 0, got {x!r}")
 
 # %% ../../nbs/control/19_ppo.ipynb #ppo
 LARGE = 1000  # root mean square of advantages, from which on rewards should be scaled
@@ -226,7 +227,7 @@ class PPO(Loop):
         "Networks and counters; `spaces` None = those of the environments, which are made now."
         if isinstance(env, gym.vector.VectorEnv):
             options = {"num_envs": env.num_envs, **options}
-        options, self.own = _split(options)
+        options, self.own = split_options(options)
         self.env, self._make, self._envs = env, make, None
         self.config = c = PPOConfig(**{**RECIPES.get(self.spec.id, {}), "env": name, **options})
         single = "single_observation_space", "single_action_space"
@@ -235,7 +236,8 @@ class PPO(Loop):
         agent = Agent(*self.spaces, c, weights, self.own.get("network"))
         agent.to(pick_device(c.device))
         super().__init__(c, agent)
-        self.schedules = {name: f for name, f in self.own.items() if name != "network"}
+        for name in self.schedules.keys() & self.own:
+            self.schedules[name] = partial(step_size, name, self.own[name])
         self.rows = []  # of metrics, one for each iteration
         self.goal, self.end = 0, c.iterations  # of `learn`: steps and iterations
         self.clock = dict(wall_seconds=0.0, steps_to_solve=None, seconds_to_solve=None)
@@ -487,8 +489,7 @@ class PPO(Loop):
         path,  # the file to write
     ):
         "Save config, networks and optimizer."
-        for name, x in (self.config.env_kwargs or {}).items():
-            _check_kept(name, x)
+        check_kept(self.config.env_kwargs or {})
         own = {name: None if callable(x) else x for name, x in self.own.items()}
         saved = dict(version=__version__, config=vars(self.config), own=own,
                      state=self.state_dict(),
@@ -504,8 +505,8 @@ class PPO(Loop):
         **options,  # that change; device="cpu" if need be
     ) -> "PPO":  # as it was saved; to predict needs no environment
         "A trainer to predict, evaluate or learn on; nothing is imported that the file names."
-        saved = _read(path)
-        options = _given_again(saved, path, options)
+        saved = read_saved(path)
+        options = options_again(saved, path, options)
         name = options.pop("env")
         if env is not None:
             ppo = cls(env, **options)
@@ -519,72 +520,6 @@ class PPO(Loop):
         except ValueError as e:
             raise ValueError(f"path must fit the options and the version, got {path}: {e}") from e
         return ppo
-
-# %% ../../nbs/control/19_ppo.ipynb #saved
-def _read(path):
-    "The content of a file of `PPO.save`; ValueError that says what else it is."
-    try:
-        saved, why = load_checked(path), None
-    except OSError: raise
-    except Exception as e:  # whatever is said of another file
-        saved, why = None, e
-    parts = {"version", "config", "state", "spaces"}
-    if not isinstance(saved, dict) or not parts <= saved.keys():
-        raise ValueError("path must be a file that PPO.save has written, "
-                         f"got {path}, {_kind(path, saved, why)}")
-    if unknown := saved["config"].keys() - PPOConfig.__dataclass_fields__.keys():
-        raise ValueError(f"path must be a file of rlhf_notes {__version__}, got {path} of another "
-                         f"version, {saved['version']}, with the option {min(unknown)}")
-    return saved
-
-def _given_again(saved, path, options):
-    "The options of a file and those that change; what is code has to be given again."
-    own = {name: x for name, x in saved.get("own", {}).items() if name not in options}
-    if "network" in own and own["network"] is None:
-        raise ValueError(f"network must be given to load again: {path} holds its weights, no code")
-    if lost := [name for name, x in own.items() if x is None]:
-        warnings.warn(f"{lost[0]} was a function, of which {path} holds the value at the start",
-                      stacklevel=4)
-    return {**saved["config"], **{name: x for name, x in own.items() if x is not None}, **options}
-
-def _split(options):
-    "Options for a config; and what it cannot hold: a network, and step sizes that are functions."
-    options, own = dict(options), {}
-    network = options.pop("network", None)
-    if isinstance(network, str):
-        options["activation"] = network
-    elif isinstance(network, nn.Module):
-        own["network"] = network
-    elif isinstance(network, (tuple, list)) and all(isinstance(n, int) and n > 0 for n in network):
-        own["network"] = tuple(network)
-    elif network is not None:
-        raise ValueError("network must be widths of hidden layers, an activation or a module, got "
-                         f"{network!r}")
-    for name in "learning_rate", "clip":
-        if callable(options.get(name)):
-            own[name] = options[name]
-            options[name] = _positive(name, own[name](1.0))
-    return options, own
-
-def _kind(path, saved, why):
-    if isinstance(why, ValueError): return str(why)  # damaged
-    if isinstance(saved, dict) and "config" in saved: return "which an earlier version has written"
-    if isinstance(saved, dict): return f"a file of PyTorch with {list(saved)[:9]}"
-    if saved is not None: return f"a file of PyTorch with {type(saved).__name__}"
-    if zipfile.is_zipfile(path): return f"an archive of {zipfile.ZipFile(path).namelist()[:4]}"
-    with open(path, "rb") as file:
-        return f"which begins with {file.read(20)!r}"
-
-def _check_kept(name, x):
-    "ValueError unless an argument of the environment comes back from a file as it was."
-    file = io.BytesIO()
-    try:
-        torch.save(x, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception as e:  # whatever pickle says
-        raise ValueError("env_kwargs must hold numbers, strings, lists and dicts to be saved, "
-                         f"got {name}={x!r}") from e
 
 # %% ../../nbs/control/19_ppo.ipynb #seeds
 def seeds(

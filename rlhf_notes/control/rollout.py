@@ -14,10 +14,11 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ..checks import checked
 from .envs import autoreset_mode
-from .spaces import mask_size, row_maker, stacked
+from .spaces import mask_size, row_maker
 
 # %% ../../nbs/control/16_rollout.ipynb #rollout
 @dataclass
@@ -87,7 +88,9 @@ class Collector:
             if self.mode == "NextStep":
                 self.resetting = done
             elif done.any():
-                next_obs[t, done] = self.rows(stacked(self.space, info["final_obs"][done]))
+                final = create_empty_array(self.space, int(done.sum()))
+                final = concatenate(self.space, info["final_obs"][done], final)
+                next_obs[t, done] = self.rows(final)
             for name, x in ("observation", next_obs[t]), ("reward", rewards[t]):
                 if not np.isfinite(x).all():
                     raise FloatingPointError(f"the environment gave no finite number as {name}")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import warnings
-import zipfile
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -918,30 +917,6 @@ def test_new_episodes_have_earned_nothing_so_far():
     assert not p.scaling.running.any()
 
 
-def test_load_may_change_options_and_refuses_other_files(tmp_path):
-    saved = PPO(**vars(SMALL))
-    saved.save(tmp_path / "ppo.pt")
-    assert PPO.load(tmp_path / "ppo.pt", epochs=1).config == replace(SMALL, epochs=1)
-    torch.save({"agent": 1}, tmp_path / "other.pt")
-    (tmp_path / "text.pt").write_text("no checkpoint")
-    (tmp_path / "hi.pt").write_text("hi")
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "ppo.pt").read_bytes()[:2000])
-    (tmp_path / "empty.pt").touch()
-    damaged = bytearray((tmp_path / "ppo.pt").read_bytes())
-    weights = next(saved.agent.parameters()).detach().numpy().tobytes()
-    damaged[damaged.index(weights) + 3] ^= 64  # the exponent of the first
-    (tmp_path / "damaged.pt").write_bytes(damaged)
-    with pytest.raises(FileNotFoundError): PPO.load(tmp_path / "nowhere.pt")
-    for name in ("other", "text", "hi", "cut", "empty", "damaged"):
-        with pytest.raises(
-            ValueError, match=f"path must be a file that PPO.save has written, got .*{name}.pt"):
-            PPO.load(tmp_path / f"{name}.pt")
-    for options in (dict(hidden=32), dict(env="Pendulum-v1")):
-        with pytest.raises(
-            ValueError, match="ppo.pt: the options are not those of the saved networks: "):
-            PPO.load(tmp_path / "ppo.pt", **options)
-
-
 def interrupt_after(monkeypatch, iteration, error=None):
     iterate = PPO.iterate
     def interrupted(self):
@@ -1166,89 +1141,7 @@ def test_no_observation_gets_no_action():
     assert PPO(**vars(SMALL)).predict(np.zeros((0, 4))).shape == (0,)
 
 
-# files
-
 TINY = dict(num_envs=4, num_steps=32, steps=256, minibatches=4)
-
-
-def changed(path, change):
-    "A copy of a saved file after `change`."
-    saved = torch.load(path, weights_only=True)
-    change(saved)
-    torch.save(saved, other := path.with_name("changed.pt"))
-    return other
-
-
-def test_a_file_is_loaded_without_an_environment_and_without_what_it_names(tmp_path, monkeypatch):
-    (tmp_path / "evil.py").write_text("import pathlib; pathlib.Path('ran').touch()")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    p, obs = PPO("Pendulum-v1", **SHAPE), np.ones((3, 3))
-    p.save(path := tmp_path / "ppo.pt")
-    monkeypatch.setattr(control, "make_envs", lambda *args: 1 / 0)
-    assert np.array_equal(PPO.load(path).predict(obs), p.predict(obs))
-    assert PPO.load(path).predict(obs, deterministic=False).shape == (3, 1)
-    for name in "evil:Pendulum-v1", "lambda":
-        own = PPO.load(changed(path, lambda saved: saved["config"].update(env=name)))
-        assert np.array_equal(own.predict(obs), p.predict(obs)) and own.config.env == name
-    monkeypatch.undo()
-    for call in own.evaluate, own.learn, own.scores, lambda: own.film(tmp_path / "x.gif"):
-        with pytest.raises(TypeError, match="env must be a name, .* got None: give it to PPO.load"):
-            call()
-    assert not (tmp_path / "ran").exists() and len(own.evaluate(2, envs="Pendulum-v1")) == 2
-    again = PPO.load(path)
-    assert len(again.evaluate(2)) == 2 and again.iterate()["iteration"] == 1
-
-
-@pytest.mark.parametrize("env", ["CartPole-v1", "MountainCarContinuous-v0"])
-def test_spaces_come_back_from_a_file(tmp_path, env):
-    p = PPO(env, **TINY)
-    p.save(tmp_path / "ppo.pt")
-    assert PPO.load(tmp_path / "ppo.pt").spaces == p.spaces
-
-
-def test_a_file_says_what_else_it_is(tmp_path):
-    PPO(**TINY).save(path := tmp_path / "ppo.pt")
-    with zipfile.ZipFile(tmp_path / "sb3.zip", "w") as z: z.writestr("policy.pth", "")
-    (tmp_path / "text").write_text("weights of 2019")
-    torch.save([1], tmp_path / "list")
-    torch.save({"agent": 1}, tmp_path / "dict")
-    torch.save({"config": {}, "state": {}}, tmp_path / "earlier")
-    for name, words in {"sb3.zip": "an archive of ['policy.pth']", "text": "b'weights of 2019'",
-                        "list": "a file of PyTorch with list", "dict": "with ['agent']",
-                        "earlier": "which an earlier version has written"}.items():
-        with pytest.raises(ValueError, match=re.escape(name) + ".*" + re.escape(words) + "$"):
-            PPO.load(tmp_path / name)
-    newer = changed(path, lambda saved: saved["config"].update(new_option=1))
-    with pytest.raises(ValueError, match=f"got {newer} of another .*with the option new_option$"):
-        PPO.load(newer)
-    older = changed(path, lambda saved: saved["state"].pop("clock"))
-    with pytest.raises(ValueError, match=f"got {older}: .* of another version, without clock$"):
-        PPO.load(older)
-    with pytest.raises(ValueError, match="^sed must be an option of PPOConfig: did you mean seed"):
-        PPO.load(path, sed=1)
-
-
-class Anything(Endless):
-    def __init__(self, **anything): pass
-
-
-@pytest.mark.parametrize("bad", [np.ones(2), np.float32(1), np.float64(1), Path("x"),
-                                 signal.SIGINT, max, np.float32, lambda: 0])
-def test_arguments_that_no_file_can_keep_are_refused_when_it_is_saved(tmp_path, bad):
-    p = PPO(Anything, env_kwargs=dict(good=1, bad=[bad]), **TINY)
-    with pytest.raises(ValueError, match="^env_kwargs must hold .*, got bad=\\["):
-        p.save(tmp_path / "ppo.pt")
-    assert not list(tmp_path.iterdir())
-
-
-def test_arguments_that_a_file_can_keep_come_back(tmp_path, monkeypatch):
-    spec = gym.envs.registration.EnvSpec("Anything-v0", Anything)
-    monkeypatch.setitem(gym.registry, "Anything-v0", spec)
-    kwargs = dict(a=(1, 2.5), b={"c": [None, True]}, d="e")
-    PPO("Anything-v0", env_kwargs=kwargs, **TINY).save(tmp_path / "ppo.pt")
-    again = PPO.load(tmp_path / "ppo.pt")
-    assert again.config.env_kwargs == kwargs and again.iterate()["steps"] == 128
 
 
 @pytest.mark.parametrize("num_envs, iteration", [(32, 10), (8, 40), (1, 320), (64, 5)])

@@ -280,21 +280,6 @@ def test_the_environments_of_stable_baselines3_are_learned_from(name):
 STILL = dict(num_envs=4, num_steps=32, steps=512, minibatches=4)
 
 
-def test_a_network_of_ones_own_is_copied_learned_saved_and_given_again(tmp_path):
-    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
-    before = net[0].weight.detach().clone()
-    p = PPO(network=net, **STILL).learn()
-    copies = [x[0].nets[0][0][0].weight for x in (p.agent.policy, p.agent.critic)]
-    assert torch.equal(net[0].weight, before)
-    assert not any(torch.equal(x, before) for x in copies) and not torch.equal(*copies)
-    p.save(tmp_path / "p.pt")
-    obs = np.random.default_rng(0).normal(size=(50, 4))
-    again = PPO.load(tmp_path / "p.pt", network=net)
-    assert np.array_equal(again.predict(obs), p.predict(obs))
-    with pytest.raises(ValueError, match="^network must be given to load again: .*, no code$"):
-        PPO.load(tmp_path / "p.pt")
-
-
 def test_a_network_for_pictures_sees_pictures():
     seen = []
     class Mean(torch.nn.Module):
@@ -315,31 +300,6 @@ def test_widths_of_the_hidden_layers(network, layers, tmp_path):
         assert ["x".join(map(str, y.weight.shape)) for y in x.agent.policy[::2]] == layers
         x.predict(np.zeros(4))
     assert isinstance(PPO(network="relu", **STILL).agent.policy[1], torch.nn.ReLU)
-
-
-@pytest.mark.parametrize("options, words", [
-    (dict(network=5), "network must be widths of hidden layers, an activation or a module, got 5"),
-    (dict(network=(0,)), "network must be widths"), (dict(network="elu"), "activation must be"),
-    (dict(clip=lambda left: -1), "clip must be a function to numbers > 0, got -1"),
-    (dict(learning_rate=lambda left: None), "learning_rate must be a function to numbers > 0")])
-def test_networks_and_schedules_that_are_none(options, words):
-    with pytest.raises(ValueError, match=words): PPO(**options)
-
-
-def test_schedules_are_functions_of_what_is_left(tmp_path):
-    asked = []
-    def rate(left):
-        asked.append(left)
-        return 1e-3 * left ** 3
-    p = PPO(learning_rate=rate, clip=lambda left: 0.1 + left / 2, **STILL).learn()
-    assert [r["learning_rate"] for r in p.rows] == [1e-3 * x ** 3 for x in (1, 0.75, 0.5, 0.25)]
-    assert p.optimizer.steps == 64 and min(asked) == 0.25
-    p.iteration = 2
-    assert p.anneal("clip") == pytest.approx(0.35)
-    p.save(tmp_path / "p.pt")
-    with pytest.warns(UserWarning, match="learning_rate was a function"):
-        assert PPO.load(tmp_path / "p.pt").config.learning_rate == 1e-3
-    assert PPO.load(tmp_path / "p.pt", learning_rate=rate, clip=0.1).anneal("clip") == 0.1
 
 
 def test_a_run_directory_is_written_from_the_class_and_goes_on(tmp_path):
