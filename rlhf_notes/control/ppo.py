@@ -30,13 +30,7 @@ from .config import RECIPES, PPOConfig
 from .envs import autoreset_mode, env_name, identify, make_envs, threshold
 from .policy import Agent
 from .rollout import Collector, Rollout, minibatches
-from rlhf_notes.control.saved import (
-    check_kept,
-    options_again,
-    read_saved,
-    split_options,
-    step_size,
-)
+from .saved import check_kept, options_again, read_saved, split_options, step_size
 from rlhf_notes.control.spaces import (
     as_batch,
     mask_size,
