@@ -39,6 +39,7 @@ TESTS = {
     "control.rollout": ("control/test_rollout.py", "control/test_spaces.py"),
     "envs": ("control/test_envs.py", "control/test_spaces.py"),
     "policy": ("control/test_policy.py", "control/test_spaces.py"),
+    "spaces": ("control/test_spaces.py", "control/test_envs.py", "control/test_rollout.py"),
     "reward_trainer": ("language/test_reward_trainer.py",),
     "launch": ("test_cli.py", "language/test_own_task.py"),
     "family": ("formulas/test_grpo.py", "formulas/test_family.py"),

@@ -15,6 +15,7 @@ from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.policy import (
     ACTIVATIONS,
     Agent,
+    Bernoulli,
     Categorical,
     Gaussian,
     distribution,
@@ -140,6 +141,20 @@ def test_categorical_against_torch_distributions(seed, n):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(*[torch.autograd.grad(t.sum(), out, retain_graph=True)[0]
                                      for t in (ours, theirs)], atol=1e-5, rtol=1e-5)
+
+
+@given(seed=SEEDS, n=st.integers(1, 6))
+def test_switches_against_torch_distributions(seed, n):
+    head, out = Bernoulli(gym.spaces.MultiBinary(n)), normal(seed, (7, n), torch.float32, 2.0)
+    actions, d = out > normal(seed + 1, (7, n)), torch.distributions.Bernoulli(logits=out)
+    torch.testing.assert_close(head.logp(out, actions), d.log_prob(actions.float()).sum(-1))
+    torch.testing.assert_close(head.entropy(out), d.entropy().sum(-1))
+
+
+def test_a_switch_is_on_as_often_as_its_logit_says():
+    head, out = Bernoulli(gym.spaces.MultiBinary(3)), np.tile([-2.0, 0.5, 2.0], (20_000, 1))
+    on = head.sampler(np.random.default_rng(0))(out).mean(0)
+    np.testing.assert_allclose(on, 1 / (1 + np.exp(-out[0])), atol=0.01)
 
 
 @given(seed=SEEDS, squash=st.booleans(), log_std=st.floats(-2, 1))

@@ -138,6 +138,11 @@ def test_a_space_comes_back_from_a_file(space, tmp_path):
     assert again == space and again.dtype == space.dtype
 
 
+def test_the_entries_of_a_dict_come_back_in_their_order():
+    space = Dict([("b", Discrete(2)), ("a", Discrete(3))])
+    assert list(space_from_numbers(space_to_numbers(space)).spaces) == ["b", "a"]
+
+
 @pytest.mark.parametrize("space", KINDS, ids=str)
 def test_rows_are_those_of_gymnasium(space):
     space.seed(0)
