@@ -65,6 +65,10 @@ def test_every_rule_is_tried():
     assert {d for dials, *_ in RULES for d in dials} <= DIALS.keys()
 
 
+def test_a_rule_with_two_dials_needs_both():
+    assert not found([dict(iteration=i, kl_k1=0.0) for i in range(1, 9)])
+
+
 def test_pages_are_there():
     pages = {f"{SITE}{site_pages.page(path)}.html" for path in notebooks.notebooks()}
     for _, _, page, *_ in RULES:

@@ -39,7 +39,7 @@ ABOUT = {
     "formulas/distillation", "reward column": "hub/prompts", "load transformers": "hub/save",
     "own policy loss": "bridges/scale", "several rewards": "formulas/reward", "stale":
     "studies/staleness", "divide std": "formulas/grpo", "loss is 0": "why", "loss negative": "why",
-    "zero std": "why", "generations": "why", "accumulation": "why", "vllm": "why",
+    "frac_reward_zero_std": "why", "generations": "why", "accumulation": "why", "vllm": "why",
     "beta 0": "why", "evaluation down": "why", "eos": "why", "nothing learned": "why",
     "no end": "language/rollout", "cut off": "formulas/reward",
 }
