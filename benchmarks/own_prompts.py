@@ -1,11 +1,13 @@
 """Race GRPO on prompts of one's own against TRL's trainer: a tiny Qwen2 and a tiny Llama on a CPU.
 
-    python benchmarks/own_prompts.py           # with TRL installed; ten minutes on a quiet core
+    python benchmarks/own_prompts.py --only "Qwen2 short" "Llama short"   # what is stored
+    python benchmarks/own_prompts.py           # "long" too, which takes far longer
 
 Writes nbs/studies/results/own_prompts.csv: for each model, length of a response and seed, the
 seconds of processor time that an iteration takes on one thread, the first one left out, ours and
 TRL's by turns. "short" are responses of up to 16 tokens, "long" of up to 512. Prompts of 3 to 12
-words, the reward a function of the text; batch, group, passes, KL and optimizer are the same.
+words, the reward a function of the text; batch, group, passes, KL and optimizer are the same. TRL
+has to be installed.
 """
 import tempfile
 import time

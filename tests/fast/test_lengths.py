@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from language_models import make
+from language_models import make, tiny
 
 from rlhf_notes import fast
 from rlhf_notes.fast.lengths import by_length
@@ -39,3 +39,14 @@ def test_a_long_prompt_does_not_pad_the_others(is_open):
 def test_rows_of_like_length_are_computed_together():
     assert by_length([9, 3, 5, 200, 7, 9, 4, 90, 8], 2) == [[3], [7], [1, 6, 2, 4, 8, 0, 5]]
     assert by_length([5, 5, 9], 2) == [[0, 1, 2]] and by_length([], 2) == []
+
+
+def test_each_row_brings_its_own_mask_of_the_response():
+    lm, place = tiny(n_positions=256), torch.arange(202)
+    mask = place >= 200 - torch.tensor([[200], [3], [5], [4]])
+    tokens = torch.randint(37, mask.shape, generator=torch.Generator().manual_seed(1))
+    counts = torch.tensor([[True, False], [True, True], [True, False], [True, True]])
+    got = response_states(lm, tokens, mask, 2, counts)
+    with fast.off():
+        expected = response_states(lm, tokens, mask, 2, counts)
+    torch.testing.assert_close(got[counts], expected[counts], atol=1e-4, rtol=1e-4)
