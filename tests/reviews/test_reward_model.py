@@ -19,6 +19,7 @@ from rlhf_notes.reviews.reward_model import (
     RewardTraining,
     agreement,
     ask_human,
+    proxy_reward,
     warm_linear,
     write_responses,
 )
@@ -84,6 +85,15 @@ def test_the_last_real_token_counts_and_nothing_behind_it(lm, asked, task):
         alone = lm.transformer(
             torch.cat([queries[i, mask[i]], answers[i, :n]])[None]).last_hidden_state[0, -1]
         torch.testing.assert_close(model.head(alone).item(), r[i].item(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_reward_is_the_normalised_score_and_never_missing(lm, asked):
+    model, norm = RewardModel(lm, generator()), RewardNorm(2.0, -0.5)
+    reward = proxy_reward(model, norm)
+    torch.testing.assert_close(reward(*asked), 2 * model.score(*asked) - 0.5)         # R3
+    model.head.bias.fill_(math.nan)
+    assert (reward(*asked) == math.inf).all()  # a NaN would say that there is no score
 
 
 # answers and labels
