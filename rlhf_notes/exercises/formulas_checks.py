@@ -629,6 +629,25 @@ exercise("dpo_loss", "12_preference",
         "beta multiplies the loss; it belongs inside of the sigmoid, to the margin."),
     underflow=(lambda c, r, p, q, b: -torch.sigmoid(b * (c - p - r + q)).log().mean(), _FAR))
 
+def _robust(lead, eps, sign=-1, scale=True):
+    right, wrong = -_log_sigmoid(lead), -_log_sigmoid(-lead)
+    return ((1 - eps) * right + sign * eps * wrong).mean() / (1 - 2 * eps if scale else 1)
+
+exercise("robust_dpo_loss", "12_preference", _robust,
+    "f(lead (B,), eps) -> DPO's loss without the bias of labels that are wrong with the "
+    "probability eps, mean over the pairs, 0-dim",
+    "A wrong label gives the loss of minus the lead. Which mixture of the two losses has, on "
+    "average over the label, the loss of the lead left?",
+    inputs=[(vec([1., -0.5]), 0.1), (normal(4, seed=70, scale=2), 0.3)],
+    edges=[(vec([-200.]), 0.1)], wrt=("lead",),
+    smoothed=(lambda lead, eps: _robust(lead, eps, 1, False),
+        "That is label smoothing, which asks for a smaller lead: here the other label's loss is "
+        "subtracted."),
+    undivided=(lambda lead, eps: _robust(lead, eps, scale=False),
+        "The bias is gone, but the loss is too small by the factor 1 - 2 eps."),
+    underflow=(lambda lead, eps: -((1 - eps) * torch.sigmoid(lead).log()
+        - eps * torch.sigmoid(-lead).log()).mean() / (1 - 2 * eps), _FAR))
+
 # %% ../../nbs/formulas/39_distillation.ipynb #exercise-checks
 def _kl_rows(p, q): return (p.exp() * (p - q)).sum(-1)
 
