@@ -638,6 +638,7 @@ exercise("robust_dpo_loss", "12_preference", _robust,
     "probability eps, mean over the pairs, 0-dim",
     "A wrong label gives the loss of minus the lead. Which mixture of the two losses has, on "
     "average over the label, the loss of the lead left?",
+    read="12_preference, Three repairs",
     inputs=[(vec([1., -0.5]), 0.1), (normal(4, seed=70, scale=2), 0.3)],
     edges=[(vec([-200.]), 0.1)], wrt=("lead",),
     smoothed=(lambda lead, eps: _robust(lead, eps, 1, False),
