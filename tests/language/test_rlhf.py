@@ -563,8 +563,8 @@ def test_a_users_reward_is_learned(algo):
 
 
 def test_held_out_prompts_are_scored_and_the_best_policy_is_taken():
-    def length(prompts, responses, completion_ids): return [len(x) for x in completion_ids]
-    t = own(iterations=5, eval_prompts=["about the old hotel ."] * 9, eval_reward=length,
+    def ids(prompts, responses, completion_ids): return [sum(x) for x in completion_ids]
+    t = own(iterations=5, eval_prompts=["about the old hotel ."] * 9, eval_reward=ids,
             eval_every=2, keep_best=True)
     plain, weights, look = own(iterations=5).learn(), [], t.evaluator.evaluate
     def evaluate():
@@ -576,7 +576,8 @@ def test_held_out_prompts_are_scored_and_the_best_policy_is_taken():
     assert [row["eval_score"] for row in rows] == [None, 1.0, None, 3.0, 2.0]
     assert torch.equal(t.loop.optimizer.vector, weights[1])
     assert [r["score"] for r in rows] == [r["score"] for r in plain.rows]  # training is the same
-    assert 1 <= look() <= 8
+    score, t.loop.iteration = look(), 0
+    assert 1 <= score == look()  # whatever the iteration
     with pytest.raises(ValueError, match="^eval_prompts must be given with .* got none"):
         own(keep_best=True)
     with pytest.raises(ValueError, match="^eval_every must be "): own(eval_every=0)
