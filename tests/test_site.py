@@ -431,6 +431,13 @@ def test_a_docstring_leads_to_its_page(built):
             assert text.endswith(f"Docs: {notebooks.NBDEV.doc_url}{markdown}"), module
 
 
+def test_a_page_for_programs_leads_to_others(built):
+    for page in built.rglob("*.html.md"):
+        text = re.sub(r"```python.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+        links = re.findall(r"\]\(([^()\s:#]+\.(?:ipynb|html\.md))", text)
+        assert not [x for x in links if not (page.parent / x).exists()], page.name
+
+
 def test_search_knows_words_and_names(built):
     index = (built / "searchindex.js").read_text(encoding="utf-8")
     search = (built / "search.html").read_text(encoding="utf-8")

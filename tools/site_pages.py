@@ -363,11 +363,14 @@ def llms(pages):
 
 def as_markdown(page):
     "A page as Markdown: its prose, its code, and what the code printed."
+    def linked(text):
+        return re.sub(r"(?<=\]\()([^()\s:]+)\.ipynb", r"\1.html.md", relink(text, page.path))
+
     def cell(c):
-        if c.cell_type == "markdown": return c.source
+        if c.cell_type == "markdown": return linked(c.source)
         source = re.sub(r"\A(\s*#\s*\|.*\n?)+", "", c.source)
-        said = [o.get("text") or o.get("data", {}).get("text/markdown")
-                or o.get("data", {}).get("text/plain", "") for o in c.outputs]
+        said = [linked(o.get("text") or o.get("data", {}).get("text/markdown")
+                       or o.get("data", {}).get("text/plain", "")) for o in c.outputs]
         alt = directives(c.source).get("fig-alt")
         said = [
             f"[figure: {alt}]" if alt and re.match(r"<(Figure|IPython)", s) else s for s in said]
