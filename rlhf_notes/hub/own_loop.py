@@ -41,8 +41,7 @@ def refill(
     old, new = no_spread(rollout, group).nonzero()[:, 0], rows[~no_spread(more, group)]
     count = min(len(old), len(new))
     rows[old[:count]] = len(rollout) + new[:count]
-    pairs = zip(vars(rollout).values(), vars(more).values())
-    return Rollout(*(None if x is None else torch.cat([x, y])[rows.flatten()] for x, y in pairs))
+    return rollout.join(more)[rows.flatten()]
 
 # %% ../../nbs/hub/own_loop.ipynb #own-loop
 class OwnLoop(Loop):

@@ -18,7 +18,6 @@ from ..formulas.kl import rollout_rejection_mask
 from ..formulas.masking import masked_mean, masked_sum
 from ..formulas.ratio import truncated_importance_weight
 from ..language.loop import Loop
-from ..language.rollout import Rollout
 from .checkable import CheckableRLHF
 
 # %% ../../nbs/studies/48_staleness.ipynb #corrections
@@ -84,18 +83,15 @@ class StaleLoop(Loop):
         self.versions = [*self.versions, copy.deepcopy(lm)][-self.age - 1:]
         n, oldest = 4 if self.sampler == "mixture" else 1, len(self.versions) - 1
         writers = [self.versions[oldest * i // 3] for i in range(n)]
-        return _joined([super(StaleLoop, self).collect(SAMPLERS[self.sampler](writer), *part)
-                        for writer, *part in zip(writers, *(x.chunk(n) for x in inputs))])
+        first, *others = [super(StaleLoop, self).collect(SAMPLERS[self.sampler](writer), *part)
+                          for writer, *part in zip(writers, *(x.chunk(n) for x in inputs))]
+        return first.join(*others)
 
     def loss(self, batch, logp, entropy, values) -> tuple:  # as of `Loop`
         "The loss with its correction."
         mask, known = batch.response_mask, (batch.logp_ref, batch.logp, batch.advantages)
         loss, log = CORRECTIONS[self.correction](logp, *known, mask)
         return loss, log | dict(entropy=masked_mean(entropy, mask))
-
-def _joined(rollouts):
-    columns = zip(*(vars(rollout).values() for rollout in rollouts))
-    return Rollout(*(None if x[0] is None else torch.cat(x) for x in columns))
 
 # %% ../../nbs/studies/48_staleness.ipynb #stale-rlhf
 class StaleRLHF(CheckableRLHF):
