@@ -151,11 +151,15 @@ def _load_verl():
         "verl.utils.import_utils": {"deprecated": _identity},
         "verl.trainer.config": {},
         "verl.workers.config": {},
+        "verl.protocol": {},
+        "verl.trainer.config.algorithm": {},
+        "verl.workers.config.actor": {},
     }
     groups = _alone("verl", ["utils.groupwise"], stands)["groupwise"]
     stands["verl.utils"] = dict(
         as_torch_index=groups.as_torch_index, group_mean_std=groups.group_mean_std)
-    return _alone("verl", ["utils.torch_functional", "trainer.ppo.core_algos"], stands)
+    return _alone("verl", ["utils.torch_functional", "trainer.ppo.core_algos",
+                           "trainer.ppo.rollout_corr_helper"], stands)
 
 
 def _load_openrlhf():

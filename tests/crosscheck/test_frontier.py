@@ -2,6 +2,7 @@
 the same random tensors. Without the library they are skipped."""
 import importlib
 import inspect
+import math
 import textwrap
 import warnings
 from types import SimpleNamespace
@@ -95,11 +96,78 @@ def test_several_rewards_are_trls(weights, seed):
     torch.testing.assert_close(rn.multi_reward_advantage(r, w).flatten(), names["advantages"])
 
 
-def dppo_of_verl(divergence, low, high):
-    "Gradient of verl's loss and of ours, `ratio` times the old policy's probabilities."
+def two_samplers(seed):
+    "log pi_old, log pi_rollout, mask."
+    old = normal(seed, (20, 4), scale=0.5)
+    return old, old + normal(seed + 9, (20, 4), scale=0.5), random_mask(seed, (20, 4))
+
+
+def weights_of_trl(mode, low, high, old, mu, mask):
+    module = trl("trainer.grpo_trainer")
+    trainer = SimpleNamespace(use_vllm=True, vllm_importance_sampling_correction=True,
+                              vllm_importance_sampling_mode=mode,
+                              vllm_importance_sampling_clip_min=low,
+                              vllm_importance_sampling_clip_max=high)
+    names = dict(vars(module), self=trainer, completion_mask=mask.long(), tool_mask=None,
+                 old_per_token_logps=old, sampling_per_token_logps=mu)
+    exec(trl_lines(module.GRPOTrainer._generate_and_score_completions,
+                   "if self.use_vllm and self.vllm_importance_sampling_correction:",
+                   "# Compute the per-token log probabilities for the reference"), names)
+    return names["vllm_importance_sampling_ratio"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("above, low", [("cap", None), ("zero", None), ("zero", 0.8)])
+def test_weights_for_another_samplers_tokens_are_trls(level, above, low, seed):
+    (old, mu, mask), mode = two_samplers(seed), dict(cap="truncate", zero="mask")[above]
+    theirs = weights_of_trl(f"{level}_{mode}", low, 1.5, old, mu, mask)
+    ours = rn.truncated_importance_weight(old, mu, 1.5, mask, level, above, low)
+    torch.testing.assert_close(ours, theirs)
+    assert (theirs == (1.5 if above == "cap" else 0)).any()
+
+
+def test_trl_raises_a_small_weight_to_the_lower_bound():
+    old, mask = torch.zeros(1, 2), torch.ones(1, 2).bool()
+    mu = torch.tensor([[0.0, 2.0]])  # weights of 1 and e^-2
+    theirs = weights_of_trl("token_truncate", 0.5, 2.0, old, mu, mask)
+    ours = rn.truncated_importance_weight(old, mu, 2.0, mask, floor=0.5)
+    assert (theirs.tolist(), ours.tolist()) == ([[1, 0.5]], [[1, 0]])
+
+
+def verl():
     peer = load_peer("verl")
     if peer.version is None: pytest.skip("verl is not installed")
-    theirs = getattr(peer.functions.core_algos, f"compute_policy_loss_dppo_{divergence}")
+    return peer.functions
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("low", [None, 0.8])
+def test_weights_for_another_samplers_tokens_are_verls(level, low, seed):
+    f = verl().rollout_corr_helper.compute_rollout_correction_weights
+    old, mu, mask = two_samplers(seed)
+    theirs, _ = f(old - mu, mask.double(), level, 1.5 if low is None else f"{low}_1.5")
+    above = "cap" if low is None else "zero"
+    ours = rn.truncated_importance_weight(old, mu, 1.5, mask, level, above, low)
+    torch.testing.assert_close(ours * mask, theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_rejected_responses_are_verls(kind, seed):
+    f = verl().rollout_corr_helper.compute_rollout_rejection_mask
+    old, mu, mask = two_samplers(seed)
+    upper = f"1e-9_{math.exp(0.1)}" if kind == "k1" else 0.1  # of k1 verl bounds the exponential
+    theirs, _ = f(old - mu, mask.double(), f"seq_mean_{kind}", upper)
+    ours = rn.rollout_rejection_mask(old, mu, kind, 0.1, mask)
+    assert torch.equal(ours & mask, theirs.bool())
+    assert 0 < (ours & mask).sum() < mask.sum()
+
+
+def dppo_of_verl(divergence, low, high):
+    "Gradient of verl's loss and of ours, `ratio` times the old policy's probabilities."
+    theirs = getattr(verl().core_algos, f"compute_policy_loss_dppo_{divergence}")
     config = SimpleNamespace(clip_ratio=low, clip_ratio_low=low, clip_ratio_high=high,
                              global_batch_info={}, get=lambda name, default: default)
 
