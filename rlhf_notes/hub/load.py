@@ -43,7 +43,7 @@ def load_model(
         tokenizer = tokenizer or name
     if isinstance(tokenizer, (str, Path)):
         option = "model" if tokenizer == name else "tokenizer"
-        tokenizer = _load("tokenizer", "AutoTokenizer", str(tokenizer), option)
+        tokenizer = _load_tokenizer(str(tokenizer), option)
     if tokenizer is None:
         raise ValueError(f"tokenizer must come with a model that is a module, got None for {name}")
     head = getattr(lm, "get_output_embeddings", lambda: None)()
@@ -97,6 +97,15 @@ def _load(what, kind, name, option="model", **options):
     with _told(what, name, option):
         return getattr(transformers, kind).from_pretrained(name, trust_remote_code=False, **options)
 
+def _load_tokenizer(name, option):
+    "The kind that was saved: for a Qwen2, AutoTokenizer makes another of a general tokenizer."
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    with _told("tokenizer", name, option):
+        saved = get_tokenizer_config(name).get("tokenizer_class")
+    general = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    kind = "PreTrainedTokenizerFast" if general else "AutoTokenizer"
+    return _load("tokenizer", kind, name, option)
+
 @contextmanager
 def _told(what, name, option="model"):
     try:
@@ -127,7 +136,7 @@ class Classifier:
             raise ValueError(f"reward must be a model with one label, got {name!r} with "
                              f"{model.config.num_labels}")
         if tokenizer is None:
-            tokenizer = _load("tokenizer", "AutoTokenizer", name, "reward")
+            tokenizer = _load_tokenizer(name, "reward")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if model.config.pad_token_id is None:

@@ -213,9 +213,8 @@ def test_a_model_learns_and_loads_elsewhere_with_the_same_logits(kind, algo, tmp
         assert tok("w3 w4")["input_ids"] == tokens[0].tolist() == [1, 3, 4]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, t.policy.lm(tokens).logits)
-    if kind != "Qwen2":
-        again = RLHF.load(tmp_path / "policy", ["w3"], count)
-        assert again.generate(["w3 w4", "w5"]) == t.generate(["w3 w4", "w5"])
+    again = RLHF.load(tmp_path / "policy", ["w3"], count)
+    assert again.generate(["w3 w4", "w5"]) == t.generate(["w3 w4", "w5"])
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])

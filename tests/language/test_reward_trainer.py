@@ -28,9 +28,9 @@ def test_it_learns_the_choices_and_is_loaded_by_transformers(kind, tmp_path):
     torch.testing.assert_close(theirs, good, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_it_is_the_reward_of_a_policy(saved, tmp_path):
-    t = own().learn()
+@pytest.mark.parametrize("kind, saved", [("GPT2", False), ("GPT2", True), ("Qwen2", True)])
+def test_it_is_the_reward_of_a_policy(kind, saved, tmp_path):
+    t = own(kind=kind).learn()
     t.save(tmp_path / "rm")
     rlhf = RLHF(make("GPT2"), tokenizer(), ["w6", "w7"], reward=tmp_path / "rm" if saved else t,
                 max_new_tokens=4, iterations=1, batch=8, minibatches=1, device="cpu")
