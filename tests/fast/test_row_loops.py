@@ -69,8 +69,9 @@ def test_a_sum_of_many_small_numbers_is_right():
             rows.forward(z, i, 1.0, entropy)[0].double(), exact, atol=bound, rtol=2.0**-23)
 
 
-def test_threads_do_not_change_a_digit():
-    z, i = normal(0, (33, 3000), torch.float32, 4.0), torch.arange(33)
+def test_threads_do_not_change_a_digit(monkeypatch):
+    monkeypatch.setattr(row_loops, "SHARE", 1)
+    z, i = normal(0, (33, 300), torch.float32, 4.0), torch.arange(33)
     found = []
     for threads in (1, 2, 3):
         before = torch.get_num_threads()
@@ -81,6 +82,17 @@ def test_threads_do_not_change_a_digit():
                     value_and_grad(lambda z: torch.stack(log_probs_and_entropy(z, i, 0.7)), z))
         finally: torch.set_num_threads(before)
     for y, (g,) in found[1:]: assert torch.equal(y, found[0][0]) and torch.equal(g, found[0][1][0])
+
+
+def test_no_thread_is_woken_for_little(monkeypatch):
+    def pool(threads): raise InterruptedError(threads)
+    monkeypatch.setattr(row_loops, "_pool", pool)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    z = torch.randn(2, row_loops.SHARE)
+    with by_rows():
+        selective_log_softmax(z[:, 1:].contiguous(), torch.tensor([0, 1]))
+        with pytest.raises(InterruptedError, match="2"):
+            selective_log_softmax(z, torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("index", [5, -1, 10**6])
