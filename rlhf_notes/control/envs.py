@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector.utils import batch_space
 
 from ..checks import checked
 from .spaces import remedy, row_maker
@@ -131,7 +132,8 @@ def _mask_of(info):
 
 def _possible(envs, obs, info):
     "An action of each environment, to try."
-    space, act = envs.single_action_space, envs.action_space.sample()
+    space = envs.single_action_space
+    act = batch_space(space, envs.num_envs).sample()
     if "action_mask" not in info: return act
     if not isinstance(space, gym.spaces.Discrete):
         raise ValueError(f"its action_mask needs Discrete actions, and it has {space}")
@@ -179,7 +181,7 @@ def find_spec(
     "The entry of an environment in Gymnasium's registry, or one made for your own."
     if isinstance(env, EnvSpec): return env
     if isinstance(env, (gym.Env, gym.vector.VectorEnv)):
-        known = env.spec or EnvSpec(env_name(env))
+        known = env.spec if isinstance(env.spec, EnvSpec) else EnvSpec(env_name(env))
         return EnvSpec(known.id, reward_threshold=known.reward_threshold,
                        entry_point=lambda render_mode=None: _copy(env, 0))
     if callable(env):

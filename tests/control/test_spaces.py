@@ -1,5 +1,6 @@
 "Every space, from a row of numbers to a policy that has learned."
 import re
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -255,6 +256,17 @@ def test_observations_that_do_not_fit_are_named(obs, words):
 
 
 def vector(n=4): return SyncVectorEnv([lambda: TASKS["Discrete"][0](*TASKS["Discrete"][1:])] * n)
+
+
+class Pool(gym.vector.VectorWrapper):
+    "As envpool's: a spec of its own kind, and the action space is that of one environment."
+    spec = SimpleNamespace(config={})
+    action_space = property(lambda self: self.single_action_space)
+
+
+def test_a_pool_of_environments_is_taken():
+    p = PPO(Pool(vector()), num_steps=32, steps=256, minibatches=4).learn()
+    assert (p.config.env, p.config.num_envs, p.spec.id) == ("Pool", 4, "Pool")
 
 
 def test_environments_side_by_side_are_taken_as_they_are_and_left_open():
