@@ -17,7 +17,8 @@ FRONT = ("title", "who", "loop-md", "loop", "paths", "three-ways", "cartpole-see
          "cartpole-seeds-md")  # the order of the front page; then the rest
 WORD = re.compile(r"^\| ([^|$`,]+)[^|$]*\|[^|]*\| ([^|]*) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 CODE = re.compile(r"```.*?```|\$\$.*?\$\$|\$[^$\n]*\$|`[^`]*`", re.S)
-AWAY = r"^#+ [^\n]*|!?\[[^\[\]]*\]\([^()]*\)|``.+?``|`[^`]*`|\$\$.+?\$\$|\$[^$\n]+\$|<[^>]+>"
+AWAY = r"^(?:#+ |    )[^\n]*|!?\[[^\[\]]*\]\([^()]*\)|``.+?``|`[^`]*`|\$\$.+?\$\$|\$[^$\n]+\$|<[^>]+>"
+SET_OFF = re.compile(r"\*\*.+?\*\*|\*[^*\n]+\*|\[[^\]]+\]", re.M)
 SOLUTION = re.compile(r"exercise-(\w+)-solution")
 
 
@@ -66,13 +67,15 @@ def prose(page):
             and not c.id.startswith(("exercise", "next-on"))]
 
 
-def use(term): return rf"(?<![\w-]){re.escape(term)}s?(?![\w-])"
+def use(term):
+    "A pattern of the word in the singular and the plural."
+    stem, end = (term[:-1], "(?:y|ies)") if term.endswith("y") else (term, "(?:e?s)?")
+    return rf"(?<![\w-]){re.escape(stem)}{end}(?![\w-])"
 
 
 def introduced(term, text):
-    "True if a page sets the term off: in bold or italics, in a link, or at the head of a row."
-    at = rf"(\*\*?|\[|^\| )[^*\]|\n]*{use(term)}[^*\]|\n]*(\*\*?|\]| \|)"
-    return re.search(at, text, re.I | re.M)
+    "True if a page sets the term off: in bold, in italics or in a link."
+    return any(re.search(use(term), m[0], re.I) for m in SET_OFF.finditer(text))
 
 
 def plain(text):
