@@ -27,38 +27,6 @@ except (ImportError, AttributeError) as e:
     raise ImportError("rlhf_notes.bridges.trl needs trl with GRPOTrainer._compute_loss and "
                       f"DPOTrainer._compute_loss, as 1.16 has them (pip install trl): {e}") from e
 
-# %% ../../nbs/bridges/trl.ipynb #refuse
-GRPO_UNREAD = ("loss_type epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg "
-               "importance_sampling_level top_entropy_quantile off_policy_mask_threshold "
-               "entropy_coef use_adaptive_entropy use_liger_kernel")
-DPO_UNREAD = "loss_type loss_weights f_divergence_type ld_alpha use_weighting use_liger_kernel"
-
-def _refuse_unread(args, options, instead):
-    "ValueError names an option of TRL that our loss does not read, unless it is at its default."
-    for name in options.split():
-        field, given = type(args).__dataclass_fields__[name], getattr(args, name)
-        usual = field.default if field.default is not MISSING else field.default_factory()
-        if given != usual:
-            raise ValueError(f"{name} must be left at {usual!r}, as TRL's own losses alone read "
-                             f"it, got {given!r}: {instead} takes the options of ours")
-
-# %% ../../nbs/bridges/trl.ipynb #total
-def _total(trainer, inputs, aggregation):
-    "`total` of `policy_loss` for a microbatch, so that a step has the loss of its batch."
-    training = trainer.model.training
-    parts = trainer.current_gradient_accumulation_steps if training else 1
-    if aggregation != "token-mean": return len(inputs["completion_mask"]) * parts
-    of_all = trainer.args.steps_per_generation if training else 1  # whose tokens were counted
-    return inputs["num_items_in_batch"] * parts / (trainer.accelerator.num_processes * of_all)
-
-# %% ../../nbs/bridges/trl.ipynb #log
-def _log(trainer, means, n):
-    "Means over n tokens or pairs of this process become those over all processes."
-    parts = torch.stack([*(x * n for x in means.values()), n])
-    *sums, n = trainer.accelerator.reduce(parts, reduction="sum").tolist()
-    for name, x in zip(means, sums):
-        trainer._metrics["train" if trainer.model.training else "eval"][name].append(x / max(n, 1))
-
 # %% ../../nbs/bridges/trl.ipynb #grpo
 class OurGRPO(GRPOTrainer):
     "TRL's GRPO trainer with `policy_loss`; made by `grpo_trainer`."
@@ -155,3 +123,35 @@ def dpo_trainer(
     "TRL's DPO trainer with a preference loss of ours."
     dpo_loss(*torch.zeros(4, 1), kind=kind)  # its error, at once
     return type("OurDPO", (OurDPO,), dict(kind=kind))
+
+# %% ../../nbs/bridges/trl.ipynb #total
+def _total(trainer, inputs, aggregation):
+    "`total` of `policy_loss` for a microbatch, so that a step has the loss of its batch."
+    training = trainer.model.training
+    parts = trainer.current_gradient_accumulation_steps if training else 1
+    if aggregation != "token-mean": return len(inputs["completion_mask"]) * parts
+    of_all = trainer.args.steps_per_generation if training else 1  # whose tokens were counted
+    return inputs["num_items_in_batch"] * parts / (trainer.accelerator.num_processes * of_all)
+
+# %% ../../nbs/bridges/trl.ipynb #log
+def _log(trainer, means, n):
+    "Means over n tokens or pairs of this process become those over all processes."
+    parts = torch.stack([*(x * n for x in means.values()), n])
+    *sums, n = trainer.accelerator.reduce(parts, reduction="sum").tolist()
+    for name, x in zip(means, sums):
+        trainer._metrics["train" if trainer.model.training else "eval"][name].append(x / max(n, 1))
+
+# %% ../../nbs/bridges/trl.ipynb #refuse
+GRPO_UNREAD = ("loss_type epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg "
+               "importance_sampling_level top_entropy_quantile off_policy_mask_threshold "
+               "entropy_coef use_adaptive_entropy use_liger_kernel")
+DPO_UNREAD = "loss_type loss_weights f_divergence_type ld_alpha use_weighting use_liger_kernel"
+
+def _refuse_unread(args, options, instead):
+    "ValueError names an option of TRL that our loss does not read, unless it is at its default."
+    for name in options.split():
+        field, given = type(args).__dataclass_fields__[name], getattr(args, name)
+        usual = field.default if field.default is not MISSING else field.default_factory()
+        if given != usual:
+            raise ValueError(f"{name} must be left at {usual!r}, as TRL's own losses alone read "
+                             f"it, got {given!r}: {instead} takes the options of ours")

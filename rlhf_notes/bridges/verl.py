@@ -28,6 +28,79 @@ except ImportError as e:
     raise ImportError("rlhf_notes.bridges.verl needs verl with register_policy_loss and "
                       f"register_adv_est, as 0.9.1 has them (pip install verl): {e}") from e
 
+# %% ../../nbs/bridges/verl.ipynb #verl-loss
+def verl_loss(
+    variant: str,  # one of `POLICY_VARIANTS`
+    old_log_prob: Tensor,  # (B, T) nats
+    log_prob: Tensor,  # (B, T) nats, with gradient
+    advantages: Tensor,  # (B, T)
+    response_mask: Tensor,  # (B, T) bool, or 0 and 1
+    loss_agg_mode: str = "token-mean",  # one of `AGGREGATIONS`
+    config=None,  # of verl's actor
+    rollout_is_weights: Tensor | None = None,  # (B, T)
+    **others,  # none in 0.9.1
+) -> tuple[Tensor, dict]:  # 0-dim loss; metrics under verl's names
+    "`policy_loss` as verl calls its losses."
+    if others:
+        raise TypeError(f"{ACTOR}policy_loss.loss_mode=rlhf_notes_{variant} knows the arguments of "
+                        f"verl 0.9.1, got {', '.join(others)} besides")
+    info, mask, bounds = config.global_batch_info, response_mask.bool(), _ranges(variant, config)
+    with told_as(OPTIONS):
+        loss, stats = policy_loss(log_prob, old_log_prob, advantages, mask, variant,
+                                  weight=rollout_is_weights, **bounds,
+                                  **_divisors(loss_agg_mode, mask, info))
+    d = log_prob.detach() - old_log_prob
+    held = (advantages < 0) & (d.exp() > bounds.get("dual_clip", torch.inf))
+    numbers = stats["clip_fraction"], -masked_mean(d, mask), masked_mean(held.float(), mask)
+    names = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
+    return loss * (info.get("dp_size") or 1), dict(zip(names, torch.stack(numbers).tolist()))
+
+# %% ../../nbs/bridges/verl.ipynb #register-loss
+def register_loss(variant: str):  # one of `POLICY_VARIANTS`
+    "Make a variant verl's `loss_mode=rlhf_notes_VARIANT`."
+    register_policy_loss(f"rlhf_notes_{variant}")(partial(verl_loss, variant))
+
+for name in POLICY_VARIANTS:
+    register_loss(name)
+_LISTENERS.append(register_loss)  # `register_variant` from here on
+
+# %% ../../nbs/bridges/verl.ipynb #estimators
+@register_adv_est("rlhf_notes_group")
+def _group(token_level_rewards, response_mask, index, config, **_):
+    scale = "std" if config.get("norm_adv_by_std_in_grpo", True) else None
+    f = partial(advantage.group_advantage, scale=scale)
+    return _by_group(f, token_level_rewards, response_mask, index)
+
+@register_adv_est("rlhf_notes_rloo")
+def _rloo(token_level_rewards, response_mask, index, **_):
+    return _by_group(advantage.rloo_advantage, token_level_rewards, response_mask, index)
+
+@register_adv_est("rlhf_notes_reinforce_pp")
+def _reinforce_pp(token_level_rewards, response_mask, config, **_):
+    mask, gamma = response_mask.bool(), config.get("gamma", 1.0)
+    return (advantage.reinforce_pp_advantage(token_level_rewards, mask, gamma),) * 2
+
+@register_adv_est("rlhf_notes_gae")
+def _gae(token_level_rewards, response_mask, config, values=None, **_):
+    if values is None:
+        raise ValueError("algorithm.adv_estimator must be gae, the one that verl 0.9.1 hands "
+                         "values to, got rlhf_notes_gae")
+    mask, gamma, lam = response_mask.bool(), config.get("gamma", 1.0), config.get("lam", 1.0)
+    A, returns = advantage.gae_tokens(token_level_rewards, values, mask, gamma, lam)
+    return whiten(A, mask), returns
+
+# %% ../../nbs/bridges/verl.ipynb #by-group
+def _by_group(f, rewards, mask, index):
+    "Advantages within groups of any size, as verl wants them: twice; index names the prompts."
+    scores = rewards.sum(1)
+    names = np.unique(np.asarray(index), return_inverse=True)[1]
+    row = torch.as_tensor(names, device=scores.device)
+    column = (row[:, None] == row).tril(-1).sum(1)  # how many of the group came before
+    shape = int(row.max()) + 1, max(2, int(column.max()) + 1)
+    table, present = scores.new_zeros(shape), torch.zeros(shape, dtype=bool, device=scores.device)
+    table[row, column], present[row, column] = scores, True
+    return (f(table, mask=present)[row, column, None] * mask,) * 2
+
 # %% ../../nbs/bridges/verl.ipynb #divisors
 ACTOR = "actor_rollout_ref.actor."
 AGGREGATIONS = {  # verl's -> ours, and the number of the batch that it is divided by
@@ -69,76 +142,3 @@ def _ranges(variant, config):
     if variant in DUAL:
         found["dual_clip"] = config.get("clip_ratio_c", 3.0)
     return found
-
-# %% ../../nbs/bridges/verl.ipynb #verl-loss
-def verl_loss(
-    variant: str,  # one of `POLICY_VARIANTS`
-    old_log_prob: Tensor,  # (B, T) nats
-    log_prob: Tensor,  # (B, T) nats, with gradient
-    advantages: Tensor,  # (B, T)
-    response_mask: Tensor,  # (B, T) bool, or 0 and 1
-    loss_agg_mode: str = "token-mean",  # one of `AGGREGATIONS`
-    config=None,  # of verl's actor
-    rollout_is_weights: Tensor | None = None,  # (B, T)
-    **others,  # none in 0.9.1
-) -> tuple[Tensor, dict]:  # 0-dim loss; metrics under verl's names
-    "`policy_loss` as verl calls its losses."
-    if others:
-        raise TypeError(f"{ACTOR}policy_loss.loss_mode=rlhf_notes_{variant} knows the arguments of "
-                        f"verl 0.9.1, got {', '.join(others)} besides")
-    info, mask, bounds = config.global_batch_info, response_mask.bool(), _ranges(variant, config)
-    with told_as(OPTIONS):
-        loss, stats = policy_loss(log_prob, old_log_prob, advantages, mask, variant,
-                                  weight=rollout_is_weights, **bounds,
-                                  **_divisors(loss_agg_mode, mask, info))
-    d = log_prob.detach() - old_log_prob
-    held = (advantages < 0) & (d.exp() > bounds.get("dual_clip", torch.inf))
-    numbers = stats["clip_fraction"], -masked_mean(d, mask), masked_mean(held.float(), mask)
-    names = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
-    return loss * (info.get("dp_size") or 1), dict(zip(names, torch.stack(numbers).tolist()))
-
-# %% ../../nbs/bridges/verl.ipynb #register-loss
-def register_loss(variant: str):  # one of `POLICY_VARIANTS`
-    "Make a variant verl's `loss_mode=rlhf_notes_VARIANT`."
-    register_policy_loss(f"rlhf_notes_{variant}")(partial(verl_loss, variant))
-
-for name in POLICY_VARIANTS:
-    register_loss(name)
-_LISTENERS.append(register_loss)  # `register_variant` from here on
-
-# %% ../../nbs/bridges/verl.ipynb #by-group
-def _by_group(f, rewards, mask, index):
-    "Advantages within groups of any size, as verl wants them: twice; index names the prompts."
-    scores = rewards.sum(1)
-    names = np.unique(np.asarray(index), return_inverse=True)[1]
-    row = torch.as_tensor(names, device=scores.device)
-    column = (row[:, None] == row).tril(-1).sum(1)  # how many of the group came before
-    shape = int(row.max()) + 1, max(2, int(column.max()) + 1)
-    table, present = scores.new_zeros(shape), torch.zeros(shape, dtype=bool, device=scores.device)
-    table[row, column], present[row, column] = scores, True
-    return (f(table, mask=present)[row, column, None] * mask,) * 2
-
-# %% ../../nbs/bridges/verl.ipynb #estimators
-@register_adv_est("rlhf_notes_group")
-def _group(token_level_rewards, response_mask, index, config, **_):
-    scale = "std" if config.get("norm_adv_by_std_in_grpo", True) else None
-    f = partial(advantage.group_advantage, scale=scale)
-    return _by_group(f, token_level_rewards, response_mask, index)
-
-@register_adv_est("rlhf_notes_rloo")
-def _rloo(token_level_rewards, response_mask, index, **_):
-    return _by_group(advantage.rloo_advantage, token_level_rewards, response_mask, index)
-
-@register_adv_est("rlhf_notes_reinforce_pp")
-def _reinforce_pp(token_level_rewards, response_mask, config, **_):
-    mask, gamma = response_mask.bool(), config.get("gamma", 1.0)
-    return (advantage.reinforce_pp_advantage(token_level_rewards, mask, gamma),) * 2
-
-@register_adv_est("rlhf_notes_gae")
-def _gae(token_level_rewards, response_mask, config, values=None, **_):
-    if values is None:
-        raise ValueError("algorithm.adv_estimator must be gae, the one that verl 0.9.1 hands "
-                         "values to, got rlhf_notes_gae")
-    mask, gamma, lam = response_mask.bool(), config.get("gamma", 1.0), config.get("lam", 1.0)
-    A, returns = advantage.gae_tokens(token_level_rewards, values, mask, gamma, lam)
-    return whiten(A, mask), returns

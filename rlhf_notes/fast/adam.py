@@ -13,13 +13,14 @@ from torch import nn
 
 from . import door
 
-# %% ../../nbs/fast/adam.ipynb #plain
+# %% ../../nbs/fast/adam.ipynb #fused
 BETAS = 0.9, 0.999
 
 def _fused(theta, m, v, g, t, learning_rate, eps):
     torch._fused_adam_([theta], [g], [m], [v], [], [t], lr=learning_rate, beta1=BETAS[0],
                        beta2=BETAS[1], eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
 
+# %% ../../nbs/fast/adam.ipynb #plain
 @door(_fused)
 def adam_step(
     theta, m, v,  # weights and both moments; they are overwritten

@@ -6,7 +6,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/training/options.html.md"""
 
 # %% auto #0
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'OLD_NAMES', 'read_options', 'versions', 'plain_errors']
+           'NonNegative', 'Fraction', 'STRICT', 'OLD_NAMES', 'plain_errors', 'read_options', 'versions']
 
 # %% ../../nbs/training/options.ipynb #export-imports
 import functools
@@ -55,23 +55,6 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 # Python takes True for 1 and 1 for true; strict takes neither for the other.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attribute_docstrings=True)
 
-# %% ../../nbs/training/options.ipynb #old-names
-OLD_NAMES = dict(query_length="prompt_length", eval_answers="eval_responses")
-
-def read_options(
-    path: Path,  # a JSON file with the options of a run
-) -> dict:  # name -> value
-    "Read options; those that an earlier version wrote come with the names of today."
-    saved = dict(json.loads(path.read_text(encoding="utf-8")))
-    return {OLD_NAMES.get(name, name): value for name, value in saved.items()}
-
-# %% ../../nbs/training/options.ipynb #versions
-def versions() -> dict:  # name -> version
-    "Return what a result depends on besides the options."
-    names = ("torch", "numpy", "gymnasium", "transformers")
-    found = {name: version(name) for name in names}
-    return {"rlhf_notes": __version__, "python": sys.version.split()[0], **found}
-
 # %% ../../nbs/training/options.ipynb #plain-errors
 def plain_errors(
     cls: type,  # a pydantic dataclass
@@ -98,3 +81,20 @@ def _line(cls, fault):
         hint = f"did you mean {close[0]}?" if close else ", ".join(options)
         return f"{name} must be an option of {cls.__name__}: {hint}"
     return f"{name} {fault['msg'].replace('Input should', 'must')}, got {fault['input']!r}"
+
+# %% ../../nbs/training/options.ipynb #old-names
+OLD_NAMES = dict(query_length="prompt_length", eval_answers="eval_responses")
+
+def read_options(
+    path: Path,  # a JSON file with the options of a run
+) -> dict:  # name -> value
+    "Read options; those that an earlier version wrote come with the names of today."
+    saved = dict(json.loads(path.read_text(encoding="utf-8")))
+    return {OLD_NAMES.get(name, name): value for name, value in saved.items()}
+
+# %% ../../nbs/training/options.ipynb #versions
+def versions() -> dict:  # name -> version
+    "Return what a result depends on besides the options."
+    names = ("torch", "numpy", "gymnasium", "transformers")
+    found = {name: version(name) for name in names}
+    return {"rlhf_notes": __version__, "python": sys.version.split()[0], **found}
