@@ -235,7 +235,8 @@ def test_each_word_is_met_before_it_is_used_on_the_path_to_rlhf():
 
 
 def test_a_word_is_introduced_by_what_sets_it_off():
-    for term, text in (("nat", "a **nat**"), ("batch", "two *batches*"), ("entropy", "[entropies]")):
+    for term, text in (
+            ("nat", "a **nat**"), ("batch", "two *batches*"), ("entropy", "[entropies]")):
         assert site_paths.introduced(term, text)
     for text in ("**reference**, each nat of [KL]", "| nat | KL |", "*natural*", "a nat"):
         assert not site_paths.introduced("nat", text)
@@ -243,7 +244,8 @@ def test_a_word_is_introduced_by_what_sets_it_off():
 
 def test_a_word_is_explained_once_and_not_within_code_or_links():
     page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.page.name == "ratio")
-    text = "`critic` [a critic](x) $critic$\n\n# critic\n\n    V: critic\n\nThe critic, a critic."
+    text = ("`critic` [a critic](x) $critic$\n\n# critic\n\n    V: critic\n\n"
+            "The critic, a critic.")
     page.nb.cells = [nbformat.v4.new_markdown_cell(text, id="planted")]
     assert site_paths.explain(page, "critic", "the `value` function", site_pages.outside)
     link = '<a class="word" title="the value function" href="../words.html#word-critic">critic</a>'

@@ -17,7 +17,8 @@ FRONT = ("title", "who", "loop-md", "loop", "paths", "three-ways", "cartpole-see
          "cartpole-seeds-md")  # the order of the front page; then the rest
 WORD = re.compile(r"^\| ([^|$`,]+)[^|$]*\|[^|]*\| ([^|]*) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 CODE = re.compile(r"```.*?```|\$\$.*?\$\$|\$[^$\n]*\$|`[^`]*`", re.S)
-AWAY = r"^(?:#+ |    )[^\n]*|!?\[[^\[\]]*\]\([^()]*\)|``.+?``|`[^`]*`|\$\$.+?\$\$|\$[^$\n]+\$|<[^>]+>"
+AWAY = (r"^(?:#+ |    )[^\n]*|"     # headings and indented code
+        r"!?\[[^\[\]]*\]\([^()]*\)|``.+?``|`[^`]*`|\$\$.+?\$\$|\$[^$\n]+\$|<[^>]+>")
 SET_OFF = re.compile(r"\*\*.+?\*\*|\*[^*\n]+\*|\[[^\]]+\]", re.M)
 SOLUTION = re.compile(r"exercise-(\w+)-solution")
 
