@@ -6,14 +6,13 @@ Fails where a line of code runs out of the page, and where a page is higher than
 """
 import csv
 import os
-import shutil
 import sys
 from pathlib import Path
 
+from conftest import CHROMIUM
 from playwright.sync_api import sync_playwright
 
 SITE = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SITE", Path(__file__).resolve().parent.parent / "_docs"))
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 HEIGHT = 12_000
 MEASURE = """async () => {
   await window.MathJax?.startup?.promise;
@@ -38,6 +37,7 @@ def measure(pages):
 
 
 def main():
+    if CHROMIUM is None: sys.exit("no Chromium found: set CHROMIUM to the path of one")
     out, faults = csv.writer(sys.stdout), []
     out.writerow(["page", "height", "words", "cut"])
     for page, found in measure(sorted(SITE.rglob("*.html"))):

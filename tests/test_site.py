@@ -478,6 +478,18 @@ def test_labels_that_panels_share_stand_before_each():
         [(0, 0, 44, 40)], [(0, 0, 6, 40), (44, 0, 56, 40)]]
 
 
+def test_words_across_all_panels_become_lines():
+    def words(text, y):
+        return (f'\n  <g id="text_9">\n   <!-- {text} -->\n   <g style="" '
+                f'transform="translate(9 {y}) scale(0.03 -0.03)">')
+    svg = drawing((10, 40), (60, 95)).replace("</svg>", words("a & b", 3) + words("time", 39))
+    assert site_figures.across(svg) == (["a & b"], ["time"], 4, 36)
+    assert site_figures.panels(svg) == [[(0, 4, 44, 32)], [(44, 4, 56, 32)]]
+    shown = site_figures.stacked("", "a.svg", site_figures.panels(svg), ["a & b"], ["time"])
+    assert "<p>a &amp; b</p><div" in shown and shown.endswith("<p>time</p></div>")
+    assert site_figures.across(drawing((10, 40), (60, 95)))[:2] == ([], [])
+
+
 def test_the_frames_of_a_film_stay_side_by_side():
     picture = '<img alt="film" src="_images/a.svg" />'
     def shown(frames):
