@@ -276,6 +276,7 @@ def test_the_sheet_is_printed_in_two_columns(tab):
     assert len(names) >= 12 and any("clipped_surrogate" in text for text in names)
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.getElementById('a-sheet-of-all-formulas')).columnCount") == "2"
+    assert page.pdf(prefer_css_page_size=True).count(b"/Type /Page\n") == 1  # all of it on one A4
 
 
 FAULTS = {

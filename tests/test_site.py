@@ -110,7 +110,8 @@ def test_the_sheet_has_the_card_of_each_lesson(built):
     html = (built / "sheet.html").read_text(encoding="utf-8")
     cards = sum("### The formulas by name" in p.read_text(encoding="utf-8").replace("\\n", "\n")
                 for p in notebooks.notebooks())
-    assert html.count('class="sheet"') == cards >= 12
+    assert html.count('class="sheet"') == html.count('<pre class="card">') == cards >= 12
+    assert '<span style="--at: 19ch">clipped_surrogate  min(r A' in html
 
 
 def test_a_widget_follows_its_picture(built):

@@ -166,6 +166,14 @@ def list_first(nb, text):
     nb.cells = [*nb.cells[:at["use-md"] + 1], listed, code, *rest]
 
 
+def hanging(card):
+    "The lines of a card; what does not fit on one goes on below its second column."
+    def line(text):
+        at = m.end() if (m := re.match(r" *\S.*?\S  +| {9,}", text)) else 2
+        return f'<span style="--at: {at}ch">{html.escape(text)}</span>'
+    return f'<pre class="card">{"".join(map(line, card.splitlines()))}</pre>'
+
+
 def sheet(pages):
     "All formulas on one page to print, from the table of the map and the cards of the lessons."
     table = next(c.source for p in pages if p.page.name == "map" for c in p.nb.cells
@@ -183,7 +191,7 @@ def sheet(pages):
         link = f'<a href="{p.page}.html">{p.number} {p.title}</a>'
         text += (f'<p class="sheet">{link} {paper}</p>\n\n'
                  + (f"{formula}\n\n" if formula else "")
-                 + re.search(r"```.*?```", card, re.S)[0] + "\n\n")
+                 + hanging(re.search(r"```text\n(.*?)```", card, re.S)[1]) + "\n\n")
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text, id="sheet")])
     nb.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
     return nb
