@@ -6,7 +6,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/training/options.html.md"""
 
 # %% auto #0
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'OLD_NAMES', 'plain_errors', 'read_options', 'versions']
+           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'plain_errors', 'read_options', 'versions']
 
 # %% ../../nbs/training/options.ipynb #export-imports
 import functools
@@ -56,6 +56,15 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attribute_docstrings=True)
 
 # %% ../../nbs/training/options.ipynb #plain-errors
+ELSEWHERE = dict(  # what stable-baselines3 and TRL call it -> what it is called here
+    total_timesteps="steps", n_envs="num_envs", n_steps="num_steps", n_epochs="epochs",
+    batch_size="minibatches (how many)", gae_lambda="lam", clip_range="clip",
+    clip_range_vf="value_clip", ent_coef="entropy_coef", vf_coef="value_coef",
+    per_device_train_batch_size="batch (responses in all)", num_generations="group",
+    num_iterations="epochs", max_steps="iterations", max_completion_length="max_new_tokens",
+    max_prompt_length="prompt_length", beta="kl_coef (dpo_beta for DPO)", epsilon="clip",
+    epsilon_high="clip_high", loss_type="variant (dpo_kind for DPO)", scale_rewards="group_scale")
+
 def plain_errors(
     cls: type,  # a pydantic dataclass
 ) -> type:  # the same class
@@ -77,7 +86,7 @@ def _line(cls, fault):
     name = fault["loc"][0]
     if fault["type"] == "unexpected_keyword_argument":
         options = cls.__dataclass_fields__
-        close = get_close_matches(name, options, n=1)
+        close = [ELSEWHERE[name]] if name in ELSEWHERE else get_close_matches(name, options, n=1)
         hint = f"did you mean {close[0]}?" if close else ", ".join(options)
         return f"{name} must be an option of {cls.__name__}: {hint}"
     return f"{name} {fault['msg'].replace('Input should', 'must')}, got {fault['input']!r}"

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -13,8 +14,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlhf_notes import checks
+from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.training.options import (
+    ELSEWHERE,
     HUGE,
     MAX_SEED,
     STRICT,
@@ -92,6 +95,15 @@ def test_an_old_name_is_answered_with_the_new_one(old, new):
     words = f"^{old} must be an option of RLHFConfig: did you mean {new}\\?$"
     with pytest.raises(ValueError, match=words): RLHFConfig(**{old: 20})
     assert getattr(RLHFConfig(**{new: 20}), new) == 20
+
+
+@pytest.mark.parametrize("name, cls", [*((name, PPOConfig) for name in list(ELSEWHERE)[:10]),
+                                       *((name, RLHFConfig) for name in list(ELSEWHERE)[10:])])
+def test_another_librarys_name_is_answered_with_ours(name, cls):
+    ours = ELSEWHERE[name].split()[0]
+    assert ours in (*cls.__dataclass_fields__, "max_new_tokens")
+    words = f"{name} must be an option of {cls.__name__}: did you mean {ELSEWHERE[name]}?"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"): cls(**{name: 1})
 
 
 @pytest.mark.parametrize("old, new", RENAMED)
