@@ -1,7 +1,6 @@
 """Race GRPO on prompts of one's own against TRL's trainer: a tiny Qwen2 and a tiny Llama on a CPU.
 
-    python benchmarks/own_prompts.py --only "Qwen2 short" "Llama short"   # what is stored
-    python benchmarks/own_prompts.py           # "long" too, which takes far longer
+    python benchmarks/own_prompts.py
 
 Writes nbs/studies/results/own_prompts.csv: for each model, length of a response and seed, the
 seconds of processor time that an iteration takes on one thread, the first one left out, ours and
