@@ -139,7 +139,7 @@ def _without_effect(exercise, f, got):
     return [name for name in exercise.arguments if no_effect(name)]
 
 def _switched_off(exercise, f, pairs):
-    "An argument, or two, with which yours becomes right, if a third of the inputs shows it."
+    "An argument, or two, with which yours would be right, if a third of the inputs shows it."
     if 3 * sum(not close(*pair) for pair in pairs) < len(pairs): return None
     ways = switches(exercise.cases[0])
     zeros = [way for way in ways if way[0] == "0"]
@@ -150,6 +150,7 @@ def _switched_off(exercise, f, pairs):
             return g
         right = exercise.outcomes(off(exercise.reference), plain=True)
         if told(right, 3) and all(map(alike, _yours(exercise, off(f)), right)):
-            text = " and ".join(map(" in place of ".join, several))
-            return "term", f"Here yours becomes right with {text}: look at what that changes."
+            were = [f"{old[0]} were" if old else "there were" for _, *old in several]
+            text = " and ".join(f"{who} {new}" for who, (new, *_) in zip(were, several))
+            return "term", f"Yours would be right if {text}: look at what that changes."
     return None

@@ -354,7 +354,9 @@ exercise("merge_moments", "07_whitening", _merge,
                                 _merge(n, a, *x)[2] * (n + x[1]) / (n + x[1] - 1)),
         "Your variance is unbiased: here it is divided by the count."),
     no_between=(lambda n, a, v, k, b, w: (*_merge(n, a, v, k, b, w)[:2], (n * v + k * w) / (n + k)),
-        "The variance between the batches is missing."))
+        "The variance between the batches is missing."),
+    unweighted=(lambda n, a, v, k, b, w: (n + k, (a + b) / 2, (v + w) / 2),
+        "You weigh both batches alike: weigh each by its count."))
 
 # %% ../../nbs/formulas/08_advantage.ipynb #exercise-checks
 def _gae(*x): return advantage.gae(*x)[0]
@@ -412,7 +414,9 @@ exercise("rloo_advantage", "08_advantage", advantage.rloo_advantage,
     inputs=[(vec([[1., 2., 6.]]),), (vec([1., 2., 6.], [0., 5., 4.]),),
             (normal(3, 4, seed=30) + 2,)],
     with_itself=(_less_mean,
-        "Your baseline counts the response itself: the advantage is too small by (G - 1) / G."))
+        "Your baseline counts the response itself: the advantage is too small by (G - 1) / G."),
+    over_all=(lambda r: r - (r.sum(1, keepdim=True) - r) / r.shape[1],
+        "You divide the sum of the others by G: they are G - 1."))
 
 # %% ../../nbs/formulas/09_reward.ipynb #exercise-checks
 def _last(m): return m & (m.flip(1).cumsum(1).flip(1) == 1)
@@ -466,7 +470,10 @@ exercise("truncate_at_stop", "09_reward", lambda t, s, p: reward.truncate_at_sto
         "You read the mask off the padding: the policy may write pad tokens too."),
     argmax=(lambda t, s, p: _cut(t, p,
         torch.arange(t.shape[1]) <= (t == s).long().argmax(1, keepdim=True)),
-        "In a row without a stop token all tokens count (argmax of no True is 0)."))
+        "In a row without a stop token all tokens count (argmax of no True is 0)."),
+    no_stop=(lambda t, s, p: _cut(t, p, (t == s).any(1, keepdim=True)
+                                  & (_stops(t, s) - (t == s).long() == 0)),
+        "In a row without a stop token nothing counts in yours; all of it was written."))
 
 exercise("reward_norm", "09_reward",
     lambda r, m, s: (lambda n: (n.gain, n.bias))(reward.RewardNorm().fit(r, m, s)),

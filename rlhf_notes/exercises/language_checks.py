@@ -86,7 +86,9 @@ exercise("pass_at_k", "40_checkable", lambda c, n, k: 1 - _all_of(n - c, n, k),
     inputs=[(torch.tensor([4, 1, 0]), 4, 2), (torch.tensor([6, 3, 8, 0, 1]), 8, 3)],
     replaced=(lambda c, n, k: 1 - (1 - c / n) ** k,
         "You draw with replacement: no response is drawn twice."),
-    all_right=(_all_of, "That is the probability that all k are right: one is enough."))
+    all_right=(_all_of, "That is the probability that all k are right: one is enough."),
+    added=(lambda c, n, k: (k * c / n).clamp(max=1),
+        "You add up the probabilities, so two right responses in one draw count twice."))
 
 exercise("no_spread", "40_checkable", lambda r: (r.amax(1) == r.amin(1)).float().mean(),
     "f(rewards (P, G)) -> the share of the P groups whose G rewards are all the same, 0-dim",

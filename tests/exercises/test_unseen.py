@@ -101,18 +101,23 @@ UNSEEN = [
      lambda s, a, b, c, m: -c * (a - b) + check.token_rewards.reference(s, a, a, c, m), "where",
      "Here yours is wrong only where mask is False."),
     ("token_rewards", scores_one_late, "term",
-     "Here yours becomes right with 0 in place of scores"),
+     "Yours would be right if scores were 0"),
     ("ppo_loss",
      lambda a, b, A, V, R, H, m, eps, v, h: (v * (V - R) ** 2 / 2
                                              - surrogate((a - b.detach()).exp(), A, eps))[m].mean()
-     - h * H.mean(), "term", "Here yours becomes right with 0 in place of entropy"),
+     - h * H.mean(), "term", "Yours would be right if entropy were 0"),
     ("ppo_loss",
      lambda a, b, A, V, R, H, m, eps, v, h: (v * (V - R) ** 2
                                              - surrogate((a - b.detach()).exp(), A, eps) + h
                                              * H)[m].mean(), "term",
-     "0 in place of entropy and 0 in place of value_coef"),
+     "if entropy were 0 and value_coef were 0"),
     ("one_step_target", lambda r, v, e, c, g: r + g * torch.where(e & ~c, 0.0, v), "term",
-     "Here yours becomes right with 0 in place of next_values"),
+     "Yours would be right if next_values were 0"),
+    ("dpo_loss", lambda c, r, p, q, b: -logsigmoid(b * (c - r) - (p - q)).mean(), "term",
+     "Yours would be right if ref_chosen were ref_rejected"),
+    ("choice_loss",
+     lambda a, b, beta: -logsigmoid(beta * ((a - b)[:, 0] - (a - b)[:, 1:].mean(1))).mean(), "term",
+     "Yours would be right if there were the first two elements alone"),
     # a gradient
     ("importance_ratio", lambda a, b: (a - b).exp(), "gradient",
      "a gradient flows into logp_old: detach it"),
