@@ -151,7 +151,7 @@ def backward(
         _store(grad, index[r], chosen)
 
 # %% ../../nbs/fast/row_loops.ipynb #threads
-SHARE = 2**20  # logits that are worth waking a thread
+SHARE = 2**18  # logits that are worth waking a thread
 
 _pool = cache(ThreadPoolExecutor)
 if hasattr(os, "register_at_fork"):  # a child has none of the threads
