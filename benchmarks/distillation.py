@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from jobs import RESULTS, options, read, text, write
 
-from rlhf_notes.formulas.distillation import distillation_advantage
+from rlhf_notes.hub.own_loop import OwnLoop
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.model import make_gpt2
@@ -33,10 +33,7 @@ RATES, BEST = (5e-4, 1e-3, 2e-3), dict(grpo=2e-3, teacher=2e-3)
 class Taught(Loop):
     "`Loop` whose reference is a teacher, as in `RLHF(teacher=)`."
 
-    def advantages(self):
-        x = self.rollout
-        A = distillation_advantage(x.logp, x.logp_ref, x.response_mask)
-        return replace(x, advantages=A)
+    taught, advantages = True, OwnLoop.advantages
 
 
 def finish(stage):

@@ -16,12 +16,11 @@ from rlhf_notes.studies.checkable import make_questions, measure, pretrain
 from rlhf_notes.studies.staleness import CORRECTIONS, StaleRLHF
 
 ITERATIONS = 60
-OTHERS = [name for name in CORRECTIONS if name != "nothing"]
-RUNS = (  # the first for twice as many seeds, then the second, then the third
-    [("float32", 0, "nothing"), *(("float32", 16, name) for name in CORRECTIONS)],
-    [*(("float32", age, "nothing") for age in (8, 4, 2)),
-     *((s, 0, name) for s in ("bfloat16", "top-p") for name in ("nothing", "token TIS"))],
-    [("float32", 8, name) for name in OTHERS])
+RUNS = [
+    *(("float32", age, "nothing") for age in (0, 2, 4)),
+    *(("float32", age, name) for age in (8, 16) for name in CORRECTIONS),
+    *(("mixture", 16, name) for name in ("nothing", "clip", "DPPO", "sequence TIS")),
+    *((s, 0, name) for s in ("bfloat16", "top-p") for name in ("nothing", "token TIS"))]
 COLUMNS = ("seed", "sampler", "age", "correction", "pass_1", "pass_8", "pass_32", "score", "kl")
 SECONDS = 8  # of one training, on a quiet core
 
@@ -46,12 +45,10 @@ def run(seed, sampler, age, name):
 
 
 def main():
-    args = options(__doc__, RESULTS / "staleness.csv", 5, CORRECTIONS)
+    args = options(__doc__, RESULTS / "staleness.csv", 10, CORRECTIONS)
     rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {(int(seed), sampler, int(age), name) for seed, sampler, age, name, *_ in rows}
-    twice = range(args.first, args.first + 2 * len(args.seeds))
-    todo = [(seed, *job) for jobs in RUNS for seed in (twice if jobs is RUNS[0] else args.seeds)
-            for job in jobs
+    todo = [(seed, *job) for seed in args.seeds for job in RUNS
             if job[2] in args.only and (seed, *job) not in done]
     for row in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
         rows.append(row)

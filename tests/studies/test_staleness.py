@@ -2,14 +2,25 @@ import copy
 import math
 
 import pytest
+import staleness_reviews
 import torch
 
+from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.language.sampling import sample
+from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.checkable import make_questions, pretrain
-from rlhf_notes.studies.staleness import CORRECTIONS, SAMPLERS, StaleRLHF, gradient_error
+from rlhf_notes.studies.staleness import (
+    CORRECTIONS,
+    SAMPLERS,
+    StaleRLHF,
+    gradient_error,
+    stale_reviews,
+)
+from rlhf_notes.studies.variants import measure, prepare
 
 SMALL = dict(batch=16, iterations=4, minibatches=2, seed=1)
+TINY = dict(sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, eval_responses=12)
 ONE = torch.ones(1, 3, dtype=torch.bool)
 
 
@@ -19,6 +30,10 @@ def questions(): return make_questions(60)
 
 @pytest.fixture(scope="module")
 def lm(questions): return pretrain(questions, seed=1, steps=3)
+
+
+@pytest.fixture(scope="module")
+def start(): return prepare(RLHFConfig(seed=1, device="cpu", iterations=3, **TINY))
 
 
 def odd(prompts, responses, solution):
@@ -131,6 +146,31 @@ def test_a_training_with_each_sampler(lm, questions):
     for sampler in SAMPLERS:
         trainer = StaleRLHF(lm, questions, "token TIS", 1, sampler, reward=odd, **SMALL).learn()
         assert all(math.isfinite(row["kl_k1"]) for row in trainer.rows)
+
+
+def test_fresh_reviews_are_those_of_grpo_without_a_price(start):
+    loop, plain = stale_reviews(start), start.trainer(algo="grpo", kl_coef=0.0)
+    for _ in range(3):
+        loop.iterate()
+        plain.iterate()
+    expected, begin = plain.policy.state_dict(), loop.versions[0].state_dict()
+    for name, x in loop.policy.state_dict().items():
+        torch.testing.assert_close(x, expected[name], atol=1e-5, rtol=0)
+    assert not torch.equal(begin["lm_head.weight"], loop.policy.lm.lm_head.weight)
+
+
+def test_a_row_of_the_reviews(start, monkeypatch):
+    looker, loops = start.trainer(), []
+    before = evaluate(looker, start.lm)
+    monkeypatch.setattr(staleness_reviews, "started", lambda seed: (start, looker, before))
+    monkeypatch.setattr(staleness_reviews, "stale_reviews",
+                        lambda *args: loops.append(stale_reviews(*args)) or loops[0])
+    found = dict(zip(staleness_reviews.COLUMNS, staleness_reviews.run(1, 2, "sequence mask")))
+    loop, expected = loops[0], measure(looker, loops[0].policy.lm)
+    assert (loop.age, loop.correction, loop.iteration) == (2, "sequence mask", 3)
+    assert float(found["true"]) == pytest.approx(expected["true"], rel=1e-4)
+    assert float(found["kl_pretrained"]) == pytest.approx(expected["kl"], rel=1e-4)
+    assert float(found["kl"]) > 0 and float(found["kl"]) != float(found["kl_pretrained"])
 
 
 def test_bad_options_are_named(lm, questions):

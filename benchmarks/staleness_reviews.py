@@ -1,0 +1,59 @@
+"""Reviews by older policies, and eleven losses, over many seeds.
+
+    python benchmarks/staleness_reviews.py
+
+Appends to nbs/studies/results/staleness_reviews.csv, for each seed, age and correction: proxy and
+true reward, the share of responses with an end, win rate and KL from the pretrained model on
+held-out prompts, nats a response; the mean score of the last ten rollouts; and the KL of the
+rollout policy from the policy that learns, the mean over a training. Each seed has a pretrained
+model and a reward model of its own. Rows that are there are not made again.
+`nbs/studies/48_staleness.ipynb` says what came of it.
+"""
+from functools import lru_cache
+
+import torch
+from jobs import RESULTS, options, read, side_by_side, text, write
+
+from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.pipeline import evaluate
+from rlhf_notes.studies.staleness import CORRECTIONS, stale_reviews
+from rlhf_notes.studies.variants import prepare
+
+RUNS = [*((age, "nothing") for age in (0, 2, 4, 8)), *((16, name) for name in CORRECTIONS)]
+COLUMNS = ("seed", "age", "correction", "proxy", "true", "valid", "win", "kl_pretrained", "score",
+           "kl")
+SECONDS = 14  # of one training, on a quiet core
+
+
+@lru_cache(maxsize=1)
+def started(seed):
+    "Both models, a trainer that looks at policies, and what it sees of the pretrained model."
+    start = prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=1024))
+    looker = start.trainer()
+    return start, looker, evaluate(looker, start.lm)
+
+
+def run(seed, age, name):
+    torch.set_num_threads(1)
+    start, looker, before = started(seed)
+    loop = stale_reviews(start, name, age)
+    rows = [loop.iterate() for _ in range(loop.iterations)]
+    def mean(column, part): return sum(row[column] for row in part) / len(part)
+    found = evaluate(looker, loop.policy.lm).worth(before)
+    found |= dict(seed=seed, age=age, correction=name, kl_pretrained=found["kl"],
+                  score=mean("score", rows[-10:]), kl=mean("kl_k1", rows))
+    return [text(found[c]) for c in COLUMNS]
+
+
+def main():
+    args = options(__doc__, RESULTS / "staleness_reviews.csv", 6, CORRECTIONS)
+    rows = [] if args.fresh else read(args.out, COLUMNS)
+    done = {(int(seed), int(age), name) for seed, age, name, *_ in rows}
+    todo = [(seed, *job) for seed in args.seeds for job in RUNS
+            if job[1] in args.only and (seed, *job) not in done]
+    for row in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
+        rows.append(row)
+        write(args.out, COLUMNS, rows)
+
+
+if __name__ == "__main__": main()
