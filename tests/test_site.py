@@ -402,6 +402,14 @@ def test_what_is_folded(text, kept, folded):
     for word in kept.split(): assert word in re.sub(r"</summary>.*?</details>", "", words), words
 
 
+def test_the_foot_of_a_page_stays_out_of_its_last_fold():
+    page = doctree("# Exercises\nOne.")
+    page[-1] += nodes.container("", nodes.paragraph("", "Next."), classes=["next-on-path"])
+    site_folds.fold(None, page, "page")
+    words = " ".join(n.astext() for n in page.findall(nodes.Text))
+    assert words.index("One.") < words.index("</details>") < words.index("Next.")
+
+
 def test_nine_answers_of_ten_are_folded(built):
     pages = [p.read_text(encoding="utf-8") for p in built.rglob("*.html")]
     asked = sum(len(re.findall(r"<strong>Predict\b", p)) for p in pages)

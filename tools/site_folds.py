@@ -26,12 +26,14 @@ def fold_sections(doctree):
     for section in list(doctree.findall(nodes.section)):
         title, *rest = section.children
         if title.astext() not in SECTIONS or isinstance(section.parent, nodes.document): continue
+        foot = [n for n in rest if "next-on-path" in n["classes"]]  # stays open
+        rest = [n for n in rest if n not in foot]
         cells = sum(is_code(n) for n in section.findall(nodes.container))
         tasks = sum('id="exercise-' in r.astext() for r in section.findall(nodes.raw))
         shown = f"Show ({cells} cells)" if cells else "Show"
         if tasks: shown = f"Show ({tasks} exercise{'s' * (tasks > 1)})"
-        if title.astext() == CARD: section[:] = details("section", CARD, rest)
-        else: section[:] = [title, *details("section", shown, rest)]
+        if title.astext() == CARD: section[:] = [*details("section", CARD, rest), *foot]
+        else: section[:] = [title, *details("section", shown, rest), *foot]
 
 
 def is_code(node):
