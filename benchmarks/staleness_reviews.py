@@ -46,7 +46,7 @@ def run(seed, age, name):
 
 
 def main():
-    args = options(__doc__, RESULTS / "staleness_reviews.csv", 6, CORRECTIONS)
+    args = options(__doc__, RESULTS / "staleness_reviews.csv", 10, CORRECTIONS)
     rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {(int(seed), int(age), name) for seed, age, name, *_ in rows}
     todo = [(seed, *job) for seed in args.seeds for job in RUNS
