@@ -45,7 +45,7 @@ TRAININGS = {"LoRA": LORA | dict(reward=last_number),
              "all weights": GRPO | dict(learning_rate=2e-5, reward=last_number),
              "hole": LARGER | dict(reward=[mentioned, (only_number, 0)]),  # logged, not paid
              "mended": LARGER | dict(reward=only_number),
-             "DPO": dict(lora=8, learning_rate=1e-3, max_new_tokens=16, iterations=12, batch=32,
+             "DPO": dict(lora=8, learning_rate=3e-4, max_new_tokens=12, iterations=8, batch=32,
                          minibatches=2, device="cpu")}
 SEEDS = {"LoRA": 5, "all weights": 3, "hole": 5, "mended": 1, "DPO": 3}
 TASKS = dict.fromkeys(("hole", "mended"), (comparisons, only_number))
@@ -75,7 +75,7 @@ def make_trainer(model, name, seed, prompts):
     options = TRAININGS[name] | dict(seed=seed)
     if name != "DPO": return RLHF(model, prompts=prompts, **options)
     start = RLHF(model, prompts=prompts, reward=last_number, **GRPO | dict(batch=128))
-    found = start.generate([row["prompt"] for row in prompts], seed=seed, n=64)
+    found = start.generate([row["prompt"] for row in prompts], seed=seed, n=24)
     pairs = right_against_wrong(prompts, found)
     print(len(pairs), "pairs", flush=True)
     return DPO(model, prompts=pairs, **options)
