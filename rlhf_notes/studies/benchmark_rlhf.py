@@ -27,6 +27,7 @@ from ..language.config import RLHFConfig
 from ..reviews.pipeline import evaluate
 from ..reviews.task import review_prompts
 from .variants import Start, prepare
+from ..training.devices import THREADS
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #contenders
@@ -132,7 +133,8 @@ def race(
     "Train, by the clock, and look at what came of it."
     train, changes = contenders()[name]
     trainer = start.trainer(**changes, iterations=iterations + 1)
-    ends, lm = train(start, trainer.config)
+    with THREADS.held(1):
+        ends, lm = train(start, trainer.config)
     seconds, c = ends[-1] - ends[0], trainer.config
     return dict(task="rlhf", seed=c.seed, contender=name, iterations=iterations, seconds=seconds,
                 seconds_per_iteration=seconds / iterations,

@@ -14,6 +14,7 @@ from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.studies.variants import prepare
+from rlhf_notes.training.devices import THREADS
 
 SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16, batch=16,
              iterations=2, eval_responses=8, kl_target=0.0)
@@ -88,6 +89,17 @@ def test_the_race_by_hand(start, monkeypatch):
                                                                2.0 if lm is trained else 0.0])))
     row = compare.race("x", start, 2)
     assert (row["seconds"], row["seconds_per_iteration"], row["true_score"]) == (4.0, 2.0, 1.5)
+
+
+def test_everybody_has_one_thread(start, monkeypatch):
+    found = []
+    def train(start, config):
+        found.append(torch.get_num_threads())
+        return [1.0, 2.0], start.lm
+    monkeypatch.setattr(compare, "contenders", lambda: {"x": (train, {})})
+    with THREADS.held(2):
+        compare.race("x", start, 1)
+        assert found == [1] and torch.get_num_threads() == 2
 
 
 def test_the_start_of_a_race_is_what_the_command_says(monkeypatch):
