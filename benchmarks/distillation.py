@@ -1,6 +1,6 @@
 """A student half as wide as its teacher: taught on its own samples, or trained by GRPO.
 
-    python benchmarks/distillation.py                        # six seeds
+    python benchmarks/distillation.py                        # ten seeds
     python benchmarks/distillation.py --first 100 --seeds 2  # the learning rates
 
 Appends to nbs/studies/results/distillation.csv. Each seed has a pretrained model, a reward model
@@ -93,7 +93,7 @@ def study(seed):
 
 
 def main():
-    args = options(__doc__, RESULTS / "distillation.csv", 6)
+    args = options(__doc__, RESULTS / "distillation.csv", 10)
     torch.set_num_threads(1)
     rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {int(row[0]) for row in rows}

@@ -43,7 +43,7 @@ def run(start, warmup, iterations):
 
 
 def main():
-    args = options(__doc__, RESULTS / "value_warmup.csv", 5)
+    args = options(__doc__, RESULTS / "value_warmup.csv", 10)
     torch.set_num_threads(1)
     rows = [] if args.fresh else read(args.out, COLUMNS)
     done = {tuple(map(int, row[:3])) for row in rows}

@@ -1,4 +1,5 @@
 "Run the cells of a notebook one after another, as a kernel does, in a process of their own."
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -28,6 +29,7 @@ def inside(cells, folder, log, seconds):
     start = processor_seconds()
     os.chdir(folder)
     for stream in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    faulthandler.enable(open(2, "w", closefd=False))  # a crash says where
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell.instance(colors="nocolor")
