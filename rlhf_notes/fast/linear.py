@@ -93,7 +93,7 @@ def _derive(ctx, g, h, *_):
     if torch.is_grad_enabled():
         plain = _differentiable(inputs, ctx.temperature, g, h, ctx.needs_input_grad)
         return *plain, None, None, None
-    d_hidden, d_weight, d_bias = head_backward(
+    d_hidden, d_weight, d_bias = torch.ops.rlhf_notes.head_backward.default(
         *inputs, ctx.temperature, ctx.chunk, g, h, H, base, total, ctx.needs_input_grad[1])
     return d_hidden, d_weight, None, d_bias if ctx.needs_input_grad[3] else None, None, None, None
 
@@ -125,7 +125,8 @@ def log_probs(
         index, hidden = torch.where(mask, index, 0), torch.where(mask[..., None], hidden, 0)
     size = chunk or max(1, CHUNK * (8 if hidden.is_cuda else 1) // V)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    out = head(flat, weight, index.reshape(-1), bias, temperature, size, entropy)
+    out = torch.ops.rlhf_notes.head.default(
+        flat, weight, index.reshape(-1), bias, temperature, size, entropy)
     logp, H = (y.view(index.shape) for y in out[:2])
     if mask is not None:
         logp, H = torch.where(mask, logp, 0), torch.where(mask, H, 0)

@@ -97,7 +97,8 @@ def _derive(ctx, g, h, *_):
     elif ctx.inplace:
         grad = backward(logits, index, ctx.temperature, g, h, *kept, logits.detach())
     else:
-        call = gradient if _eager(g, h) else _gradient
+        by_name = torch.ops.rlhf_notes.rows_backward.default
+        call = gradient if _eager(g, h) else by_name
         grad = call(logits, index, ctx.temperature, g, h, *kept)
     return grad, None, None, None, None
 
@@ -223,7 +224,8 @@ def _call(logits, index, temperature, mask, entropy, inplace):
     else:
         eager = fast.eager(logits)
         inplace = inplace and logits.is_contiguous() and eager
-        both = (_Rows.apply if eager else rows)(logits, index, temperature, entropy, inplace)[:2]
+        call = _Rows.apply if eager else torch.ops.rlhf_notes.rows.default
+        both = call(logits, index, temperature, entropy, inplace)[:2]
     return both if mask is None else [y if y is None else torch.where(mask, y, 0) for y in both]
 
 def log_prob(

@@ -75,10 +75,14 @@ def _gae_now(r: Tensor, v: Tensor, next_v: Tensor, terminated: Tensor, done: Ten
     _compiled(_gae_loop)(*inputs, number(gamma), number(gamma * lam), out)
     return A
 
-_scan = torch.library.custom_op("rlhf_notes::scan", _scan_now, mutates_args=())
-_gae = torch.library.custom_op("rlhf_notes::gae", _gae_now, mutates_args=())
-_scan.register_fake(_empty)
-_gae.register_fake(_empty)
+_scan_op = torch.library.custom_op("rlhf_notes::scan", _scan_now, mutates_args=())
+_gae_op = torch.library.custom_op("rlhf_notes::gae", _gae_now, mutates_args=())
+_scan_op.register_fake(_empty)
+_gae_op.register_fake(_empty)
+
+def _scan(x, decay): return torch.ops.rlhf_notes.scan.default(x, decay)
+
+def _gae(*given): return torch.ops.rlhf_notes.gae.default(*given)
 
 def _derive(ctx, grad):
     "The same scan with time turned around."
@@ -89,7 +93,7 @@ def _derive(ctx, grad):
 def _keep(ctx, inputs, output):
     ctx.save_for_backward(inputs[1])
 
-_scan.register_autograd(_derive, setup_context=_keep)
+_scan_op.register_autograd(_derive, setup_context=_keep)
 
 # %% ../../nbs/fast/scan.ipynb #doors
 SHORT, SMALL = 4, 2**10  # steps, numbers: for fewer the plain loop will do, or NumPy's

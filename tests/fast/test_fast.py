@@ -7,12 +7,16 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rlhf_notes import fast
+from rlhf_notes.fast import rows
+from rlhf_notes.formulas.advantage import accumulate, gae
+from rlhf_notes.formulas.logprob import linear_log_probs, selective_log_softmax
 
 needs_numba = pytest.mark.skipif(not fast.has_numba(), reason="needs Numba")
 
@@ -142,3 +146,24 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert f(3) == 6 and f(np.ones(2)).tolist() == [2, 2]
+
+
+USES = {  # operators -> what calls them, of x (T, 2), integers (T,) and flags (T, 2)
+    ("scan",): lambda x, i, end: accumulate(x, 0.5 * end),
+    ("gae",): lambda x, i, end: gae(*[x.detach()] * 3, end, end)[0],
+    ("rows", "rows_backward"): lambda x, i, end: selective_log_softmax(x, i),
+    ("head", "head_backward"): lambda x, i, end: linear_log_probs(x, x[:3], i, chunk=500),
+}
+
+
+@pytest.mark.parametrize("name, use", [(name, use) for names, use in USES.items()
+                                       for name in names])
+def test_an_operator_is_found_by_its_name(name, use, monkeypatch):
+    "A page that runs again makes it anew; a handle of the old one points to freed memory."
+    def found(*args): raise LookupError(name)
+    monkeypatch.setattr(torch.ops.rlhf_notes, name, SimpleNamespace(default=found))
+    monkeypatch.setattr(fast, "eager", lambda x: False)
+    monkeypatch.setattr(rows, "LARGE", 0)
+    x, i = torch.randn(1200, 2, requires_grad=True), torch.zeros(1200, dtype=torch.long)
+    with pytest.raises(LookupError, match=f"^{name}$"):
+        use(x, i, x > 0).sum().backward()
