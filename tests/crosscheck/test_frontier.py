@@ -142,6 +142,14 @@ def verl():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_the_advantage_from_a_teacher_is_verls(seed):
+    "Minus the k1 of its trainer.distillation.losses."
+    logp, teacher, mask = two_samplers(seed)
+    theirs = -verl().core_algos.kl_penalty(logp, teacher, "k1")
+    torch.testing.assert_close(rn.distillation_advantage(logp, teacher, mask), theirs * mask)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("low", [None, 0.8])
 def test_weights_for_another_samplers_tokens_are_verls(level, low, seed):
