@@ -13,7 +13,7 @@ import time
 from functools import lru_cache
 
 import torch
-from jobs import RESULTS, options, read, side_by_side, text, write
+from jobs import RESULTS, options, resume, text
 
 from rlhf_notes.studies.checkable import (
     ALGORITHMS,
@@ -40,7 +40,7 @@ def started(seed):
     return train, held_out, lm, right.argsort(stable=True)
 
 
-def run(name, seed):
+def run(seed, name):
     torch.set_num_threads(1)
     train, held_out, lm, rank = started(seed)
     trainer = CheckableRLHF(lm, train, name if name in ALGORITHMS else "GRPO", seed=seed)
@@ -62,12 +62,8 @@ def run(name, seed):
 
 def main():
     args = options(__doc__, RESULTS / "checkable.csv", 10, ("pretrained", *ALGORITHMS))
-    rows = [] if args.fresh else read(args.out, COLUMNS)
-    done = {(name, int(seed)) for seed, name, *_ in rows}
-    todo = [(name, seed) for seed in args.seeds for name in args.only if (name, seed) not in done]
-    for row in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
-        rows.append(row)
-        write(args.out, COLUMNS, rows)
+    resume(run, [(seed, name) for seed in args.seeds for name in args.only],
+           args, COLUMNS, SECONDS)
 
 
 if __name__ == "__main__": main()

@@ -47,6 +47,16 @@ def write(path, columns, rows):
     tmp.replace(path)
 
 
+def resume(run, jobs, args, columns, seconds):
+    "The rows run(*job) of the jobs whose own are not there, appended as each ends."
+    rows = [] if args.fresh else read(args.out, columns)
+    done = [row[:len(jobs[0])] for row in rows]
+    todo = [job for job in jobs if [*map(str, job)] not in done]
+    for row in side_by_side(run, todo, args.jobs, lambda job: seconds):
+        rows.append(row)
+        write(args.out, columns, rows)
+
+
 def side_by_side(run, todo, jobs, seconds):
     "Yield run(*job) for each job as it ends, from processes of one thread; `seconds` of one job."
     minutes = sum(map(seconds, todo)) / jobs / 60

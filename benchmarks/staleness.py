@@ -10,7 +10,7 @@ Rows that are there are not made again. `nbs/studies/48_staleness.ipynb` says wh
 from functools import lru_cache
 
 import torch
-from jobs import RESULTS, options, read, side_by_side, text, write
+from jobs import RESULTS, options, resume, text
 
 from rlhf_notes.studies.checkable import make_questions, measure, pretrain
 from rlhf_notes.studies.staleness import CORRECTIONS, StaleRLHF
@@ -46,13 +46,8 @@ def run(seed, sampler, age, name):
 
 def main():
     args = options(__doc__, RESULTS / "staleness.csv", 10, CORRECTIONS)
-    rows = [] if args.fresh else read(args.out, COLUMNS)
-    done = {(int(seed), sampler, int(age), name) for seed, sampler, age, name, *_ in rows}
-    todo = [(seed, *job) for seed in args.seeds for job in RUNS
-            if job[2] in args.only and (seed, *job) not in done]
-    for row in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
-        rows.append(row)
-        write(args.out, COLUMNS, rows)
+    resume(run, [(seed, *job) for seed in args.seeds for job in RUNS if job[2] in args.only],
+           args, COLUMNS, SECONDS)
 
 
 if __name__ == "__main__": main()

@@ -12,7 +12,7 @@ model and a reward model of its own. Rows that are there are not made again.
 from functools import lru_cache
 
 import torch
-from jobs import RESULTS, options, read, side_by_side, text, write
+from jobs import RESULTS, options, resume, text
 
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews.pipeline import evaluate
@@ -47,13 +47,8 @@ def run(seed, age, name):
 
 def main():
     args = options(__doc__, RESULTS / "staleness_reviews.csv", 10, CORRECTIONS)
-    rows = [] if args.fresh else read(args.out, COLUMNS)
-    done = {(int(seed), int(age), name) for seed, age, name, *_ in rows}
-    todo = [(seed, *job) for seed in args.seeds for job in RUNS
-            if job[1] in args.only and (seed, *job) not in done]
-    for row in side_by_side(run, todo, args.jobs, lambda job: SECONDS):
-        rows.append(row)
-        write(args.out, COLUMNS, rows)
+    resume(run, [(seed, *job) for seed in args.seeds for job in RUNS if job[1] in args.only],
+           args, COLUMNS, SECONDS)
 
 
 if __name__ == "__main__": main()
