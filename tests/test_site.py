@@ -358,8 +358,8 @@ def test_folds(tmp_path):
 
 
 def doctree(text):
-    """What docutils makes of the blocks of `text`, one a line: # heading, > code, output or none,
-    < HTML, or a paragraph.
+    """What docutils makes of the blocks of `text`, one a line: # heading, > code, output or none
+    (*.svg is a picture), < HTML, or a paragraph.
     """
     root = section = nodes.section("", nodes.title("", "A page"))
     for line in text.split("\n"):
@@ -370,10 +370,15 @@ def doctree(text):
     return root
 
 
+def put_out(output):
+    if output.endswith(".svg"): return nodes.image(output, alt=output)
+    return nodes.raw("", output, format="html")
+
+
 def code(source, output=None):
     parts = [nodes.container("", nodes.literal_block("", source), nb_element="cell_code_source")]
     if output:
-        parts.append(nodes.container("", nodes.raw("", output, format="html"),
+        parts.append(nodes.container("", *map(put_out, output.split(", ")),
                                      nb_element="cell_code_output"))
     return nodes.container("", *parts, nb_element="cell_code")
 
@@ -400,6 +405,27 @@ def test_what_is_folded(text, kept, folded):
     closed = " ".join(re.findall(r"</summary>(.*?)</details>", words))
     for word in folded.split(): assert word in closed, words
     for word in kept.split(): assert word in re.sub(r"</summary>.*?</details>", "", words), words
+
+
+@pytest.mark.parametrize("text, order", [
+    ("Predict before you run. What?\n> f() -> 3, a.svg\n> g() -> b.svg\nThree.",
+     "What? f() g() <details 3 Three. </details> a.svg b.svg"),
+    ("Predict before you run. What?\n> f() -> a.svg\n# Next", "What? f() a.svg Next"),
+])
+def test_the_pictures_of_an_answer_follow_its_fold(text, order):
+    page = doctree(text)
+    site_folds.fold(None, page, "page")
+    shown = [n for n in page.findall() if isinstance(n, (nodes.Text, nodes.image))]
+    words = " ".join(n.astext() for n in shown)
+    at = [words.index(word) for word in order.split()]
+    assert at == sorted(at) and words.count(".svg") == order.count(".svg"), words
+    assert words.count("<details") == order.count("<details")
+
+
+def test_no_picture_of_the_site_lies_in_a_folded_answer(built):
+    for page in built.rglob("*.html"):
+        parts = page.read_text(encoding="utf-8").split('<details class="fold answer">')[1:]
+        assert not [p for p in parts if "<img" in p[:p.index("</details>")]], page
 
 
 def test_the_foot_of_a_page_stays_out_of_its_last_fold():

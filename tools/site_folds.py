@@ -2,8 +2,9 @@
 engineering, errata, and what `help` says.
 
 A section called "More proofs", "In the workshop", "Errata", "Exercises" or "The formulas by name"
-is folded as a whole. After "Predict before you run" the code stays in view; what it puts
-out, and the paragraph after it, are the answer. A slider stays in view: moving it shows the answer.
+is folded as a whole. After "Predict before you run" the code stays in view; what it prints, and
+the paragraph after it, are the answer; the pictures that it draws follow the fold, in view. So
+does a slider: moving it shows the answer.
 """
 import re
 
@@ -46,6 +47,14 @@ def outputs(cell):
     return [n for n in found if not any("data-slider" in r.astext() for r in n.findall(nodes.raw))]
 
 
+def taken_out(outputs):
+    "The pictures of `outputs`, which have none afterwards, as an output of their own."
+    drawn = [n for out in outputs for n in out.children if isinstance(n, nodes.image)]
+    for picture in drawn: picture.parent.remove(picture)
+    shown = nodes.container("", *drawn, classes=["cell_output"])
+    return [nodes.container("", shown, classes=["cell"])] if drawn else []
+
+
 def flow(section):
     "The blocks of `section` and of the sections within it, in order."
     for node in section.children:
@@ -84,14 +93,16 @@ def fold_answers(doctree):
         if not is_question(question): continue
         cells, text = answer(blocks[i + 1:])
         shown = [out for cell in cells for out in outputs(cell)]
-        if not shown and text is None: continue
-        folded = [nodes.container("", *shown, classes=["cell"])] if shown else []
         for cell in cells: cell[:] = [n for n in cell.children if n not in shown]
+        drawn = taken_out(shown)
+        shown = [out for out in shown if out.children]
+        folded = [nodes.container("", *shown, classes=["cell"])] if shown else []
         if text is not None:
             text.parent.remove(text)
             folded.append(text)
+        if not folded and not drawn: continue
         parent, at = cells[-1].parent, cells[-1].parent.index(cells[-1]) + 1
-        parent[at:at] = details("answer", "Answer", folded)
+        parent[at:at] = [*(details("answer", "Answer", folded) if folded else []), *drawn]
 
 
 def fold(app, doctree, name):
