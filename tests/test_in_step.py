@@ -144,6 +144,13 @@ def test_every_figure_says_what_it_shows(path):
                     >= 30), (f"{cell_id} draws a figure without a `#| fig-alt:` line")
 
 
+def test_every_question_of_why_has_its_picture():
+    sources = ["".join(c["source"]) for c in load(NBS / "why.ipynb")["cells"]]
+    questions = "\n".join(sources).split("\n## ")[1:-1]
+    assert len(questions) == 15
+    assert not [q.splitlines()[0] for q in questions if "#| fig-alt" not in q]
+
+
 @each_notebook
 def test_imports_stand_in_cells_of_their_own(path):
     for cell_id, source, _ in code_cells(path):
