@@ -17,6 +17,7 @@ import torch
 from ..formulas.distillation import distillation_advantage
 from ..formulas.reward import multi_reward_advantage
 from .prompts import in_epochs
+from .turns import take_turns
 from ..language.loop import Loop
 from ..language.rollout import Rollout, with_advantages
 from ..language.scale import ScaledLoop
@@ -48,6 +49,7 @@ class OwnLoop(Loop):
     "`Loop` that draws groups again, normalises rewards and takes prompts in turn, if asked."
     again = 2  # rollouts at most, to replace groups without spread
     taught = False  # True = a teacher stands where the reference would
+    respond = staticmethod(take_turns)
     same_so_far, kl_before, calm = 0.0, 0.0, True  # for the warnings
 
     def prompts(self, again: int = 0) -> tuple:  # as of `Loop`

@@ -106,6 +106,7 @@ class Prompts:
     "Prompts and a reward function as a task for `RLHF`."
     special_tokens = True
     turn = None  # rows whose turn it is; None = any
+    environment = dialogues = None  # replies to the model; its `Dialogues`
 
     def __init__(
         self,
@@ -204,20 +205,29 @@ class Prompts:
         "Cut each response after the first stop token at position `stop_after` or later."
         return truncate_at_stop(responses, self.stop_token, self.pad_token, self.stop_after)  # P5
 
+    def as_arguments(
+        self,
+        rows: list,  # B dicts
+        responses: torch.Tensor,  # (B, T), on the CPU
+    ) -> tuple:  # a list by each name in `TEXTS`, and by that of each column
+        "Arguments of a reward."
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        ids = [[t for t in row if t != self.pad_token] for row in responses.tolist()]
+        return dict(zip(TEXTS, (columns.pop("prompt"), self.decode(responses), ids))), columns
+
     def score(self, prompts, mask, responses, response_mask) -> torch.Tensor:  # (B,)
         "The sum of the user's rewards; NaN where there is none."
         if not self.rewards:
             raise ValueError("reward must be a function to learn from, got none (DPO learns from "
                              "pairs)")
         device, prompts, responses = prompts.device, prompts.cpu(), responses.cpu()
-        rows = self.rows_of(prompts)
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        given, said = columns.pop("prompt"), self.decode(responses)
-        whole = self.decode(torch.cat([prompts, responses], 1))
+        rows, whole = self.rows_of(prompts), self.decode(torch.cat([prompts, responses], 1))
+        if self.environment:
+            rows, responses = self.dialogues.rows, self.dialogues.newest(responses)
+        texts, columns = self.as_arguments(rows, responses)
+        given, said, _ = texts.values()
         if not isinstance(given[0], str):
             whole = [[*chat, dict(role="assistant", content=x)] for chat, x in zip(given, said)]
-        ids = [[t for t in row if t != self.pad_token] for row in responses.tolist()]
-        texts = dict(zip(TEXTS, (given, said, ids)))
         self.parts = torch.stack([f(whole) if isinstance(f, Classifier) else
                                   call_reward(f, texts, columns)
                                   for f, _ in self.rewards], 1).to(device)

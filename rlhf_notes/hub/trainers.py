@@ -21,10 +21,11 @@ from .own_loop import OwnLoop, ScaledOwnLoop
 from .pairs import own_choices
 from .prompts import Prompts
 from .save import save_model
+from .turns import add_environment, take_turns
 from ..language.config import RLHFConfig, check_effect
 from ..language.dpo import make_dpo
+from ..language.loop import respond
 from ..language.model import autocast, check_context
-from ..language.sampling import sample
 from ..language.scale import make_loop
 from rlhf_notes.training.devices import (
     make_accelerator,
@@ -101,8 +102,8 @@ class Trainer:
     def evaluate(self) -> float:
         "Mean score of responses to the held-out prompts, always by the same random numbers."
         task, generator = self.held_out, seeded_generator("evaluation", self.config.seed)
-        responses, mask, _ = task.truncate(self._respond(task.tokens, task.mask, generator))
-        return task.score(task.tokens, task.mask, responses, mask).nanmean().item()
+        parts = self._respond(take_turns, task, task.tokens, task.mask, generator)
+        return torch.cat([task.score(*part) for part in parts]).nanmean().item()
 
     @torch.no_grad()
     def take_best(self):
@@ -123,22 +124,22 @@ class Trainer:
         check_value("n", n, "int [1, inf)")
         check_value("temperature", temperature, "[0, inf)?")
         tokens, mask = (x.repeat_interleave(n, 0) for x in self.task.encode(prompts))
-        responses = self._respond(tokens, mask, seeded_generator("generate", seed), temperature)
-        texts = self.task.decode(self.task.truncate(responses)[0])
+        generator = seeded_generator("generate", seed)
+        parts = self._respond(respond, self.task, tokens, mask, generator, temperature)
+        texts = [text for part in parts for text in self.task.decode(part[2])]
         return texts if n == 1 else [texts[i:i + n] for i in range(0, len(texts), n)]
 
     @torch.no_grad()
-    def _respond(self, tokens, mask, generator, temperature=None):
-        "Responses as tokens, on the CPU."
-        c, device, found = self.config, self.loop.device, []
+    def _respond(self, respond, task, tokens, mask, generator, temperature=None):
+        "Prompts, responses and the masks of both, batch by batch, on the CPU."
+        c, device = self.config, self.loop.device
         temperature = c.temperature if temperature is None else max(temperature, GREEDY)
         u = torch.rand(len(tokens), c.response_length, generator=generator)
         for part in zip(*(x.split(c.batch) for x in (tokens, mask, u))):
             with autocast(device, c.precision):
                 inputs = (x.to(device) for x in part)
-                samples = sample(self.policy.lm, *inputs, temperature, **self.task.until)
-                found.append(samples.tokens.cpu())
-        return torch.cat(found)
+                _, *found, _ = respond(task, self.policy.lm, *inputs, temperature)
+            yield *part[:2], *(x.cpu() for x in found)
 
     def save(
         self,
@@ -212,6 +213,7 @@ class RLHF(Trainer):
         seed: int = 0,  # of all that is random
         *,
         teacher=None,  # a model of the same tokens, to learn from in place of the reward
+        environment=None,  # replies to each turn: environment(prompts, responses, **columns)
         eval_prompts=(),  # held-out prompts, of the same kinds
         eval_reward=None,  # what scores the responses to them; None = `reward`
         eval_every: int | None = None,  # iterations from one evaluation to the next; None = 10
@@ -224,6 +226,7 @@ class RLHF(Trainer):
         self._begin(own_config(max_new_tokens, **options), model, tokenizer, prompts, reward)
         if teacher is not None:
             self._learn_from(teacher)
+        add_environment(self.task, environment, self.policy.lm)
         check_value("eval_every", eval_every, "int [1, inf)?")
         if len(eval_prompts):
             self._hold_out(eval_prompts, eval_reward or reward, eval_every or 10, keep_best)
@@ -247,6 +250,7 @@ class RLHF(Trainer):
                                 c.stop_after, self.policy.lm)
         check_context(self.policy.lm, eval_prompts=self.held_out.prompt_length,
                       max_new_tokens=c.response_length)
+        add_environment(self.held_out, self.task.environment, self.policy.lm)
         self.evaluator = Evaluator(self.evaluate, every,
                                    keep=(lambda: vector.detach().clone()) if keep_best else None)
 

@@ -25,7 +25,7 @@ class Rollout:
     "Responses and all that is known of them before the update, one row each."
     tokens: torch.Tensor         # Prompt and response, as sampled, (B, Q + T)
     mask: torch.Tensor           # False = padding of the prompt, (B, Q + T)
-    response_mask: torch.Tensor  # False = after the response's end, or left out, (B, T)
+    response_mask: torch.Tensor  # False = after the end, left out, or not the model's, (B, T)
     has_end: torch.Tensor        # True = the response has an end, (B,)
     scores: torch.Tensor         # Reward of the whole response, (B,)
     logp: torch.Tensor           # log pi of each token when it was sampled, (B, T)
@@ -117,7 +117,7 @@ def treat_overlong(
     if how == "filter":
         counts = counts & has_end
     elif how == "soft":
-        lengths, longest = response_mask.sum(1), response_mask.shape[1]
+        lengths, longest = response_mask.cumsum(1).argmax(1) + 1, response_mask.shape[1]
         scores = scores + overlong_penalty(lengths, longest, config.overlong_buffer)
     elif how in PENALTY_MODES:
         scores = apply_penalty(scores, has_end | ~counts, config.penalty, how)  # P5
@@ -146,7 +146,8 @@ def sample_table(
     some = rollout[::max(1, len(rollout) // n)]
     kl = masked_sum(kl_estimate(some.logp, some.logp_ref, "k1"), some.response_mask, dim=1)
     prompts = task.decode(some.tokens[:, :-some.logp.shape[1]])
-    responses = task.decode(task.truncate(some.responses)[0])
+    kept = task.truncate(some.responses)[1] | (some.response_mask.flip(1).cumsum(1).flip(1) > 0)
+    responses = task.decode(some.responses.masked_fill(~kept, task.pad_token))
     numbers = some.scores.tolist(), some.response_mask.sum(1).tolist(), kl.tolist()
     names = "prompt", "response", "score", "length", "kl"
     return [dict(zip(names, row)) for row in zip(prompts, responses, *numbers)]

@@ -7,7 +7,7 @@ from language.parts import TINY, a_batch, handmade, trainer
 from rlhf_notes.formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.hub.prompts import Prompts
-from rlhf_notes.language.rollout import with_advantages
+from rlhf_notes.language.rollout import treat_overlong, with_advantages
 from rlhf_notes.reviews.task import make_tokenizer
 
 def test_rows_of_a_rollout():
@@ -93,3 +93,10 @@ def test_what_has_no_score_is_not_in_its_group():
     for kl_in_loss in (True, False):
         A, _ = in_groups(x, algo="grpo", kl_in_loss=kl_in_loss)
         assert not A[1].any() and A[0].all()
+
+
+def test_a_soft_punishment_counts_the_place_where_a_dialogue_ends():
+    own = torch.tensor([[True, False, False, True], [True, True, False, False]])
+    config = replace(TINY, overlong="soft", overlong_buffer=4)
+    scores, _ = treat_overlong(config, torch.zeros(2), own, torch.ones(2, dtype=torch.bool))
+    assert scores.tolist() == [-1, -0.5]

@@ -1,0 +1,45 @@
+"""A model learns to guess a number, and what it needs the second turn for.
+
+    python benchmarks/turns.py
+
+Appends to nbs/hub/results/turns.csv: for ten seeds and each environment of the lesson, one that
+says "higher" or "lower" and one that says "no", the score of every iteration. The game is that of
+nbs/hub/turns.ipynb. A run that was stopped goes on with the first seed that is missing.
+"""
+import torch
+from fastcore.nbio import read_nb
+from jobs import RESULTS, options, read, text, write
+
+HUB = RESULTS.parents[1] / "hub"
+COLUMNS = "seed", "environment", "iteration", "score"
+
+
+def lesson():
+    "The names of the lesson's game, from its cells."
+    cells = {cell.id: cell.source for cell in read_nb(HUB / "turns.ipynb").cells}
+    space = {}
+    for name in ("imports", "game"): exec(cells[name], space)
+    return space
+
+
+def study(seed):
+    "Yield the rows of a seed."
+    space = lesson()
+    for name in ("told", "untold"):
+        trainer = space["game"](seed, space[name]).learn()
+        for row in trainer.rows:
+            yield [text(x) for x in (seed, name, row["iteration"], row["score"])]
+
+
+def main():
+    args = options(__doc__, HUB / "results" / "turns.csv", 10)
+    torch.set_num_threads(1)
+    rows = [] if args.fresh else read(args.out, COLUMNS)
+    done = {int(row[0]) for row in rows}
+    for seed in args.seeds:
+        if seed in done: continue
+        rows += study(seed)
+        write(args.out, COLUMNS, rows)
+
+
+if __name__ == "__main__": main()
