@@ -1,4 +1,4 @@
-"""Additions for a model of 135 million weights, and the program that checks its responses.
+"""A model of 135 million weights practises addition with a program that checks its responses.
 
 Docs: https://rlhf-notes.github.io/rlhf_notes/hub/real_model.html.md"""
 
