@@ -114,7 +114,8 @@ def reward_functions(
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in parts]
     for part in parts:
         known = len(part) == 2 and (callable(part[0]) or isinstance(part[0], (str, Path)))
-        if not (known and isinstance(part[1], (int, float)) and math.isfinite(part[1])):
+        if not (known and hasattr(part[1], "__float__") and not getattr(part[1], "ndim", 0)
+                and math.isfinite(part[1])):
             raise ValueError("reward must be a function or a reward model, or a list of those and "
                              f"of pairs (function, weight), got {part!r}")
         dotted = re.fullmatch(r"([^\W\d][\w.]*)\.([^\W\d]\w*)", str(part[0]))

@@ -430,6 +430,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
      "reward must be a function or a reward model, or a list of those and of " "pairs .* got"),
     (lambda: own(reward=[count, (count, "much")]),
      "reward must be a function or a reward model, or a list"),
+    (lambda: own(reward=[(count, torch.ones(2))]), "reward must be a function .* got .*tensor"),
     (lambda: own(reward=(count, math.nan)), "reward must be a function .*, got .*, nan"),
     (lambda: own(reward=lambda p, r: [1.0]).learn(),
      "reward must return a number for each of the 16 responses, got 1"),
@@ -526,9 +527,10 @@ def test_what_is_filtered_teaches_nothing_and_own_rewards_are_kept_by_default(al
 
 # --- rewards
 
-def test_rewards_add_up_and_none_is_no_score():
+@pytest.mark.parametrize("half", [0.5, np.float32(0.5), torch.tensor(0.5)])
+def test_rewards_add_up_and_none_is_no_score(half):
     def some(prompts, responses): return [None if "w5" in p else 2 for p in prompts]
-    t = own(reward=[(count, 0.5), some])
+    t = own(reward=[(count, half), (some, np.int64(1))])
     task = t.task
     tokens, mask = task.encode(["w3 w4", "w5"], task.prompt_length)
     said, _ = task.encode(["w9 w9"] * 2)
