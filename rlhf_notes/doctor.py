@@ -206,10 +206,11 @@ def _entropy(entropy):
       "too high, or a penalty that everything runs into.")
 def _falls(score):
     n = len(score.values)
+    if n < 5: return None
     steps = [abs(a - b) for a, b in zip(score.values, score.values[1:])]
-    noise = sorted(steps)[n // 2] if steps else 0.0
+    noise = sorted(steps)[n // 2]
     start, end = score.mean(0, 0.1), score.mean(0.75, 1)
-    return _last(score, n > 4 and start - end > max(0.25 * abs(start), 3 * noise))
+    return _last(score, start - end > max(0.25 * abs(start), 3 * noise))
 
 @rule("ended", "most responses have no end", "formulas/09_reward",
       "They are cut at the longest length, and their scores say little. Look at the end token, "
