@@ -216,7 +216,7 @@ def command(
     "Add a command; the comments of its arguments explain its options."
     arguments = re.findall(r"(\w+):.*# (.+)", inspect.getsource(function))
     lines = [f":param {name}: {help[0].lower()}{help[1:]}" for name, help in arguments]
-    function.__doc__ = "\n".join([inspect.getdoc(function), "", *lines])
+    function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", *lines])
     return app.command(function)
 
 # %% ../nbs/cli.ipynb #demo

@@ -265,6 +265,11 @@ def test_help_and_version_load_nothing_heavy():
         for w in words: assert w in " ".join(done.stdout.split()), w
 
 
+def test_the_command_needs_no_docstrings():
+    line = [sys.executable, "-OO", "-m", "rlhf_notes", "doctor", "--help"]
+    assert b"trainer_state.json" in subprocess.run(line, capture_output=True, check=True).stdout
+
+
 @pytest.mark.parametrize("config", [PPOConfig, PendulumConfig, RLHFConfig])
 def test_every_option_of_a_config_is_offered(config):
     app = cli.App()
