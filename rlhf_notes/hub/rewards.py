@@ -9,12 +9,14 @@ __all__ = ['TEXTS', 'STARRED', 'reward_arguments', 'called', 'call_reward', 'rew
 
 # %% ../../nbs/hub/rewards.ipynb #export-imports
 import asyncio
+import functools
 import inspect
 import math
+import os
 import re
+import threading
 import traceback
 from collections.abc import Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import shorten
 
@@ -72,8 +74,14 @@ def _awaited(values):
     "The result of an async function, in a thread: a notebook has an event loop of its own."
     async def wait():
         return await values
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, wait()).result()
+    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
+
+@functools.cache
+def _loop(pid):
+    "One loop for the life of a process, since clients and locks belong to the loop they met."
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 # %% ../../nbs/hub/rewards.ipynb #call-reward
 def call_reward(

@@ -11,7 +11,7 @@ __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_co
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -63,6 +63,9 @@ def check_context(
 ):
     "ValueError, which names the longest, unless all fit together into the model's context."
     limit = getattr(lm.config, "max_position_embeddings", None)
+    rope = getattr(lm.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer text has other positions from its start
+        limit = rope["original_max_position_embeddings"]
     if limit is None or sum(lengths.values()) <= limit: return
     raise ValueError(f"{max(lengths, key=lengths.get)} must fit into the model's context of "
                      f"{limit} tokens, got {' + '.join(map(str, lengths.values()))}")
@@ -193,9 +196,22 @@ class Policy(nn.Module):
         response_mask: torch.Tensor | None = None,  # (B, T) True = counts; None = all
     ) -> tuple:  # (log pi, entropy without gradient, values), (B, T) each, float32
         "Log-probabilities of the response; entropy and value *before* each of its tokens."
-        hidden = response_states(self.lm, tokens, mask, length, response_mask) # G1
+        with _checkpointing(self.lm):
+            hidden = response_states(self.lm, tokens, mask, length, response_mask) # G1
         logp, entropy = head_log_probs(self.lm, hidden, tokens[:, -length:], temperature)
         return logp, entropy, self.value(hidden)
+
+@contextmanager
+def _checkpointing(lm):
+    "Train mode, in which alone transformers computes again what gradient checkpointing drops."
+    on = any(getattr(m, "gradient_checkpointing", False) for m in lm.modules())
+    if on:
+        lm.train()
+    try:
+        yield
+    finally:
+        if on:
+            lm.eval()
 
 def _head(lm):
     "One number for each hidden state; its bias is 0, its weights are not set."

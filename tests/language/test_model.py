@@ -128,6 +128,9 @@ def test_weights_that_are_no_numbers_or_nearly_none_are_noticed():
 def test_context():
     lm = tiny(n_positions=12)
     check_context(lm, tokens=12)
+    lm.config.rope_parameters = dict(rope_type="longrope", original_max_position_embeddings=8)
+    with pytest.raises(ValueError, match="context of 8 tokens, got 9"): check_context(lm, tokens=9)
+    lm.config.rope_parameters = None
     lm = tiny(n_positions=12)
     tokens, mask = texts(0, 2, 13)
     with pytest.raises(ValueError, match="must fit into the model's context of 12 tokens, got 13"):

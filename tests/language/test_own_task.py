@@ -21,7 +21,7 @@ from rlhf_notes import RLHF, cli, register_variant
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.hub.load import check_model, end_tokens
 from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts
-from rlhf_notes.hub.rewards import reward_functions
+from rlhf_notes.hub.rewards import _awaited, reward_functions
 from rlhf_notes.language.config import Variant
 from rlhf_notes.language.loop import rate_by_size
 from rlhf_notes.language.model import make_gpt2, no_dropout
@@ -548,9 +548,27 @@ def test_a_reward_may_be_async_where_a_loop_runs_already():
     async def in_a_notebook(): return own(reward=reward, iterations=1).learn()
     awaited, plain = asyncio.run(in_a_notebook()), own(reward=count, iterations=1).learn()
     assert awaited.rows[0]["score"] == plain.rows[0]["score"]
+    async def kept(): return asyncio.get_running_loop()
+    assert _awaited(kept()) is _awaited(kept())  # whatever keeps a client
     async def wrong(prompts, responses): return {}["x"]
     with pytest.raises(ValueError, match="^reward must return a list .*KeyError: 'x', line"):
         own(reward=wrong).learn()
+
+
+def test_gradient_checkpointing_computes_again_and_the_same():
+    def learned(checkpointed):
+        torch.manual_seed(0)
+        lm, calls = make("Llama"), []
+        if checkpointed:
+            getattr(lm, "activation_checkpointing_enable", lm.gradient_checkpointing_enable)()
+        for m in lm.modules():
+            if again := vars(m).get("_gradient_checkpointing_func"):
+                m._gradient_checkpointing_func = lambda *a, f=again: calls.append(0) or f(*a)
+        t = RLHF(lm.train(), tokenizer(), prompts=["w3"], reward=count, **SMALL, iterations=2)
+        return calls, torch.nn.utils.parameters_to_vector(t.learn().policy.parameters())
+    (none, plain), (some, again) = learned(False), learned(True)
+    assert len(some) > len(none) == 0
+    torch.testing.assert_close(again, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_each_of_several_rewards_has_a_column():
