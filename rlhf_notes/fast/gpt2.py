@@ -26,14 +26,14 @@ def is_plain(lm):  # a model of transformers, with or without its head
     if not isinstance(lm, gpt2.GPT2PreTrainedModel) or lm.config.add_cross_attention: return False
     known = (gpt2.GPT2LMHeadModel, gpt2.GPT2Model, gpt2.GPT2Block, gpt2.GPT2Attention, gpt2.GPT2MLP,
              gpt2.Conv1D, nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
-    activations = {block.mlp.act for block in lm.base_model.h}
+    activations = {getattr(block.mlp, "act", None) for block in lm.base_model.h}
     return not any(_changed(m) or (type(m) not in known and m not in activations)
                    for m in lm.modules())
 
 def _changed(m):
     "True if a module does more than its type says, or something random."
     hooks = m._forward_hooks or m._forward_pre_hooks or vars(m).get("gradient_checkpointing")
-    return bool(hooks or isinstance(m, nn.Linear) and m.bias is not None
+    return bool(hooks or "forward" in vars(m) or isinstance(m, nn.Linear) and m.bias is not None
                 or isinstance(m, nn.Dropout) and m.training and m.p)
 
 # %% ../../nbs/fast/gpt2.ipynb #block

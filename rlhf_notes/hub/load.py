@@ -51,7 +51,7 @@ def load_model(
         raise ValueError(f"model must be a causal language model of transformers, got {name!r}")
     check_trainable(_in_float32(lm), name)
     pad_outside(tokenizer, len(head.weight))
-    no_dropout(lm).to(device)
+    no_dropout(lm).eval().to(device)
     check_model(lm, name)
     return lm, tokenizer
 
@@ -262,6 +262,9 @@ def check_trainable(
     if not has_adapter(lm):
         raise ValueError("model must be a PeftModel if it has adapters (peft.get_peft_model makes "
                          f"one), got {name!r} with some")
+    if [*lm.peft_config] != ["default"]:
+        raise ValueError("model must have one adapter, named default, which is what is saved and "
+                         f"loaded, got {name!r} with {[*lm.peft_config]}")
     others = [n for n in learned if lm.active_adapter not in n.split(".")]
     if others:
         raise ValueError("model must train nothing beside its adapter, since it is the reference "

@@ -97,6 +97,13 @@ def test_a_bias_an_adapter_or_another_kind_is_no_plain_gpt2():
     lm = tiny()
     lm.transformer.h[1].attn.c_proj = Adapter(lm.transformer.h[1].attn.c_proj)
     assert not is_plain(lm)
+    lm = tiny()
+    lm.transformer.h[1].mlp = torch.nn.Sequential(lm.transformer.h[1].mlp)
+    assert not is_plain(lm)
+    lm = tiny()
+    mlp = lm.transformer.h[1].mlp
+    mlp.forward = lambda x, forward=mlp.forward: 2 * forward(x)
+    assert not is_plain(lm)
     assert {kind for kind in KINDS if is_plain(no_dropout(make(kind)))} == {"GPT2"}
     mask = torch.ones(2, 3, dtype=torch.bool)
     assert decoder(lm, mask, position_ids(mask)) is NotImplemented

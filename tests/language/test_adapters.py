@@ -248,6 +248,13 @@ def added(lm):
     return lm
 
 
+def two(lm):
+    lm = lora(lm)
+    lm.add_adapter("two", peft.LoraConfig())
+    lm.set_adapter("two")
+    return lm
+
+
 @pytest.mark.parametrize("change, words", [
     (lambda lm: lora(lm).requires_grad_(False),
      "have weights to train, got 'PeftModelForCausalLM' with all of them " "frozen"),
@@ -256,6 +263,9 @@ def added(lm):
      r"got 'LlamaForCausalLM' with some"),
     (lambda lm: lora(lm).requires_grad_(),
      "train nothing beside its adapter, .* got 'PeftModelForCausalLM' with " "base_model.*weight"),
+    (lambda lm: peft.get_peft_model(lm, peft.LoraConfig(), "mine"),
+     r"have one adapter, named default, .* got 'PeftModel.*' with \['mine'\]"),
+    (two, r"have one adapter, named default, .* with \['default', 'two'\]"),
     (lambda lm: peft.get_peft_model(lm,
                                     peft.PrefixTuningConfig(num_virtual_tokens=3,
                                                             task_type="CAUSAL_LM")),
