@@ -118,8 +118,8 @@ def take_turns(
         for to, x in zip(kept, (*samples, counts)):
             to[rows, at[fits]] = x[fits]
         d.begin[going] = d.end[going]
-        d.end[going] += (counts & fits).sum(1, keepdim=True)
-        ended = going[found & (fits | ~counts).all(1)]
+        d.end[going] += counts.sum(1, keepdim=True)
+        ended = going[found & (d.end[going, 0] <= T)]
         going = d.reply(ended) if len(ended) else ended
     task.dialogues, responses = d, d.tokens.masked_fill(d.place >= d.end, task.pad_token)
     return Samples(*kept[:3]), responses, d.own, d.has_end

@@ -108,6 +108,19 @@ def test_a_model_of_transformers_learns_as_on_the_cpu(kind):
         rows("cpu", "bfloat16")[0]["score"], abs=0.5)
 
 
+def test_dialogues_are_those_of_the_cpu():
+    def reward(prompts, responses): return [len(set(r.split())) for r in responses]
+    def more(prompts, responses): return [None if "w9" in p else " w9 w8 " for p in prompts]
+    def rollout(device):
+        lm = make("Llama")
+        lm.generation_config.eos_token_id = list(range(20, 37))
+        return RLHF(lm, tokenizer(), ["w1 w2 w3", "w4 w5"], reward, environment=more, batch=16,
+                    max_new_tokens=8, iterations=1, device=device).learn().rollout
+    x, y = rollout("cuda"), rollout("cpu")
+    assert torch.equal(x.tokens.cpu(), y.tokens) and torch.equal(x.scores.cpu(), y.scores)
+    assert torch.equal(x.response_mask.cpu(), y.response_mask) and x.has_end.any()
+
+
 # --- sampling from a graph
 
 def texts(B, seed, device):

@@ -62,7 +62,7 @@ def alone(t, row, ids, u):
 def test_a_dialogue_is_that_of_one_token_after_another(kind, prompts, template):
     t = talking(prompts=prompts, kind=kind, template=template)
     tokens, mask = (x.repeat_interleave(6, 0) for x in (t.task.tokens, t.task.mask))
-    u = torch.rand(12, 9, generator=torch.Generator().manual_seed(3))
+    u = torch.rand(12, 12, generator=torch.Generator().manual_seed(3))
     t.task.sampled = torch.arange(2)
     samples, responses, own, has_end = take_turns(t.task, t.policy.lm, tokens, mask, u, 1.0)
     turns = 0
@@ -71,10 +71,10 @@ def test_a_dialogue_is_that_of_one_token_after_another(kind, prompts, template):
         said, mine, end = alone(t, t.task.rows[i // 6], ids, u[i])
         n = len(said)
         assert samples.tokens[i, :n].tolist() == said == responses[i, :n].tolist()
-        assert own[i].tolist() == mine + [False] * (9 - n) and has_end[i] == end
+        assert own[i].tolist() == mine + [False] * (12 - n) and has_end[i] == end
         assert (responses[i, n:] == t.task.pad_token).all()
         turns += 1 + sum(a and not b for a, b in zip(mine, mine[1:]))
-    assert turns > 18 and 0 < has_end.sum() < 12
+    assert turns >= 24 and has_end.any()
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen2"])
