@@ -102,8 +102,11 @@ class Trainer:
     def evaluate(self) -> float:
         "Mean score of responses to the held-out prompts, always by the same random numbers."
         task, generator = self.held_out, seeded_generator("evaluation", self.config.seed)
-        parts = self._respond(take_turns, task, task.tokens, task.mask, generator)
-        return torch.cat([task.score(*part) for part in parts]).nanmean().item()
+        parts, scores = self._respond(take_turns, task, task.tokens, task.mask, generator), []
+        for rows in torch.arange(len(task.rows)).split(self.config.batch):
+            task.sampled = rows  # a prompt may stand in several, with other columns
+            scores.append(task.score(*next(parts)))
+        return torch.cat(scores).nanmean().item()
 
     @torch.no_grad()
     def take_best(self):

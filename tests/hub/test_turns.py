@@ -9,6 +9,7 @@ from language_models import make
 
 from rlhf_notes import DPO, RLHF
 from rlhf_notes.formulas.advantage import gae_tokens
+from rlhf_notes.hub.load import Classifier
 from rlhf_notes.hub.turns import reply_tokens, take_turns
 from rlhf_notes.language.loop import rl_loss
 from rlhf_notes.language.rollout import sample_table
@@ -162,6 +163,29 @@ def test_what_environment_and_reward_get():
         assert (row["response"].split()[-len(response.split()):] == response.split()
                 or not response)
         assert ("w9 w9" in row["response"]) >= ("w9 w9" in prompt)
+
+
+class Reader(Classifier):
+    "A reward model that notes what it reads."
+    def __init__(self): self.texts = []
+
+    def __call__(self, texts):
+        self.texts += texts
+        return torch.zeros(len(texts))
+
+
+def test_a_reward_model_reads_whole_dialogues():
+    for prompts, template in ((("w3 w4", "w5"), None), (ASKED, CHATML)):
+        t, reader = talking(prompts=prompts, template=template), Reader()
+        t.task.rewards = [(reader, 1.0)]
+        t.iterate()
+        shown = sample_table(t.task, t.rollout, 16)
+        for text, row in zip(reader.texts, shown):
+            if template is None:
+                assert text == f"{row['prompt']} {row['response']}".strip()
+            else:
+                assert [m["role"] for m in text] == ["user", "assistant"] * (len(text) // 2)
+        assert template is None or max(map(len, reader.texts)) > 2
 
 
 def test_a_chat_goes_on_as_its_template_writes_it():

@@ -39,6 +39,12 @@ def test_a_reward_may_ask_for_tokens_alone():
         own(reward=lambda prompts: [0.0] * len(prompts))
 
 
+def test_a_held_out_prompt_may_stand_in_several_rows():
+    def told(responses, score): return score
+    rows = [dict(prompt="w3", score=float(i)) for i in range(40)]
+    assert own(reward=told, prompts=rows, eval_prompts=rows).evaluate() == 19.5
+
+
 # --- which responses it learns from
 
 def rollout(scores):
