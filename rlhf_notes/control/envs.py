@@ -157,7 +157,9 @@ def _check_envs(envs, env):
                      f"with observations of shape {space.shape}"):
         obs, info = envs.reset(seed=0)
         obs, act = rows(obs).copy(), _possible(envs, obs, info)
-        after, reward, *_ = envs.step(act)
+        after, reward, *_, then = envs.step(act)
+        if "action_mask" in then and "action_mask" not in info:
+            raise ValueError('its reset must give info["action_mask"], too, as its step does')
         if reward.shape != (len(obs),): raise ValueError(f"its reward has shape {reward.shape[1:]}")
         for name, x in ("observation", obs), ("observation", rows(after)), ("reward", reward):
             if not np.isfinite(x).all(): raise ValueError(f"its {name} is not a finite number")

@@ -212,13 +212,20 @@ def test_a_wrapper_makes_bytes_of_a_picture_of_floats():
     make_envs(lambda: gym.wrappers.DtypeObservation(floats(), np.uint8), 1)
 
 
+class Late(Guess):
+    "Gives a mask from the first step on."
+    def __init__(self): super().__init__(Discrete(2), Discrete(2), lambda x: x, lambda x: {0, 1})
+    def reset(self, *, seed=None, options=None): return super().reset(seed=seed)[0], {}
+
+
 def bad_mask(mask): return lambda: Guess(Discrete(2), Discrete(2), lambda x: 0, lambda x: mask)
 
 
 @pytest.mark.parametrize("make, words", [
     (bad_mask(()), r"action_mask must leave an action possible, got \["),
     (lambda: Guess(Discrete(2), MultiBinary(2), lambda x: 0, lambda x: {0}),
-     "needs Discrete actions")])
+     "needs Discrete actions"),
+    (Late, r'its reset must give info\["action_mask"\], too, as its step does$')])
 def test_bad_masks_are_named(make, words):
     with pytest.raises(ValueError, match=words): PPO(make)
 
