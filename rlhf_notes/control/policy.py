@@ -273,19 +273,28 @@ class Body(nn.Module):
         space: gym.Space,  # of one observation
         init: str = "orthogonal",  # as for `mlp`
         generator: torch.Generator | None = None,  # source of the weights
-        network: nn.Module | None = None,  # of one picture (B, C, H, W), else of rows
+        network: nn.Module | None = None,  # of one picture (B, C, H, W), else of rows; eval mode
     ):
         super().__init__()
         shapes = [picture_shape(x) for x in parts(space).values()]
         self.sizes = [gym.spaces.flatdim(x) for x in parts(space).values()]
         nets = [picture_net(x, init, generator) if x else nn.Identity() for x in shapes]
+        picture = [nn.Unflatten(-1, shapes[0])] if shapes[0] and len(shapes) == 1 else []
         if network is not None:
             self.sizes = [sum(self.sizes)]
-            picture = [nn.Unflatten(-1, shapes[0])] if shapes[0] and len(shapes) == 1 else []
-            nets = [nn.Sequential(*picture, deepcopy(network))]
+            nets = [nn.Sequential(*picture, deepcopy(network).eval())]
         self.nets = nn.ModuleList(nets)
-        with torch.no_grad():
-            self.outputs = self(torch.zeros(1, sum(self.sizes))).shape[-1]
+        try:
+            with torch.no_grad():
+                out = self(torch.zeros(1, sum(self.sizes)))
+            if (out.ndim, out.dtype) != (2, torch.float32):
+                raise TypeError(f"it returns {out.dtype} of shape {tuple(out.shape)}")
+        except Exception as e:
+            shape = ", ".join(map(str, shapes[0] if picture else self.sizes))
+            raise ValueError(f"network must take float32 of shape (n, {shape}) and return one "
+                             "float32 tensor of shape (n, width), got "
+                             f"{type(network).__name__}: {e}") from e
+        self.outputs = out.shape[-1]
 
     def forward(self, rows):  # (..., numbers) -> (..., features)
         "Features of rows."
@@ -302,7 +311,7 @@ class Agent(nn.Module):
         actions: gym.Space,  # of one environment
         config,  # hidden, activation, init, log_std, squash of `PPOConfig`
         generator: torch.Generator | None = None,  # source of the weights
-        network: nn.Module | tuple | None = None,  # a body, or the widths of the hidden layers
+        network: nn.Module | tuple | None = None,  # a body (in eval mode), or hidden widths
     ):
         super().__init__()
         self.obs_size, self.activation = gym.spaces.flatdim(space), config.activation

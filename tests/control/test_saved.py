@@ -10,6 +10,7 @@ import torch
 
 from rlhf_notes.control import ppo as control
 from rlhf_notes.control.config import PPOConfig
+from rlhf_notes.control.policy import Body
 from rlhf_notes.control.ppo import PPO
 from rlhf_notes.control.saved import check_kept
 
@@ -128,7 +129,7 @@ def test_load_may_change_options_and_refuses_other_files(tmp_path):
 # code that no file holds
 
 def test_a_network_of_ones_own_is_copied_learned_saved_and_given_again(tmp_path):
-    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Dropout())
     before = net[0].weight.detach().clone()
     p = PPO(network=net, **STILL).learn()
     copies = [x[0].nets[0][0][0].weight for x in (p.agent.policy, p.agent.critic)]
@@ -137,9 +138,23 @@ def test_a_network_of_ones_own_is_copied_learned_saved_and_given_again(tmp_path)
     p.save(tmp_path / "p.pt")
     obs = np.random.default_rng(0).normal(size=(50, 4))
     again = PPO.load(tmp_path / "p.pt", network=net)
+    values = [x.agent.value(torch.tensor(obs).float()) for x in (p, p, again)]
+    assert torch.equal(values[0], values[1]) and torch.equal(values[1], values[2]) and net.training
     assert np.array_equal(again.predict(obs), p.predict(obs))
     with pytest.raises(ValueError, match="^network must be given to load again: .*, no code$"):
         PPO.load(tmp_path / "p.pt")
+
+
+@pytest.mark.parametrize("network, words", [
+    (torch.nn.Linear(5, 8), "Linear: mat1"), (torch.nn.Linear(4, 8).double(), "Linear: .* dtype"),
+    (torch.nn.BatchNorm1d(4, track_running_stats=False), "BatchNorm1d: Expected more than 1 value"),
+    (torch.nn.LSTM(4, 8), "LSTM: .* got tuple"), (torch.nn.Flatten(0), "Flatten: "),
+    (torch.nn.Unflatten(1, (2, 2)), r"Unflatten: it returns torch.float32 of shape \(1, 2, 2\)")])
+def test_a_network_of_ones_own_is_tried_once(network, words):
+    wanted = r"^network must take float32 of shape \(n, 4\) and return one float32 tensor"
+    with pytest.raises(ValueError, match=f"{wanted} .* got {words}"): PPO(network=network)
+    with pytest.raises(ValueError, match=r"shape \(n, 1, 6, 6\) "):
+        Body(gym.spaces.Box(0, 255, (6, 6), np.uint8), network=network)
 
 
 @pytest.mark.parametrize("options, words", [
