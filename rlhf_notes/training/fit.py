@@ -11,6 +11,7 @@ __all__ = ['CHECKPOINT_EVERY', 'fit', 'Evaluator', 'Stage']
 import math
 import threading
 import time
+import warnings
 
 from .signals import stop_on_interrupt
 
@@ -62,6 +63,8 @@ class Evaluator:
         row[self.name] = score = self.evaluate()
         if self.keep is not None and score > self.best:
             self.best, self.kept = score, self.keep()
+        if self.keep is not None and self.kept is None and not trainer.left:
+            warnings.warn(f"no {self.name} was a number, so the last policy stays, not the best")
 
     def state_dict(self) -> dict:  # for a checkpoint
         "Evaluations so far, the best score and its policy."

@@ -1,4 +1,5 @@
 "A training that is stopped and continued: what goes into its state, and comes back."
+import math
 import os
 import signal
 
@@ -79,6 +80,11 @@ def test_the_best_policy_is_kept_and_the_last_is_looked_at():
     fit(toy, progress_bar(7), hooks=[best, lambda trainer, row: rows.append(row)])
     assert [row["eval_score"] for row in rows] == [None, 3, None, 3, None, 1, 0]
     assert (best.best, best.kept) == (3, 2)
+
+
+def test_that_nothing_was_the_best_is_said():
+    with pytest.warns(UserWarning, match="^no eval_score was a number, so the last policy stays"):
+        run(Evaluator(lambda: math.nan, 2, keep=list))
 
 
 def test_an_evaluator_goes_on_where_it_was():
