@@ -138,6 +138,21 @@ def test_context():
     with pytest.raises(ValueError, match="context of 12"): RewardModel(lm)(tokens, mask)
 
 
+def test_gradient_checkpointing_computes_again_and_the_same():
+    policy, calls = Policy(no_dropout(make("Llama")).eval()), []
+    def gradient():
+        policy.zero_grad()
+        policy(*texts(0, 2, 7), 3)[0].sum().backward()
+        return torch.cat([p.grad.flatten() for p in policy.lm.parameters()])
+    plain, lm = gradient(), policy.lm
+    getattr(lm, "activation_checkpointing_enable", lm.gradient_checkpointing_enable)()
+    for layer in lm.model.layers:
+        again = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = lambda *a, f=again: calls.append(0) or f(*a)
+    torch.testing.assert_close(gradient(), plain)
+    assert len(calls) == len(lm.model.layers) and not lm.training
+
+
 def test_make_gpt2():
     lm = make_gpt2("tiny", 81)
     assert sum(p.numel() for p in lm.parameters()) == 109_376
