@@ -111,7 +111,7 @@ function worth(share) {
 }
 
 widget("policy", (box) => {
-  const state = {share: 1, said: [], random: chance(7), seen: new Map()};
+  const state = {share: 0.5, said: [], random: chance(7), seen: new Map()};
   const prompt = make("input", {type: "text", value: "about the old hotel .", oninput: () => { state.said = []; update(); }, "aria-label": "prompt", spellcheck: "false"});
   const text = make("p", {class: "case said", "aria-live": "polite"}), table = make("tbody"), found = make("p", {class: "case", "aria-live": "polite"});
   const chart = new Chart("score against KL so far", {x: [0, 10], y: [-2, 3], xlabel: "KL to the model before, nats a response",
@@ -150,7 +150,7 @@ widget("policy", (box) => {
     [...state.seen].sort(([a], [b]) => a - b).forEach(([share, [x, y]]) => chart.add("circle", {class: share === state.share ? "dot" : "seen", cx: chart.X(Math.min(x, 10)), cy: chart.Y(y), r: share === state.share ? 7 : 4}));
     found.textContent = `At ${show(state.share)}: a KL of ${show(kl, 1)} nats, a score of ${show(score)} by the human (3 is the best), means over ${POLICY.prompts.length} prompts that nobody trained on.`;
   }
-  const share = dial("weights, from before (0) to after (1)", {min: 0, max: 1.5, step: 0.05, value: 1}, (x) => {
+  const share = dial("weights, from before (0) to after (1)", {min: 0, max: 1.5, step: 0.05, value: 0.5}, (x) => {
     state.share = x;
     mix();
     update();
