@@ -480,6 +480,7 @@ def test_search_knows_words_and_names(built):
     assert "Take the smallest case: three actions" in search
     assert "clipped_surrogate" in index
     assert '"formulas/surrogate"' in index
+    assert '"why.html#how-many-generations-do-i-need", "How many generations do I need?"' in search
     assert re.search(r"\bdual\b", index)
 
 

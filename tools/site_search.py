@@ -11,37 +11,45 @@ from notebooks import ROOT
 TERM = re.compile(r"^\| ([^|$]+?) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 
 
-# What people ask for -> the page that is about it; of several whose words are all in the query, the
-# one with the most.
+# What people ask for -> the page that is about it, or the beginning of its section's anchor; of
+# several whose words are all in the query, the one with the most.
 ABOUT = {
     "monitor": "metrics", "metrics": "metrics", "log": "doctor", "doctor": "doctor",
-    "multi gpu": "bridges/scale", "two gpus": "bridges/scale", "deepspeed": "bridges/scale",
-    "fsdp": "bridges/scale", "large scale": "bridges/scale", "distributed": "bridges/scale",
-    "cnn": "control/spaces", "images": "control/spaces", "pixels": "control/spaces",
-    "dict observation": "control/spaces", "action mask": "control/spaces",
-    "pass k": "studies/checkable", "verifiable reward": "studies/checkable",
-    "rlvr": "studies/checkable", "reward hacking": "studies/failures",
-    "goodhart": "studies/variants", "overoptimisation": "studies/variants",
-    "overoptimization": "studies/variants", "clip": "formulas/surrogate",
-    "dual clip": "formulas/surrogate", "lora": "hub/load", "own model": "hub/load",
-    "own environment": "control/envs", "gymnasium": "control/envs",
-    "own prompts": "hub/prompts", "own task": "hub/prompts", "resume": "training/runs",
-    "checkpoint": "training/runs", "interrupted": "training/runs", "wandb": "training/runs",
-    "save model": "hub/save", "verl": "bridges/verl", "trl": "bridges/trl",
-    "entropy collapse": "why", "ratio always 1": "why", "negative kl": "why",
-    "learning rate lora": "why", "which algorithm": "rlhf", "human feedback": "rlhf",
-    "cheat sheet": "sheet", "exercises": "exercises/check", "command line": "cli",
-    "gae": "formulas/advantage", "grpo": "formulas/grpo", "dpo": "language/dpo",
-    "kl": "formulas/kl", "kl penalty": "formulas/kl", "token mean": "formulas/masking",
+    "multi gpu": "language/scale", "two gpus": "language/scale", "several gpus": "language/scale",
+    "deepspeed": "bridges/scale", "fsdp": "bridges/scale", "large scale": "bridges/scale",
+    "distributed": "bridges/scale", "cnn": "control/spaces", "images": "control/spaces",
+    "pixels": "control/spaces", "dict observation": "control/spaces",
+    "action mask": "control/spaces", "pass k": "studies/checkable",
+    "verifiable reward": "studies/checkable", "rlvr": "studies/checkable",
+    "reward hacking": "hub/real_model", "goodhart": "studies/variants",
+    "overoptimisation": "studies/variants", "overoptimization": "studies/variants",
+    "clip": "formulas/surrogate", "dual clip": "formulas/surrogate", "lora": "hub/load",
+    "own model": "hub/load", "gradient checkpointing": "hub/load",
+    "own environment": "control/envs", "gymnasium": "control/envs", "own prompts": "hub/prompts",
+    "own task": "hub/prompts", "turns": "hub/turns", "tools": "hub/turns",
+    "environment reply": "hub/turns", "reward server": "hub/rewards", "async": "hub/rewards",
+    "http": "hub/rewards", "resume": "training/runs", "checkpoint": "training/runs",
+    "interrupted": "training/runs", "wandb": "training/runs", "save model": "hub/save",
+    "verl": "bridges/verl", "trl": "bridges/trl", "entropy collapse": "why#the-entropy",
+    "ratio always 1": "why#the-ratio", "clip ratio 0": "why#the-ratio",
+    "negative kl": "why#my-kl", "learning rate lora": "why#lora", "which algorithm": "rlhf",
+    "human feedback": "rlhf", "cheat sheet": "sheet", "exercises": "exercises/check",
+    "command line": "cli", "gae": "formulas/advantage", "grpo": "formulas/grpo",
+    "dpo": "language/dpo", "dpo ppo": "studies/preferences", "kl": "formulas/kl",
+    "kl penalty": "formulas/kl", "token mean": "formulas/masking",
     "truncated": "formulas/advantage", "seeds": "studies/seeds",
     "value function": "formulas/value", "reinforce": "start", "value clipping": "formulas/value",
-    "k1": "formulas/kl", "normalise advantages": "formulas/whitening", "distillation":
-    "formulas/distillation", "reward column": "hub/prompts", "load transformers": "hub/save",
-    "own policy loss": "bridges/scale", "several rewards": "formulas/reward", "stale":
-    "studies/staleness", "divide std": "formulas/grpo", "loss is 0": "why", "loss negative": "why",
-    "frac_reward_zero_std": "why", "generations": "why", "accumulation": "why", "vllm": "why",
-    "beta 0": "why", "evaluation down": "why", "eos": "why", "nothing learned": "why",
-    "no end": "language/rollout", "cut off": "formulas/reward",
+    "k1": "formulas/kl", "normalise advantages": "formulas/whitening",
+    "distillation": "formulas/distillation", "reward column": "hub/prompts",
+    "load transformers": "hub/save", "own policy loss": "bridges/scale",
+    "several rewards": "formulas/reward", "stale": "studies/staleness",
+    "divide std": "formulas/grpo", "loss is 0": "why#grpo", "loss negative": "why#my-policy-loss",
+    "advantages 0": "why#all-advantages", "frac_reward_zero_std": "why#all-advantages",
+    "generations": "why#how-many", "num_generations": "why#how-many",
+    "group size": "why#how-many", "accumulation": "why#accumulation", "vllm": "why#sampler",
+    "beta 0": "why#k1", "evaluation down": "why#the-reward", "eos": "why#responses",
+    "nothing learned": "why#nothing", "no end": "language/rollout",
+    "cut off": "formulas/reward",
 }
 
 
@@ -62,8 +70,12 @@ def defines():
 
 
 def about(env):
-    "The words of `ABOUT` with page and title."
-    return [[words, page, env.titles[page].astext()] for words, page in ABOUT.items()]
+    "[words, address, title] of the page or section about each of `ABOUT`."
+    for words, to in ABOUT.items():
+        page, _, start = to.partition("#")
+        link = next(a for a in env.tocs[page].findall(nodes.reference)
+                    if a["anchorname"].startswith(f"#{start}" if start else ""))
+        yield [words, f"{page}.html{link['anchorname']}", link.astext()]
 
 
 def context(app, pagename, templatename, context, doctree):
@@ -71,7 +83,7 @@ def context(app, pagename, templatename, context, doctree):
     pages = {name: prose(app.env.get_doctree(name)) for name in app.env.found_docs}
     app.add_js_file(None,
                     body=f"const PROSE = {json.dumps(pages)}, DEFINES = "
-                    f"{json.dumps(defines())}, ABOUT = {json.dumps(about(app.env))};"
+                    f"{json.dumps(defines())}, ABOUT = {json.dumps([*about(app.env)])};"
                     .replace("</", "<\\/"))
     app.add_js_file("search.js")
 

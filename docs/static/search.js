@@ -18,9 +18,9 @@ function line(item) {
 function first() {
   const asked = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase().split(/[^\w]+/).map((w) => w.replace(/s$/, ""));
   const known = ABOUT.map(([words, ...page]) => [words.split(" ").map((w) => w.replace(/s$/, "")), ...page]);
-  const [words, page, title] = known.filter(([words]) => words.every((w) => asked.includes(w))).sort((a, b) => b[0].length - a[0].length)[0] ?? [];
+  const [words, href, title] = known.filter(([words]) => words.every((w) => asked.includes(w))).sort((a, b) => b[0].length - a[0].length)[0] ?? [];
   if (!words || document.getElementById("about")) return;
-  const link = Object.assign(document.createElement("a"), {href: `${page}.html`, textContent: title}), p = document.createElement("p");
+  const link = Object.assign(document.createElement("a"), {href, textContent: title}), p = document.createElement("p");
   p.id = "about";
   p.append("The page about this: ", link);
   document.getElementById("search-results").before(p);
