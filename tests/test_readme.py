@@ -11,7 +11,8 @@ from rlhf_notes.language.model import make_gpt2
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-WORDS = ["<eos>", *"Tell me a story. What is kernel?".split()]
+WORDS = ["<eos>", *"1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 + = ?".split()]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -20,21 +21,24 @@ def language_model(tmp_path_factory):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     path = tmp_path_factory.mktemp("readme") / "lm"
     save_model(path, make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=16, n_head=2),
-               transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>"))
+               transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>",
+                                                    chat_template=TEMPLATE))
     return path
 
 
 @pytest.mark.parametrize("name", ["PPO", "RLHF"])
 def test_an_example_runs_as_it_is_written(name, language_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(rf"```python\n(from rlhf_notes import {name}\n.*?)```", README, re.S)
+    (code,) = re.findall(
+        rf"```python\n((?:import re\n)?from rlhf_notes import {name}\n.*?)```", README, re.S)
     names = {}
-    exec(code.replace("path/or/name", str(language_model)), names)
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(language_model)), names)
     if name == "PPO":
         assert names["agent"].evaluate(episodes=20).mean() > 475
         assert (tmp_path / "pole.gif").stat().st_size > 10_000
     else:
-        assert len(names["rlhf"].rows) == 60 and names["rlhf"].config.algo == "grpo"
+        rows = names["rlhf"].rows
+        assert len(rows) == 16 and max(row["score"] for row in rows) > 0
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
 
 
