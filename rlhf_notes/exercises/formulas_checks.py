@@ -543,7 +543,7 @@ exercise("grpo_loss", "11_grpo", _grpo,
     "-clipped surrogate + beta k3 for each token, mean over the tokens of each response, then over "
     "the responses that have tokens",
     "Per token: PPO's loss and the price of KL. Then two means. One advantage for each row.",
-    read="11_grpo, GRPO: the group in place of the critic",
+    read="11_grpo, GRPO: the group in place of the value function (the critic)",
     inputs=[(vec([-1., -2.], [-3., -1.]), vec([-1.5, -2.], [-2., -1.25]),
             vec([-1.25, -2.5], [-2., -1.5]), vec([1., -2.]), flags("10", "11"), 0.2, 0.1),
             (normal(3, 3, seed=42) - 2, normal(3, 3, seed=43) - 2, normal(3, 3, seed=44) - 2,
