@@ -48,8 +48,8 @@ TRAININGS = {"LoRA": LORA | dict(reward=last_number),
              "DPO": dict(lora=8, learning_rate=3e-4, max_new_tokens=12, iterations=8, batch=32,
                          minibatches=2, device="cpu")}
 SEEDS = {"LoRA": 5, "all weights": 3, "hole": 5, "mended": 1, "DPO": 3}
-RATES = {"LoRA": {3e-5: 1, 1e-4: 1, 3e-4: 1, 3e-3: 1},  # other rates, and their seeds
-         "all weights": {2e-6: 1, 6e-6: 1, 6e-5: 1, 2e-4: 1}, "DPO": {1e-4: 1, 1e-3: 3}}
+RATES = {"LoRA": {3e-5: 1, 1e-4: 1, 3e-4: 3, 3e-3: 3},  # other rates, and their seeds
+         "all weights": {2e-6: 1, 6e-6: 3, 6e-5: 3, 2e-4: 1}, "DPO": {1e-4: 1, 1e-3: 3}}
 for name, rates in RATES.items():
     TRAININGS |= {f"{name} at {x:g}": TRAININGS[name] | dict(learning_rate=x) for x in rates}
     SEEDS |= {f"{name} at {x:g}": seeds for x, seeds in rates.items()}
