@@ -204,7 +204,7 @@ class Policy(nn.Module):
 @contextmanager
 def _checkpointing(lm):
     "Train mode, in which alone transformers computes again what gradient checkpointing drops."
-    on = any(getattr(m, "gradient_checkpointing", False) for m in lm.modules())
+    on = any(vars(m).get("gradient_checkpointing") for m in lm.modules())
     if on:
         lm.train()
     try:
