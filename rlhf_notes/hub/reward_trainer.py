@@ -88,6 +88,7 @@ class RewardTrainer(Classifier):
     @usual_defaults("model")
     def iterate(self) -> dict:  # column -> number
         "One gradient step: its row of metrics."
+        self.optimizer.tie()
         rows = self.pairs().to(self.tokens.device)
         tokens, mask = (x[rows].flatten(0, 1) for x in (self.tokens, self.mask))
         chosen, rejected = self.score(tokens, mask).view(-1, 2).unbind(1)

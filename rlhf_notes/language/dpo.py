@@ -97,6 +97,7 @@ class DPOLoop(Loop):
     def iterate(self) -> dict:  # column -> number
         "One iteration: `batch` prompts in `minibatches` gradient steps."
         start, rows = time.perf_counter(), self.order[self.iteration]
+        self.optimizer.tie()
         logs = [self.step(self.choices[part]) for part in rows.chunk(self.config.minibatches)]
         tokens = self.config.batch * self.choices.response_mask[0].numel()
         return end_iteration(self, logs, {}, tokens, start)

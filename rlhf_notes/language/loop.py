@@ -78,6 +78,7 @@ class Loop(Stage):
         "One iteration: sample responses, score them, learn from them."
         c, start, logs = self.config, time.perf_counter(), []
         self.rollout = self.collect(self.policy.lm, *self.prompts()).map(self.gather)
+        self.optimizer.tie()
         batch = self.advantages()
         order = seeded_generator("minibatches", c.seed, self.iteration)
         for _ in range(c.epochs):

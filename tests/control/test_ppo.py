@@ -1,7 +1,9 @@
+import copy
 import gc
 import importlib.util
 import json
 import math
+import pickle
 import re
 import signal
 import subprocess
@@ -1386,3 +1388,51 @@ def test_an_evaluation_names_what_does_not_fit():
     for envs in gym.make_vec("Pendulum-v1", 2), gym.make("Pendulum-v1"), "Pendulum-v1":
         with pytest.raises(ValueError, match="^envs must have observations of size 4, got 3$"):
             p.evaluate(2, envs=envs)
+
+
+def set_data(m):
+    for p in m.parameters():
+        p.data = p.data.clone()
+
+
+CUT = dict(
+    data=set_data, round_trip=lambda m: m.double().float(), zero_grad=lambda m: m.zero_grad(),
+    assign=lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()},
+                                       assign=True))
+
+
+@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("at", [0, 2])
+def test_weights_that_were_cut_off_from_the_optimizer_learn(cut, at):
+    def rows(change):
+        ppo = PPO(**vars(SMALL) | dict(eval_every=128, keep_best=True, eval_episodes=2))
+        if at == 0:
+            change(ppo.agent)
+        ppo.learn(3 * 128, callback=lambda t, row: change(t.agent) if at == len(t.rows) else None)
+        return ppo.rows, ppo.optimizer.vector.tolist()
+    assert rows(cut) == rows(lambda agent: None)
+
+
+COPIES = dict(deepcopy=copy.deepcopy, pickle=lambda t: pickle.loads(pickle.dumps(t)))
+
+
+@pytest.mark.parametrize("how", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("env", ["CartPole-v1", "object", "class"])
+def test_a_copy_of_a_trainer_learns_on(how, env, tmp_path):
+    from gymnasium.envs.classic_control import CartPoleEnv
+    env = dict(object=CartPoleEnv(), **{"class": CartPoleEnv}).get(env, env)
+    options = dict(vars(SMALL), env=env, normalize_obs=True, eval_every=256, keep_best=True,
+                   eval_episodes=2)
+    ppo = PPO(**options, out=tmp_path / "run", track=[]).learn(256)
+    one, two = how(ppo), how(ppo)
+    assert torch.equal(one.evaluate(2), two.evaluate(2)) and one.out is None
+    before = one.optimizer.vector.clone()
+    assert one.learn(256).rows == two.learn(256).rows and len(one.rows) > len(ppo.rows)
+    assert not torch.equal(one.optimizer.vector, before)
+    assert torch.equal(ppo.optimizer.vector, before)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_copy_that_was_not_trained_learns_as_the_original():
+    ppo = PPO(**vars(SMALL))
+    assert copy.deepcopy(ppo).learn().rows == ppo.learn().rows

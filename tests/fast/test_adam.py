@@ -1,6 +1,7 @@
 "One vector behind all weights, and its plain twin."
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -147,3 +148,98 @@ def test_adam_is_that_of_pytorch(seed, eps, rates, saved):
             m[i], v[i] = 0.9 * m[i] + 0.1 * d, 0.999 * v[i] + 0.001 * d * d
             x[i] -= rate * (m[i] / (1 - 0.9 ** t)) / (math.sqrt(v[i] / (1 - 0.999 ** t)) + eps)
     torch.testing.assert_close(ours.detach(), torch.tensor(x), rtol=1e-3, atol=1e-4)
+
+
+def set_data(m):
+    for p in m.parameters():
+        p.data = p.data.clone()
+
+
+def swap(m):
+    m[0].weight.data, m[2].weight.data = m[2].weight.data, m[0].weight.data
+
+
+def vector(m):
+    v = nn.utils.parameters_to_vector(m.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(v, m.parameters())
+
+
+CUT = dict(
+    data=set_data, swap=swap, vector=vector,
+    assign=lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()},
+                                       assign=True),
+    round_trip=lambda m: m.double().float(), zero_grad=lambda m: m.zero_grad(),
+    own_gradient=lambda m: setattr(m[0].weight, "grad", torch.ones(4, 4)),
+    new_parameter=lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(4, 4))),
+    transposed=lambda m: setattr(m[0].weight, "data", m[0].weight.data.T),
+    same_memory=lambda m: setattr(m[0].weight, "data", m[2].weight.data))
+
+
+@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
+def test_what_was_cut_off_is_tied_again_and_the_new_values_stay(cut):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    adam = Adam(module, 1e-8)
+    module(X).square().mean().backward()
+    adam.step(1e-2)
+    cut(module)
+    before = flat(module)
+    adam.tie()
+    assert torch.equal(flat(module), before) and torch.equal(adam.vector, before)
+    adam.zero_grad()
+    loss = module(X).square().mean()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(
+        loss, list(module.parameters()), retain_graph=True)])
+    loss.backward()
+    torch.testing.assert_close(adam.vector.grad, expected)
+    adam.step(1e-2)
+    assert torch.equal(flat(module), adam.vector) and (flat(module) != before).all()
+
+
+@pytest.mark.parametrize("change, word", [
+    (lambda m: m.double(), r"^0.weight must stay .*float32.* got .*float64"),
+    (lambda m: m.to("meta"), "^0.weight must stay .*cpu.* got .*meta"),
+    (lambda m: setattr(m[2], "weight", nn.Parameter(torch.ones(1, 3))),
+     r"^2.weight must stay \(\(1, 8\).* got \(\(1, 3\)"),
+    (lambda m: setattr(m[2], "bias", None), "^2.bias must stay .* got None"),
+    (lambda m: m.append(nn.Linear(1, 1)), "^3.weight must be learned from the start or never")])
+def test_parameters_of_another_kind_are_named(change, word):
+    module = net()
+    adam = Adam(module, 1e-8)
+    change(module)
+    with pytest.raises(ValueError, match=word): adam.tie()
+
+
+def test_what_is_frozen_stops_and_learns_again_later():
+    module = net()
+    adam = Adam(module, 1e-8)
+
+    def step():
+        adam.tie()
+        adam.zero_grad()
+        module(X).square().mean().backward()
+        adam.step(1e-2)
+        return module[0].weight.clone()
+    before = step()
+    module[0].weight.requires_grad_(False)
+    assert torch.equal(step(), before)
+    module[0].weight.requires_grad_(True)
+    assert not torch.equal(step(), before)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_module_and_optimizer_learns_on(how):
+    module = net()
+    adam = Adam(module, 1e-8)
+    pair = [module, adam]
+    for _ in range(2):
+        for m, a in pair, how(pair):
+            a.zero_grad()
+            m(X).square().mean().backward()
+            a.step(1e-2)
+            assert torch.equal(flat(m), a.vector)
+    (m, a), one = how(pair), flat(module)
+    for _ in range(3):
+        a.zero_grad()
+        m(X).square().mean().backward()
+        a.step(1e-2)
+    assert torch.equal(flat(module), one) and not torch.equal(flat(m), one)
