@@ -251,7 +251,7 @@ def check_trainable(
     lm: nn.Module,  # a causal language model of transformers
     name: str,  # for the message
 ):
-    "ValueError if nothing is trained, half precision, or more than an adapter can take back."
+    "ValueError if nothing is trained, half precision, or more than an adapter that is saved holds."
     learned = {n: p.dtype for n, p in lm.named_parameters() if p.requires_grad}
     if not learned:
         raise ValueError(f"model must have weights to train, got {name!r} with all of them frozen")
@@ -267,8 +267,8 @@ def check_trainable(
                          f"loaded, got {name!r} with {[*lm.peft_config]}")
     others = [n for n in learned if lm.active_adapter not in n.split(".")]
     if others:
-        raise ValueError("model must train nothing beside its adapter, since it is the reference "
-                         f"without it, got {name!r} with {others[0]}")
+        raise ValueError("model must train nothing beside its adapter, which alone is saved, got "
+                         f"{name!r} with {others[0]}")
 
 # %% ../../nbs/hub/29_load.ipynb #lora
 def add_lora(

@@ -42,7 +42,7 @@ def training_memory(
     wide, narrow, cached = layer_numbers(lm, bfloat16)
     layers, width = lm.config.num_hidden_layers, 2 if bfloat16 else 4
     copies = [2 * p.numel() for p in lm.parameters() if p.dim() == 2 and p.dtype.itemsize == 4]
-    parts = dict(weights=weights, reference=0 if has_adapter(lm) else weights,
+    parts = dict(weights=weights, reference=4 * learned if has_adapter(lm) else weights,
                  gradient=4 * learned, optimizer=8 * learned)
     cache = layers * batch * tokens * cached * width
     activations = layers * backward * tokens * (4 * wide + width * narrow)

@@ -6,12 +6,12 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/language/model.html.md"""
 
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_context', 'to_logits', 'head_log_probs',
-           'make_gpt2', 'no_dropout', 'response_states', 'Policy', 'has_adapter', 'adapter_off', 'RewardModel',
+           'make_gpt2', 'no_dropout', 'response_states', 'has_adapter', 'Policy', 'as_reference', 'RewardModel',
            'autocast', 'sum_of_squares']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -167,6 +167,13 @@ def response_states(
     at[:, -length:] = True if response_mask is None else response_mask
     return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -length:] # G1
 
+# %% ../../nbs/language/23_model.ipynb #adapters
+def has_adapter(
+    lm: nn.Module,  # a model of transformers, or a PeftModel around one
+) -> bool:
+    "True for a PeftModel, of which only the adapter is trained."
+    return hasattr(lm, "disable_adapter")
+
 # %% ../../nbs/language/23_model.ipynb #policy
 class Policy(nn.Module):
     "A language model with a value head."
@@ -179,6 +186,7 @@ class Policy(nn.Module):
         self.lm, self.value_head = lm, _head(lm)
         nn.init.zeros_(self.value_head.weight)  # P2
         self.value_head.requires_grad_(learn_value)
+        _keep_start(lm)
 
     def value(
         self,
@@ -213,6 +221,11 @@ def _checkpointing(lm):
         if on:
             lm.eval()
 
+def _keep_start(lm):
+    "Keep a copy of an adapter's weights."
+    if has_adapter(lm):
+        lm.start = {n: p.detach().clone() for n, p in lm.named_parameters() if p.requires_grad}
+
 def _head(lm):
     "One number for each hidden state; its bias is 0, its weights are not set."
     weight = lm.get_output_embeddings().weight
@@ -225,19 +238,22 @@ def _float32(head, hidden):
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden.float()).squeeze(-1)
 
-# %% ../../nbs/language/23_model.ipynb #adapters
-def has_adapter(
-    lm: nn.Module,  # a model of transformers, or a PeftModel around one
-) -> bool:
-    "True for a PeftModel, whose adapter can be switched off."
-    return hasattr(lm, "disable_adapter")
+# %% ../../nbs/language/23_model.ipynb #as-reference
+@contextmanager
+def as_reference(lm: nn.Module):
+    "Inside, a model with an adapter computes, without gradient, what it did when `Policy` took it."
+    start, weights = vars(lm).get("start", {}), dict(lm.named_parameters())
+    now = {name: weights[name].data for name in start}
+    try:
+        _put(weights, start)
+        with torch.no_grad():
+            yield
+    finally:
+        _put(weights, now)
 
-# %% ../../nbs/language/23_model.ipynb #adapter-off
-def adapter_off(
-    lm: nn.Module,  # as for `has_adapter`
-):  # a context manager
-    "Inside, a PeftModel computes what its base model does; another model is as it was."
-    return lm.disable_adapter() if has_adapter(lm) else nullcontext()
+def _put(weights, values):
+    for name, x in values.items():
+        weights[name].data = x
 
 # %% ../../nbs/language/23_model.ipynb #reward-model
 class RewardModel(nn.Module):

@@ -18,7 +18,7 @@ from ..fast import gpt2
 from ..formulas.grpo import microbatch_weight
 from .config import RLHFConfig
 from .loop import Loop, count_mode, rate_by_size
-from .model import Policy, adapter_off, autocast, has_adapter
+from .model import Policy, as_reference, autocast, has_adapter
 from ..training.devices import make_accelerator
 
 # %% ../../nbs/language/scale.ipynb #scale
@@ -29,7 +29,7 @@ class Scale:
     def __init__(
         self,
         config: RLHFConfig,  # microbatches and precision too
-        lm: nn.Module,  # as for `Loop`; of a model with an adapter, the base is the reference
+        lm: nn.Module,  # as for `Loop`; a model with an adapter is its own reference
         *args,  # as for the loop; a reward computes in the precision that it chooses
     ):
         self.accelerator = make_accelerator()
@@ -55,8 +55,8 @@ class Scale:
             return super().collect(*inputs)
 
     def reference_logp(self, *texts) -> torch.Tensor:  # as of the loop
-        "Log-probabilities under the model without its adapter."
-        with adapter_off(self.reference), autocast(self.device, self.config.precision):
+        "Log-probabilities under the model with the adapter of the start."
+        with as_reference(self.reference), autocast(self.device, self.config.precision):
             return super().reference_logp(*texts)
 
     def forward(self, *parts) -> tuple:  # as of the loop

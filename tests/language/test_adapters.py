@@ -1,7 +1,6 @@
-"""An adapter learns while its base stands still, is the reference without itself, and loads
-elsewhere.
-"""
+"""An adapter learns while its base stands still, begins as its own reference, and loads elsewhere."""
 import json
+import math
 import random
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from rlhf_notes import RLHF
 from rlhf_notes.hub.load import add_lora, load_model
 from rlhf_notes.hub.save import save_model
 from rlhf_notes.hub.trainers import DPO
-from rlhf_notes.language.model import head_log_probs, response_states
+from rlhf_notes.language.model import as_reference, head_log_probs, response_states
 from rlhf_notes.reviews.pipeline import make_world
 from rlhf_notes.studies.checkable import exact_match
 
@@ -153,6 +152,75 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path):
     assert (policy - reference).abs().max() > 0.1
 
 
+def _saved(path):
+    "An adapter that has learned, in a directory."
+    lm = lora(base("Llama", path / "base", tokenizer()))
+    r = RLHF(lm, tokenizer(), ["w1 w2"], short, **SMALL).learn()
+    assert r.rows[-1]["kl_k1"] > 0.1
+    r.save(path / "adapter")
+    return path / "adapter"
+
+
+STARTS = {
+    "new": lambda lm: lora(lm),
+    "Gaussian": lambda lm: lora(lm, init_lora_weights=False),
+    "PiSSA": lambda lm: lora(lm, init_lora_weights="pissa"),  # changes the base too
+    "OLoRA": lambda lm: lora(lm, init_lora_weights="olora"),
+    "DoRA": lambda lm: lora(lm, use_dora=True),
+    "a trained head": lambda lm: lora(lm, modules_to_save=["lm_head"]),
+    "IA3": lambda lm: peft.get_peft_model(lm, peft.IA3Config(
+        target_modules=["q_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_reference_is_the_policy_at_the_start(start):
+    torch.manual_seed(0)
+    lm = STARTS[start](make("Llama"))
+    r = RLHF(lm, tokenizer(), ["w1 w2"], short, **SMALL | dict(iterations=3))
+    first = r.iterate()
+    assert first["kl_k1"] == pytest.approx(0, abs=1e-5)
+    later = r.iterate()
+    assert later["kl_k3"] > 1e-5  # it has moved away from where it was
+    again = RLHF(lm, tokenizer(), ["w1 w2"], short, **SMALL | dict(iterations=1))
+    assert again.iterate()["kl_k1"] == pytest.approx(0, abs=1e-5)  # a new start
+
+
+def test_a_saved_adapter_is_the_new_reference(tmp_path):
+    path = _saved(tmp_path)
+    assert RLHF.load(path, ["w1 w2"], short).iterate()["kl_k1"] == pytest.approx(0, abs=1e-5)
+    choices = [dict(prompt=f"w{i}", chosen="w9 w8", rejected="w8 w9") for i in range(1, 5)]
+    d = DPO(str(path), prompts=choices, max_new_tokens=3, iterations=2, batch=4, minibatches=1,
+            device="cpu")
+    assert d.iterate()["policy_loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert d.iterate()["policy_loss"] != pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_a_teacher_keeps_its_adapter(tmp_path):
+    path = _saved(tmp_path)
+    taught = RLHF.load(path).policy.lm
+    r = RLHF(str(tmp_path / "base"), prompts=["w1 w2"], teacher=str(path),
+             **{k: x for k, x in SMALL.items() if k != "kl_coef"} | dict(iterations=1))
+    x = r.loop.collect(r.policy.lm, *r.loop.prompts())
+    with torch.no_grad():
+        states = response_states(taught, x.tokens, x.mask, 4)
+        torch.testing.assert_close(x.logp_ref[x.response_mask],
+                                   head_log_probs(taught, states, x.responses)[0][x.response_mask])
+
+
+def test_a_reference_leaves_the_policy_as_it_is():
+    r = RLHF(make("Llama"), tokenizer(), ["w1 w2"], short, lora=2, **SMALL | dict(iterations=2))
+    r.learn()
+    weights = dict(r.policy.lm.named_parameters())
+    before = {n: (p.data_ptr(), p.clone()) for n, p in weights.items()}
+    with pytest.raises(KeyError), as_reference(r.policy.lm):
+        assert any(not torch.equal(p, before[n][1]) for n, p in weights.items())
+        assert not torch.is_grad_enabled()
+        raise KeyError
+    assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1])
+               for n, p in weights.items())
+
+
 def test_an_adapter_learns_from_preferences():
     choices = [dict(prompt=f"w{i}", chosen="w9 w8", rejected="w8 w9") for i in range(1, 5)]
     t = DPO(make("Llama"), tokenizer(), choices, lora=4, max_new_tokens=3, iterations=20, batch=4,
@@ -166,7 +234,7 @@ def test_an_adapter_learns_from_preferences():
         torch.equal(p, before[n]) != ("lora_" in n) for n, p in t.policy.lm.named_parameters())
     with torch.no_grad():
         t = t.loop
-        # without the adapter, as at first
+        # with the adapter of the start
         torch.testing.assert_close(t.reference_sums(t.choices), t.choices.logp_ref)
         assert not torch.allclose(t.forward(t.choices)[0], t.choices.logp_ref)
 
