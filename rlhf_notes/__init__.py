@@ -5,6 +5,21 @@ All of `rlhf_notes.formulas` and `rlhf_notes.compat` can be imported from here, 
 
 Modules:
 
+- `rlhf_notes.bridges.trl`: TRL's GRPO and DPO trainers with a policy loss or a preference loss of ours.
+- `rlhf_notes.bridges.verl`: Every policy loss and advantage of ours as a `loss_mode` and an `adv_estimator` of verl.
+- `rlhf_notes.cli`: `rlhf-notes`: each run by one command, with options made from the configs.
+- `rlhf_notes.control.saved`: A trainer in a file, and what no file holds: networks and schedules of one's own.
+- `rlhf_notes.control.spaces`: Observations of any space as rows of numbers: vectors, pictures, dicts, and masks.
+- `rlhf_notes.exercises.engine`: Checks that name the mistake: the usual wrong functions are known, and outcomes compared.
+- `rlhf_notes.exercises.facts`: Facts about a wrong function: its relation to the right one, and the term that is to blame.
+- `rlhf_notes.exercises.outcomes`: Values, gradients, an exception or a hang: the outcome of one call, and how two calls differ.
+- `rlhf_notes.exercises.relations`: Relations that name a mistake nobody listed: wrong sign, scaled, shifted, late, a sum.
+- `rlhf_notes.exercises.substitutes`: Functions called with other arguments than they are given: a forgotten discount is one of 1.
+- `rlhf_notes.fast.gpt2`: Hidden states of a GPT-2, computed only where they are read; its next tokens from a cache.
+- `rlhf_notes.fast.lengths`: Rows of like length together, so that one long prompt does not pad all the others.
+- `rlhf_notes.fast.linear`: Log-probabilities from hidden states without the logits, a few hundred positions at a time.
+- `rlhf_notes.fast.rows`: Log-probability and entropy of rows of logits as operators, and when they pay off.
+- `rlhf_notes.fast.steps`: The next tokens of Llama, Qwen, Mistral or Gemma: one step is recorded on a GPU and replayed.
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
 - `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.
 - `rlhf_notes.formulas.family`: Ten objectives of a token under their names, and a place for one of your own.
@@ -18,7 +33,20 @@ Modules:
 - `rlhf_notes.formulas.reward`: From a score to rewards of tokens: scale, price of KL, end of a response, penalties.
 - `rlhf_notes.formulas.surrogate`: PPO's clipped objective, clip-higher and dual clip, and two ways to count what was clipped.
 - `rlhf_notes.formulas.value`: The value loss and its clip, explained variance, and two exact ways to squash returns.
-- `rlhf_notes.formulas.whitening`: Rewards and advantages at unit scale, padding left out; and moments that add up."""
+- `rlhf_notes.formulas.whitening`: Rewards and advantages at unit scale, padding left out; and moments that add up.
+- `rlhf_notes.hub.pairs`: Preferences as texts, or as chats, and the tokens of both responses after their prompt.
+- `rlhf_notes.hub.rewards`: Reward functions and models: what they get by name, what they may return, and their weights.
+- `rlhf_notes.hub.save`: Write a policy or a reward model so that other programs load it, and nothing is lost.
+- `rlhf_notes.launch`: Begin a run, continue one, train many seeds, or train by a reward of your own.
+- `rlhf_notes.training.devices`: The device to compute on, and the settings to compute with.
+- `rlhf_notes.training.fit`: The loop around every training: progress, hooks, Ctrl-C and checkpoints.
+- `rlhf_notes.training.options`: The fields of a config: default, range and explanation of each, checked by pydantic.
+- `rlhf_notes.training.runs`: The directory of a run: it holds everything, survives Ctrl-C and can be continued.
+- `rlhf_notes.training.seeds`: A random generator for each purpose.
+- `rlhf_notes.training.signals`: Ctrl-C, numbers that have become NaN, a progress bar, and output that nothing reads.
+- `rlhf_notes.viz.slider`: A picture that moves: sliders that need no kernel.
+- `rlhf_notes.viz.strip`: An episode as a film, a response token by token.
+- `rlhf_notes.viz.style`: One style for every figure, and an objective beside its gradient."""
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,38 @@
-"""`rlhf-notes`: each run by one command, with options made from the configs."""
+"""`rlhf-notes`: each run by one command, with options made from the configs.
+
+```sh
+rlhf-notes demo                            # every training with its defaults
+rlhf-notes cartpole --seed 3 --gamma 0.99  # one of them
+rlhf-notes pendulum --normalize-obs        # a yes or no; --no-normalize-obs is the other way
+rlhf-notes train --env Acrobot-v1          # any environment of Gymnasium
+rlhf-notes train --env my_module:Mine-v0 --env-kwargs '{"size": 8}'  # one of your own
+rlhf-notes rlhf --algo grpo                # a tiny GPT-2 learns: ppo, grpo, rloo or dpo
+rlhf-notes rlhf --model PATH_OR_NAME       # the same for a language model of your own
+rlhf-notes rlhf --model PATH_OR_NAME --prompts FILE --reward module:function
+rlhf-notes generate --run DIR "a prompt"   # print what the policy of a run writes
+torchrun --nproc_per_node 2 -m rlhf_notes.cli rlhf  # one training, two processes
+rlhf-notes cartpole --seed 100 --seeds 20  # seeds 100 to 119, and one table
+rlhf-notes cartpole --resume DIR           # continue after Ctrl-C
+rlhf-notes compare --task pendulum         # race against other implementations
+rlhf-notes bench                           # time the fast formulas against others
+rlhf-notes doctor FILE                     # name what is wrong with a log
+```
+
+The options of a run are the fields of its config. `--help` shows the everyday ones first and the
+others in sections. Steps may be written as `1e5`, and `--lr` is short for `--learning-rate`.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | a run failed, or `doctor` found something |
+| 2 | a mistake in the command |
+| 130 | interrupted by Ctrl-C |
+
+A mistake gets a message that names the option, what came and what is allowed, and nothing is
+written or lost: everything that can be wrong is checked before the first file is touched. An error
+from training itself, or from an environment or a reward of your own, keeps its traceback, above
+which a line says how to continue.
+"""
 
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'CONVERTERS', 'Out', 'Overwrite', 'Resume', 'Trust', 'Prompts',
            'Reward', 'Directory', 'FEW', 'Few', 'Whole', 'Seeds', 'Track', 'Chat', 'From', 'Named', 'BenchTask', 'main',

@@ -1,4 +1,18 @@
-"""Begin a run, continue one, train many seeds, or train by a reward of your own."""
+"""Begin a run, continue one, train many seeds, or train by a reward of your own.
+
+`cartpole` and `pendulum` are one trainer with two sets of defaults, `train` takes any environment,
+with its recipe where there is one, and `rlhf` goes through three stages (lesson 28). A trainer is
+loaded when it is asked for, so `rlhf-notes --help` never loads PyTorch.
+
+Everything that can be wrong is checked before the first file is touched. Each function raises
+ValueError, or returns a function that trains, prints the outcome and returns an exit code: 0, or
+130 after Ctrl-C. Each of many seeds is trained in a directory of its own, exactly as it would have
+been alone; the means come with 95% intervals.
+
+An environment or a reward called `module:name` is code, and importing it runs it. A run directory
+may come from someone else, so `--resume` imports a module only if it is given again, or with
+`--trust`.
+"""
 
 __all__ = ['TASKS', 'new_training', 'old_training', 'report', 'many_seeds']
 

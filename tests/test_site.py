@@ -72,10 +72,10 @@ def pages(built):
             for path in sorted(built.rglob("*.html"))}
 
 
-def test_every_notebook_is_a_page_in_the_sidebar(built, pages):
+def test_notebooks_and_modules_without_one_are_pages_in_the_sidebar(built, pages):
     links = {a.get("href") for tag, a in pages[Path("index.html")].tags if tag == "a"
              and "internal" in (a.get("class") or "")}
-    for path in notebooks.notebooks():
+    for path in site_pages.sources():
         page = site_pages.page(path).with_suffix(".html")
         assert page in pages, f"{path.name} has no page"
         assert (page.name == "index.html"
@@ -227,7 +227,7 @@ def test_no_page_is_heavy(built, pages):
 
 
 def test_every_public_name_has_its_place(built, pages):
-    prepared = [site_pages.Page(path) for path in notebooks.notebooks()]
+    prepared = list(map(site_pages.Page, site_pages.sources()))
     for path in (notebooks.ROOT / "rlhf_notes").rglob("*.py"):
         if path.stem.startswith("_"): continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -263,6 +263,17 @@ def test_parameters_are_folded(built):
     assert all(
         part.index("<table") < part.index("</table>") < part.index("</details>") for part in folded)
     assert not any("<dt class=" in part[:part.index("</details>")] for part in folded)
+
+
+def test_a_module_without_a_notebook_stands_open(built):
+    html = (built / "training" / "runs.html").read_text(encoding="utf-8")
+    assert 'class="parameters"' not in html and "mybinder" not in html
+    assert "<h1>The directory of a run" in html and "<code" in html and "one indivisible" in html
+    where = html[html.index('id="rlhf_notes.training.runs.write_atomically"'):]
+    assert "where to" in where[:where.index("</dl>")]
+    # a lesson leads to it
+    lesson = (built / "control" / "ppo.html").read_text(encoding="utf-8")
+    assert 'href="../training/runs.html"' in lesson
 
 
 def test_lessons_papers_and_details_are_links(built):
@@ -449,10 +460,11 @@ def test_programs_find_every_page(built):
     entries = dict(re.match(r"- \[.+?\]\((.+?)\): (.+)", line).groups() for line in lines
                    if line.startswith("- "))
     pages = {site_pages.page(p).with_suffix(".html").as_posix()
-             for p in notebooks.notebooks()} - {"index.html"}
+             for p in site_pages.sources()} - {"index.html"}
     assert set(entries) == pages and all(len(words) > 40 for words in entries.values())
     assert "clipped_surrogate" in entries["formulas/surrogate.html"]
-    assert "def clipped_surrogate(" in (built / "llms-full.txt").read_text(encoding="utf-8")
+    whole = (built / "llms-full.txt").read_text(encoding="utf-8")
+    assert "def clipped_surrogate(" in whole and "def write_atomically(" in whole
 
 
 def test_a_docstring_leads_to_its_page(built):

@@ -4,8 +4,8 @@
 
 Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its place, and why that
 would be wrong. A break is made in a copy of
-the project, in the module and in its notebook alike; then the module's tests are run and the
-notebook is run. It is caught if either fails.
+the project, in the module and in its notebook, if it has one, alike; then the module's tests are
+run and the notebook is run. It is caught if either fails.
 A module whose name stands twice is called FOLDER.MODULE. Before anything is broken the same is done
 with nothing changed, which must not be "caught",
 and says how long tests and notebook take; a break that makes them take four times as long, and more
@@ -73,17 +73,19 @@ def holds(notebook, code):
 
 
 def find(name, code=""):
-    "The module called `name`, its notebook with `code`, and its tests, as paths from the top."
+    """The module called `name`, its notebook with `code` (or None) and its tests, as paths from the
+    top.
+    """
     module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
     folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
-    notebook = next(p for p in folder.glob("*.ipynb")
-                    if module.stem in (p.stem, p.stem.split("_", 1)[-1]))
+    notebook = next((p for p in folder.glob("*.ipynb")
+                     if module.stem in (p.stem, p.stem.split("_", 1)[-1])), None)
     if name in CELLS and not holds(notebook, code):
         notebook = ROOT / "nbs" / CELLS[name]
     room = module.parent.relative_to(ROOT / "rlhf_notes")
     tests = [next((ROOT / "tests").rglob(t))
              for t in TESTS.get(name, ((room / f"test_{module.stem}.py").as_posix(),))]
-    return [p.relative_to(ROOT) for p in (module, notebook, *tests)]
+    return [p and p.relative_to(ROOT) for p in (module, notebook, *tests)]
 
 
 def replace_once(path, old, new):
@@ -123,10 +125,10 @@ def try_break(name, change, tests_first, limit):
                                                       ".hypothesis", "__pycache__"))
         if change["old"]:
             replace_once(tree / module, change["old"], change["new"])
-            replace_once(tree / notebook, change["old"], change["new"])
+            if notebook: replace_once(tree / notebook, change["old"], change["new"])
         by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider",
                         *map(str, tests)], tree, limit) != 0
-        by_notebook = "" if tests_first and by_tests else run(
+        by_notebook = "" if not notebook or tests_first and by_tests else run(
             [sys.executable, "tools/notebooks.py", "run", str(notebook)], tree, limit) != 0
     return {"module": name, "break": change["why"], "notebook": by_notebook, "tests": by_tests,
             "caught": bool(by_notebook or by_tests)}

@@ -9,8 +9,10 @@ import tokenize
 from dataclasses import dataclass, field
 from functools import cache
 
+import nbformat
 from notebooks import NBDEV, ROOT, directives
 
+TITLES = {"cli": "The command line", "training/runs": "The directory of a run"}
 WORDS = {"float32", "generate", "log_softmax"}     # names of ours that mean something else in prose
 
 
@@ -131,6 +133,18 @@ def exported(nb, page):
     return {i: things for i, things in cells.items() if things}
 
 
+def of_module(path, page):
+    "A module without a notebook as one: its docstring, and all that it defines in {cell id: ...}."
+    source = path.read_text(encoding="utf-8")
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    first, _, rest = ast.get_docstring(ast.parse(source)).partition("\n")
+    title = TITLES.get(page, page.replace("/", "."))
+    text = f"# {title}\n\n> {first}\n{rest}".rstrip()
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text, id="docstring")])
+    nb.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    return nb, {"docstring": list(_things(source, module, page))}
+
+
 def module_file(module):
     path = ROOT / module.replace(".", "/")
     return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).relative_to(ROOT)
@@ -180,24 +194,24 @@ def _table(thing):
         f"| {a} | {b} | {c} |" for a, b, c in rows) + "\n"
 
 
-def as_directives(things):
+def as_directives(things, folded=True):
     "What one cell exports, as it stands on the page below it."
-    return "\n\n".join(map(as_directive, things))
+    return "\n\n".join(as_directive(thing, folded) for thing in things)
 
 
-def as_directive(thing, fence=5):
+def as_directive(thing, folded, fence=5):
     """The Sphinx directive that puts `thing` on the page, into its table of contents, the search
     and the reach of references.
-    Its table and its methods are folded: the cell above says the same."""
+    Its table and its methods are folded where the cell above says the same."""
     shown = [n + (f"={d}" if d is not None else "") for n, _, d, _ in thing.params]
     if len(shown) > 12: shown = ["..."]
     brackets = "" if thing.kind == "property" else f"({', '.join(shown)})"
-    inside = "\n\n".join(as_directive(t, fence - 1) for t in thing.inside)
-    if len(thing.inside) > 3:
+    inside = "\n\n".join(as_directive(t, folded, fence - 1) for t in thing.inside)
+    if folded and len(thing.inside) > 3:
         inside = ('\n<details class="parameters"><summary>Methods</summary>\n\n'
                   f'{inside}\n\n</details>\n')
     table = _table(thing)
-    if table:
+    if folded and table:
         table = ('\n\n<details class="parameters"><summary>Parameters</summary>'
                  f'{table}\n</details>\n')
     body = f"{prose(thing.doc)}{table}\n{inside}".strip()

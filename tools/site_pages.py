@@ -26,7 +26,7 @@ import site_folds
 import site_links
 import site_paths
 import site_widgets
-from notebooks import NBDEV, ROOT, WIDTH, directives, notebooks
+from notebooks import NBDEV, ROOT, WIDTH, directives, modules, notebooks
 from sphinx.cmd.build import main as sphinx
 
 FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Bridges": "bridges",
@@ -42,10 +42,10 @@ FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re
 
 
 def page(path):
-    """Where the notebook at `path` stands on the site, without suffix:
-    nbs/formulas/01_masking.ipynb -> formulas/masking.
+    """Where the notebook or module at `path` stands on the site, without suffix:
+    nbs/formulas/01_masking.ipynb -> formulas/masking, rlhf_notes/cli.py -> cli.
     """
-    relative = path.relative_to(ROOT / "nbs")
+    relative = path.relative_to(ROOT / ("rlhf_notes" if path.suffix == ".py" else "nbs"))
     return relative.with_name(re.sub(r"^\d+_", "", relative.stem))
 
 
@@ -60,7 +60,7 @@ def target(link, path):
     if re.match(r"[a-z]+:|#|$", link): return link
     file, _, anchor = link.partition("#")
     to = Path(os.path.normpath(path.parent / file))
-    if to.suffix == ".ipynb" and to.is_relative_to(ROOT / "nbs"):
+    if to.suffix == ".ipynb" and to.is_relative_to(ROOT / "nbs") or to in modules():
         return os.path.relpath(
             page(to), page(path).parent) + ".ipynb" + (f"#{anchor.lower()}" if anchor else "")
     if to.is_relative_to(ROOT / "nbs" / "images"): return link
@@ -98,17 +98,25 @@ def folds(d):
             or d.get("code-fold", str(d.get("lines", 0) > LINES).lower()) == "true")
 
 
+def sources():
+    "All that becomes a page: notebooks, and modules without one."
+    return [*notebooks(), *modules()]
+
+
 class Page:
-    "The notebook at `path` as a reader of the site should see it."
+    "The notebook, or the module without one, at `path` as a reader of the site should see it."
     def __init__(self, path):
         self.path, self.page = path, page(path)
-        self.nb = nbformat.read(path, as_version=4)
-        self.exports = site_api.exported(self.nb, self.page.as_posix())
+        self.is_module = path.suffix == ".py"
+        if self.is_module: self.nb, self.exports = site_api.of_module(path, self.page.as_posix())
+        else:
+            self.nb = nbformat.read(path, as_version=4)
+            self.exports = site_api.exported(self.nb, self.page.as_posix())
         first = next(c.source for c in self.nb.cells if c.cell_type == "markdown")
         self.title = re.search(r"^# (.+)$", first, re.M)[1].strip()
         self.summary = " ".join(re.findall(r"^> ?(.*)$", first, re.M)).strip()
         self.equations = 0
-        twice = sum(page(p).name == self.page.name for p in notebooks()) > 1
+        twice = sum(page(p).name == self.page.name for p in sources()) > 1
         self.label = self.page.as_posix().replace("/", "-") if twice else self.page.name
         self.sections = {name for c in self.nb.cells if c.cell_type == "markdown"
                          for head in re.findall(r"^#+ .*", c.source, re.M)
@@ -141,7 +149,8 @@ class Page:
 
     @property
     def exports_to(self):
-        "The module that the notebook makes, or None."
+        "The module that the notebook makes, or is; or None."
+        if self.is_module: return ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
         name = next((d["default_exp"] for c in self.nb.cells
                      if "default_exp" in (d := directives(c.source))), None)
         return name and f"{NBDEV.lib_name}.{name}"
@@ -198,12 +207,13 @@ class Page:
         links = [f"lesson {self.number}"] if self.number else []
         if self.number or self.page.name == "start": links.append(f"{self.minutes} minutes")
         links += [f'<a href="{repository(self.path)}">{self.path.relative_to(ROOT).as_posix()}</a>']
-        modules = sorted({t.module for t in self.things})
-        links += [f'<a href="{site_api.source_url(m, None)}">{m}</a>' for m in modules]
-        at = NBDEV.git_url.removeprefix("https://github.com/")
-        path = self.path.relative_to(ROOT).as_posix()
-        binder = f"https://mybinder.org/v2/gh/{at}/{NBDEV.branch}?labpath={path}"
-        links.append(f'run it on <a href="{binder}">Binder</a>')
+        made = sorted({t.module for t in self.things}) if not self.is_module else []
+        links += [f'<a href="{site_api.source_url(m, None)}">{m}</a>' for m in made]
+        if not self.is_module:
+            at = NBDEV.git_url.removeprefix("https://github.com/")
+            path = self.path.relative_to(ROOT).as_posix()
+            binder = f"https://mybinder.org/v2/gh/{at}/{NBDEV.branch}?labpath={path}"
+            links.append(f'run it on <a href="{binder}">Binder</a>')
         return '\n\n<p class="sources">' + " · ".join(links) + "</p>\n"
 
     def cell(self, cell, d, names, intro):
@@ -250,7 +260,8 @@ class Page:
             cells.append(shown)
             if "widget" in d: cells.append(site_widgets.place(d["widget"], self.page))
             if things := self.exports.get(cell.id):
-                text = self.references_in_tables(site_api.as_directives(things), names)
+                text = site_api.as_directives(things, folded=not self.is_module)
+                text = self.references_in_tables(text, names)
                 cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-api"[-64:],
                                                            metadata={"class": "api"}))
         nb = self.nb.copy()
@@ -309,10 +320,11 @@ def by_floor(pages):
 
 def timed(front, pages):
     "The paths of the front page, each with its minutes and those of its lessons."
-    minutes = {p.path.relative_to(ROOT / "nbs").as_posix(): p.minutes for p in pages}
+    minutes = {p.path.relative_to(ROOT / "nbs").as_posix(): p.minutes for p in pages
+               if not p.is_module}
     def path(m):
-        lessons = re.findall(r"(?<=\]\()[^)]+", m[0])
-        line = re.sub(r"\]\(([^)]+)\)", lambda link: f"{link[0]} ({minutes[link[1]]})", m[0])
+        lessons = re.findall(r"(?<=\]\()[^)]+ipynb(?=\))", m[0])
+        line = re.sub(r"\]\(([^)]+ipynb)\)", lambda link: f"{link[0]} ({minutes[link[1]]})", m[0])
         return line.replace(":*", f"* ({sum(minutes[x] for x in lessons)} minutes):", 1)
     for cell in front.nb.cells:
         if cell.id != "paths": continue
@@ -376,8 +388,10 @@ def as_markdown(page):
             f"[figure: {alt}]" if alt and re.match(r"<(Figure|IPython)", s) else s for s in said]
         return f"```python\n{source}\n```" + "".join(
             f"\n\n```text\n{s.rstrip()}\n```" for s in said if s.strip())
-    return "\n\n".join(cell(c) for c in page.nb.cells
-                       if not {"hide", "default_exp"} & directives(c.source).keys()) + "\n"
+    cells = [cell(c) for c in page.nb.cells
+             if not {"hide", "default_exp"} & directives(c.source).keys()]
+    if page.is_module: cells.append(f"```python\n{page.path.read_text(encoding='utf-8')}```")
+    return "\n\n".join(cells) + "\n"
 
 
 def for_programs(pages, out):
@@ -404,7 +418,7 @@ def build(out):
 
 
 def build_from(source, out):
-    pages = [Page(path) for path in notebooks()]
+    pages = [Page(path) for path in sources()]
     pages = [p for p in pages if p.page.name == "index"] + [
         p for _, found in by_floor(pages) for p in found]
     walk(pages)

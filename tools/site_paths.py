@@ -41,6 +41,7 @@ def front_first(cells):
 
 def next_on(walks, page):
     "A line for each path that `page` is on, as a cell for the foot of it; None on no path."
+    if page.is_module: return
     here, lines = page.path.relative_to(ROOT / "nbs").with_suffix("").as_posix(), []
     for name, steps in walks:
         at = next((i for i, (_, to) in enumerate(steps) if to == here), None)
@@ -88,7 +89,8 @@ def plain(text):
 def early(steps, pages):
     "(page, term) where a path uses a word of `words` for the first time and does not introduce it."
     known, met = words(pages), set()
-    at = {p.path.relative_to(ROOT / "nbs").with_suffix("").as_posix(): p for p in pages}
+    at = {p.path.relative_to(ROOT / "nbs").with_suffix("").as_posix(): p for p in pages
+          if not p.is_module}
     for _, to in steps:
         text = plain("\n\n".join(c.source for c in prose(at[to])))
         for term, (_, lesson) in known.items():

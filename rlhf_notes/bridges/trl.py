@@ -1,4 +1,23 @@
-"""TRL's GRPO and DPO trainers with a policy loss or a preference loss of ours."""
+"""TRL's GRPO and DPO trainers with a policy loss or a preference loss of ours.
+
+TRL trains with Accelerate: several GPUs, DeepSpeed, FSDP, vLLM. Its trainers have one method for
+the loss; these classes replace it and leave the rest as it is.
+
+```python
+from rlhf_notes.bridges.trl import grpo_trainer
+
+Trainer = grpo_trainer(variant="gspo")  # with arguments of policy_loss
+Trainer(model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=prompts).train()
+```
+
+Temperature, images, tools, vLLM, the reference and the beta of the KL are TRL's. IPO is another
+thing there: TRL divides the log-probabilities of a response by its length, the paper's formula and
+ours sum them. TRL's options for its own losses mean nothing to ours and are refused by name.
+
+For a mean over tokens TRL counts the tokens of all responses that were sampled together,
+`num_items_in_batch`; for the other aggregations each microbatch has the same number of responses,
+and one without tokens counts as 0. The same here.
+"""
 
 __all__ = ['GRPO_UNREAD', 'DPO_UNREAD', 'OurGRPO', 'grpo_trainer', 'OurDPO', 'dpo_trainer']
 

@@ -1,4 +1,27 @@
-"""Every policy loss and advantage of ours as a `loss_mode` and an `adv_estimator` of verl."""
+"""Every policy loss and advantage of ours as a `loss_mode` and an `adv_estimator` of verl.
+
+verl trains on many GPUs: Ray, FSDP or Megatron, vLLM or SGLang. At `import verl` it loads what the
+entry points `verl.plugins` of other packages name. Ours is one of them, so nothing has to be
+imported:
+
+```sh
+pip install rlhf_notes verl
+python -m verl.trainer.main_ppo \\
+    actor_rollout_ref.actor.policy_loss.loss_mode=rlhf_notes_gspo \\
+    actor_rollout_ref.actor.clip_ratio_low=3e-4 actor_rollout_ref.actor.clip_ratio_high=4e-4 \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \\
+    algorithm.adv_estimator=rlhf_notes_rloo ...
+```
+
+The options are verl's, with verl's defaults: without the clip ratios, `rlhf_notes_gspo` would get
+the clip range of PPO. A group of one has the advantage 0 here, and its own score in verl. verl
+adds the KL to the loss itself; there is no hook for ours. An estimator of another name than `gae`
+is not given the values in verl 0.9.1: `rlhf_notes_gae` says so.
+
+verl computes a loss microbatch by microbatch, on each of `dp_size` processes whose gradients are
+averaged. What the whole batch counts, `config.global_batch_info`, becomes our `total`, and the
+loss is multiplied by `dp_size`.
+"""
 
 __all__ = ['ACTOR', 'AGGREGATIONS', 'OPTIONS', 'DUAL', 'verl_loss', 'register_loss']
 

@@ -1,4 +1,10 @@
-"""A trainer in a file, and what no file holds: networks and schedules of one's own."""
+"""A trainer in a file, and what no file holds: networks and schedules of one's own.
+
+A file that could hold any object could also hold a program, which would run as it is read. So the
+file holds tensors, numbers and strings: options, networks, the optimizer and the spaces. Nothing
+is imported that it names. A step size of one's own is stored as its value at the start, and
+loading warns of that; of a module the weights are stored, and loading asks for the module again.
+"""
 
 __all__ = ['step_size', 'split_options', 'options_again', 'read_saved', 'check_kept']
 

@@ -1,4 +1,23 @@
-"""Observations of any space as rows of numbers: vectors, pictures, dicts, and masks."""
+"""Observations of any space as rows of numbers: vectors, pictures, dicts, and masks.
+
+| space | its part of the row |
+|---|---|
+| `Box` | its numbers; bytes from 0 to 255 divided by 255 |
+| `Box` of bytes with 2 or 3 axes: a picture | the same, channels first |
+| `Discrete(n)` | n numbers, a 1 at the value |
+| `MultiDiscrete` | the same for each of its values |
+| `MultiBinary` | zeros and ones |
+| `Dict` of these | its entries, one after the other |
+| `info["action_mask"]` | at the end, a 1 for each possible action |
+
+A picture has two or three axes, each at least three long; of three axes, the channels are the
+shorter of the first and the last. What cannot become a row is refused by name, with the wrapper of
+Gymnasium that helps.
+
+stable-baselines3 divides pictures by 255 too, asks for at least 36 pixels, has an extractor for
+each entry of a dict, and masks in its contrib package; CleanRL has a script of its own for
+pictures and one for masks; RLlib flattens dicts and takes masks from an entry of the observation.
+"""
 
 __all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'mask_size', 'as_batch', 'space_to_numbers', 'space_from_numbers']
 

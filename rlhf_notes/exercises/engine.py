@@ -1,4 +1,11 @@
-"""Checks that name the mistake: the check knows the usual wrong functions and compares outputs."""
+"""Checks that name the mistake: the usual wrong functions are known, and outcomes compared.
+
+A check runs the right function, the usual wrong ones and the reader's on the same inputs, compares
+values and gradients, and names the wrong function whose outcomes are the reader's. On the plain
+inputs, and on varied copies of them, a wrong formula shows; on the edges (a NaN under the mask, an
+empty mask, numbers that overflow) a right formula may still fail. Of an unlisted wrong function,
+`facts` tells what is true of it. Each lesson registers its exercises with `exercise`.
+"""
 
 __all__ = ['LEAK', 'READ_LEAK', 'CHANGED', 'EXERCISES', 'Verdict', 'Exercise', 'exercise']
 

@@ -1,4 +1,11 @@
-"""Facts about a wrong function: its relation to the right one, and the term that is to blame."""
+"""Facts about a wrong function: its relation to the right one, and the term that is to blame.
+
+A list of mistakes ends somewhere. What can be said without a list, and is never false, is what has
+been tried: that a function gives what the right one gives with other arguments (`substitutes`),
+that its result has a relation to the right one (`relations`), that an argument has no effect on
+it, that it would be right if an argument were 0. Each fact has been tried on all plain inputs and
+on varied copies, and holds for all of them: that is what "here" means.
+"""
 
 __all__ = ['NO_RESULT', 'UNKNOWN', 'told', 'fact']
 

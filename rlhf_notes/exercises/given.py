@@ -1,4 +1,7 @@
-"""Inputs, pieces of formulas, and pictures, for the exercises of the lessons."""
+"""Inputs, pieces of formulas, and pictures, for the exercises of the lessons.
+
+`x` are values, `m` a mask, `r` a ratio, `A` an advantage.
+"""
 
 __all__ = ['NAN', 'INF', 'vec', 'flags', 'normal', 'keep', 'mean', 'row_means', 'over_rows', 'variance', 'clip', 'always_clipped',
            'pessimistic', 'k3', 'curves', 'steps']

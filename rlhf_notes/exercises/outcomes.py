@@ -1,4 +1,8 @@
-"""Values, gradients, an exception or a hang: the outcome of one call, and how two calls differ."""
+"""Values, gradients, an exception or a hang: the outcome of one call, and how two calls differ.
+
+A call that takes more than ten seconds is stopped. Two functions are the same formula if their
+outcomes agree on all inputs: a thousandth is a mistake, a hundred-thousandth is not.
+"""
 
 __all__ = ['LIMIT', 'RTOL', 'ATOL', 'Outcome', 'attempt', 'weights', 'time_limit', 'alike', 'close', 'each_close', 'kind_of',
            'show', 'difference']

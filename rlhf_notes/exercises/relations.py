@@ -1,4 +1,10 @@
-"""Relations that name a mistake nobody listed: wrong sign, scaled, shifted, late, a sum for a mean."""
+"""Relations that name a mistake nobody listed: wrong sign, scaled, shifted, late, a sum.
+
+The right result is (1, 2, 4): then (2, 4, 8) is scaled, (0, 1, 2) and (1, 2, 5) are nothing, since
+a relation is named only if it holds for all plain inputs with enough numbers. A result is compared
+as a whole: its sign, a common factor or difference, a function, a shift in time, an exchange of
+dimensions, a sum in the place of a mean, an argument too many, the place where it is wrong.
+"""
 
 __all__ = ['related', 'combined', 'row_by_row', 'only_where']
 

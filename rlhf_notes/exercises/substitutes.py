@@ -1,4 +1,9 @@
-"""Functions called with other arguments than they are given: a forgotten discount is one of 1."""
+"""Functions called with other arguments than they are given: a forgotten discount is one of 1.
+
+The right function, called with something else in place of an argument, gives the result of a
+reader who forgot, doubled, negated or mixed up this argument; with a term switched off, a wrong
+function may become right, and so tell which term is wrong.
+"""
 
 __all__ = ['substitutes', 'switches', 'varied']
 

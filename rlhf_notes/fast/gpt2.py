@@ -1,4 +1,9 @@
-"""Hidden states of a GPT-2 without what nobody reads; its next tokens from a cache."""
+"""Hidden states of a GPT-2, computed only where they are read; its next tokens from a cache.
+
+The last block computes only the positions whose states are read; sampling has a cache that is
+allocated once and, on CUDA, the whole response as one graph. Plain twins: lesson 23 (states) and
+lesson 24 (sampling).
+"""
 
 __all__ = ['is_plain', 'Block', 'states', 'Fused', 'Decoder', 'decoder', 'replay', 'Recorded']
 

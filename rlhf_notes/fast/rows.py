@@ -1,4 +1,22 @@
-"""Log-probability and entropy of rows of logits as operators, and when they pay off."""
+"""Log-probability and entropy of rows of logits as operators, and when they pay off.
+
+A row needs one read forward and one backward, and two numbers kept between them: a logit m to
+measure from, and the total weight by that measure. With x_j = (z_j - m) log2(e) / tau and
+s = sum_j 2^x_j,
+
+    log pi(i) = log 2 (x_i - log2 s)        H = log 2 (log2 s - sum_j x_j 2^x_j / s)
+
+and with upstream gradients g of log pi(i) and h of H,
+
+    d / dz_j = 2^x_j (a + b x_j) + g / tau [i = j]
+    a = -(g + h (H - log s)) / (tau s)      b = -h log 2 / (tau s)
+
+A row without upstream gradient gets zeros. `row_loops` does both passes on a CPU, `kernels` on a
+GPU. `torch.library` makes an operator of each pass, so that `torch.compile` keeps the call in its
+graph; the gradient of the gradient, and everything under `torch.func`, comes from the plain code
+of lesson 02. The door opens from two thousand logits on; up to 131,072 logits in rows of at most
+2048, PyTorch's operations compute the gradient above.
+"""
 
 __all__ = ['LARGE', 'FEW', 'SMALL', 'forward', 'backward', 'four_of', 'rows', 'new_like', 'gradient', 'usable', 'check_inplace',
            'log_softmax', 'is_small', 'log_prob', 'entropy', 'log_prob_and_entropy', 'draw']

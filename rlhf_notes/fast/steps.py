@@ -1,4 +1,16 @@
-"""The next tokens of Llama, Qwen, Mistral or Gemma: one step is recorded on a GPU and replayed."""
+"""The next tokens of Llama, Qwen, Mistral or Gemma: one step is recorded on a GPU and replayed.
+
+A step of a large model waits for its launches: for half a billion parameters and 512 texts the GPU
+is done in 6 ms, while Python launches a thousand operations at 5 microseconds each. A CUDA graph
+launches all at once, but reads and writes the same memory each time. So keys and values lie in
+tensors for all tokens from the beginning, and a step writes them at a place that is itself a
+tensor; what lies after that place is hidden by the mask, and is 0.
+
+The prompt is read as it is; the step is recorded at the second token. A window that slides within
+the text, another attention than PyTorch's, adapters, dropout and hooks leave a model to
+transformers' growing cache. Plain twin: lesson 24. vLLM and SGLang record a graph for each of some
+batch sizes; transformers compiles the step of its `StaticCache`, which takes a minute.
+"""
 
 __all__ = ['KNOWN', 'make_cache', 'Steps', 'obstacle', 'decoder']
 

@@ -1,4 +1,9 @@
-"""Preferences as texts, or as chats: the tokens of both responses, as the prompt before them asks."""
+"""Preferences as texts, or as chats, and the tokens of both responses after their prompt.
+
+A response is tokenised as it stands after its prompt, where "2+3=" and "5" are "2+3=5" for every
+tokenizer, and as the chat template writes it. It ends with the first token that would end it in
+generation; if it has none, the end-of-sequence token is appended.
+"""
 
 __all__ = ['pairs_of', 'own_choices', 'continuation']
 

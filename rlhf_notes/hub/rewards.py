@@ -1,4 +1,19 @@
-"""Reward functions and models: what they get by name, what they may return, and their weights."""
+"""Reward functions and models: what they get by name, what they may return, and their weights.
+
+A reward gets what its signature names, as pytest's fixtures do; what is left over goes in order:
+prompts first, then responses. It returns a number for each response, or None where there is no
+score. An `async` function is awaited, always in the same event loop, so its client can be kept:
+
+```python
+async def patient(responses):
+    asked = (asyncio.wait_for(ask(r), timeout=30) for r in responses)
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    return [None if isinstance(x, Exception) else x for x in found]
+```
+
+An exception ends the training, None leaves a response out. Several rewards come in a list, with
+weights or without; a directory or a name is that of a reward model.
+"""
 
 __all__ = ['TEXTS', 'STARRED', 'reward_arguments', 'called', 'call_reward', 'reward_functions']
 

@@ -1,4 +1,14 @@
-"""Write a policy or a reward model so that other programs load it, and lose nothing that is there."""
+"""Write a policy or a reward model so that other programs load it, and nothing is lost.
+
+Other programs look the padding up in the model. So the tokenizer is saved as it was, padding with
+its own token or else with the end of a text. `generation_config.json` holds the end tokens and the
+sampling of the training, and nothing of the base's own sampling. Of a PeftModel the adapter alone
+is saved; with `merge=True` the sum, a model like any other. Other files in the directory stay. An
+adapter is not saved beside a whole model, its base perhaps, nor a whole model beside an adapter.
+
+A reward model's padding token gets a row of its own in the embedding. Its score is the raw one;
+`config.json` has gain and bias of its norm (lesson 09).
+"""
 
 __all__ = ['EARLIER', 'save_model', 'to_classifier', 'save_classifier', 'save_reward_model']
 

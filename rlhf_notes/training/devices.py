@@ -1,4 +1,15 @@
-"""The device to compute on, and the settings to compute with."""
+"""The device to compute on, and the settings to compute with.
+
+For RLHF, `"auto"` is a GPU if there is one. For control it is the CPU: to send work to a GPU takes
+longer than to do it, where a network has a few thousand weights.
+
+Several processes may train one language model; the launcher gives each a device. Each holds the
+whole model, so a launcher that is to shard it is refused.
+
+A training computes in float32, and on one thread if the largest of its models is small: threads
+wait for one another at the end of every operation. Both are settings of the process, and trainings
+may overlap: the first one saves what it finds, and the last one restores it.
+"""
 
 __all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'SMALL', 'pick_device', 'to_device', 'make_accelerator', 'process_device',
            'stopped_anywhere', 'Setting', 'usual_defaults']

@@ -1,4 +1,13 @@
-"""The loop around every training: progress, hooks, Ctrl-C, checkpoints; and the best policy kept."""
+"""The loop around every training: progress, hooks, Ctrl-C and checkpoints.
+
+An iteration belongs to its lesson (19 for control, 27 for language models). What surrounds it is
+the same everywhere: show progress, log, save, and end cleanly at the first Ctrl-C. A hook is
+called after each iteration with the trainer and its row of metrics; it may add columns, write,
+draw, or end the training by returning False.
+
+The last policy is not always the best. An `Evaluator` is a hook: every so often it scores the
+policy on what no training sees, and keeps a copy of the best one, which `restore` puts back.
+"""
 
 __all__ = ['CHECKPOINT_EVERY', 'fit', 'Evaluator', 'Stage']
 

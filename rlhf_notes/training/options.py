@@ -1,4 +1,11 @@
-"""The fields of a config: default, range and explanation of each, checked by pydantic."""
+"""The fields of a config: default, range and explanation of each, checked by pydantic.
+
+A config is a frozen dataclass: the type of a field holds its range, and the string below it
+explains it, to the command line too. What the formulas would refuse later is refused before
+anything is computed. Whole numbers of any kind count as whole: `steps=1e5` and `seed=np.int64(1)`
+are taken. An error has one line per fault: the option, what came, what was expected; for an
+unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
+"""
 
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
            'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'plain_errors', 'read_options', 'versions']

@@ -1,4 +1,31 @@
-"""The directory of a run: it holds everything, survives Ctrl-C and can be continued."""
+"""The directory of a run: it holds everything, survives Ctrl-C and can be continued.
+
+| file | holds |
+|---|---|
+| `config.json` | every option, and the versions of what computed it |
+| `metrics.csv` | one row for each iteration; the same seed writes the same bytes |
+| `events.out.tfevents.*` | the same numbers, and samples, for TensorBoard |
+| `checkpoint.pt` | all that is needed to continue |
+| `curve.svg` | the learning curve |
+| `summary.json` | the result, with the seconds it took |
+
+**A file is whole or absent.** Each file but the growing `metrics.csv` is written under another
+name, flushed to disk, and moved into place in one indivisible step. A checkpoint with a flipped
+bit is refused: `load_checked` compares the checksums that PyTorch writes but never reads.
+
+**Nothing is lost silently.** A directory that holds a run is refused unless it is to be
+overwritten; then the files of the run are deleted, and no others. A directory with anybody else's
+files is always refused.
+
+**One process at a time.** A lock, in `.lock`, refuses a second process; the operating system
+releases it when the first one ends.
+
+**A run goes on where it stopped**: `rlhf-notes cartpole --resume DIR`, and the same for the other
+tasks. A checkpoint holds the rows of `metrics.csv`, and a resumed run begins by writing them. Rows
+written after the checkpoint are dropped, in TensorBoard too.
+
+`--track` adds TensorBoard (the default), Weights & Biases or Trackio, by way of Accelerate.
+"""
 
 __all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'write_table', 'Run']
 

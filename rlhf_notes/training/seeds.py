@@ -1,4 +1,10 @@
-"""A random generator for each purpose."""
+"""A random generator for each purpose.
+
+One generator for everything couples what should be apart: evaluate once more, and the training
+draws other numbers. So a generator depends on its purpose, the seed of the run and a few indices,
+and on nothing that was drawn before: a run resumed at iteration 7 draws the numbers it would have
+drawn. The global generators of Python, NumPy and PyTorch belong to the caller.
+"""
 
 __all__ = ['seeded_generator']
 

@@ -1,4 +1,12 @@
-"""Ctrl-C, numbers that have become NaN, a progress bar, and output that nothing reads."""
+"""Ctrl-C, numbers that have become NaN, a progress bar, and output that nothing reads.
+
+The first Ctrl-C only sets a flag, which the training loop reads at the end of an iteration; a
+second one stops at once. SIGTERM, from a batch queue or `docker stop`, and SIGHUP, from a closed
+terminal, count as Ctrl-C; under `nohup` SIGHUP stays ignored.
+
+A NaN in the loss reaches all weights with the next step. So each training loop checks its numbers
+before it saves: if one is NaN or infinite, it stops, says where, and leaves the last checkpoint.
+"""
 
 __all__ = ['SIGNALS', 'BAR', 'FIRST_LINE', 'stop_on_interrupt', 'handle_signals', 'diverged', 'check_finite', 'progress_bar',
            'Lenient']

@@ -1,4 +1,10 @@
-"""A picture that moves: sliders that need no kernel."""
+"""A picture that moves: sliders that need no kernel.
+
+`slider` takes a function that draws and the values of each parameter, and draws all combinations
+beforehand, as range inputs and a few lines of JavaScript: it works in JupyterLab, on a site and in
+a file. Without JavaScript, and on paper, the first frame is there. Each frame has a text of its
+own, and whatever occurs in two frames is stored once.
+"""
 
 __all__ = ['Dial', 'value_text', 'Slider', 'slider']
 

@@ -1,4 +1,9 @@
-"""An episode as a film, a response token by token."""
+"""An episode as a film, a response token by token.
+
+`film` draws some states of an episode side by side, and under them one number over all of it.
+`token_strip` has a column for each token and a row for each number that belongs to it: orange
+below zero, blue above, grey after the end of the response.
+"""
 
 __all__ = ['film', 'token_strip']
 

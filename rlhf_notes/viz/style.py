@@ -1,4 +1,11 @@
-"""One style for every figure, and an objective beside its gradient."""
+"""One style for every figure, and an objective beside its gradient.
+
+Six colours of the palette of Okabe and Ito (2008), an almost black and a grey, always with a
+second sign: a line style, a marker or a label. Text has 4.5 times the luminance contrast of equal
+colours, a line or a marker 3 times (WCAG 2.2, 1.4.3 and 1.4.11): so text takes its colour from
+`INK`, the same hues, darkened. Sky and yellow reach neither: they are for areas and many small
+points.
+"""
 
 __all__ = ['COLORS', 'INK', 'LINES', 'style', 'value_and_gradient', 'plot_with_gradient']
 

@@ -231,4 +231,4 @@ def test_stored_sliders_are_frames_and_light(path, cell):
 def test_the_lessons_have_their_sliders():
     assert {p.stem for p, _ in STORED} >= {
         "02_logprob", "03_ratio", "04_surrogate", "06_kl", "07_whitening", "08_advantage",
-        "35_variants", "19_ppo", "20_plots", "slider"}
+        "35_variants", "19_ppo", "20_plots"}
