@@ -54,6 +54,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError,
 
 from . import __version__
 from .launch import TASKS, many_seeds, new_training, old_training, versions
+from .training.options import TRACKERS
 from .training.signals import Lenient, handle_signals
 
 
@@ -213,7 +214,7 @@ FEW = dict(validator=validators.Number(gte=1, lte=10_000), converter=_whole)
 Few, Whole = Annotated[int, Parameter(**FEW)], Annotated[int, Parameter(converter=_whole)]
 Seeds = Annotated[int | None, Parameter(help="seeds to train, from --seed on; writes seeds.csv",
                                         **FEW)]
-Track = Annotated[Literal["tensorboard", "wandb", "trackio"], Parameter(help="where to log")]
+Track = Annotated[Literal[TRACKERS], Parameter(help="where to log")]
 
 
 def training(

@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
 
 from .control.config import RECIPES, PendulumConfig, PPOConfig
 from .language.config import RLHFConfig, check_effect
@@ -75,11 +76,26 @@ def _trainer(task, options, run=None, **own):
     if task == "rlhf":
         from rlhf_notes.reviews.pipeline import Training, train
         training = _own(options, **own) if own else Training(_reviews_config(options))
+        _go_on(run, training.load_state_dict)
         return training.config, partial(train, training), training.accelerator.is_main_process
     from rlhf_notes.control.ppo import PPO, train
     config = TASKS[task][0](**options)
-    PPO.begin(config, run).envs.close()
+    ppo = PPO.begin(config)
+    _go_on(run, lambda state: ppo.load_state_dict(state["ppo"]))
+    ppo.envs.close()
     return config, partial(train, config), True
+
+
+def _go_on(run, load):
+    "Load a checkpoint; ValueError if it is one of another training, or nonsense."
+    from torch import OutOfMemoryError
+    if run is None: return
+    try:
+        load(run.checkpoint)
+    except (OSError, MemoryError, OutOfMemoryError): raise
+    except Exception as e:
+        raise ValueError("resume must be a run whose checkpoint fits its options, got "
+                         f"{run.path}: {shorten(f'{type(e).__name__}: {e}', 250)}") from e
 
 
 def _reviews_config(options):
@@ -142,6 +158,9 @@ def old_training(
         _check_code(run.config, path, given)
     options = {name: run.config[name] for name in names}
     own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
+    for name, value in own.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text in {path / 'config.json'}, got {value!r}")
     with _same_directory():
         config, train, is_main = _trainer(task, options, run, **own)
     if is_main:
@@ -158,9 +177,16 @@ def _check_code(config, path, given):
 
 
 def _code(config):
-    "Options that name a module."
-    found = {name: config.get(name) for name in ("env", "reward")}
-    return {name: value for name, value in found.items() if ":" in str(value)}
+    "Options that name a module, as module:name; arguments of an environment may, too."
+    found = {name: config.get(name) for name in ("env", "reward", "env_kwargs")}
+    return {name: x for name, x in found.items() if any(":" in text for text in _texts(x))}
+
+
+def _texts(x):
+    "All strings of what JSON can hold."
+    if isinstance(x, str): return [x]
+    parts = [*x, *x.values()] if isinstance(x, dict) else x if isinstance(x, list) else ()
+    return [text for part in parts for text in _texts(part)]
 
 
 def report(

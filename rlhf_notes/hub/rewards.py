@@ -18,7 +18,6 @@ weights or without; a directory or a name is that of a reward model.
 __all__ = ['TEXTS', 'STARRED', 'reward_arguments', 'called', 'call_reward', 'reward_functions']
 
 import asyncio
-import functools
 import inspect
 import math
 import os
@@ -83,17 +82,48 @@ def called(
 
 def _awaited(values):
     "The result of an async function, in a thread: a notebook has an event loop of its own."
-    async def wait():
-        return await values
-    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
+    result, error = asyncio.run_coroutine_threadsafe(_outcome(values), _loop()).result()
+    if error is not None: raise error
+    return result
 
 
-@functools.cache
-def _loop(pid):
+async def _outcome(values):
+    "A result and no error, or none and an error of any kind: sys.exit would end the loop's thread."
+    try:
+        return await values, None
+    except BaseException as e:
+        return None, e
+
+
+_LOOPS, _LOCK = {}, threading.Lock()  # process -> its loop
+
+
+def _loop():
     "One loop for the life of a process, since clients and locks belong to the loop they met."
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
+    with _LOCK:
+        pid = os.getpid()
+        if pid not in _LOOPS or _LOOPS[pid].is_closed():
+            _LOOPS[pid] = asyncio.new_event_loop()
+            threading.Thread(target=_run_forever, args=[_LOOPS[pid]], daemon=True).start()
+        return _LOOPS[pid]
+
+
+def _run_forever(loop):
+    "Run on when a task within a task calls sys.exit, which asyncio hands to its result and to us."
+    while not loop.is_closed():
+        try:
+            loop.run_forever()
+        except BaseException:
+            pass
+
+
+def _new_lock():
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # a thread that held it is not in the child
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def call_reward(
@@ -109,7 +139,8 @@ def call_reward(
             raise TypeError(f"a {type(values).__name__} is no list")
         # + 0.0, since float takes strings
         numbers = torch.tensor([math.nan if x is None else float(x + 0.0) for x in values])
-    except (Exception, SystemExit) as e:
+    except KeyboardInterrupt: raise
+    except BaseException as e:
         frames = traceback.extract_tb(e.__traceback__)
         last, theirs = frames[-1], frames[-1].filename != frames[0].filename
         here = f", line {last.lineno} of {last.filename}" if theirs else ""

@@ -8,7 +8,7 @@ unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
 """
 
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'plain_errors', 'read_options', 'versions']
+           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'plain_errors', 'read_options', 'versions']
 
 import functools
 import json
@@ -98,6 +98,7 @@ def _line(cls, fault):
     return f"{name} {fault['msg'].replace('Input should', 'must')}, got {fault['input']!r}"
 
 
+TRACKERS = "tensorboard", "wandb", "trackio"
 OLD_NAMES = dict(query_length="prompt_length", eval_answers="eval_responses")
 
 

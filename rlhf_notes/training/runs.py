@@ -47,7 +47,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from .options import read_options
+from .options import TRACKERS, read_options
 
 
 def write_atomically(
@@ -315,7 +315,11 @@ def _finite(x):
 
 
 def _check_tracker(config):
+    "ValueError unless each tracker is one that we know, and installed; no other is looked up."
     for track in _tracks(config):
+        if track not in TRACKERS:
+            raise ValueError(f"track must be {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}, or a "
+                             f"list of those, got {track!r}")
         if find_spec(track) is None:
             raise ValueError(f"track must be a tracker that is installed, got {track} (pip install "
                              "rlhf_notes[track] brings it)")
@@ -323,7 +327,7 @@ def _check_tracker(config):
 
 def _tracks(config):
     track = config.get("track", "tensorboard")
-    return [track] if isinstance(track, str) else track
+    return track if isinstance(track, (list, tuple)) else [track]
 
 
 def _as_text(rows):
