@@ -4,7 +4,7 @@ import json
 import re
 
 import notebooks
-import pytest
+from rules import broken, text
 
 PACKAGE = notebooks.ROOT / "rlhf_notes"
 WIDTH, LENGTH = 100, 40
@@ -15,7 +15,6 @@ OLD_WORDS = re.compile(r"\b(words?|answers?|query|queries|seam|Keeper|Laps|human
 OTHER_MEANING = {"check.py": {"answer"}, "failures.py": {"answer"}, "task.py": {"word", "words"}}
 
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name != "_modidx.py"]
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 BESIDE = [p for room in ("tests", "tools", "benchmarks")
           for p in sorted((notebooks.ROOT / room).rglob("*.py"))]
 
@@ -86,35 +85,26 @@ def old_words(source, allowed=()):
     return [m[0] for m in OLD_WORDS.finditer(source) if m[0] not in allowed]
 
 
-@each_file
-def test_a_line_ends_at_100_columns(path): assert not wide(path.read_text(encoding="utf-8"))
-
-
-def test_the_lines_beside_the_package_end_there_too():
+def test_a_line_ends_at_100_columns():
     assert len(BESIDE) > 100
-    assert not [(p.name, w) for p in BESIDE for w in wide(p.read_text(encoding="utf-8"))]
+    assert not broken(lambda p: wide(text(p)), FILES + BESIDE)
 
 
-@each_file
-def test_a_line_holds_one_statement(path): assert not crowded(path.read_text(encoding="utf-8"))
+def test_a_line_holds_one_statement(): assert not broken(lambda p: crowded(text(p)), FILES)
 
 
-@each_file
-def test_a_function_fits_a_screen(path): assert not long_functions(path.read_text(encoding="utf-8"))
+def test_a_function_fits_a_screen(): assert not broken(lambda p: long_functions(text(p)), FILES)
 
 
-@each_file
-def test_a_docstring_says_what_it_returns_or_does(path):
-    assert not odd_docstrings(path.read_text(encoding="utf-8"))
+def test_a_docstring_says_what_it_returns_or_does():
+    assert not broken(lambda p: odd_docstrings(text(p)), FILES)
 
 
-@each_file
-def test_a_signature_has_the_one_form(path): assert not dialects(path.read_text(encoding="utf-8"))
+def test_a_signature_has_the_one_form(): assert not broken(lambda p: dialects(text(p)), FILES)
 
 
-@each_file
-def test_the_words_are_those_of_the_field(path):
-    assert not old_words(path.read_text(encoding="utf-8"), OTHER_MEANING.get(path.name, ()))
+def test_the_words_are_those_of_the_field():
+    assert not broken(lambda p: old_words(text(p), OTHER_MEANING.get(p.name, ())), FILES)
 
 
 def public_names(cell):
@@ -125,12 +115,12 @@ def public_names(cell):
 LESSONS = [p for p in notebooks.notebooks() if p.parent.name != "exercises"]
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
-def test_an_exported_cell_holds_one_public_name(path):
-    sources = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
-               if c["cell_type"] == "code"]
-    assert not [names for s in sources if re.match(r"#\| export\n", s)
+def test_an_exported_cell_holds_one_public_name():
+    def crowds(path):
+        cells = [c for c in json.loads(text(path))["cells"] if c["cell_type"] == "code"]
+        return [names for c in cells if re.match(r"#\| export\n", s := "".join(c["source"]))
                 and len(names := public_names(s)) > 1]
+    assert not broken(crowds, LESSONS)
 
 
 def test_what_breaks_a_limit_is_seen():

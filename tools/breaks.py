@@ -25,45 +25,21 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # where they are called otherwise than the module
 TESTS = {
-    "checks": ("test_checks.py",), "outcomes": ("exercises/test_engine.py",),
-    **dict.fromkeys(("engine", "relations", "facts", "substitutes"),
-                    ("exercises/test_engine.py", "exercises/test_unseen.py")),
-    "doctor": ("test_doctor.py",),
     "control.ppo": ("control/test_ppo.py", "control/test_saved.py", "control/test_spaces.py"),
-    "control.rollout": ("control/test_rollout.py", "control/test_spaces.py"),
-    "envs": ("control/test_envs.py", "control/test_spaces.py"),
-    "policy": ("control/test_policy.py", "control/test_spaces.py"),
-    "spaces": ("control/test_spaces.py", "control/test_envs.py", "control/test_rollout.py"),
-    "reward_trainer": ("language/test_reward_trainer.py",),
-    "launch": ("test_cli.py", "language/test_own_task.py"),
     "family": ("formulas/test_grpo.py", "formulas/test_family.py"),
     "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"),
     "linear": ("formulas/test_logprob.py",),
     "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"),
-    **dict.fromkeys(("trainers", "own_loop", "pairs"),
-                    ("language/test_trainers.py", "language/test_dpo.py",
-                     "language/test_own_task.py", "language/test_rlhf.py")),
-    **dict.fromkeys(("loop", "scale"),
-                    ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py",
-                     "language/test_own_task.py")), "pretraining": ("language/test_model.py",),
+    "loop": ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py",
+             "language/test_own_task.py"),
     "dpo": ("language/test_dpo.py", "language/test_adapters.py"),
-    "pipeline": ("reviews/test_pipeline.py", "language/test_own_task.py"),
-    "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"),
-    "rewards": ("language/test_own_task.py",),
-    "prompts": ("language/test_trainers.py", "language/test_own_task.py",
-                "language/test_rollout.py", "reviews/test_task.py"),
-    **dict.fromkeys(("load", "save"), ("language/test_hub.py", "language/test_adapters.py",
-                                       "language/test_own_task.py")),
-    "model": ("language/test_model.py", "language/test_adapters.py"),
-    "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}
+    "language.rollout": ("language/test_rollout.py", "language/test_own_task.py")}
 CELLS = {"family": "formulas/11_grpo.ipynb"}  # where more of a module's cells stand
-ENGINES = {"verl"}  # bridges whose tests are skipped where there is no such library
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
@@ -145,8 +121,7 @@ def main():
     parser.add_argument("--tests-first", action="store_true",
                         help="run the notebook only where the tests notice nothing")
     args = parser.parse_args()
-    lists = [p for p in sorted((ROOT / "tests" / "breaks").glob("*.json"))
-             if p.stem not in ENGINES or find_spec(p.stem)]
+    lists = sorted((ROOT / "tests" / "breaks").glob("*.json"))
     todo = [(p.stem, b) for p in lists if not args.module or p.stem in args.module
             for b in json.loads(p.read_text(encoding="utf-8"))]
     kept = {}

@@ -1,4 +1,4 @@
-"""An adapter learns while its base stands still, begins as its own reference, and loads elsewhere."""
+"An adapter learns while its base stands still, is its own reference, and loads elsewhere."
 import json
 import math
 import random

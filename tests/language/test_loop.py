@@ -5,7 +5,6 @@ from stored.trainings import trainer
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.scale import Scale
 
-
 @pytest.mark.parametrize("algo", ["grpo", "dpo"])
 def test_one_device_runs_the_plain_loop_and_microbatches_the_one_above_it(algo):
     plain, scaled = (trainer(algo, 0, microbatches=k).loop for k in (1, 2))

@@ -12,7 +12,7 @@ from rlhf_notes import PPO, RLHF
 
 ALL = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SEEDS = T.SEEDS if ALL else T.SEEDS[:1]
-ROUNDING = 2**-13  # of the largest number of a column: 10 bits of float32 are left to ten iterations
+ROUNDING = 2**-13  # of the largest number of a column: 10 bits of float32, for ten iterations
 HALF = 2**-6  # the same where products are rounded to the 8 bits of bfloat16
 SHARES = "clip_fraction", "value_clip_fraction", "accuracy"  # a token more or less is no rounding
 LEFT_OUT = {}  # column -> why its numbers are others than those of 0.1.0
