@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .compat.ding import *
     from .compat.torchtune import *
     from .control.ppo import PPO
-    from .exercises import check
+    from .exercises.check import check
     from .formulas.advantage import *
     from .formulas.distillation import *
     from .formulas.family import *
@@ -113,14 +113,12 @@ FORMULAS = {  # module -> its public names, separated by spaces
 }
 _MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names.split()}
 _MODULE_OF |= {"PPO": "control.ppo", "RLHF": "hub.trainers", "DPO": "hub.trainers",
-               "RewardTrainer": "hub.reward_trainer"}
-__all__ = [*_MODULE_OF, "check", "fast"]
+               "RewardTrainer": "hub.reward_trainer", "check": "exercises.check"}
+__all__ = [*_MODULE_OF, "fast"]
 
 
 def __getattr__(name):
-    if name == "check":
-        value = _import_module(".exercises.check", __name__)
-    elif name == "fast":
+    if name == "fast":
         value = _import_module(".fast", __name__)
     elif name in _MODULE_OF:
         value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)

@@ -194,7 +194,9 @@ def code_missing(module):
         if f"from .{module} import *" not in top:
             yield f"rlhf_notes/__init__.py, TYPE_CHECKING: from .{module} import *"
     if room not in BROKEN:
-        if not any(name in line for line in imports_of_tests()): yield f"tests: import {module}"
+        imported = any(name in line for line in imports_of_tests())
+        if not imported and not [*(notebooks.ROOT / "tests").rglob(f"test_{name}.py")]:
+            yield f"tests: import {module}"
         return
     tests = breaks.TESTS.get(name) or breaks.TESTS.get(module) or [f"{room}/test_{name}.py"]
     if not all(list((notebooks.ROOT / "tests").rglob(t)) for t in tests): yield f"tests/{tests[0]}"

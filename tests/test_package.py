@@ -186,9 +186,8 @@ def test_public_names_are_documented_and_tested():
     assert not [fault for m, name in PUBLIC for fault in undocumented(m, name)]
 
 
-# Not the rooms behind a door or in a lesson's last cell.
-WITH_NAMES = [p for p in PATHS.values() if p.name[0] != "_" and p.parent.name != "fast"
-              and not p.stem.endswith("_checks")]
+# Not the rooms behind a door.
+WITH_NAMES = [p for p in PATHS.values() if p.name[0] != "_" and p.parent.name != "fast"]
 
 
 def exported(tree):
