@@ -2,9 +2,10 @@
 engineering, errata, and what `help` says.
 
 A section called "More proofs", "In the workshop", "Errata", "Exercises" or "The formulas by name"
-is folded as a whole. After "Predict before you run" the code stays in view; what it prints, and
-the paragraph after it, are the answer; the pictures that it draws follow the fold, in view. So
-does a slider: moving it shows the answer.
+is folded as a whole. After "Predict before you run" the code stays in view; what it prints and
+draws, and the paragraph after it, are the answer, covered until it is clicked. A paragraph that
+begins with "Now" leads on to the next experiment and stays open. So does a slider, and a picture
+in whose place a widget stands: moving it shows the answer.
 """
 import re
 
@@ -15,6 +16,8 @@ SECTIONS = ("More proofs", "In the workshop", "Errata", "Exercises",
             SAID := "What a check says of each mistake", CARD := "The formulas by name")
 PREDICT = re.compile(
     r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
+COVER = 'Answer<span class="hint">: your guess first, then click</span>'
+LEADS_ON = re.compile(r"(Now|Next)\b")
 
 
 def details(name, summary, children):
@@ -55,6 +58,9 @@ def taken_out(outputs):
     return [nodes.container("", shown, classes=["cell"])] if drawn else []
 
 
+def is_widget(node): return isinstance(node, nodes.raw) and "data-widget" in node.astext()
+
+
 def flow(section):
     "The blocks of `section` and of the sections within it, in order."
     for node in section.children:
@@ -72,7 +78,7 @@ def answer(blocks):
     cells, answered = [], False
     for before, node in zip([None, *blocks], blocks):
         if is_question(node) or isinstance(node, nodes.title): break
-        if isinstance(node, nodes.raw) and "data-widget" in node.astext(): continue
+        if is_widget(node): continue
         if is_code(node):
             cells.append(node)
             answered = answered or len(node.children) > 1
@@ -83,8 +89,9 @@ def answer(blocks):
 
 
 def closes(paragraph):
-    "False for a paragraph that leads on to a formula, a list or code."
-    return paragraph.astext().rstrip(")”").endswith((".", "?", "!"))
+    "False for a paragraph that leads on to a formula, a list, code or another experiment."
+    text = paragraph.astext()
+    return text.rstrip(")”").endswith((".", "?", "!")) and not LEADS_ON.match(text)
 
 
 def fold_answers(doctree):
@@ -95,14 +102,24 @@ def fold_answers(doctree):
         shown = [out for cell in cells for out in outputs(cell)]
         for cell in cells: cell[:] = [n for n in cell.children if n not in shown]
         drawn = taken_out(shown)
-        shown = [out for out in shown if out.children]
-        folded = [nodes.container("", *shown, classes=["cell"])] if shown else []
+        in_view = drawn if cells and is_widget(after(cells[-1])) else []
+        printed = [out for out in shown if out.children]
+        folded = [nodes.container("", *printed, classes=["cell"])] if printed else []
+        folded += [n for n in drawn if n not in in_view]
         if text is not None:
             text.parent.remove(text)
             folded.append(text)
         if not folded and not drawn: continue
         parent, at = cells[-1].parent, cells[-1].parent.index(cells[-1]) + 1
-        parent[at:at] = [*(details("answer", "Answer", folded) if folded else []), *drawn]
+        name, summary = ("answer covered", COVER) if len(drawn) > len(in_view) else (
+            "answer", "Answer")
+        parent[at:at] = [*(details(name, summary, folded) if folded else []), *in_view]
+
+
+def after(node):
+    "The block that follows `node` in its section, or None."
+    rest = node.parent.children[node.parent.index(node) + 1:]
+    return next((n for n in rest if not isinstance(n, nodes.Invisible)), None)
 
 
 def fold(app, doctree, name):
