@@ -1,5 +1,5 @@
 // Three actions that earn 1, 2 and 4: sample, and watch the log-probabilities move.
-const REWARDS = [1, 2, 4];
+const REWARDS = [1, 2, 4], NAMES = ["A", "B", "C"];
 
 // Logits after `steps` steps of gradient ascent on the mean of ratio times advantage, or of the clipped surrogate.
 function improve(logits, actions, {baseline = 0, clip = null, steps = 1, rate = 0.5}) {
@@ -19,46 +19,79 @@ function improve(logits, actions, {baseline = 0, clip = null, steps = 1, rate = 
 
 const expected = (logits) => logSoftmax(logits).reduce((s, x, a) => s + Math.exp(x) * REWARDS[a], 0);
 
+// One update from fresh samples: {logits, actions}.
+function update(logits, random, {n = 1, baseline = true, clip = false, steps = 1}) {
+  const p = logSoftmax(logits).map(Math.exp), actions = Array.from({length: n}, () => draw(p, random()));
+  return {logits: improve(logits, actions, {baseline: baseline ? expected(logits) : 0, clip: clip ? 0.2 : null, steps}), actions};
+}
+
+// Log-probabilities of the actions before each of `updates` updates and after the last, from equal ones.
+function walk(seed, options, updates = 40) {
+  const random = chance(seed), history = [logSoftmax([0, 0, 0])];
+  for (let z = [0, 0, 0], k = 0; k < updates; k++) history.push(logSoftmax(z = update(z, random, options).logits));
+  return history;
+}
+
+const loses = (history) => Math.exp(history[history.length - 1][2]) < 0.5;
+
 widget("bandit", (box) => {
-  const state = {logits: [0, 0, 0], history: [], random: chance(0), actions: [], baseline: true, clip: false, n: 1, steps: 1};
+  const state = {n: 1, baseline: true, clip: false, steps: 1}, now = {};
+  let seed = 0;                                   // of the next walk: none is taken twice
   const kinds = ["third", "second", "first"], lines = new Chart("log-probability of each action", {x: [0, 40], y: [-6, 0], xlabel: "updates",
     xticks: [], yticks: [-6, -4, -2, 0]}), bars = new Chart("probability", {x: [-0.5, 2.5], y: [0, 1], xticks: [0, 1, 2],
-    xtext: (a) => `action ${a}: ${REWARDS[a]}`, yticks: [0, 0.5, 1], digits: 1, xlabel: "and its reward"});
+    xtext: (a) => `${NAMES[a]}: ${REWARDS[a]}`, yticks: [0, 0.5, 1], digits: 1, xlabel: "action and its reward"});
   const said = make("p", {class: "case", "aria-live": "polite"});
   function sample(times) {
     for (let k = 0; k < times; k++) {
-      const p = logSoftmax(state.logits).map(Math.exp);
-      state.actions = Array.from({length: state.n}, () => draw(p, state.random()));
-      state.logits = improve(state.logits, state.actions, {baseline: state.baseline ? expected(state.logits) : 0, clip: state.clip ? 0.2 : null, steps: state.steps});
-      state.history.push(logSoftmax(state.logits));
+      Object.assign(now, update(now.logits, now.random, state));
+      now.history.push(logSoftmax(now.logits));
     }
-    update();
+    drawWalk();
   }
   function restart() {
-    Object.assign(state, {logits: [0, 0, 0], history: [logSoftmax([0, 0, 0])], actions: [], random: chance(0)});
-    update();
+    Object.assign(now, {logits: [0, 0, 0], history: [logSoftmax([0, 0, 0])], actions: [], random: chance(seed++)});
+    drawWalk();
   }
-  function update() {
-    const n = state.history.length - 1, scale = Math.max(n, 40) / 40, logp = state.history[n];
-    lines.clear();
+  function change(what) {
+    Object.assign(state, what);
+    restart();
+  }
+  function barsOf(p) {
     bars.clear();
+    p.forEach((x, a) => { bars.bar(a, x, 50, kinds[a]); bars.text(a, x, show(x), {dy: -4, "text-anchor": "middle"}); });
+  }
+  function drawWalk() {
+    const n = now.history.length - 1, scale = Math.max(n, 40) / 40, logp = now.history[n];
+    lines.title.textContent = "log-probability of each action";
+    lines.clear();
     kinds.forEach((kind, a) => {
-      lines.line(state.history.map((row, t) => [t / scale, row[a]]), kind);
-      lines.text(Math.min(n / scale, 38.5), logp[a], String(a), {dx: 4, dy: 4});
-      bars.bar(a, Math.exp(logp[a]), 50, kind);
-      bars.text(a, Math.exp(logp[a]), show(Math.exp(logp[a])), {dy: -4, "text-anchor": "middle"});
+      lines.line(now.history.map((row, t) => [t / scale, row[a]]), kind);
+      if (n) lines.text(Math.min(n / scale, 38.5), logp[a], NAMES[a], {dx: 4, dy: 4});
     });
+    barsOf(logp.map(Math.exp));
     lines.add("text", {x: lines.X(40), y: 190, "text-anchor": "end"}, String(Math.round(40 * scale)));
-    said.textContent = n === 0 ? "Nothing sampled yet: each action has a probability of a third." :
-      `After ${n} updates the expected reward is ${show(expected(state.logits))} (4 is the best). Last sampled: ${state.actions.slice(0, 12).map((a) => `action ${a}, ${REWARDS[a]}`).join("; ")}${state.actions.length > 12 ? "; …" : ""}.`;
+    const last = now.actions.slice(0, 12).map((a) => NAMES[a] + ", " + REWARDS[a]).join("; ") + (now.actions.length > 12 ? "; …" : "");
+    said.textContent = n === 0 ? "Nothing sampled yet: each action has a probability of a third. Take a hundred walks with the baseline and without it: how many lose C?" :
+      `After ${n} update${n > 1 ? "s" : ""} the expected reward is ${show(expected(now.logits))} (4 is the best). Last sampled: ${last}.`;
+  }
+  function hundred() {
+    restart();
+    const found = Array.from({length: 100}, () => walk(seed++, state)), ends = found.map((h) => h[h.length - 1].map(Math.exp));
+    lines.title.textContent = "log-probability of C, 100 walks";
+    lines.clear();
+    for (const h of found) lines.line(h.map((row, t) => [t, row[2]]), loses(h) ? "second thin" : "first thin");
+    lines.add("text", {x: lines.X(40), y: 190, "text-anchor": "end"}, "40");
+    barsOf(REWARDS.map((_, a) => ends.reduce((sum, p) => sum + p[a], 0) / 100));
+    const lost = found.filter(loses).length;
+    said.textContent = `${lost} of 100 walks lost C, the best action: after 40 updates its probability is below one half. Bars: the mean of all. Press again for another hundred.`;
   }
   box.append(make("div", {class: "dials"},
-    toggle("baseline: subtract the expected reward", true, (on) => { state.baseline = on; restart(); }),
-    toggle("clip the ratio at 1 ± 0.2", false, (on) => { state.clip = on; restart(); }),
-    dial("samples in an update", {min: 1, max: 30, step: 1, value: 1, digits: 0}, (x) => { state.n = x; restart(); }),
-    dial("steps on the same samples", {min: 1, max: 20, step: 1, value: 1, digits: 0}, (x) => { state.steps = x; restart(); })),
+    toggle("baseline: subtract the expected reward", true, (baseline) => change({baseline})),
+    toggle("clip the ratio at 1 ± 0.2", false, (clip) => change({clip})),
+    dial("samples in an update", {min: 1, max: 30, step: 1, value: 1, digits: 0}, (n) => change({n})),
+    dial("steps on the same samples", {min: 1, max: 20, step: 1, value: 1, digits: 0}, (steps) => change({steps}))),
   make("p", {class: "buttons"}, button("One update", () => sample(1)), button("Ten", () => sample(10)), button("A hundred", () => sample(100)),
-    button("Start again", restart)),
+    button("Start again", restart), button("A hundred walks", hundred)),
   make("div", {class: "panes"}, lines.svg, bars.svg), said);
   restart();
 });

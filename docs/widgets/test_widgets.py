@@ -140,10 +140,32 @@ def test_the_bandit_climbs_the_surrogate_of_the_library(tabs):
 
 def test_with_a_baseline_the_best_action_wins(tabs):
     page, box, _ = tabs("bandit")
-    box.get_by_role("button", name="A hundred").focus()
+    box.get_by_role("button", name="A hundred", exact=True).focus()
     page.keyboard.press("Enter")
     assert "After 100 updates the expected reward is" in box.inner_text()
     assert float(box.locator(".case").inner_text().split("reward is ")[1][:4]) > 3.5
+
+
+def test_one_walk_in_six_loses_the_best_action_without_a_baseline_and_none_with_it(tabs):
+    page, box, _ = tabs("bandit")
+    lost = page.evaluate("[false, true].map((baseline) => Array.from({length: 1000}, (_, s) => walk(s, {baseline})).filter(loses).length)")
+    assert 120 < lost[0] < 200 and lost[1] == 0               # the page says 16% of 1000
+
+
+def test_each_walk_is_another(tabs):
+    _, box, _ = tabs("bandit")
+    box.get_by_label("baseline").uncheck()
+    said = []
+    for _ in range(8):
+        box.get_by_role("button", name="Start again").click()
+        box.get_by_role("button", name="Ten").click()
+        said.append(box.locator(".case").inner_text())
+    assert len(set(said)) > 4, said
+    box.get_by_role("button", name="A hundred walks").focus()
+    box.page.keyboard.press("Enter")
+    assert 3 < int(box.locator(".case").inner_text().split(" of 100 walks")[0]) < 35
+    assert box.locator("polyline.thin").count() == 100
+    box.get_by_label("baseline").check()
 
 
 def test_the_game_has_the_cases_and_verdicts_of_the_library(tabs, capsys):
