@@ -168,7 +168,7 @@ exercise("sequence_ratio", "03_ratio",
     "f(logp (B, T), logp_old, mask) -> GSPO's ratio of each response, exp(mean over its tokens of "
     "the log-ratio), (B,); logp_old is a constant, no gradient flows into it",
     "The masked mean of the log-ratio along the tokens, then exp.",
-    read="03_ratio, The ratio, token by token or response by response",
+    read="03_ratio, Token by token, or response by response",
     inputs=[(vec([[-1., -1., -9.]]), vec([[-2., -1., -1.]]), flags("110")[None]),
             (normal(2, 4, seed=11) - 2, normal(2, 4, seed=12) - 2, flags("1100", "1111"))],
     edges=[(vec([[0., 1.]]), vec([[1., 1.]]), flags("00")[None]),
