@@ -14,11 +14,37 @@ import math
 import torch
 
 from .engine import EXERCISES, exercise
-from .given import (
-    INF, NAN, always_clipped, clip, curves, flags, k3, keep, mean, normal, over_rows, pessimistic,
-    row_means, steps, variance, vec)
-from ..formulas import (
-    advantage, distillation, grpo, kl, logprob, masking, ratio, reward, surrogate, value, whitening)
+from rlhf_notes.exercises.given import (
+    INF,
+    NAN,
+    always_clipped,
+    clip,
+    curves,
+    flags,
+    k3,
+    keep,
+    mean,
+    normal,
+    over_rows,
+    pessimistic,
+    row_means,
+    steps,
+    variance,
+    vec,
+)
+from rlhf_notes.formulas import (
+    advantage,
+    distillation,
+    grpo,
+    kl,
+    logprob,
+    masking,
+    ratio,
+    reward,
+    surrogate,
+    value,
+    whitening,
+)
 
 # %% ../../nbs/exercises/00_check.ipynb #table
 class Table(str):

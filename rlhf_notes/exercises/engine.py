@@ -128,13 +128,8 @@ class Exercise:
         own = READ_LEAK if mistake == "leak" else "".join(self.mistakes.get(mistake, ())[2:])
         return own or self.read
 
-    def __call__(
-        self,
-        f,  # the reader's function
-        strict: bool = False,  # raise an AssertionError if it is wrong
-        draw: bool = True,  # draw expected against yours if there is a picture
-    ) -> Verdict:
-        "Judge `f`, print the verdict and return it."
+    def __call__(self, f, strict: bool = False, draw: bool = True) -> Verdict:
+        "Judge `f`, print the verdict and return it; `strict` raises an AssertionError if wrong."
         if not callable(f): raise TypeError(f"f must be a function, got {type(f).__name__}")
         got, expected = self.outcomes(f), self.known()[0]
         wrong = [i for i, o in enumerate(got) if difference(o, expected[i], self.wrt)]
@@ -187,11 +182,10 @@ def _has_nan(parts):
 EXERCISES = {}
 
 
-def exercise(
-    name: str,  # `check.NAME`
-    *given,  # the next fields of an `Exercise`, in their order
-    **named,  # its other fields; any other name is a mistake: (wrong function, explanation)
-):
-    "Register an `Exercise`."
+def exercise(name: str, *given, **named):
+    """Register an `Exercise`, its fields in order or by name.
+
+    Any other name is a mistake: (wrong function, explanation).
+    """
     fields = {field: named.pop(field) for field in Exercise.__dataclass_fields__.keys() & named}
     EXERCISES[name] = Exercise(name, *given, mistakes=named, **fields)

@@ -23,11 +23,8 @@ from .relations import combined, only_where, related, row_by_row
 from .substitutes import substitutes, switches
 
 
-def told(
-    outcomes: list,  # an `Outcome` for each input
-    least: int = 2,  # different numbers
-) -> bool:  # False if there are fewer, or any is not finite
-    "Ask whether results say enough to compare them."
+def told(outcomes: list, least: int = 2) -> bool:
+    "True if results have at least so many different numbers, all finite, that comparing says much."
     numbers = [v for o in outcomes for x in o.values for v in x.flatten().tolist()]
     finite = all(map(math.isfinite, numbers)) and not any(o.error for o in outcomes)
     return finite and len({*numbers}) >= least
@@ -37,13 +34,11 @@ NO_RESULT = "The result is not of the expected kind."
 UNKNOWN = "No mistake that is known here."
 
 
-def fact(
-    exercise,  # an `Exercise`
-    f,  # the reader's function
-    got: list,  # its outcomes
-    expected: list,  # those of the reference
-) -> tuple:  # (name, sentence); no name if nothing but numbers can be shown
-    "Say what yours shares with what is right, on the plain inputs first."
+def fact(exercise, f, got: list, expected: list) -> tuple:
+    """(name, sentence): what yours shares with what is right, on the plain inputs first.
+
+    There is no name if nothing but numbers can be shown.
+    """
     both = [*zip(got, expected)]
     if any(o.error or len(o.values) != len(x.values) for o, x in both): return None, NO_RESULT
     plain, n = both[:exercise.plain], len(expected[0].values)

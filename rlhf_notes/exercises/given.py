@@ -26,11 +26,7 @@ def flags(*rows):  # strings such as "110"
     return vec(*[[c == "1" for c in row] for row in rows])
 
 
-def normal(
-    *shape,  # of the result
-    seed=0,  # of its own generator
-    scale=1.0,  # standard deviation
-):
+def normal(*shape, seed=0, scale=1.0):
     "Normal random numbers, the same on each call."
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
@@ -87,12 +83,11 @@ def _draw(ax, x, expected, yours, marker=None):
     ax.plot(x, yours, "--", color=COLORS["orange"], marker=marker, markersize=5, label="yours")
 
 
-def curves(
-    var,  # the argument on the horizontal axis
-    points,  # (N,) its values
-    panels: dict,  # label -> the other arguments by name: numbers, or 0-dim tensors to expand
-):  # a function for `Exercise.picture`
-    "Draw value and gradient over one argument, a row for each panel."
+def curves(var, points, panels: dict):
+    """A picture: value and gradient over one argument, a row for each panel.
+
+    A panel has the other arguments by name: numbers, or 0-dim tensors to expand.
+    """
     def expanded(x): return x.expand_as(points) if isinstance(x, torch.Tensor) else x
     def picture(exercise, f):
         import matplotlib.pyplot as plt
@@ -114,12 +109,8 @@ def curves(
     return picture
 
 
-def steps(
-    case: int,  # number of the input that is drawn
-    along: int = 0,  # dimension of time; the first sequence of several is drawn
-    marks: tuple = (),  # flags that draw a line after the step
-):  # a function for `Exercise.picture`
-    "Draw a sequence, step by step."
+def steps(case: int, along: int = 0, marks: tuple = ()):
+    "A picture of input `case`, step by step along a dimension; the flags of `marks` draw lines."
     def first(v): return v if v.ndim < 2 else v.select(1 - along, 0)
     def picture(exercise, f):
         import matplotlib.pyplot as plt

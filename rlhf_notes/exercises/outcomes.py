@@ -25,12 +25,8 @@ class Outcome:
     changed: tuple = ()  # Arguments that the call changed in place
 
 
-def attempt(
-    f,  # any function
-    case: dict,  # its arguments by name, in order
-    wrt: tuple = (),  # arguments with respect to which the gradient matters
-) -> Outcome:  # exceptions of `f` are caught
-    "Call `f` with copies of the arguments."
+def attempt(f, case: dict, wrt: tuple = ()) -> Outcome:
+    "Call `f` with copies of the arguments, and catch exceptions; gradients go to those of `wrt`."
     args = deepcopy(case)
     leaves = [[x.requires_grad_(True) for x in _listed(args[name])] for name in wrt]
     for name, own in zip(wrt, leaves):
@@ -102,11 +98,8 @@ def time_limit(seconds: float):  # from now on
         signal.signal(signal.SIGALRM, before)
 
 
-def alike(
-    a: Outcome,  # of one function
-    b: Outcome,  # of another, on the same input
-) -> bool:  # whether values and gradients agree, or both raise the same kind of error
-    "Compare two outcomes."
+def alike(a: Outcome, b: Outcome) -> bool:
+    "True if values and gradients of two outcomes agree, or both raise the same kind of error."
     if a.error or b.error: return a.error.split(":")[0] == b.error.split(":")[0]
     if len(a.values) != len(b.values): return False
     return all(map(close, a.values + a.grads, b.values + b.grads))
@@ -133,10 +126,8 @@ def kind_of(x):  # a tensor
     return "floating-point" if x.is_floating_point() else "integer"
 
 
-def show(
-    x,  # a tensor, a number, or a list of those
-) -> str:  # at most 160 characters
-    "Numbers with four digits, on one line."
+def show(x) -> str:
+    "Numbers with four digits, on one line of at most 160 characters."
     text = _text(_plain(x))
     return text if len(text) <= 160 else text[:157] + "..."
 
@@ -146,12 +137,8 @@ def _text(v):
     return str(v) if isinstance(v, (bool, int)) else f"{v:.4g}"
 
 
-def difference(
-    got: Outcome,  # of the reader's function
-    expected: Outcome,  # of the reference
-    wrt: tuple = (),  # names of the arguments that the gradients belong to
-) -> str:  # empty if there is none
-    "The first difference, as a sentence."
+def difference(got: Outcome, expected: Outcome, wrt: tuple = ()) -> str:
+    "The first difference, as a sentence; empty if there is none."
     if got.error: return f"yours {got.error}"
     n, m = len(got.values), len(expected.values)
     if n != m:

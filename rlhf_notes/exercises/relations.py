@@ -13,10 +13,8 @@ import torch
 from .outcomes import close, each_close
 
 
-def related(
-    pairs: list,  # (yours, right): two tensors for each input
-) -> tuple | None:  # (name, sentence)
-    "The relation that holds between all of yours and all that is right."
+def related(pairs: list) -> tuple | None:
+    "(name, sentence) of the relation between all of yours and all that is right; or None."
     pairs = [(y.double(), x.double()) for y, x in pairs]
     if not all(t.isfinite().all() for pair in pairs for t in pair): return None
     if len(_numbers(y for y, _ in pairs)) == 1 < len(_numbers(x for _, x in pairs)):
@@ -66,10 +64,7 @@ def _relations(pairs):
     yield "averaged", "Yours is the mean of what is asked for.", 2, lambda y, x: (y, x.mean())
 
 
-def combined(
-    pairs: list,  # (yours, right): two tensors for each input
-    cases: list,  # arguments by name, of each input
-) -> tuple | None:  # (name, sentence)
+def combined(pairs: list, cases: list) -> tuple | None:
     "The argument, or its size, that yours and what is right differ by."
     sizes = [*map(_sizes, cases)]
     if any(y.shape != x.shape for y, x in pairs): return None
@@ -102,9 +97,7 @@ def _sizes(case):
     return {name: torch.as_tensor(n) for name, n in found.items()}
 
 
-def row_by_row(
-    pairs: list,  # (yours, right): two tensors for each input
-) -> tuple | None:  # (name, sentence)
+def row_by_row(pairs: list) -> tuple | None:
     "A factor or a difference that changes from row to row."
     if any(y.shape != x.shape or not x.ndim or not x.numel() for y, x in pairs): return None
     rows = [(y.double().flatten(0, -2), x.double().flatten(0, -2)) if x.ndim > 1
@@ -120,10 +113,7 @@ def row_by_row(
     return None
 
 
-def only_where(
-    pairs: list,  # (yours, right): two tensors for each input
-    cases: list,  # arguments by name, of each input
-) -> tuple | None:  # (name, sentence)
+def only_where(pairs: list, cases: list) -> tuple | None:
     "The narrowest condition that holds wherever yours is wrong, and mostly nowhere else."
     if any(y.shape != x.shape or not x.ndim for y, x in pairs): return None
     def joined(tensors): return torch.cat([t.flatten() for t in tensors])

@@ -10,10 +10,11 @@ __all__ = ['substitutes', 'switches', 'varied']
 import torch
 
 
-def substitutes(
-    case: dict,  # arguments by name
-) -> dict:  # {(new, argument) or (dimensions,): function -> function of the same arguments}
-    "Ways to call a function with other arguments, or along other dimensions."
+def substitutes(case: dict) -> dict:
+    """Ways to call a function with other arguments, or along other dimensions.
+
+    {(new, argument) or (dimensions,): function -> function of the same arguments}.
+    """
     changes = _replaced(case) | ({("padding counted as zeros",): _zeros} if "mask" in case else {})
     def by(change): return lambda f: lambda *args: f(*change(dict(zip(case, args))).values())
     return {key: by(change) for key, change in changes.items()} | {
@@ -90,10 +91,11 @@ def _by_rows(f):
     return g
 
 
-def switches(
-    case: dict,  # arguments by name
-) -> dict:  # {(new, argument) or (part,): function -> function of the same arguments}
-    "Ways to call a function with an argument 0, 1, True, False, or as a later one, or with less."
+def switches(case: dict) -> dict:
+    """Ways to call a function with an argument 0, 1, True, False, or as a later one, or with less.
+
+    {(new, argument) or (part,): function -> function of the same arguments}.
+    """
     def off(new, name): return new in {*_CONSTANTS, *_FLAGS} or new in [*case][[*case].index(name):]
     def first(n): return lambda f: lambda *args: f(*(_first(v, n) for v in args))
     return {key: change for key, change in substitutes(case).items()
@@ -106,11 +108,11 @@ def _first(v, n):
     return v[..., :n] if isinstance(v, torch.Tensor) and v.ndim else v
 
 
-def varied(
-    case: dict,  # arguments by name
-    seed: int,  # of the random numbers
-) -> dict:  # tensors shuffled, and halved to doubled; numbers up to a quarter smaller
-    "Change the numbers of an input, so that nothing holds by accident."
+def varied(case: dict, seed: int) -> dict:
+    """Shuffle tensors and scale them by 0.5 to 2, so that nothing holds by accident.
+
+    Numbers become up to a quarter smaller.
+    """
     g = torch.Generator().manual_seed(seed)
     def other(v):
         if isinstance(v, list): return [*map(other, v)]

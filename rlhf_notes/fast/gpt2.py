@@ -68,11 +68,7 @@ def _needed(mask, at):  # (B, T) boolean each
     return mask & at.flip(1).cummax(1).values.flip(1)
 
 
-def states(
-    trunk,  # a model without its head
-    tokens, mask, positions,  # (B, T) each; any token of the vocabulary at padding
-    at,  # (B, T) boolean: this state is read
-):
+def states(trunk, tokens, mask, positions, at):
     "Final hidden states (B, T, d), 0 or undefined where nobody reads, or NotImplemented."
     if not is_plain(trunk): return NotImplemented
     if trunk.device.type != "cpu": return _unseen(trunk, tokens, mask, positions)

@@ -105,10 +105,7 @@ def _backward(Z, I, G, HG, H, BASE, TOTAL, OUT, V, per_part, stride_part, stride
         grad = tl.exp2(x) * (a + b * x) + chosen
         tl.store(out, grad.to(OUT.dtype.element_ty), mask=inside)
 
-def backward_rows(
-    logits, index, temperature,  # as `rows.forward`'s
-    g, h, H, base, total, out,  # as `rows.backward`'s
-):
+def backward_rows(logits, index, temperature, g, h, H, base, total, out):
     "Write 2^x (a + b x) + g 1[chosen]; rows of which nothing is asked are not read."
     z, layout = _layout(logits.detach())
     rows, V, block = index.numel(), logits.shape[-1], _lanes(logits.shape[-1], 4096)
@@ -138,9 +135,7 @@ def _draw(Z, U, BASE, TOTAL, TOKEN, V, per_part, stride_part, stride_row, inv_te
         below, first = tl.max(sums), first + BLOCK
     tl.store(TOKEN + row, tl.where(last < 0, V - 1, last).to(tl.int64))
 
-def draw_rows(
-    logits, temperature, u,  # as `sampling.draw`'s
-):
+def draw_rows(logits, temperature, u):
     "The first token of each row at which the cumulative probability reaches 1 - u."
     token = torch.empty(u.shape, dtype=torch.long, device=u.device)
     _, _, base, total = forward_rows(logits, torch.zeros_like(token), temperature, False)
@@ -188,10 +183,8 @@ def _tiles(T, N):
     block = min(2048 // columns, max(2, triton.next_power_of_2(T)))
     return (triton.cdiv(N, columns),), dict(BLOCK=block, COLUMNS=columns)
 
-def scan(
-    x, decay,  # (T, ...) each
-):
-    "y_t = x_t + decay_t y_{t+1}, in one launch."
+def scan(x, decay):
+    "y_t = x_t + decay_t y_{t+1}, of (T, ...) each, in one launch."
     if not x.numel(): return torch.empty_like(x)
     flat = [t.reshape(len(t), -1) for t in (x, decay)]
     flat.append(y := torch.empty_like(flat[0]))
@@ -217,11 +210,8 @@ def _gae(R, V, NEXT, TERMINATED, DONE, A, T, N, gamma, decay, BLOCK: tl.constexp
         y, carry = _steps(r + after - v, d, carry, BLOCK)
         tl.store(A + at, y, mask=inside)
 
-def gae(
-    rewards, values, next_values, terminated, done,  # (T, ...) each
-    gamma, lam,  # numbers
-):
-    "Advantages, in one launch."
+def gae(rewards, values, next_values, terminated, done, gamma, lam):
+    "Advantages, of (T, ...) each, in one launch."
     given = [t.contiguous() for t in (rewards, values, next_values, terminated, done)]
     A = torch.empty_like(given[0])
     if not A.numel(): return A

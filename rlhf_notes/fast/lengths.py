@@ -13,11 +13,11 @@ import torch
 from . import gpt2
 
 
-def by_length(
-    lengths: list,  # real tokens of each prompt
-    T: int,  # tokens of a response
-) -> list:  # lists of rows that are computed together
-    "Rows of like length, where their padding would cost more than a batch of its own."
+def by_length(lengths: list, T: int) -> list:
+    """Lists of rows, where padding them would cost more than a batch of their own.
+
+    `lengths` are the real tokens of each prompt, T those of a response.
+    """
     rows, groups = sorted(range(len(lengths)), key=lengths.__getitem__), []
     while rows:
         short = [i for i in rows if 2 * lengths[i] < lengths[rows[-1]]]

@@ -23,12 +23,12 @@ from . import rows
 
 
 @torch.library.custom_op("rlhf_notes::head", mutates_args=())
-def head(
-    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,  # (R, d) (V, d) (R,) (V,)
-    temperature: float, chunk: int,  # > 0; rows at a time
-    entropy: bool,  # False: the second result is 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "log pi, entropy, base and total of the rows of hidden @ weight.T + bias."
+def head(hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, temperature: float,
+         chunk: int, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log pi, entropy, base and total of the R rows of hidden (R, d) @ weight (V, d).T + bias (V,).
+
+    `chunk` rows at a time; without `entropy` the second result is 0.
+    """
     V, weight = len(weight), aligned(weight)
     parts = [rows.forward(z[:, :V], index[at], temperature, entropy)
              for at, z in _chunks(hidden, weight, bias, chunk)]
@@ -62,12 +62,9 @@ def aligned(weight):  # (V, d)
 
 
 @torch.library.custom_op("rlhf_notes::head_backward", mutates_args=())
-def head_backward(
-    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,  # as for `head`
-    temperature: float, chunk: int,  # as for `head`
-    g: Tensor, h: Tensor | None, H: Tensor, base: Tensor, total: Tensor,  # as `rows.backward`'s
-    train_weight: bool,  # False: the gradient of the weight is 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def head_backward(hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None,
+                  temperature: float, chunk: int, g: Tensor, h: Tensor | None, H: Tensor,
+                  base: Tensor, total: Tensor, train_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients of g log pi + h H with respect to hidden, weight and bias."
     V, weight = len(weight), aligned(weight)
     d_hidden, d_bias = torch.empty_like(hidden), weight.new_zeros(V, dtype=torch.float32)
@@ -118,10 +115,8 @@ def _differentiable(inputs, temperature, g, h, needed):
 head.register_autograd(_derive, setup_context=_keep)
 
 
-def log_probs(
-    hidden, weight, index, bias=None, temperature=1.0,  # as the formula's
-    chunk=None, entropy=False, mask=None,  # as the formula's
-):
+def log_probs(hidden, weight, index, bias=None, temperature=1.0, chunk=None, entropy=False,
+              mask=None):
     "Values and gradients of `linear_log_probs`, or NotImplemented."
     V, kind = len(weight), hidden.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):

@@ -66,11 +66,8 @@ def _(out, j, x):
 BLOCK = 256  # numbers that are added in float32 before they go into a float64
 
 @_loop
-def weigh(
-    z, base, scale,  # x = scale (z - base)
-    entropy,  # False: the second sum is 0
-):
-    "Sums of 2^x and of x 2^x."
+def weigh(z, base, scale, entropy):
+    "Sums of 2^x and of x 2^x, x = scale (z - base); without `entropy` the second is 0."
     total = product = 0.0
     for first in range(0, len(z), BLOCK):
         some, more, part = _f32(0), _f32(0), z[first:first + BLOCK]  # a slice is vectorised
@@ -97,12 +94,11 @@ def largest(z):  # (V,)
 
 # %% ../../nbs/fast/row_loops.ipynb #loop-forward
 @_loop
-def forward(
-    z, index,  # (R, V) and (R,)
-    logp, H, bases, totals,  # (R,), written
-    scale, entropy,  # log2(e) / temperature; a flag
-):
-    "log pi and entropy of each row, and the base and the total it was measured with."
+def forward(z, index, logp, H, bases, totals, scale, entropy):
+    """Write log pi and entropy of each row, and the base and the total it was measured with.
+
+    `scale` is log2(e) / temperature.
+    """
     for r in range(len(z)):
         base = chosen = _load(z[r, index[r]])
         total, product = (np.nan, 0.0) if entropy else weigh(z[r], base, scale, False)
@@ -118,11 +114,7 @@ def forward(
 
 # %% ../../nbs/fast/row_loops.ipynb #loop-backward
 @_loop
-def backward(
-    z, index, out,  # (R, V), (R,) and (R, V), which is written
-    g, h, H, bases, totals,  # (R,)
-    temperature, inplace,  # a number; a flag
-):
+def backward(z, index, out, g, h, H, bases, totals, temperature, inplace):
     "2^x (a + b x), and g more for the chosen token; `out` is z if `inplace`."
     block, scale = np.empty(BLOCK, z.dtype), _f32(_LOG2_E / temperature)
     for r in range(len(z)):
@@ -204,10 +196,7 @@ def forward_rows(logits, index, temperature, entropy):  # as `rows.forward`'s
     return out
 
 # %% ../../nbs/fast/row_loops.ipynb #backward
-def backward_rows(
-    logits, index, temperature,  # as `rows.forward`'s
-    g, h, H, base, total, out,  # as `rows.backward`'s
-):
+def backward_rows(logits, index, temperature, g, h, H, base, total, out):
     "Write 2^x (a + b x) + g 1[chosen]; rows of which nothing is asked are not read."
     rows = [x.contiguous() for x in (g, torch.zeros_like(g) if h is None else h, H, base, total)]
     numbers = float(temperature), out.data_ptr() == logits.data_ptr()

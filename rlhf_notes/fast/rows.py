@@ -31,13 +31,8 @@ from .. import fast
 from ..checks import at_least_float32, pick
 
 
-def forward(
-    logits: Tensor,  # (..., V)
-    index: Tensor,  # (...) integers, the chosen tokens
-    temperature: float,  # > 0
-    entropy: bool,  # False: the second result is 0
-) -> tuple:  # four tensors (...), float32
-    "log pi, entropy, base and total of each row."
+def forward(logits: Tensor, index: Tensor, temperature: float, entropy: bool) -> tuple:
+    "log pi, entropy, base and total of each row, float32; without `entropy` the second is 0."
     return _backend(logits).forward_rows(logits, index.long(), temperature, entropy)
 
 
@@ -47,13 +42,8 @@ def _backend(logits):
     return import_module(f"rlhf_notes.fast.{name}")
 
 
-def backward(
-    logits, index, temperature,  # as for `forward`
-    g, h,  # (...), gradients of log pi and of the entropy; h may be None
-    H, base, total,  # (...), from `forward`
-    out,  # (..., V); may be the logits
-):
-    "Write the gradient of g log pi + h H into `out`, which may be the logits."
+def backward(logits, index, temperature, g, h, H, base, total, out):
+    "Write the gradient of g log pi + h H into `out`, which may be the logits; h may be None."
     given = logits, index.long(), temperature, g, h, H, base, total, out
     _backend(logits).backward_rows(*given)
     torch.autograd.graph.increment_version(out)  # autograd does not see what a loop writes
@@ -66,11 +56,9 @@ def four_of(index):  # (...) int64
 
 
 @torch.library.custom_op("rlhf_notes::rows", mutates_args=())
-def rows(
-    logits: Tensor, index: Tensor, temperature: float, entropy: bool,  # as for `forward`
-    inplace: bool,  # the gradient may be written over the logits
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "log pi, entropy, base and total."
+def rows(logits: Tensor, index: Tensor, temperature: float, entropy: bool,
+         inplace: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "log pi, entropy, base and total; with `inplace` the gradient may overwrite the logits."
     return forward(logits, index, temperature, entropy)
 
 rows.register_fake(lambda logits, index, *_: four_of(index))
@@ -83,10 +71,8 @@ def new_like(x):  # any tensor
     return torch.from_numpy(memory).view(x.dtype).view(x.shape)
 
 
-def gradient(
-    logits: Tensor, index: Tensor, temperature: float,  # as for `forward`
-    g: Tensor, h: Tensor | None, H: Tensor, base: Tensor, total: Tensor,  # as for `backward`
-) -> Tensor:
+def gradient(logits: Tensor, index: Tensor, temperature: float, g: Tensor, h: Tensor | None,
+             H: Tensor, base: Tensor, total: Tensor) -> Tensor:
     "Gradient of g log pi + h H with respect to the logits."
     return backward(logits, index, temperature, g, h, H, base, total, new_like(logits))
 
@@ -251,25 +237,19 @@ def _call(logits, index, temperature, mask, entropy, inplace):
     return both if mask is None else [y if y is None else torch.where(mask, y, 0) for y in both]
 
 
-def log_prob(
-    logits, index, temperature=1.0, mask=None, inplace_backward=False,  # as the formula's
-):
+def log_prob(logits, index, temperature=1.0, mask=None, inplace_backward=False):
     "Values and gradients of `selective_log_softmax`, or NotImplemented."
     if index.ndim == logits.ndim: return NotImplemented
     return _call(logits, index, temperature, mask, False, inplace_backward)[0]
 
 
-def entropy(
-    logits, temperature=1.0, mask=None, inplace_backward=False,  # as the formula's
-):
+def entropy(logits, temperature=1.0, mask=None, inplace_backward=False):
     "Values and gradients of `entropy_from_logits`, or NotImplemented."
     first = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return _call(logits, first, temperature, mask, True, inplace_backward)[1]
 
 
-def log_prob_and_entropy(
-    logits, index, temperature=1.0, mask=None, inplace_backward=False,  # as the formula's
-):
+def log_prob_and_entropy(logits, index, temperature=1.0, mask=None, inplace_backward=False):
     "Values and gradients of `log_probs_and_entropy`, or NotImplemented."
     both = _call(logits, index, temperature, mask, True, inplace_backward)
     return NotImplemented if both[0] is NotImplemented else tuple(both)

@@ -24,11 +24,7 @@ from torch import nn
 from . import gpt2
 
 
-def make_cache(
-    config,  # of the model
-    size: int,  # S, tokens of a text in all
-    dtype: torch.dtype,  # of the matrix products
-):
+def make_cache(config, size: int, dtype: torch.dtype):
     "A cache for transformers with an attribute `at`: places (n,) of the tokens that come."
     from transformers import StaticCache
 

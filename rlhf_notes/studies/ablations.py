@@ -16,11 +16,11 @@ import numpy as np
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/33_ablations.ipynb #verdict
-def verdict(
-    differences: list,  # final scores minus those of the intact training, seed by seed
-    gain: float,  # what the intact training adds to the untrained policy, > 0
-) -> tuple:  # (verdict; mean; low and high end of its 95% interval)
-    "The rule."
+def verdict(differences: list, gain: float) -> tuple:
+    """The verdict, with mean and 95% interval, on final scores minus those of intact trainings.
+
+    `gain` is what the intact training adds to the untrained policy, > 0.
+    """
     mean, (low, high) = sum(differences) / len(differences), bootstrap_interval(differences)
     def found():
         if len(differences) < 5: return "too few seeds"
@@ -31,11 +31,11 @@ def verdict(
     return found(), mean, low, high
 
 # %% ../../nbs/studies/33_ablations.ipynb #deviation
-def in_standard_deviations(
-    difference: float,  # of a dial from where it usually stands
-    intact: list,  # the dial in the intact trainings
-) -> float:  # +-inf where the intact trainings do not differ
-    "A difference in standard deviations of the intact trainings; 0 if it is only rounding."
+def in_standard_deviations(difference: float, intact: list) -> float:
+    """A difference in standard deviations of the intact trainings; 0 if it is only rounding.
+
+    Infinite where the intact trainings do not differ.
+    """
     rounding = 1e-9 * max([1.0, *map(abs, intact)])
     if abs(difference) <= rounding: return 0.0
     usual = np.std(intact, ddof=1) if len(intact) > 1 else 0.0

@@ -40,12 +40,7 @@ class SingleFile:
     "PPO as a single file has it."
     gamma, lam, clip, value_coef, max_grad_norm = 0.99, 0.95, 0.2, 0.5, 0.5
 
-    def __init__(
-        self,
-        env_id: str,  # cartPole-v1 or Pendulum-v1
-        seed: int,  # of everything
-        **settings,  # as in `SINGLE_FILE`
-    ):
+    def __init__(self, env_id: str, seed: int, **settings):
         args = self.args = SimpleNamespace(**settings)
         self.batch = args.num_envs * args.num_steps
         self.iterations, self.iteration = args.total // self.batch, 0
@@ -130,11 +125,8 @@ class SingleFile:
         bonus = self.args.entropy_coef * pi.entropy().mean()
         return policy_loss + self.value_coef * value_loss - bonus
 
-    def policy(
-        self,
-        rng=None,  # None = the most probable actions, else sampled ones
-    ):  # (N, obs_size) array -> what the environments are told
-        "The policy as it is now."
+    def policy(self, rng=None):
+        "The policy as it is now: (N, obs_size) array -> actions; the most probable without `rng`."
         seen = None if self.discrete else self.envs.envs[0].get_wrapper_attr("obs_rms")
         @torch.no_grad()
         def choose(obs):
@@ -146,9 +138,7 @@ class SingleFile:
         return choose
 
 # %% ../../nbs/studies/34_benchmark.ipynb #peers
-def equal(
-    config: PPOConfig,  # ours
-) -> dict:  # for `StableBaselines`
+def equal(config: PPOConfig) -> dict:
     "Our hyperparameters by the names of stable-baselines3."
     activations = dict(tanh=nn.Tanh, relu=nn.ReLU, silu=nn.SiLU)
     network = dict(net_arch=dict(pi=[config.hidden] * 2, vf=[config.hidden] * 2),
@@ -167,16 +157,8 @@ def equal(
 # %% ../../nbs/studies/34_benchmark.ipynb #stable-baselines
 class StableBaselines:
     "PPO of stable-baselines3, an iteration at a time."
-    def __init__(
-        self,
-        env_id: str,  # a name that Gymnasium knows
-        seed: int,  # of everything
-        total: int,  # steps over which its schedules run
-        n_envs: int,  # side by side
-        reward_scale: float = 1.0,  # factor of the rewards
-        normalize: bool = False,  # observations and rewards, as rl-zoo's `normalize`
-        **settings,  # of its PPO
-    ):
+    def __init__(self, env_id: str, seed: int, total: int, n_envs: int, reward_scale: float = 1.0,
+                 normalize: bool = False, **settings):
         from stable_baselines3 import PPO as Theirs
         from stable_baselines3.common.env_util import make_vec_env
         from stable_baselines3.common.vec_env import VecNormalize
@@ -197,11 +179,8 @@ class StableBaselines:
         m._update_current_progress_remaining(m.num_timesteps, self.total)
         m.train()
 
-    def policy(
-        self,
-        rng=None,  # None = the most probable actions, else sampled ones
-    ):  # (N, obs_size) array -> what the environments are told
-        "The policy as it is now."
+    def policy(self, rng=None):
+        "The policy as it is now: (N, obs_size) array -> actions; the most probable without `rng`."
         m, steps = self.model, count()
         scale = m.get_vec_normalize_env()
         def choose(obs):
@@ -214,18 +193,12 @@ class StableBaselines:
 # %% ../../nbs/studies/34_benchmark.ipynb #ours
 class Ours:
     "`PPO` of `rlhf_notes.control`."
-    def __init__(
-        self,
-        config: PPOConfig,  # with its seed
-    ):
+    def __init__(self, config: PPOConfig):
         self.ppo, self.batch = PPO(**vars(config)), config.batch
         self.iterate = self.ppo.iterate
 
-    def policy(
-        self,
-        rng=None,  # None = the most probable actions, else sampled ones
-    ):  # (N, obs_size) array -> what the environments are told
-        "The policy as it is now."
+    def policy(self, rng=None):
+        "The policy as it is now: (N, obs_size) array -> actions; the most probable without `rng`."
         choose = self.ppo.policy(rng)
         return lambda obs: self.ppo.agent.head.for_env(choose(obs))
 
@@ -248,10 +221,8 @@ ZOO = { # rl-zoo's hyperparams/ppo.yml; functions are linear schedules
                      sde_sample_freq=4),
 }
 
-def contenders(
-    task: str,  # "cartpole" or "pendulum"
-) -> list:  # of `Contender`; those of stable-baselines3 if it is installed
-    "All that can be raced here."
+def contenders(task: str) -> list:
+    "All that can be raced here, each a `Contender`; stable-baselines3 if it is installed."
     make, zoo, single = CONFIGS[task], ZOO[task], SINGLE_FILE[task]
     env_id, same = make().env, equal(make())
     found = [Contender("ours", lambda seed: Ours(make(seed=seed)), same["total"], True)]
@@ -301,13 +272,8 @@ def race(
     return row | dict(steps=steps, seconds=round(seconds, 4))
 
 # %% ../../nbs/studies/34_benchmark.ipynb #compare
-def compare(
-    task: str,  # "cartpole" or "pendulum"
-    seeds: int,  # how many
-    done=lambda row: None,  # done(row): called after each race
-    first: int = 0,  # the first seed
-) -> list:  # a row for each seed and contender
-    "All contenders on all seeds, by turns."
+def compare(task: str, seeds: int, done=lambda row: None, first: int = 0) -> list:
+    "All contenders on all seeds, by turns: a row for each; `done(row)` is called after each race."
     field, rows = contenders(task), []
     with THREADS.held(1):
         for contender in field:
@@ -319,12 +285,12 @@ def compare(
     return rows
 
 # %% ../../nbs/studies/34_benchmark.ipynb #ratio
-def ratios(
-    rows: list,  # from `compare`, of one task
-    contender: str,  # a name
-    how: str = "sampled",  # "sampled" or "greedy" crossing, or "speed": steps in a second
-) -> dict | None:  # median, low, high, censored; None unless ours crossed on every seed
-    "Ours against another, paired by seed: above 1 means that ours is faster."
+def ratios(rows: list, contender: str, how: str = "sampled") -> dict | None:
+    """Ours against another, paired by seed: above 1 means that ours is faster.
+
+    `how` is "sampled" or "greedy" (crossings), or "speed" (steps in a second). None unless ours
+    crossed on every seed; else median, low, high and censored.
+    """
     def seconds(r): return r["seconds"] / r["steps"] if how == "speed" else r[f"{how}_seconds"]
     ours = {r["seed"]: seconds(r) for r in rows if r["contender"] == "ours"}
     theirs = [r for r in rows if r["contender"] == contender and r["seed"] in ours]
@@ -336,10 +302,8 @@ def ratios(
     return dict(median=float(np.median(values)), low=low, high=high, censored=sum(censored))
 
 # %% ../../nbs/studies/34_benchmark.ipynb #table
-def table(
-    rows: list,  # from `compare`, of one task
-) -> list:  # rows of strings, the first one a header
-    "A row for each contender, medians over the seeds."
+def table(rows: list) -> list:
+    "A row for each contender, medians over the seeds; the first row is a header."
     def median(own, column, digits):
         value = float(np.median([np.inf if r[column] is None else r[column] for r in own]))
         if np.isfinite(value): return f"{value:,.{digits}f}"

@@ -31,11 +31,8 @@ from ..training.devices import THREADS
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #contenders
-def trl_grpo(
-    start: Start,  # where to begin
-    config: RLHFConfig,  # how to train
-) -> tuple:  # (moments at which iterations ended, in seconds; the model)
-    "TRL's GRPOTrainer."
+def trl_grpo(start: Start, config: RLHFConfig) -> tuple:
+    "TRL's GRPOTrainer: the seconds at which iterations ended, and the model."
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
@@ -98,11 +95,8 @@ def _shared(c, tmp):
                 adam_epsilon=c.adam_eps, max_grad_norm=c.max_grad_norm)
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #race
-def ours(
-    start: Start,  # where to begin
-    config: RLHFConfig,  # how to train
-) -> tuple:  # (moments at which iterations ended, in seconds; the model)
-    "Our loop."
+def ours(start: Start, config: RLHFConfig) -> tuple:
+    "Our loop: the seconds at which iterations ended, and the model."
     trainer, ends = replace(start, config=config).trainer(), []
     while trainer.iteration < trainer.iterations:
         trainer.iterate()
@@ -125,12 +119,8 @@ def contenders() -> dict:  # name -> (function, changes of the config)
 COLUMNS = ("task", "seed", "contender", "iterations", "seconds", "seconds_per_iteration",
            "tokens_per_second", "true_score")
 
-def race(
-    name: str,  # a contender
-    start: Start,  # where to begin
-    iterations: int,  # that count; one more comes before
-) -> dict:  # COLUMNS -> value
-    "Train, by the clock, and look at what came of it."
+def race(name: str, start: Start, iterations: int) -> dict:
+    "Train one iteration more than `iterations`, by the clock, and look at what came of it."
     train, changes = contenders()[name]
     trainer = start.trainer(**changes, iterations=iterations + 1)
     with THREADS.held(1):
@@ -142,14 +132,11 @@ def race(
                 true_score=evaluate(trainer, lm).true.mean().item())
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #compare
-def compare(
-    seeds: int,  # how many
-    iterations: int,  # of each training
-    done=lambda row: None,  # done(row): called after each training
-    first: int = 0,  # the first seed
-    **options,  # of `RLHFConfig`
-) -> list:  # a row for each seed and contender
-    "By turns: for each seed all contenders, and each seed begins with another one."
+def compare(seeds: int, iterations: int, done=lambda row: None, first: int = 0, **options) -> list:
+    """By turns: for each seed all contenders, and each seed begins with another one.
+
+    `options` are those of `RLHFConfig`; `done(row)` is called after each training.
+    """
     rows, names = [], list(contenders())
     for seed in range(first, first + seeds):
         # TRL's coefficient of the KL does not change
@@ -160,10 +147,7 @@ def compare(
     return rows
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #ratios
-def ratios(
-    rows: list,  # from `compare`
-    name: str,  # a contender, other than ours
-) -> dict:  # median, low, high
+def ratios(rows: list, name: str) -> dict:
     "Their seconds for an iteration over ours: median over the seeds, with its 95% interval."
     of = {(r["contender"], r["seed"]): r["seconds_per_iteration"] for r in rows}
     ours = f"ours-{name.split('-')[1]}"
@@ -172,10 +156,8 @@ def ratios(
     return dict(median=float(np.median(values)), low=low, high=high)
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #table
-def table(
-    rows: list,  # from `compare`
-) -> list:  # rows of strings, the first one a header
-    "Medians over the seeds, as a table."
+def table(rows: list) -> list:
+    "Medians over the seeds, as rows of strings; the first is a header."
     lines = [("contender", "ms / iteration", "tokens / s", "times ours", "true score")]
     for name in sorted({r["contender"] for r in rows}):
         def median(column):

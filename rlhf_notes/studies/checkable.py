@@ -55,10 +55,8 @@ def pass_at_k_reward(
 # %% ../../nbs/studies/40_checkable.ipynb #questions
 DIGITS = tuple("0123456789")
 
-def make_questions(
-    n: int = 3500,  # number of distinct prompts
-) -> list:  # of dicts with "prompt" and "solution"
-    "Three or four digits to sort or to reverse."
+def make_questions(n: int = 3500) -> list:
+    'Dicts with "prompt" and "solution": three or four digits to sort or to reverse.'
     rng, found = random.Random(0), {}
     while len(found) < n:
         task, digits = rng.choice(("sort", "reverse")), rng.choices(DIGITS, k=rng.choice((3, 4)))
@@ -85,12 +83,8 @@ def _response_loss(lm, tokens):
     targets = tokens.masked_fill(~counts, -100)[:, 1:]  # ignored by the cross-entropy
     return nn.functional.cross_entropy(lm(tokens).logits[:, :-1].flatten(0, 1), targets.flatten())
 
-def pretrain(
-    questions: list,  # from `make_questions`
-    seed: int = 0,  # of weights and texts
-    steps: int = 700,  # gradient steps on 64 texts
-) -> nn.Module:  # a tiny GPT-2
-    "A model that has read many solutions, most of them wrong."
+def pretrain(questions: list, seed: int = 0, steps: int = 700) -> nn.Module:
+    "A tiny GPT-2 that has read many solutions, most of them wrong, in steps of 64 texts."
     rng, lm = random.Random(seed), make_gpt2("tiny", len(TOKENS), eos_token_id=0, seed=seed)
     optimizer, tokenizer = torch.optim.AdamW(lm.parameters()), digit_tokenizer()
     tokenizer.pad_token = "<eos>"
@@ -122,14 +116,8 @@ OPTIONS = dict(batch=256, group=8, epochs=1, learning_rate=1e-3, adam="tensorflo
 class CheckableRLHF(RLHF):
     "`RLHF` on questions whose solutions are known."
 
-    def __init__(
-        self,
-        lm: nn.Module,  # from `pretrain`; not changed
-        questions: list,  # from `make_questions`
-        name: str = "GRPO",  # one of `ALGORITHMS`
-        reward=exact_match,  # reward(prompts, responses, solution) -> numbers
-        **options,  # of `RLHFConfig`
-    ):
+    def __init__(self, lm: nn.Module, questions: list, name: str = "GRPO", reward=exact_match,
+                 **options):
         check_value("name", name, tuple(ALGORITHMS))
         options = OPTIONS | ALGORITHMS[name] | options
         super().__init__(lm, digit_tokenizer(), questions, reward, **options)
@@ -138,11 +126,11 @@ class CheckableRLHF(RLHF):
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32
 
-def measure(
-    trainer: RLHF,  # at any iteration
-    questions: list,  # held out
-) -> tuple:  # dict of pass_1 (exact match) to pass_32, and length; right responses (P,)
-    "Pass@k, from 32 responses to each held-out prompt, and their mean length in digits."
+def measure(trainer: RLHF, questions: list) -> tuple:
+    """Pass@1 to pass@32, mean length in digits, and the number of right responses (P,).
+
+    From 32 responses to each held-out prompt; pass@1 is the exact match.
+    """
     prompts, solutions = ([q[key] for q in questions] for key in ("prompt", "solution"))
     samples = [trainer.generate(prompts, seed=seed) for seed in range(N)]
     c = torch.tensor([exact_match(prompts, texts, solutions) for texts in samples]).sum(0).long()

@@ -37,10 +37,11 @@ def _rows(name):
         return list(csv.DictReader(f))
 
 # %% ../../nbs/studies/37_failures.ipynb #unusual
-def unusual(
-    name: str,  # of a failure
-) -> dict:  # dial -> deviation, in standard deviations; the farthest first
-    "Deviation of the mean of each dial with seed 0 from its means in the intact trainings."
+def unusual(name: str) -> dict:
+    """Deviation of each dial with seed 0 from the intact trainings, in their standard deviations.
+
+    The farthest first.
+    """
     failures, runs = recorded()
     def level(values): return sum(values) / len(values)
     intact, found = [run for (n, _), run in runs.items() if n == failures[name]["base"]], {}
@@ -51,11 +52,8 @@ def unusual(
     return dict(sorted(found.items(), key=lambda x: -abs(x[1])))
 
 # %% ../../nbs/studies/37_failures.ipynb #draw-dials
-def draw_dials(
-    name: str,  # of a failure
-    dials: tuple = (),  # three or six of them; () = the six farthest
-):  # figure
-    "Dials of a failure with seed 0, over the range of the intact trainings."
+def draw_dials(name: str, dials: tuple = ()):
+    "Dials of a failure with seed 0 (the six farthest), over the range of the intact trainings."
     import matplotlib.pyplot as plt
 
     from rlhf_notes import viz

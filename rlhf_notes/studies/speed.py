@@ -32,21 +32,19 @@ from rlhf_notes.formulas.logprob import (
 )
 
 # %% ../../nbs/studies/38_speed.ipynb #machine
-def copy_bandwidth(
-    device: str,  # where
-) -> float:  # bytes per second, read and written together
-    "Speed of a copy of 128 MB (on a GPU, 1 GB) onto memory used before, the best of nine."
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a copy of 128 MB (on a GPU, 1 GB); the best of nine.
+
+    The memory written to has been used before.
+    """
     numbers = 2**25 if torch.device(device).type == "cpu" else 2**28
     x = torch.ones(numbers, dtype=torch.float32, device=device)
     y = x.clone()
     return 2 * x.nbytes / min(seconds(lambda: y.copy_(x), device) for _ in range(9))
 
 # %% ../../nbs/studies/38_speed.ipynb #seconds
-def seconds(
-    f,  # without arguments
-    device: str,  # where it computes
-) -> float:  # wall-clock seconds
-    "Time of `f`, until the device is done."
+def seconds(f, device: str) -> float:
+    "Wall-clock seconds of `f()`, until the device is done."
     _wait(device)
     start = time.perf_counter()
     f()
@@ -58,9 +56,7 @@ def _wait(device):
         torch.cuda.synchronize(device)
 
 # %% ../../nbs/studies/38_speed.ipynb #device-name
-def device_name(
-    device: str,  # "cpu" or "cuda"
-) -> str:  # as its maker calls it
+def device_name(device: str) -> str:
     "Name of what computes."
     if torch.device(device).type == "cuda": return torch.cuda.get_device_name(device)
     name = re.search(r"model name\s*: (.*)", _system("cpuinfo"))
@@ -79,9 +75,7 @@ def _bytes(name, what):
     return int(found[1]) * 1024 if found else None
 
 # %% ../../nbs/studies/38_speed.ipynb #code-that-runs
-def code_that_runs(
-    device: str,  # "cpu" or "cuda"
-) -> str:  # a sentence
+def code_that_runs(device: str) -> str:
     "Which code computes many logits there: loops, kernels or the plain formulas."
     if not fast.is_open(): return "the plain formulas: fast is switched off"
     many = torch.empty(rows.LARGE + 1, dtype=torch.float32, device=device)
@@ -89,11 +83,8 @@ def code_that_runs(
     return "Triton kernels" if device != "cpu" else "Numba loops"
 
 # %% ../../nbs/studies/38_speed.ipynb #peak-extra
-def peak_extra(
-    f,  # without arguments
-    device: str,  # where it computes
-) -> float | None:  # bytes; None where nobody can say
-    "Memory at the worst moment of `f`, less that before it."
+def peak_extra(f, device: str) -> float | None:
+    "Bytes of memory at the worst moment of `f()`, less those before; None where nobody can say."
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -122,13 +113,11 @@ class Case:
     restore: dict = field(default_factory=dict) # method -> what makes its logits whole again
 
 # %% ../../nbs/studies/38_speed.ipynb #logit-cases
-def logit_cases(
-    shape: tuple,  # (B, T, V)
-    dtype: torch.dtype,  # of the logits
-    device: str,  # where
-    width: int = 128,  # of the hidden states
-):  # yields Case, one at a time, so that their tensors need not be there together
-    "Log-probability, entropy, both, and log-probability from hidden states."
+def logit_cases(shape: tuple, dtype: torch.dtype, device: str, width: int = 128):
+    """Log-probability, entropy, both, and log-probability from hidden states, one case at a time.
+
+    `shape` is (B, T, V), `width` that of the hidden states.
+    """
     trl, generator = _trl(), torch.Generator(device).manual_seed(0)
     z = torch.empty(shape, dtype=dtype, device=device)
     for row in z:
@@ -229,9 +218,7 @@ def _loop_gae(r, v, after, done, gamma=0.99, lam=0.95):
         A[t] = last = delta + gamma * lam * going * last
     return A, A + v
 
-def gae_cases(
-    device: str,  # where
-):  # yields Case
+def gae_cases(device: str):
     "GAE over steps, of `GAE_SHAPES`."
     def ours(r, v, after, done): return gae(r, v, after, done, done)
     for T, N in GAE_SHAPES:
@@ -249,13 +236,8 @@ COLUMNS = ("device", "torch", "task", "shape", "dtype", "passes", "method", "rou
            "extra_share", "bandwidth_share")
 LONG = 5e-3  # seconds: what takes less is repeated for so long; on a GPU, five times that
 
-def measure(
-    case: Case,  # what is computed
-    device: str,  # where
-    rounds: int,  # that count
-    bandwidth: float,  # from `copy_bandwidth`, bytes per second
-) -> list:  # rows, dicts with the keys of COLUMNS
-    "Time and memory of each method, forward and (where there are leaves) forward + backward."
+def measure(case: Case, device: str, rounds: int, bandwidth: float) -> list:
+    "Rows with time and memory of each method, forward and (where there are leaves) backward."
     found = []
     for backward in (False, True)[:1 + bool(case.leaves)]:
         generator = torch.Generator(device).manual_seed(1)
@@ -385,10 +367,8 @@ def _part_case(shape):
     return Case("parts", shape, z.dtype, methods, (z,), base=z.nbytes)
 
 # %% ../../nbs/studies/38_speed.ipynb #table-rows
-def table(
-    rows: list,  # from `bench`
-) -> list:  # rows of strings, a header first
-    "Rows for the eye."
+def table(rows: list) -> list:
+    "Rows of strings for the eye, a header first."
     def shown(x, form): return "" if x in (None, "") else format(float(x), form)
     header = ("task", "shape", "dtype", "passes", "method", "ms", "x ours", "extra MB",
               "of the logits", "of the bandwidth")
@@ -399,9 +379,7 @@ def table(
         for r in rows]
 
 # %% ../../nbs/studies/38_speed.ipynb #summary-rows
-def summary(
-    rows: list,  # from `bench`
-) -> list:  # rows of strings, a header first; at most 100 columns together
+def summary(rows: list) -> list:
     "Our time, and how often the naive line and the quickest of the others take it."
     found = [("task", "shape", "dtype", "passes", "ours, ms", "naive line", "best of others")]
     head, cases = ("task", "shape", "dtype", "passes"), {}

@@ -73,11 +73,7 @@ class StaleLoop(Loop):
     "`Loop` whose responses an older policy wrote; the newest stands where the reference would."
     age, correction, sampler, versions = 0, "nothing", "float32", ()
 
-    def collect(
-        self,
-        lm,  # the newest policy
-        *inputs,  # as of `Loop`
-    ):  # `Rollout`
+    def collect(self, lm, *inputs):
         "Responses of an older policy, or of a mixture; `logp_ref` is log pi_old."
         self.reference = lm
         self.versions = [*self.versions, copy.deepcopy(lm)][-self.age - 1:]
@@ -98,15 +94,8 @@ class StaleRLHF(CheckableRLHF):
     "`CheckableRLHF` on stale responses."
     LOOP = StaleLoop
 
-    def __init__(
-        self,
-        lm,  # from `pretrain`; not changed
-        questions: list,  # from `make_questions`
-        correction: str = "nothing",  # one of `CORRECTIONS`
-        age: int = 0,  # iterations by which the policy that responds is older
-        sampler: str = "float32",  # one of `SAMPLERS`
-        **options,  # of `CheckableRLHF`
-    ):
+    def __init__(self, lm, questions: list, correction: str = "nothing", age: int = 0,
+                 sampler: str = "float32", **options):
         check_value("correction", correction, tuple(CORRECTIONS))
         check_value("age", age, "int [0, inf)")
         check_value("sampler", sampler, tuple(SAMPLERS))
@@ -114,13 +103,8 @@ class StaleRLHF(CheckableRLHF):
         self.loop.age, self.loop.correction, self.loop.sampler = age, correction, sampler
 
 # %% ../../nbs/studies/48_staleness.ipynb #stale-reviews
-def stale_reviews(
-    start,  # from `variants.prepare`
-    correction: str = "nothing",  # one of `CORRECTIONS`
-    age: int = 0,  # iterations by which the policy that responds is older
-    **changes,  # of the config
-) -> StaleLoop:  # at its beginning
-    "GRPO on stale reviews, without a price on the KL."
+def stale_reviews(start, correction: str = "nothing", age: int = 0, **changes) -> StaleLoop:
+    "GRPO on stale reviews, from `variants.prepare`, without a price on the KL."
     plain = start.trainer(algo="grpo", kl_coef=0.0, **changes)
     loop = StaleLoop(plain.config, start.lm, start.task, plain.reward)
     loop.correction, loop.age = correction, age
@@ -129,13 +113,13 @@ def stale_reviews(
 # %% ../../nbs/studies/48_staleness.ipynb #gradient-error
 @checked(correction=CORRECTIONS, logits="float (T V)", logits_rollout="float (T V)",
          reward="float (N)")
-def gradient_error(
-    correction: str,  # one of `CORRECTIONS`
-    logits: torch.Tensor,  # (T, V) of the newest policy: position by position, T >= 2
-    logits_rollout: torch.Tensor,  # (T, V) of the policy that responds
-    reward: torch.Tensor,  # (V^T,) of each response, in the order of `torch.cartesian_prod`
-) -> tuple[float, float]:  # bias and noise, as shares of the true gradient's length
-    "Bias of the expected gradient, and standard deviation of that of one response, exactly."
+def gradient_error(correction: str, logits: torch.Tensor, logits_rollout: torch.Tensor,
+                   reward: torch.Tensor) -> tuple[float, float]:
+    """Bias of the expected gradient, and standard deviation of that of one response, exactly.
+
+    Both as shares of the true gradient's length. `logits` (T, V) are those of the newest policy,
+    `reward` (V^T,) is that of each response, in the order of `torch.cartesian_prod`.
+    """
     (T, V), grad = logits.shape, torch.autograd.grad
     y = torch.cartesian_prod(*[torch.arange(V)] * T)
     z = logits.detach().clone().requires_grad_()

@@ -33,19 +33,14 @@ class Start:
     norm: object             # The `RewardNorm` of its scores
     task: object             # `Reviews`
 
-    def trainer(
-        self,
-        **changes,  # of the config: algo, kl_coef, iterations, ...
-    ) -> Loop:  # at its beginning
+    def trainer(self, **changes) -> Loop:
         "A training of a copy of the pretrained model."
         config = replace(self.config, **changes)
         reward = proxy_reward(self.reward_model, self.norm, config.precision)
         return make_loop(config, self.lm, self.task, reward)
 
 # %% ../../nbs/studies/35_variants.ipynb #prepare
-def prepare(
-    config: RLHFConfig,  # seed, model, pretraining, labels
-) -> Start:  # the same for the same config
+def prepare(config: RLHFConfig) -> Start:
     "Pretrain a language model and train a reward model, as the first two stages of `train` do."
     lm, task = make_world(config, torch.device(pick_device(config.device, auto="cuda")))
     for kind in (Pretraining, RewardTraining):
@@ -55,11 +50,8 @@ def prepare(
     return Start(config, lm, stage.model, stage.norm, task)
 
 # %% ../../nbs/studies/35_variants.ipynb #measure
-def measure(
-    trainer: Loop,  # at any time; `eval_responses` of its config responses are sampled
-    lm: nn.Module | None = None,  # the model to look at; None = the policy as it is now
-) -> dict:  # proxy, true, kl (nats), valid, win: means, as numbers
-    "Proxy and true reward, KL, ends and win rate of a policy."
+def measure(trainer: Loop, lm: nn.Module | None = None) -> dict:
+    "Proxy and true reward, KL in nats, ends and win rate of the policy, or of `lm`: means."
     return evaluate(trainer, lm).worth(evaluate(trainer, trainer.reference))
 
 # %% ../../nbs/studies/35_variants.ipynb #best

@@ -31,10 +31,8 @@ class Dial:
     show: object = None # show(value) -> text of the value; None = `value_text`
 
 
-def value_text(
-    value,  # of a parameter
-) -> str:  # stands beside its slider
-    "A value in a few characters."
+def value_text(value) -> str:
+    "A value in a few characters, to stand beside its slider."
     if value is None: return "off"
     if isinstance(value, bool): return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)

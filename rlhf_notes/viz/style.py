@@ -41,11 +41,8 @@ def style():
     set_matplotlib_formats("svg", metadata={"Date": None}, bbox_inches=None)
 
 
-def value_and_gradient(
-    f,  # elementwise function of a tensor
-    x: torch.Tensor,  # (N,) points
-):  # ((N,), (N,)): f(x) and f'(x)
-    "`f` and its derivative by autograd at each of the points `x`."
+def value_and_gradient(f, x: torch.Tensor):
+    "`f`, elementwise, and its derivative by autograd at each of the points `x` (N,)."
     x = x.detach().clone().requires_grad_(True)
     y = f(x)
     grad, = torch.autograd.grad(y.sum(), x)
