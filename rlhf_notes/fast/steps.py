@@ -121,7 +121,7 @@ def obstacle(lm, size):  # a model of transformers; tokens of a text
     if config._attn_implementation != "sdpa": return "its attention is not PyTorch's"
     for m in lm.modules():
         if m._forward_hooks or m._forward_pre_hooks: return "it has hooks"
-        if lm.training and getattr(m, "gradient_checkpointing", False): return "it computes again"
+        if m.training and getattr(m, "gradient_checkpointing", False): return "it computes again"
         if isinstance(m, nn.Linear) and type(m) is not nn.Linear: return "its weights are special"
     if lm.training and config.attention_dropout: return "its training step is another one"
 

@@ -22,6 +22,7 @@ from torch import nn
 from ..formulas.logprob import selective_log_softmax
 from rlhf_notes.language.model import (
                                        check_context,
+                                       checkpointing,
                                        has_adapter,
                                        hidden_states,
                                        no_dropout,
@@ -342,14 +343,17 @@ def _largest_errors(lm):
     tokens = torch.cat([tokens, samples.tokens], 1)
     mask = torch.cat([mask, torch.ones_like(samples.tokens, dtype=torch.bool)], 1)
     logits, rows = to_logits(lm, hidden_states(lm, tokens, mask)), []
-    for row, real, padded, logp in zip(tokens, mask, logits, samples.logp):
-        row, padded = row[real][None], padded[real]
+    with checkpointing(lm):
+        trained = to_logits(lm, hidden_states(lm, tokens, mask))
+    for row, real, padded, learns, logp in zip(tokens, mask, logits, trained, samples.logp):
+        row, padded, learns = row[real][None], padded[real], learns[real]
         alone, again = (lm(input_ids=row).logits[0].float() for _ in range(2))
         if not alone.isfinite().all(): raise ValueError("its logits are not all finite")
         head = to_logits(lm, hidden_states(lm, row, torch.ones_like(row, dtype=torch.bool)))[0]
         pairs = {"each time (is there dropout?)": (again, alone),
                  "as its head makes of its last hidden state": (head, alone),
                  "with padding on the left": (padded, alone),
+                 "in training, with gradient checkpointing": (learns, padded),
                  "token by token": (logp, selective_log_softmax(alone[-4:-1], row[0, -3:]))}
         size = alone.abs().max()
         rows.append({what: (a - b).abs().max() / size for what, (a, b) in pairs.items()})

@@ -6,8 +6,8 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/language/model.html.md"""
 
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_context', 'to_logits', 'head_log_probs',
-           'make_gpt2', 'no_dropout', 'response_states', 'has_adapter', 'Policy', 'as_reference', 'RewardModel',
-           'autocast', 'sum_of_squares']
+           'make_gpt2', 'no_dropout', 'response_states', 'has_adapter', 'Policy', 'checkpointing', 'as_reference',
+           'RewardModel', 'autocast', 'sum_of_squares']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -204,22 +204,27 @@ class Policy(nn.Module):
         response_mask: torch.Tensor | None = None,  # (B, T) True = counts; None = all
     ) -> tuple:  # (log pi, entropy without gradient, values), (B, T) each, float32
         "Log-probabilities of the response; entropy and value *before* each of its tokens."
-        with _checkpointing(self.lm):
+        with checkpointing(self.lm):
             hidden = response_states(self.lm, tokens, mask, length, response_mask) # G1
         logp, entropy = head_log_probs(self.lm, hidden, tokens[:, -length:], temperature)
         return logp, entropy, self.value(hidden)
 
 @contextmanager
-def _checkpointing(lm):
-    "Train mode, in which alone transformers computes again what gradient checkpointing drops."
-    on = any(vars(m).get("gradient_checkpointing") for m in lm.modules())
-    if on:
-        lm.train()
+def checkpointing(lm: nn.Module):
+    "Let transformers compute its blocks again; inside of them eval mode lasts, both times."
+    marked = [m for m in lm.modules() if vars(m).get("gradient_checkpointing")]
+    inside = {x for m in filter(_is_block, marked) for x in m.modules() if x is not m}
+    for m in marked:
+        m.training = m not in inside
     try:
         yield
     finally:
-        if on:
-            lm.eval()
+        for m in marked:
+            m.training = False
+
+def _is_block(m):
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    return isinstance(m, GradientCheckpointingLayer)
 
 def _keep_start(lm):
     "Keep a copy of an adapter's weights."

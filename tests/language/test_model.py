@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from language_models import KINDS, count_rows, make, rough, texts, tiny
@@ -12,6 +13,7 @@ from strategies import SEEDS, random_mask
 
 from rlhf_notes import fast
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
+from rlhf_notes.hub.load import check_model
 from rlhf_notes.language import model
 from rlhf_notes.language.model import (
     PRESETS,
@@ -150,7 +152,52 @@ def test_gradient_checkpointing_computes_again_and_the_same():
         again = layer._gradient_checkpointing_func
         layer._gradient_checkpointing_func = lambda *a, f=again: calls.append(0) or f(*a)
     torch.testing.assert_close(gradient(), plain)
-    assert len(calls) == len(lm.model.layers) and not lm.training
+    assert len(calls) == len(lm.model.layers) and not any(m.training for m in lm.modules())
+
+
+TRAINED_OTHERWISE = {  # in train mode: noise, clamped weights, blocks within blocks
+    "mixtral": dict(num_local_experts=4, router_jitter_noise=0.5),
+    "phimoe": dict(num_local_experts=4, router_jitter_noise=0.5, input_jitter_noise=0.5),
+    "zamba2": dict(num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "hybrid"],
+                   mamba_d_state=8, mamba_ngroups=1, n_mamba_heads=4, mamba_headdim=16,
+                   num_mem_blocks=1, chunk_size=8),
+    "gemma3n_text": dict(num_hidden_layers=3, hidden_size_per_layer_input=8, laurel_rank=4,
+                         vocab_size_per_layer_input=50, num_kv_shared_layers=0, head_dim=8,
+                         altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 3),
+    "falcon": dict(hidden_dropout=0.3, attention_dropout=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED_OTHERWISE)
+def test_what_is_computed_again_is_the_same(kind):
+    shape = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+                 pad_token_id=None, bos_token_id=None, eos_token_id=0)
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[kind](**shape | TRAINED_OTHERWISE[kind])
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    policy = Policy(no_dropout(lm).eval())
+    def gradient():
+        policy.zero_grad()
+        policy(*texts(0, 2, 7), 3)[0].sum().backward()
+        return torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None])
+    plain, before = gradient(), [p.clone() for p in lm.parameters()]
+    lm.gradient_checkpointing_enable()
+    torch.testing.assert_close(gradient(), plain)
+    assert all(map(torch.equal, before, lm.parameters()))
+
+
+def test_noise_in_a_block_that_is_computed_again_is_refused():
+    class Noisy(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+        def forward(self, hidden_states, *args, **options):
+            noise = 0.5 * self.training * torch.randn_like(hidden_states)
+            return super().forward(hidden_states + noise, *args, **options)
+    lm = make("Llama")
+    lm.model.layers[0].__class__ = Noisy
+    check_model(lm.eval())  # sampled and trained without the noise
+    lm.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="the same logits in training, with gradient checkp"):
+        check_model(lm)
 
 
 def test_make_gpt2():
