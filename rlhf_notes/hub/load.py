@@ -10,6 +10,7 @@ __all__ = ['load_model', 'Classifier', 'as_text', 'check_tokens', 'quiet_transfo
 
 # %% ../../nbs/hub/29_load.ipynb #export-imports
 import copy
+import functools
 import os
 import warnings
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch import nn
 
 from ..formulas.logprob import selective_log_softmax
 from rlhf_notes.language.model import (
+                                       body,
                                        check_context,
                                        checkpointing,
                                        has_adapter,
@@ -59,12 +61,18 @@ def load_model(
 def _from_directory(name):
     if os.path.isfile(name):
         raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
-    if not os.path.isfile(Path(name, "adapter_config.json")): return _from_pretrained(name)
-    peft = _peft("model must be without an adapter", name)
-    with _told("LoRA adapter", name), warnings.catch_warnings():
+    return _with_adapter(name) if _is_adapter(name) else _from_pretrained(name)
+
+def _is_adapter(name): return os.path.isfile(Path(name, "adapter_config.json"))
+
+def _with_adapter(name, what="causal language model", kind="AutoModelForCausalLM", option="model",
+                  **options):
+    peft = _peft(f"{option} must be without an adapter", name)
+    with _told("LoRA adapter", name, option), warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
-        return peft.PeftModel.from_pretrained(_from_pretrained(base), name, is_trainable=True)
+        base = _from_pretrained(base, what, kind, option, **options)
+        return peft.PeftModel.from_pretrained(base, name, is_trainable=True)
 
 def _peft(rule, got):
     try:
@@ -84,10 +92,12 @@ def _in_float32(lm):
     return lm
 
 def _from_pretrained(name, what="causal language model", kind="AutoModelForCausalLM",
-                     option="model"):
+                     option="model", head=(), **options):
+    "Load all weights, but for those whose names begin with `head`."
     lm, info = _load(what, kind, name, option, dtype=torch.float32, output_loading_info=True,
-                     ignore_mismatched_sizes=True)
+                     ignore_mismatched_sizes=True, **options)
     lost = [*sorted(info["missing_keys"]), *(key for key, *_ in sorted(info["mismatched_keys"]))]
+    lost = [key for key in lost if not key.startswith(tuple(head))]
     if lost:
         raise ValueError(f"{option} must come with all weights that its config.json asks for, got "
                          f"{name!r} without {len(lost)} of them, {lost[0]} for one")
@@ -131,49 +141,66 @@ class Classifier:
     ):
         name = model.config._name_or_path if isinstance(model, nn.Module) else str(model)
         if not isinstance(model, nn.Module):
-            kind = "sequence classifier", "AutoModelForSequenceClassification"
-            model = _from_pretrained(name, *kind, option="reward").to(device)
+            model = _classifier(name).to(device)
         if model.config.num_labels != 1:
             raise ValueError(f"reward must be a model with one label, got {name!r} with "
                              f"{model.config.num_labels}")
-        if tokenizer is None:
-            tokenizer = _load_tokenizer(name, "reward")
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = tokenizer.pad_token_id
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer = model.eval(), tokenizer or _load_tokenizer(name, "reward")
+        self.pad = model.config.get_text_config().pad_token_id
+        if self.pad is None and not hasattr(model, "score"):
+            raise ValueError("reward must be a model with a padding token in its config.json, got "
+                             f"{name!r} without")
 
-    def encode(
-        self,
-        texts: list,  # n strings, or n chats that end with the response
-    ) -> tuple:  # tokens (n, T), integer; mask (n, T) int64, 0 = padding on the right
-        "Texts as the model reads them."
-        texts, special = as_text(self.tokenizer, texts)
-        inputs = self.tokenizer(texts, add_special_tokens=special, padding=True,
-                                padding_side="right", return_tensors="pt")
-        tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+    def encode(self, texts: list) -> tuple:  # tokens (n, T), integer; mask (n, T) int64
+        "Texts, chats that end with a response, or lists of tokens, padded on the right."
+        ids = texts
+        if not (isinstance(texts[0], list) and isinstance(texts[0][0], int)):
+            texts, special = as_text(self.tokenizer, texts)
+            ids = self.tokenizer(texts, add_special_tokens=special)["input_ids"]
         vocab_size = len(self.model.get_input_embeddings().weight)
-        check_tokens(self.tokenizer, tokens.tolist(), vocab_size, "reward")
-        check_context(self.model, reward=tokens.shape[1])
-        return tokens.to(self.model.device), mask.to(self.model.device)
+        check_tokens(self.tokenizer, ids, vocab_size, "reward")
+        length, pad = max(map(len, ids)), self.pad or 0
+        check_context(self.model, reward=length)
+        tokens = torch.tensor([[*row, *[pad] * (length - len(row))] for row in ids])
+        mask = torch.arange(length) < torch.tensor([len(row) for row in ids])[:, None]
+        return tokens.to(self.model.device), mask.long().to(self.model.device)
 
     @torch.no_grad()
-    def __call__(
-        self,
-        texts: list,  # n strings, or n chats that end with the response
-    ) -> torch.Tensor:  # (n,) float32
-        "One score for each text."
+    def __call__(self, texts: list) -> torch.Tensor:  # (n,) float32
+        "One score for each text, as for `encode`."
         parts = (texts[i:i + self.BATCH] for i in range(0, len(texts), self.BATCH))
         return torch.cat([self.score(*self.encode(part)).cpu() for part in parts])
 
-    def score(
-        self,
-        tokens: torch.Tensor,  # (n, T)
-        mask: torch.Tensor,  # (n, T) 0 = padding
-    ) -> torch.Tensor:  # (n,) float32, with its gradient
-        "The scores of texts from `encode`."
-        return self.model(tokens, attention_mask=mask).logits[:, 0].float()
+    def score(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # (n,) float32
+        "Scores of texts from `encode`, with their gradient."
+        if self.pad is not None:
+            return self.model(tokens, attention_mask=mask).logits[:, 0].float()
+        hidden = body(self.model)(input_ids=tokens, attention_mask=mask).last_hidden_state
+        last = mask.sum(1)[:, None, None] - 1
+        return self.model.score(hidden.take_along_dim(last, 1)).flatten().float()
+
+    def read(self, tokenizer, prompts: list, responses: list, tokens: list) -> list:
+        "What `encode` takes of a policy's prompts and responses, and of both together as tokens."
+        if not isinstance(prompts[0], str):
+            return [[*chat, dict(role="assistant", content=x)]
+                    for chat, x in zip(prompts, responses)]
+        if _same_tokens(tokenizer, self.tokenizer): return tokens
+        return [prompt + x for prompt, x in zip(prompts, responses)]
+
+def _classifier(name):
+    "A sequence classifier; an adapter is merged into its base, whose head it brings."
+    kind = "sequence classifier", "AutoModelForSequenceClassification", "reward"
+    if not _is_adapter(name): return _from_pretrained(name, *kind)
+    lm = _with_adapter(name, *kind, head=("score.", "classifier."), num_labels=1)
+    if not {"score", "classifier"} & set(lm.modules_to_save or ()):
+        raise ValueError(f"reward must be an adapter that was saved with its head, got {name!r}")
+    return lm.merge_and_unload()
+
+@functools.lru_cache(8)
+def _same_tokens(ours, theirs):
+    "True if each token of ours, but for padding, has its number in theirs."
+    known = theirs.get_vocab()
+    return all(known.get(t) == i for t, i in ours.get_vocab().items() if i != ours.pad_token_id)
 
 # %% ../../nbs/hub/29_load.ipynb #as-text
 def as_text(

@@ -215,20 +215,25 @@ class Prompts:
         ids = [[t for t in row if t != self.pad_token] for row in responses.tolist()]
         return dict(zip(TEXTS, (columns.pop("prompt"), self.decode(responses), ids))), columns
 
+    def whole(self, prompts, responses) -> list:  # of lists of integers
+        "Prompts and responses together as tokens, without padding and the token of an end."
+        rows = torch.cat([prompts, responses], 1).tolist()
+        rows = [[t for t in row if t != self.pad_token] for row in rows]
+        return [row[:-1] if row[-1] in self.stop_token else row for row in rows]
+
     def score(self, prompts, mask, responses, response_mask) -> torch.Tensor:  # (B,)
         "The sum of the user's rewards; NaN where there is none."
         if not self.rewards:
             raise ValueError("reward must be a function to learn from, got none (DPO learns from "
                              "pairs)")
         device, prompts, responses = prompts.device, prompts.cpu(), responses.cpu()
-        rows, whole = self.rows_of(prompts), self.decode(torch.cat([prompts, responses], 1))
+        rows, whole = self.rows_of(prompts), self.whole(prompts, responses)
         if self.environment:
             rows, responses = self.dialogues.rows, self.dialogues.newest(responses)
         texts, columns = self.as_arguments(rows, responses)
         given, said, _ = texts.values()
-        if not isinstance(given[0], str):
-            whole = [[*chat, dict(role="assistant", content=x)] for chat, x in zip(given, said)]
-        self.parts = torch.stack([f(whole) if isinstance(f, Classifier) else
+        self.parts = torch.stack([f(f.read(self.tokenizer, given, said, whole))
+                                  if isinstance(f, Classifier) else
                                   call_reward(f, texts, columns)
                                   for f, _ in self.rewards], 1).to(device)
         scores = self.parts * self.parts.new_tensor([weight for _, weight in self.rewards])

@@ -28,16 +28,14 @@ from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar
 
 # %% ../../nbs/hub/reward_trainer.ipynb #whole-texts
-def whole_texts(
-    task: Prompts,  # of rows with prompt, chosen and rejected
-) -> list:  # two for each row, chosen and rejected: strings, or chats
-    "Prompts with their responses, as `RLHF` shows them to a reward model."
+def whole_texts(task: Prompts) -> list:
+    "Two for each row, chosen and rejected, as `RLHF` shows them: tokens of strings, or chats."
     found = []
     for row, ids, mask, pair in zip(task.rows, task.tokens, task.mask, pairs_of(task.rows)):
         for response in pair:
             if isinstance(row["prompt"], str):
                 more = continuation(task.tokenizer, row["prompt"], response)
-                found += task.decode([ids[mask].tolist() + more])
+                found.append(ids[mask].tolist() + more)
             else:
                 found.append([*row["prompt"], dict(role="assistant", content=response)])
     return found

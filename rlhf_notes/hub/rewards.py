@@ -173,5 +173,5 @@ def reward_functions(
         if dotted and not Path(part[0]).exists():
             raise ValueError("reward must be a function or a reward model, got a text with a dot, "
                              f"{part[0]} (on the command line: {dotted[1]}:{dotted[2]})")
-    def is_model(f): return isinstance(f, (str, Path)) or hasattr(f, "config")
+    def is_model(f): return isinstance(f, (str, Path)) or hasattr(f, "get_input_embeddings")
     return [(Classifier(f, device=device) if is_model(f) else f, weight) for f, weight in parts]

@@ -167,7 +167,7 @@ def test_what_environment_and_reward_get():
 
 class Reader(Classifier):
     "A reward model that notes what it reads."
-    def __init__(self): self.texts = []
+    def __init__(self, tokenizer): self.texts, self.tokenizer = [], tokenizer
 
     def __call__(self, texts):
         self.texts += texts
@@ -176,13 +176,16 @@ class Reader(Classifier):
 
 def test_a_reward_model_reads_whole_dialogues():
     for prompts, template in ((("w3 w4", "w5"), None), (ASKED, CHATML)):
-        t, reader = talking(prompts=prompts, template=template), Reader()
+        t = talking(prompts=prompts, template=template)
+        reader = Reader(t.task.tokenizer)
         t.task.rewards = [(reader, 1.0)]
         t.iterate()
         shown = sample_table(t.task, t.rollout, 16)
         for text, row in zip(reader.texts, shown):
             if template is None:
-                assert text == f"{row['prompt']} {row['response']}".strip()
+                words = f"{row['prompt']} {row['response']}".split()
+                ended = t.task.tokenizer.convert_tokens_to_ids(words[-1]) in t.task.stop_token
+                assert t.task.decode([text]) == [" ".join(words[:-1] if ended else words)]
             else:
                 assert [m["role"] for m in text] == ["user", "assistant"] * (len(text) // 2)
         assert template is None or max(map(len, reader.texts)) > 2

@@ -1,5 +1,6 @@
 """Your own task: prompts, rewards and models as people have them."""
 import asyncio
+import copy
 import csv
 import json
 import math
@@ -680,7 +681,8 @@ def classifier(path=None, template=None, labels=1, kind="Llama"):
 
 
 def by_hand(model, text):
-    ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
+    ids = text
+    if isinstance(text, str): ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
     with torch.no_grad(): return model(torch.tensor([ids])).logits[0, 0].item()
 
 
@@ -697,11 +699,70 @@ def test_a_reward_model_scores_prompt_and_response_together(kind, tmp_path, monk
         weight = 2.0 if isinstance(reward, list) else 1.0
         before = [p.clone() for p in t.task.rewards[0][0].model.parameters()]
         t.learn()
-        for row in sample_table(t.task, t.rollout, 16):
-            expected = weight * by_hand(model, f"w1 {row['prompt']} {row['response']}".strip())
-            assert row["score"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        x = t.rollout
+        seen = torch.cat([x.mask[:, :-x.logp.shape[1]], x.response_mask], 1)
+        for tokens, real, score in zip(x.tokens, seen, x.scores.tolist()):
+            ids = tokens[real].tolist()
+            ids = ids[:-1] if ids[-1] in t.task.stop_token else ids
+            expected = weight * by_hand(model, ids)
+            assert score == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert all(
             torch.equal(p, q) for p, q in zip(before, t.task.rewards[0][0].model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2", "Gemma2"])
+@pytest.mark.parametrize("pad", [None, 0, 5])
+def test_a_reward_model_is_read_at_its_last_token(kind, pad):
+    "Whatever its tokenizer takes for padding, and if its texts end with that token."
+    model, tok = classifier(kind=kind), tokenizer()
+    model.config.pad_token_id, tok.pad_token = pad, "w2"
+    texts = ["w3 w4 w2", "w2", "w6 w7 w8 w9 w2 w2", "w3"]
+    expected = [by_hand(model, f"w1 {t}") for t in texts]
+    torch.testing.assert_close(
+        Classifier(model, tokenizer=tok)(texts), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert (model.config.pad_token_id, tok.pad_token, tok.padding_side) == (pad, "w2", "right")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_a_reward_model_may_be_an_adapter(kind, tmp_path):
+    peft = pytest.importorskip("peft")
+    make(kind).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", num_labels=1)
+    for task in ("SEQ_CLS", None):
+        lm = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(
+            r=4, target_modules="all-linear", exclude_modules=["score"], task_type=task,
+            init_lora_weights=False)).eval()
+        lm.save_pretrained(tmp_path / "rm")
+        tokenizer().save_pretrained(tmp_path / "rm")
+        if task is None:
+            with pytest.raises(ValueError, match="^reward must be an adapter that was saved with"):
+                own(reward=str(tmp_path / "rm"))
+            continue
+        for reward in (str(tmp_path / "rm"), [(Classifier(lm, tokenizer=tokenizer()), 1.0)]):
+            f = reward_functions(reward)[0][0]
+            expected = [by_hand(lm, f"w1 {t}") for t in ("w3 w4", "w5")]
+            assert f(["w3 w4", "w5"]).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            own(reward=reward, iterations=1).learn()
+
+
+class Judge(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = transformers.LlamaConfig(num_labels=1)
+
+    def forward(self, prompts, responses): return [len(r) for r in responses]
+
+
+def test_an_object_with_a_config_is_called():
+    class Plain:
+        config = dict(weight=1.0)
+        def __call__(self, prompts, responses): return [len(r) for r in responses]
+    for reward in (Judge(), Plain(), [(Judge(), 2.0), Plain()]):
+        t = own(reward=reward, iterations=1).learn()
+        lengths = [len(r["response"]) for r in sample_table(t.task, t.rollout, 16)]
+        assert t.rows[0]["score"] == pytest.approx(
+            sum(lengths) / 16 * (3 if isinstance(reward, list) else 1))
 
 
 def test_a_reward_model_reads_chats_through_its_own_template(tmp_path):

@@ -1,7 +1,8 @@
 "A reward model from pairs: what it learns, in which order, and that others load it."
 import pytest
 import torch
-from language.test_own_task import TEMPLATE, make, tokenizer
+from language.test_own_task import TEMPLATE, WORDS, make, tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_notes import RLHF, RewardTrainer
@@ -35,10 +36,31 @@ def test_it_is_the_reward_of_a_policy(kind, saved, tmp_path):
     rlhf = RLHF(make("GPT2"), tokenizer(), ["w6", "w7"], reward=tmp_path / "rm" if saved else t,
                 max_new_tokens=4, iterations=1, batch=8, minibatches=1, device="cpu")
     row = rlhf.learn().rows[0]
-    responses = rlhf.task.truncate(rlhf.rollout.responses)[0]
-    prompts = rlhf.rollout.tokens[:, :-responses.shape[1]]
-    whole = rlhf.task.decode(torch.cat([prompts, responses], 1))
-    assert row["score"] == pytest.approx(t(whole).mean().item(), abs=1e-4)
+    x, ends = rlhf.rollout, (0, 2)
+    whole = [[t for t in row[real].tolist() if t not in ends]
+             for row, real in zip(x.tokens, torch.cat([x.mask[:, :-4], x.response_mask], 1))]
+    with torch.no_grad():
+        alone = [t.model(torch.tensor([ids])).logits.item() for ids in whole]
+    assert row["score"] == pytest.approx(sum(alone) / 8, abs=1e-4)
+
+
+def test_markers_in_a_prompt_are_read():
+    "A template that was applied before, whose markers no text would bring back."
+    prompt = "w1 w2 w6 w1"  # markers of the tokenizer, which decoding leaves out
+    t = own([dict(prompt=prompt, chosen="w3 w4", rejected="w5 w1")], iterations=1)
+    assert [row[mask > 0].tolist() for row, mask in zip(t.tokens[0], t.mask[0])] == [
+        [1, 1, 2, 6, 1, 3, 4], [1, 1, 2, 6, 1, 5, 1]]
+    def read(t):
+        seen, t.score = [], lambda tokens, mask: seen.append(tokens) or torch.zeros(len(tokens))
+        RLHF(make("GPT2"), tokenizer(), [prompt], reward=t, max_new_tokens=4, iterations=1,
+             batch=8, minibatches=1, device="cpu").learn()
+        return seen[0][:, :5].tolist()
+    assert read(t) == [[1, 1, 2, 6, 1]] * 8
+    other = tokenizer()
+    words = {w: (i + 1) % len(WORDS) for i, w in enumerate(WORDS)}  # other numbers
+    other.backend_tokenizer.model = WordLevel(words, unk_token="w0")
+    t = own([dict(prompt=prompt, chosen="w3", rejected="w5")], tok=other, iterations=1)
+    assert read(t) == [[1, 2, 3, 7, 2]] * 8
 
 
 def test_prompt_and_response_are_read_together_strings_and_chats():
