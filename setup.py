@@ -1,26 +1,10 @@
 "Hands what settings.ini says of the package to setuptools, which reads pyproject.toml by itself."
-import sys
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
-sys.path.insert(0, str(here / "tools"))
-from docstrings import with_parameters  # noqa: E402
-
-
-class BuildWithDocstrings(build_py):
-    "In a wheel, the comments beside arguments stand in the docstrings as well."
-
-    def build_module(self, module, module_file, package):
-        copied, is_copied = super().build_module(module, module_file, package)
-        path = Path(copied)
-        path.write_text(with_parameters(path.read_text(encoding="utf-8")), encoding="utf-8")
-        return copied, is_copied
-
-
 parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
@@ -50,10 +34,9 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
-    package_data={"rlhf_notes": ["py.typed", "studies/*.csv"]},
+    package_data={"rlhf_notes": ["py.typed", "*.pyi", "studies/*.csv"]},
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
-    cmdclass={"build_py": BuildWithDocstrings},
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": ["rlhf_notes = rlhf_notes._modidx:d"],  # other projects of nbdev link to our names

@@ -50,71 +50,32 @@ Modules:
 
 __version__ = "0.1.0"
 
+import re as _re
 from difflib import get_close_matches as _get_close_matches
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
+from pathlib import Path as _Path
 from sys import _getframe
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from . import fast
-    from .compat.ding import *
-    from .compat.torchtune import *
-    from .control.ppo import PPO
-    from .exercises.check import check
-    from .formulas.advantage import *
-    from .formulas.distillation import *
-    from .formulas.family import *
-    from .formulas.grpo import *
-    from .formulas.kl import *
-    from .formulas.logprob import *
-    from .formulas.masking import *
-    from .formulas.ppo import *
-    from .formulas.preference import *
-    from .formulas.ratio import *
-    from .formulas.reward import *
-    from .formulas.surrogate import *
-    from .formulas.value import *
-    from .formulas.whitening import *
-    from .hub.reward_trainer import RewardTrainer
-    from .hub.trainers import DPO, RLHF
 
-FORMULAS = {  # module -> its public names, separated by spaces
-    "formulas.masking": "AGGREGATION_MODES apply_mask masked_sum masked_mean masked_share centre "
-                        "masked_var aggregate_count aggregate_loss",
-    "formulas.logprob": "log_softmax selective_log_softmax entropy_from_logits "
-                        "log_probs_and_entropy linear_log_probs gaussian_log_prob "
-                        "gaussian_entropy tanh_log_det",
-    "formulas.ratio": "RATIO_LEVELS bounded_log_ratio importance_ratio effective_sample_size "
-                      "truncated_importance_weight",
-    "formulas.surrogate": "CLIP_KINDS clipped_surrogate clip_fraction",
-    "formulas.value": "value_loss value_clip_fraction explained_variance value_transform "
-                      "value_inv_transform symlog inv_symlog",
-    "formulas.kl": "KL_KINDS kl_estimate exact_kl kl_loss rollout_rejection_mask "
-                   "FixedKLController AdaptiveKLController",
-    "formulas.whitening": "whiten RunningMoments",
-    "formulas.advantage": "GROUP_SCALES accumulate discounted_returns gae gae_tokens "
-                          "length_adaptive_lambda group_advantage rloo_advantage "
-                          "reinforce_pp_advantage",
-    "formulas.reward": "PENALTY_MODES token_rewards RewardNorm truncate_at_stop apply_penalty "
-                       "overlong_penalty multi_reward_advantage",
-    "formulas.ppo": "ppo_loss ppo_stats top_entropy_mask clip_cov_mask kl_cov_penalty",
-    "formulas.family": "POLICY_VARIANTS register_variant",
-    "formulas.grpo": "policy_loss microbatch_weight off_policy_sequence_mask",
-    "formulas.preference": "DPO_KINDS bradley_terry_loss best_of_n_loss dpo_loss "
-                           "implicit_reward simpo_loss orpo_loss kto_loss",
-    "formulas.distillation": "DISTILLATION_KINDS distillation_loss distillation_advantage",
-    "compat.ding": "ppo_data ppo_data_continuous ppo_policy_data ppo_policy_data_continuous "
-                   "ppo_value_data ppo_policy_loss ppo_info naive_method less_efficient_method "
-                   "efficient_method calculate_kl_div ppo_policy_error ppo_policy_error_continuous "
-                   "ppo_value_error ppo_error ppo_error_continuous shape_fn_ppo grpo_policy_data "
-                   "grpo_info grpo_policy_error rloo_policy_data rloo_info rloo_policy_error",
-    "compat.torchtune": "PPOLoss",
-}
-_MODULE_OF = {name: module for module, names in FORMULAS.items() for name in names.split()}
-_MODULE_OF |= {"PPO": "control.ppo", "RLHF": "hub.trainers", "DPO": "hub.trainers",
-               "RewardTrainer": "hub.reward_trainer", "check": "exercises.check"}
+def _read(file): return (_Path(__file__).parent / file).read_text(encoding="utf-8")
+
+
+def _names():
+    "Public name -> module, as `__init__.pyi` says; of a star, what the module's `__all__` lists."
+    found = {}
+    stub = _read("__init__.pyi")
+    for module, names in _re.findall(r"^from \.(\w[\w.]*) import (.+)$", stub, _re.M):
+        if names == "*":
+            source = _read(module.replace(".", "/") + ".py")
+            names = _re.search(r"^__all__ = (\[.*?\])", source, _re.M | _re.S)[1]
+        found |= dict.fromkeys(_re.findall(r"\w+(?= as|')", names), module)
+    return found
+
+
+_MODULE_OF = _names()
 __all__ = [*_MODULE_OF, "fast"]
+_REMOVED = {}  # name -> what to use now
 
 
 def __getattr__(name):
@@ -122,6 +83,7 @@ def __getattr__(name):
         value = _import_module(".fast", __name__)
     elif name in _MODULE_OF:
         value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)
+        _import_module("._docstrings", __name__).explain(value)
     else:
         raise _missing(name, _getframe(1).f_code.co_name == "_handle_fromlist")
     globals()[name] = value
@@ -132,6 +94,7 @@ def _missing(name, imported):
     "The error, with a hint; `from rlhf_notes import` would replace an AttributeError by its own."
     near = " or ".join(map(repr, _get_close_matches(name, __all__)))
     hint = f"; did you mean {near}?" if near else ""
+    hint = f"; it was removed, use {_REMOVED[name]}" if name in _REMOVED else hint
     if imported and _find_spec(f"{__name__}.{name}") is None:
         return ImportError(f"cannot import name {name!r} from {__name__!r}{hint}", name=name)
     return AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

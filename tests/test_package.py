@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -15,16 +16,18 @@ import zipfile
 from email import message_from_string
 from pathlib import Path
 
-import docstrings
 import notebooks
 import pytest
 from rules import broken, text
 
 import rlhf_notes
+from rlhf_notes import _docstrings
 
 ROOT = notebooks.ROOT
 BREAKS = sorted((ROOT / "tests" / "breaks").glob("*.json"))
-FORMULAS = {m: importlib.import_module(f"rlhf_notes.{m}") for m in rlhf_notes.FORMULAS}
+FORMULAS = {m: importlib.import_module(f"rlhf_notes.{m}")
+            for m in dict.fromkeys(rlhf_notes._MODULE_OF.values())
+            if m.startswith(("formulas.", "compat."))}
 CLASSES = "PPO", "RLHF", "DPO", "RewardTrainer"
 HIDDEN = set(), {"ppo_loss"}  # at the top, `ppo_loss` is the formula's
 PUBLIC = [(m, name) for m, module in FORMULAS.items() for name in module.__all__
@@ -37,26 +40,30 @@ def python(code, **kwargs):
 
 
 def test_top_level_offers_every_formula():
-    for m, module in FORMULAS.items():
-        assert set(
-            rlhf_notes.FORMULAS[m].split()) == set(module.__all__) - HIDDEN[m == "compat.ding"], m
+    rooms = {p.stem for p in (ROOT / "rlhf_notes").glob("[fc]o[rm]*/[a-z]*.py")}
+    assert rooms == {m.split(".")[1] for m in FORMULAS}, "name them in rlhf_notes/__init__.pyi"
     names = [name for _, name in PUBLIC]
     assert len(set(names)) == len(names), "a name stands in two modules"
     for m, name in PUBLIC: assert getattr(rlhf_notes, name) is getattr(FORMULAS[m], name)
     assert set(names) <= set(dir(rlhf_notes))
     assert {*names, *CLASSES, "check", "fast"} == set(rlhf_notes.__all__)
+    assert rlhf_notes.ppo_loss is FORMULAS["formulas.ppo"].ppo_loss
     with pytest.raises(
         AttributeError, match="no attribute 'clip_surrogate'; did you mean 'clipped_surrogate'"):
         rlhf_notes.clip_surrogate
     with pytest.raises(AttributeError, match="no attribute 'xyzzy'$"): rlhf_notes.xyzzy
 
 
-def test_a_name_that_is_not_there_is_told_with_its_neighbour_by_import_too():
+def test_a_name_that_is_not_there_is_told_with_its_neighbour_by_import_too(monkeypatch):
     with pytest.raises(ImportError, match="^cannot import name 'clip_surrogate' from 'rlhf_notes'; "
                                           "did you mean 'clipped_surrogate'"):
         from rlhf_notes import clip_surrogate  # noqa: F401
     with pytest.raises(ImportError, match="^cannot import name 'xyzzy' from 'rlhf_notes'$"):
         from rlhf_notes import xyzzy  # noqa: F401
+    assert set(rlhf_notes._REMOVED).isdisjoint(rlhf_notes.__all__)
+    monkeypatch.setitem(rlhf_notes._REMOVED, "old_whiten", "whiten")
+    with pytest.raises(ImportError, match="'old_whiten'.*; it was removed, use whiten$"):
+        from rlhf_notes import old_whiten  # noqa: F401
     assert not hasattr(rlhf_notes, "xyzzy") and getattr(rlhf_notes, "xyzzy", None) is None
     assert python("from rlhf_notes import formulas, cli; print(cli.main.__name__)") == "main"
 
@@ -79,7 +86,8 @@ import rlhf_notes
 from rlhf_notes import whiten, gae, clipped_surrogate
 import torch
 torch_brings = set(sys.modules)
-for m in rlhf_notes.FORMULAS: __import__('rlhf_notes.' + m)
+for m in {*rlhf_notes._MODULE_OF.values()}:
+    if m.startswith(('formulas', 'compat')): __import__('rlhf_notes.' + m)
 heavy = 'gymnasium', 'transformers', 'matplotlib', 'cyclopts', 'nbdev', 'fastcore'
 print([m for m in heavy if m in sys.modules])
 brought = {m.split('.')[0] for m in set(sys.modules) - torch_brings}
@@ -279,7 +287,8 @@ def test_wheel_works_away_from_the_project(distributions, tmp_path):
         z.extractall(tmp_path)
         metadata = z.read(next(n for n in shipped if n.endswith("METADATA"))).decode()
         entry = z.read(next(n for n in shipped if n.endswith("entry_points.txt"))).decode()
-    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "rlhf_notes").rglob("*.py")}
+    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "rlhf_notes").rglob("*.py*")
+               if p.suffix in (".py", ".pyi")}
     assert modules <= shipped and not any(n.startswith(("tests", "nbs", "tools")) for n in shipped)
     assert "rlhf-notes = rlhf_notes.cli:main" in entry or "rlhf-notes=rlhf_notes.cli:main" in entry
     assert "rlhf_notes = rlhf_notes._modidx:d" in entry, "other projects of nbdev link to our names"
@@ -301,47 +310,42 @@ def test_wheel_works_away_from_the_project(distributions, tmp_path):
     assert "(T, N)" in said and "terminated or truncated" in said and "default 0.95" in said
 
 
-def without_docstrings(source):
-    tree = ast.parse(source)
-    for n in ast.walk(tree):
-        if isinstance(n, ast.FunctionDef) and ast.get_docstring(n) is not None:
-            n.body = n.body[1:] or [ast.Pass()]
-    return ast.dump(tree)
-
-
-def test_docstrings_of_the_wheel_change_no_code():
-    def differs(path):
-        said = docstrings.with_parameters(source := text(path))
-        return without_docstrings(said) != without_docstrings(source)
-    assert not broken(differs, PATHS.values())
-
-
-def test_comments_become_numpy_docstrings():
-    source = """def f(x: int, # (T, N)
-      *more, # of "them"
-      eps: float = 1e-8, # > 0, not a\\b
+def test_comments_become_numpy_docstrings(tmp_path):
+    (tmp_path / "f.py").write_text("""def f(x: int,  # (T, N)
+      *more,  # of "them"
+      eps: float = 1e-8,  # > 0, not a\\b
       plain=None,
-     ) -> int: # in nats
+     ) -> int:  # in nats
     "Do it."
     return x
-"""
-    made = {}
-    exec(docstrings.with_parameters(source), made)
-    assert made["f"].__doc__.rstrip() == """Do it.
+""")
+    f = runpy.run_path(tmp_path / "f.py")["f"]
+    _docstrings.explain(f)
+    assert f.__doc__ == """Do it.
 
-    Parameters
-    ----------
-    x : int
-        (T, N)
-    *more
-        of "them"
-    eps : float, default 1e-08
-        > 0, not a\\b
+Parameters
+----------
+x : int
+    (T, N)
+*more
+    of "them"
+eps : float, default 1e-08
+    > 0, not a\\b
 
-    Returns
-    -------
-    int
-        in nats"""
+Returns
+-------
+int
+    in nats"""
+    exec("def g(x): 'As it was.'", names := {})
+    _docstrings.explain(names["g"])
+    assert names["g"].__doc__ == "As it was."
+
+
+def test_help_says_the_comments_of_what_users_call():
+    for name in ("gae", "kl_loss", "policy_loss", "ppo_error"):
+        assert "Parameters\n---" in getattr(rlhf_notes, name).__doc__
+    for name in CLASSES: assert "Parameters\n---" in getattr(rlhf_notes, name).__init__.__doc__
+    assert "Parameters\n---" in rlhf_notes.PPO.learn.__doc__
 
 
 @pytest.mark.slow
@@ -349,7 +353,7 @@ def test_sdist_holds_what_building_needs(distributions):
     _, sdist = distributions
     with tarfile.open(sdist) as t: names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
     assert not any(n.startswith("tests") for n in names), "all tests or none"
-    assert {"tools/docstrings.py", "setup.py", "settings.ini", "pyproject.toml", "README.md",
+    assert {"rlhf_notes/__init__.pyi", "setup.py", "settings.ini", "pyproject.toml", "README.md",
             "LICENSE"} <= names
 
 
