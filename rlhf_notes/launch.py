@@ -31,6 +31,7 @@ from textwrap import shorten
 from .control.config import RECIPES, PendulumConfig, PPOConfig
 from .language.config import RLHFConfig, check_effect
 from .training.options import read_options, versions
+from .training.signals import end_later
 
 
 TASKS = {
@@ -112,15 +113,16 @@ def _train(config, train, run, is_main):
         from rlhf_notes.training.devices import make_accelerator
         print("processes:", make_accelerator().num_processes, flush=True)
     path = _as_typed(run.path)
-    try:
-        with _same_directory():
-            summary = train(run)[2]
-    except BaseException:  # of an environment or a reward of one's own, say
-        if (path / "checkpoint.pt").exists():
-            print(_next_command(run.config["task"], path), file=sys.stderr)
-        raise
-    if is_main:
-        report(summary, path)
+    with end_later():
+        try:
+            with _same_directory():
+                summary = train(run)[2]
+        except BaseException:  # of an environment or a reward of one's own, say
+            if (path / "checkpoint.pt").exists():
+                print(_next_command(run.config["task"], path), file=sys.stderr)
+            raise
+        if is_main:
+            report(summary, path)
     return 130 if summary["interrupted"] else 0
 
 

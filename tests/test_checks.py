@@ -212,3 +212,25 @@ def test_an_error_is_told_under_the_name_of_the_option(error):
         with pytest.raises(error, match=f"^{told}$"), told_as(names):
             raise error("eps_low must be 1")
     with pytest.raises(KeyError), told_as(dict(eps_low="x")): raise KeyError("eps_low")
+
+
+def test_a_last_size_may_be_absent_where_the_others_are_counted():
+    @checked(x="real (P G R)", mask="bool (P G R?)?")
+    def f(x, mask=None): return mask.shape
+    x = torch.ones(2, 3, 4)
+    assert f(x, torch.ones(2, 3).bool()) == (2, 3) and f(x, x > 0) == (2, 3, 4)
+    for shape in ((2,), (3, 2), (2, 3, 1), (2, 3, 4, 1)):
+        with pytest.raises(ValueError, match="^mask must have"): f(x, torch.ones(shape).bool())
+
+
+def test_the_defaults_of_the_plain_function_reach_the_quick_one():
+    seen = []
+    def quick(x, scale, shift):
+        seen.append((scale, shift))
+        return NotImplemented
+
+    @checked(fast=quick, scale="(0, inf)")
+    def f(x, scale=2.0, shift=None): return scale
+    assert (f(1), f(1, 3.0), f(1, shift=5), f(1, scale=4.0)) == (2.0, 3.0, 2.0, 4.0)
+    assert seen == [(2.0, None), (3.0, None), (2.0, 5), (4.0, None)]
+    with pytest.raises(TypeError): f(1, 2.0, None, 3)

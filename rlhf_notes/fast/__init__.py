@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 
 import torch
+from torch.autograd import forward_ad
 
 HAS_TRITON = find_spec("triton") is not None
 _open = ContextVar("open", default=os.environ.get("RLHF_NOTES_FAST", "1") != "0")
@@ -99,8 +100,8 @@ def _forgiving(cache, method):
 
 
 def transformed():
-    "True under torch.func, whose gradients see through plain code alone."
-    return torch._C._are_functorch_transforms_active()
+    "True under torch.func or with dual numbers, whose derivatives see through plain code alone."
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def eager(x):  # any tensor

@@ -115,8 +115,7 @@ def _differentiable(inputs, temperature, g, h, needed):
 head.register_autograd(_derive, setup_context=_keep)
 
 
-def log_probs(hidden, weight, index, bias=None, temperature=1.0, chunk=None, entropy=False,
-              mask=None):
+def log_probs(hidden, weight, index, bias, temperature, chunk, entropy, mask):
     "Values and gradients of `linear_log_probs`, or NotImplemented."
     V, kind = len(weight), hidden.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):

@@ -158,7 +158,7 @@ def _log_softmax(z, temperature):
     return z.log_softmax(-1)
 
 
-def log_softmax(logits, temperature=1.0):  # as the formula's
+def log_softmax(logits, temperature):  # as the formula's
     "log softmax(logits / temperature) of few tokens in fewer launches, or NotImplemented."
     if not fast.is_open() or logits.shape[-1] > FEW: return NotImplemented
     z = at_least_float32(logits)
@@ -237,19 +237,19 @@ def _call(logits, index, temperature, mask, entropy, inplace):
     return both if mask is None else [y if y is None else torch.where(mask, y, 0) for y in both]
 
 
-def log_prob(logits, index, temperature=1.0, mask=None, inplace_backward=False):
+def log_prob(logits, index, temperature, mask, inplace_backward):
     "Values and gradients of `selective_log_softmax`, or NotImplemented."
     if index.ndim == logits.ndim: return NotImplemented
     return _call(logits, index, temperature, mask, False, inplace_backward)[0]
 
 
-def entropy(logits, temperature=1.0, mask=None, inplace_backward=False):
+def entropy(logits, temperature, mask, inplace_backward):
     "Values and gradients of `entropy_from_logits`, or NotImplemented."
     first = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return _call(logits, first, temperature, mask, True, inplace_backward)[1]
 
 
-def log_prob_and_entropy(logits, index, temperature=1.0, mask=None, inplace_backward=False):
+def log_prob_and_entropy(logits, index, temperature, mask, inplace_backward):
     "Values and gradients of `log_probs_and_entropy`, or NotImplemented."
     both = _call(logits, index, temperature, mask, True, inplace_backward)
     return NotImplemented if both[0] is NotImplemented else tuple(both)

@@ -112,7 +112,7 @@ def accumulate(x, decay):  # as the plain function gets them
     return (_scan if x.requires_grad or not fast.eager(x) else _scan_now)(x, decay)
 
 # %% ../../nbs/fast/scan.ipynb #gae
-def gae(rewards, values, next_values, terminated, done, gamma=0.99, lam=0.95):
+def gae(rewards, values, next_values, terminated, done, gamma, lam):
     "Values of the plain function in one read; NotImplemented where a gradient is asked for."
     tensors = rewards, values, next_values, terminated, done
     if not _pays(*tensors) or any(t.requires_grad for t in tensors): return NotImplemented

@@ -9,8 +9,9 @@ gae                     delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(
                         A_t = delta_t + gamma lam (1 - done_t) A_{t+1}; returns A + V
 gae_tokens              the same over the tokens that count; after the last V = 0
 length_adaptive_lambda  1 - 1 / (alpha length)
-group_advantage         (r_i - mean) / (std + eps) in each group; "mean": / (mean + eps)
+group_advantage         (r_i - mean) / (std + eps) in each group; "mean": / (mean |r| + eps)
 rloo_advantage          r_i - mean of the other r_j of its group
+multi_reward_advantage  sum_k w_k (r_k - mean) / (std + eps) in each group, then over the batch
 reinforce_pp_advantage  whiten(R_t - baseline), R_t the discounted return of each token
 ```
 
@@ -20,14 +21,14 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/formulas/advantage.html.md"""
 
 # %% auto #0
 __all__ = ['GROUP_SCALES', 'accumulate', 'discounted_returns', 'gae', 'gae_tokens', 'length_adaptive_lambda', 'group_advantage',
-           'rloo_advantage', 'reinforce_pp_advantage']
+           'rloo_advantage', 'multi_reward_advantage', 'reinforce_pp_advantage']
 
 # %% ../../nbs/formulas/08_advantage.ipynb #export-imports
 import torch
 from torch import Tensor
 
 from ..checks import at_least_float32, check_value, checked
-from ..fast import scan
+from ..fast import eager, scan
 from .masking import apply_mask, centre, masked_mean, masked_sum, masked_var
 from .whitening import whiten
 
@@ -79,7 +80,7 @@ def gae_tokens(
     values: Tensor,  # (B, T), V before each token
     mask: Tensor | None = None,  # (B, T) bool, True = counts; None = everything counts
     gamma: float = 1.0,  # discount for each token, in [0, 1]
-    lam: float | Tensor = 0.95,  # 0 trusts the values, 1 the episode, in [0, 1]; (B,): of each row
+    lam: float | Tensor = 0.95,  # 0 trusts the values, 1 the episode, in [0, 1]; (B,): by row
     value_lam: float | Tensor | None = None,  # the same for the returns; None = `lam`
 ) -> tuple[Tensor, Tensor]:  # advantages and returns, each (B, T); 0 where the mask is False
     "GAE over the tokens that count; a row is one episode that terminates with its last token."
@@ -89,14 +90,20 @@ def gae_tokens(
     next_v = torch.cat([here_or_later[1:], torch.zeros_like(v[:1])])
     delta = apply_mask(r + gamma * next_v - v, m)
     def advantages(name, lam):  # of the argument; a number, or (B,)
-        if not isinstance(lam, Tensor):
-            check_value(name, lam, "[0, 1]")
-        elif lam.shape != m.shape[1:]:
-            raise ValueError(f"{name} must be a number or have the shape (B,), got {(*lam.shape,)}")
-        decay = (torch.zeros_like(delta) + gamma * lam).masked_fill(~m, 1)
-        return apply_mask(accumulate(delta, decay), m)
+        decay = torch.zeros_like(delta) + gamma * _lambda(name, lam, len(rewards))
+        return apply_mask(accumulate(delta, decay.masked_fill(~m, 1)), m)
     A = advantages("lam", lam)
     return A.T, (v + (A if value_lam is None else advantages("value_lam", value_lam))).T
+
+def _lambda(name, lam, B):
+    "A number, or (B,) in float32 or better; values are looked at where nothing waits for a GPU."
+    if not isinstance(lam, Tensor): return check_value(name, lam, "[0, 1]")
+    if lam.shape != (B,):
+        raise ValueError(f"{name} must be a number or have the shape (B,), got {(*lam.shape,)}")
+    lam = check_value(name, lam, "float (B)")
+    if lam.is_cpu and eager(lam) and (outside := ~((lam >= 0) & (lam <= 1))).any():
+        raise ValueError(f"{name} must be in [0, 1], got {lam[outside][0].item():g}")
+    return lam
 
 # %% ../../nbs/formulas/08_advantage.ipynb #length-lambda
 @checked(lengths="real (...)", alpha="(0, inf)")
@@ -113,7 +120,7 @@ GROUP_SCALES = ("std", "batch", "mean", None)
 @checked(rewards="real (P G)", scale=GROUP_SCALES, eps="[0, inf)", mask="bool (P G)?")
 def group_advantage(
     rewards: Tensor,  # (P prompts, G responses), score of each response
-    scale: str | None = "std",  # divide by the std of group or batch, the mean, or not at all
+    scale: str | None = "std",  # divide by the std of group or batch, the mean of |r|, or nothing
     eps: float = 1e-4,  # added to the standard deviation, in units of the rewards, >= 0
     mask: Tensor | None = None,  # (P, G) bool, False = not in its group; None = all are
 ) -> Tensor:  # (P, G), float32 or better; 0 for a group of one, or of equals
@@ -122,7 +129,7 @@ def group_advantage(
     advantages = centre(rewards, mask, dim=1)
     if scale is None or not rewards.numel(): return advantages
     if scale == "mean":
-        mean = masked_mean(rewards, mask, dim=1, keepdim=True)
+        mean = masked_mean(rewards.abs(), mask, dim=1, keepdim=True)
         return advantages / torch.where(mean == 0, 1, mean + eps)
     over = 1 if scale == "std" else (0, 1)
     deviation = centre(rewards, mask, over)
@@ -143,6 +150,36 @@ def rloo_advantage(
                          f"is undefined for a group of one, got shape {tuple(rewards.shape)}")
     n = masked_sum(torch.ones_like(rewards), mask, dim=1, keepdim=True)
     return centre(rewards, mask, dim=1) * n / (n - 1).clamp(min=1)
+
+# %% ../../nbs/formulas/08_advantage.ipynb #several
+@checked(rewards="real (P G R)", eps="[0, inf)", mask="bool (P G R?)?")
+def multi_reward_advantage(
+    rewards: Tensor,  # (P prompts, G responses, R rewards)
+    weights: Tensor | list | None = None,  # (R,), of each reward; None = 1
+    eps: float = 1e-4,  # added to each standard deviation, >= 0
+    mask: Tensor | None = None,  # (P, G, R) or (P, G) bool, False = not given; None = all are
+) -> Tensor:  # (P, G), float32 or better; 0 for a response without any reward
+    "Each reward normalised in its group, summed, and normalised over the batch (GDPO, Liu 2026)."
+    weights, masks, row = _weights(weights, rewards.shape[-1]), rewards.shape[-1] * [None], None
+    if mask is not None:
+        mask = (mask if mask.ndim == 3 else mask[..., None]).expand_as(rewards)
+        masks, row = mask.unbind(-1), mask.any(-1).reshape(1, -1)
+    total = at_least_float32(rewards).new_zeros(rewards.shape[:2])
+    for w, r, m in zip(weights, rewards.unbind(-1), masks):
+        total = total + w * group_advantage(r, eps=eps, mask=m)
+    return group_advantage(total.reshape(1, -1), eps=eps, mask=row).reshape(total.shape)
+
+def _weights(weights, R):  # -> R numbers, or (R,)
+    if weights is None: return [1] * R
+    if isinstance(weights, Tensor):
+        check_value("weights", weights, "real (R)")
+    else:
+        for w in weights if isinstance(weights, (list, tuple)) else [weights]:
+            check_value("weights", w, "(-inf, inf)")
+        weights = list(weights)
+    if len(weights) == R: return weights
+    raise ValueError(f"weights must have a number for each of the {R} rewards, got {len(weights)}")
+
 
 # %% ../../nbs/formulas/08_advantage.ipynb #reinforce-pp
 @checked(token_rewards="float (B T)", mask="bool (B T)?", gamma="[0, 1]", baseline="float (B)?")

@@ -42,7 +42,7 @@ def ppo_loss(
     advantage: Tensor,  # (...) a constant
     value: Tensor | None = None,  # (...) V, units of the return; None = no value loss
     value_old: Tensor | None = None,  # (...) V when the data were collected, for `value_clip`
-    returns: Tensor | None = None,  # (...) target of V, needed with `value`
+    returns: Tensor | None = None,  # (...) target of V; given with `value`, and only then
     entropy: Tensor | None = None,  # (...) nats, with gradient; None = no entropy bonus
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
     eps_low: float = 0.2,  # as in `clipped_surrogate`
@@ -57,6 +57,7 @@ def ppo_loss(
     kl_weighted: bool = False,  # multiply the KL by the ratio, as in `policy_loss`
 ) -> tuple[Tensor, dict]:  # 0-dim loss; its parts, detached: policy_loss, value_loss, entropy, kl
     "PPO's loss: policy + c_v value - c_e entropy + beta KL (Schulman et al. 2017, eq. 9)."
+    _check_value_parts(value, value_old, returns, value_clip)
     ratio = importance_ratio(logp, logp_old, mask)
     advantage = apply_mask(advantage.detach(), mask)
     objective = clipped_surrogate(ratio, advantage, eps_low, eps_high, dual_clip)
@@ -73,6 +74,16 @@ def ppo_loss(
         parts["kl"] = kl_loss(logp, logp_ref, kl_kind, ratio if kl_weighted else None, mask)
         loss = loss + beta * parts["kl"]
     return loss, {name: x.detach() for name, x in parts.items()}
+
+def _check_value_parts(value, value_old, returns, value_clip):
+    "Half of a value loss would teach nothing, unsaid."
+    for name, x, reason, y in (
+        ("value", value, "returns", returns), ("value", value, "value_old", value_old),
+        ("value", value, "value_clip", value_clip),
+        ("value_old", value_old, "value_clip", value_clip),
+    ):
+        if x is None and y is not None:
+            raise ValueError(f"{name} must be given if {reason} is, got None")
 
 # %% ../../nbs/formulas/10_ppo.ipynb #ppo-stats
 @torch.no_grad()

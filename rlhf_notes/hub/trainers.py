@@ -37,7 +37,7 @@ from ..training.fit import Evaluator, fit
 from ..training.options import read_options
 from ..training.runs import write_atomically
 from ..training.seeds import seeded_generator
-from ..training.signals import progress_bar
+from ..training.signals import end_later, progress_bar
 
 # %% ../../nbs/hub/trainers.ipynb #trainer
 GREEDY = 1e-6  # so low a temperature leaves the likeliest token alone
@@ -94,9 +94,13 @@ class Trainer:
     ) -> "Trainer":  # itself, with the metrics in `rows`
         "Run the iterations that are left; Ctrl-C stops after the current one."
         bar = progress_bar(self.config.iterations, self.iteration, self.config.algo)
-        fit(self, bar, shown=dict(score="score"), hooks=[self.evaluator, callback],
-            stopped=partial(stopped_anywhere, make_accelerator()))
-        self.take_best()
+        if self.evaluator:
+            self.evaluator.go_on()
+        with end_later():
+            fit(self, bar, shown=dict(score="score"), hooks=[self.evaluator, callback],
+                stopped=partial(stopped_anywhere, make_accelerator()))
+            if self.evaluator:
+                self.evaluator.take_best()
         return self
 
     def evaluate(self) -> float:
@@ -107,12 +111,6 @@ class Trainer:
             task.sampled = rows  # a prompt may stand in several, with other columns
             scores.append(task.score(*next(parts)))
         return torch.cat(scores).nanmean().item()
-
-    @torch.no_grad()
-    def take_best(self):
-        "Put the best policy of the evaluations back, if one was kept."
-        if self.evaluator and self.evaluator.kept is not None:
-            self.loop.optimizer.vector.copy_(self.evaluator.kept)
 
     @usual_defaults("policy")
     def generate(
@@ -255,7 +253,8 @@ class RLHF(Trainer):
                       max_new_tokens=c.response_length)
         add_environment(self.held_out, self.task.environment, self.policy.lm)
         self.evaluator = Evaluator(self.evaluate, every,
-                                   keep=(lambda: vector.detach().clone()) if keep_best else None)
+                                   keep=(lambda: vector.detach().clone()) if keep_best else None,
+                                   put=vector.detach().copy_)
 
     @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward):

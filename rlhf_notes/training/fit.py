@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 
-from .signals import stop_on_interrupt
+from .signals import note, stop_on_interrupt
 
 
 CHECKPOINT_EVERY = 10.0  # seconds
@@ -32,14 +32,19 @@ def fit(
     stopped=threading.Event.is_set,  # stopped(event) -> True: Ctrl-C was pressed
 ):
     "Iterate until nothing is left, a hook returns False, or Ctrl-C."
-    saved = time.perf_counter()
-    with stop_on_interrupt() as stop, bar:
+    saved, done, total = time.perf_counter(), bar.n // size, bar.total // size
+
+    def say():
+        note(f"stopping after {done} of {total} iterations; a second Ctrl-C stops at once")
+    with stop_on_interrupt(say) as stop, bar:
         while trainer.left and not stopped(stop):
+            done += 1
             row = trainer.iterate()
             values = {name: row.get(column) for name, column in (shown or {}).items()}
             bar.set_postfix({k: x for k, x in values.items() if x is not None}, refresh=False)
             bar.update(size)
-            if any([hook(trainer, row) is False for hook in hooks if hook]): break
+            if any([hook(trainer, row) is False for hook in hooks if hook]):
+                stop.set()  # in each process
             if save is not None and time.perf_counter() - saved >= CHECKPOINT_EVERY:
                 save()
                 saved = time.perf_counter()
@@ -56,9 +61,11 @@ class Evaluator:
         column: str = "iteration",  # of the row
         name: str = "eval_score",  # column for the score; None in between
         keep=None,  # keep() -> a copy of the policy; None = none is kept
+        put=None,  # put(copy): makes it the policy
     ):
         self.evaluate, self.every, self.column, self.name = evaluate, every, column, name
-        self.keep, self.times, self.best, self.kept = keep, 0, -math.inf, None
+        self.keep, self.put, self.times, self.best = keep, put, 0, -math.inf
+        self.kept = self.last = None
 
     def __call__(self, trainer, row):
         row[self.name], times = None, row[self.column] // self.every
@@ -70,13 +77,26 @@ class Evaluator:
         if self.keep is not None and self.kept is None and not trainer.left:
             warnings.warn(f"no {self.name} was a number, so the last policy stays, not the best")
 
+    def take_best(self):
+        "Put the best policy in place, if one was kept; the last is remembered."
+        if self.kept is None or self.last is not None: return
+        self.last = self.keep()
+        self.put(self.kept)
+
+    def go_on(self):
+        "Put the last policy back: its optimizer's moments are those of no other."
+        if self.last is None: return
+        self.put(self.last)
+        self.last = None
+
     def state_dict(self) -> dict:  # for a checkpoint
-        "Evaluations so far, the best score and its policy."
-        return dict(times=self.times, best=self.best, kept=self.kept)
+        "Evaluations so far, the best score and its policy; the last policy where that stands."
+        return dict(times=self.times, best=self.best, kept=self.kept, last=self.last)
 
     def load_state_dict(self, state: dict):  # from `state_dict`
         "Continue from a checkpoint."
         self.times, self.best, self.kept = state["times"], state["best"], state["kept"]
+        self.last = state.get("last")
 
 
 class Stage:

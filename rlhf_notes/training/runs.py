@@ -234,6 +234,7 @@ class Run:
             values["samples"] = _as_text(samples)
         self.rows.append(row)
         if self.tracker is None:
+            self.lock()
             write_table(path, self.rows)
             self.tracker = _Trackers(_make_tracker(self.path, step, self.config, name)
                                      for name in _tracks(self.config))
@@ -282,6 +283,8 @@ class Run:
         if self.tracker is not None:
             self.tracker.finish()
         self.tracker = None
+        if self.held is not None:
+            self.held.release(force=True)
 
     def _write_json(self, name, values):
         write_atomically(self.path / name, json.dumps(_finite(values), indent=1) + "\n")

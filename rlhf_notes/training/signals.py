@@ -8,7 +8,7 @@ A NaN in the loss reaches all weights with the next step. So each training loop 
 before it saves: if one is NaN or infinite, it stops, says where, and leaves the last checkpoint.
 """
 
-__all__ = ['SIGNALS', 'BAR', 'FIRST_LINE', 'stop_on_interrupt', 'handle_signals', 'diverged', 'check_finite', 'progress_bar',
+__all__ = ['SIGNALS', 'BAR', 'FIRST_LINE', 'stop_on_interrupt', 'end_later', 'handle_signals', 'note', 'diverged', 'check_finite', 'progress_bar',
            'Lenient']
 
 import math
@@ -20,16 +20,54 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stop_on_interrupt():  # yields a threading.Event
-    "Let the first Ctrl-C only set the event that this yields; a second one interrupts."
-    stop = threading.Event()
+def stop_on_interrupt(say=lambda: None):  # say() is called by the first; yields a threading.Event
+    """Let the first signal only set the event that this yields; a second one interrupts.
+
+    After a Ctrl-C the program goes on. SIGTERM and SIGHUP are sent again at the end: whoever sent
+    them wants the program to end.
+    """
+    stop, came = threading.Event(), []
 
     def handler(signum, frame):
-        if stop.is_set(): raise KeyboardInterrupt
+        if came: raise KeyboardInterrupt
+        came.append(signum)
         stop.set()
+        say()
 
-    with handle_signals(handler):
-        yield stop
+    try:
+        with handle_signals(handler):
+            yield stop
+    finally:
+        _send_again(came)
+
+
+_WAITING = []  # for each `end_later` that is entered, the signals to be sent at its end
+
+
+def _send_again(signals):
+    "Send all but Ctrl-C again, now or at the end of the innermost `end_later`."
+    for signum in signals:
+        if signum == signal.SIGINT: continue
+        if not _WAITING: signal.raise_signal(signum)
+        else: _WAITING[-1].append(signum)
+
+
+@contextmanager
+def end_later():
+    "A SIGTERM that stopped a training inside ends the program after this, when all is written."
+    _WAITING.append([])
+    try:
+        yield
+    finally:
+        _send_again(_WAITING.pop())
+
+
+def note(text: str):
+    "Write a line to stderr, as a signal handler may: what cannot be written is lost."
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, RuntimeError, ValueError, AttributeError):  # full, in use, closed, None
+        pass
 
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")

@@ -106,7 +106,7 @@ def test_nothing_that_does_not_fit_reaches_the_loop():
     for t in (x[:3], x.double(), x.long()):
         with pytest.raises(ValueError, match="the loop expects"):
             scan._gae(x, x, x, x > 0, t, 0.9, 0.9)
-    assert scan.gae(x, x.double(), x, x > 0, x > 0) is NotImplemented
+    assert scan.gae(x, x.double(), x, x > 0, x > 0, 0.99, 0.95) is NotImplemented
     assert scan.accumulate(x[:3], x[:3]) is NotImplemented
     decay = torch.ones(4, 3)[:, :1].expand(4, 3)                        # no memory of its own
     torch.testing.assert_close(scan._scan(x.T.contiguous().T, decay), accumulate(x, decay))

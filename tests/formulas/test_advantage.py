@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad, values
+from torch.autograd import forward_ad
 
 from rlhf_notes import fast
 from rlhf_notes.fast import scan
@@ -18,6 +19,7 @@ from rlhf_notes.formulas.advantage import (
     gae_tokens,
     group_advantage,
     length_adaptive_lambda,
+    multi_reward_advantage,
     reinforce_pp_advantage,
     rloo_advantage,
 )
@@ -45,6 +47,9 @@ def rollouts(draw, dtypes=st.just(torch.float64)):
     shape, seed, p, dtype = draw(STEPS), draw(SEEDS), draw(P_END), draw(dtypes)
     terminated, truncated = random_mask(seed + 3, shape, p), random_mask(seed + 4, shape, p / 2)
     return *(normal(seed + i, shape, dtype) for i in range(3)), terminated, terminated | truncated
+
+
+def as_float(dtype): return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def columns(*tensors):
@@ -674,3 +679,208 @@ def test_maxrl_climbs_pass_at_k(G):
 ])
 def test_bad_lambdas_are_named(call, error, words):
     with pytest.raises(error, match=words): call(torch.ones(2, 3))
+
+
+# ---- several rewards
+
+# ---- several rewards
+
+def spread_out(xs, eps):
+    "(x - mean) / (std + eps), the standard deviation unbiased."
+    mean = math.fsum(xs) / len(xs)
+    var = math.fsum((x - mean) ** 2 for x in xs) / (len(xs) - 1) if len(xs) > 1 else 0.0
+    return [(x - mean) / (math.sqrt(var) + eps) if var else 0.0 for x in xs]
+
+
+@given(seed=SEEDS, P=st.integers(1, 3), G=st.integers(2, 5), R=st.integers(1, 3),
+       weighted=st.booleans(), eps=st.sampled_from([1e-4, 0.1]), dtype=DTYPES)
+def test_several_rewards_equal_the_loop(seed, P, G, R, weighted, eps, dtype):
+    r, w = normal(seed, (P, G, R), dtype), normal(seed + 1, (R,)).abs().to(dtype)
+    before, total = r.clone(), []
+    for group in r.double().tolist():
+        each = [spread_out(list(column), eps) for column in zip(*group)]
+        weights = w.tolist() if weighted else [1.0] * R
+        total += [sum(k * a[i] for k, a in zip(weights, each)) for i in range(G)]
+    got = multi_reward_advantage(r, w if weighted else None, eps)
+    assert got.shape == (P, G) and got.dtype == as_float(dtype) and torch.equal(r, before)
+    expected = torch.tensor(spread_out(total, eps), dtype=torch.float64).view(P, G)
+    exact = dtype == torch.float64
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-9 if exact else 2e-3)
+
+
+def test_several_rewards_by_hand():
+    answer = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    style = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    both = group_advantage(answer + style)
+    torch.testing.assert_close(both[0], both[1], rtol=1e-3, atol=0)  # the sum is blind to it
+    A = multi_reward_advantage(torch.stack([answer, style], -1), eps=0.0)
+    S = torch.tensor([[1.5, -0.5, -0.5, -0.5], [3.0, -1.0, -1.0, -1.0]])
+    torch.testing.assert_close(A, (S - S.mean()) / S.std())
+    scaled = torch.stack([1000 * answer, style], -1)
+    torch.testing.assert_close(multi_reward_advantage(scaled, eps=0.0), A)
+    assert torch.equal(multi_reward_advantage(scaled), multi_reward_advantage(scaled, None, 1e-4))
+    assert (multi_reward_advantage(torch.full((2, 4, 3), 0.9)) == 0).all()
+    whole = multi_reward_advantage(torch.stack([answer, style], -1).long(), eps=0.0)
+    assert torch.equal(whole, A)  # integer rewards too
+
+
+@given(seed=SEEDS, keep=st.sampled_from([0.0, 0.6, 1.0]), junk=JUNK)
+def test_a_masked_response_has_no_rewards(seed, keep, junk):
+    r, m = normal(seed, (3, 4, 2)), random_mask(seed + 1, (3, 4), keep)
+    f = lambda r: multi_reward_advantage(r, mask=m)
+    clean, (slope,) = value_and_grad(lambda r: f(r) ** 2, torch.where(m[..., None], r, 0.0))
+    dirty, (grad,) = value_and_grad(lambda r: f(r) ** 2, torch.where(m[..., None], r, junk))
+    assert torch.equal(clean, dirty) and torch.equal(slope, grad) and (grad[~m] == 0).all()
+    assert (f(r)[~m] == 0).all()
+    if m.all(): assert torch.equal(f(r), multi_reward_advantage(r))
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda r: multi_reward_advantage(r[..., 0]), ValueError,
+     r"rewards must have the shape \(P, G, R\)"),
+    (lambda r: multi_reward_advantage(r, torch.ones(3)), ValueError,
+     "weights must have a number for each of the 2 rewards, got 3"),
+    (lambda r: multi_reward_advantage(r, [1.0]), ValueError, "weights must have a number for each"),
+    (lambda r: multi_reward_advantage(r, torch.ones(2, 1)), ValueError, "weights must have the sh"),
+    (lambda r: multi_reward_advantage(r, ["1", 2.0]), TypeError, "weights must be a number, got s"),
+    (lambda r: multi_reward_advantage(r, [math.nan, 1.0]), ValueError, "weights must be in"),
+    (lambda r: multi_reward_advantage(r, dict(a=1.0)), TypeError, "weights must be a number"),
+    (lambda r: multi_reward_advantage(r, eps=-1.0), ValueError, "eps must be in"),
+    (lambda r: multi_reward_advantage(r, mask=torch.ones(2).bool()), ValueError, "mask must have"),
+    (lambda r: multi_reward_advantage(r, mask=torch.ones(2, 3, 1).bool()), ValueError,
+     r"mask must have the shape of rewards, \(2, 3, 2\), got \(2, 3, 1\)"),
+    (lambda r: multi_reward_advantage(r, mask=torch.ones(3, 2).bool()), ValueError, "with P = 2"),
+])
+def test_bad_rewards_are_named(call, error, words):
+    with pytest.raises(error, match=words): call(torch.ones(2, 3, 2))
+
+
+def test_a_reward_that_was_not_given_enters_nothing():
+    "Numbers of TRL's normalize_then_sum, which counts NaN away: nanmean, nanstd, nansum."
+    nan = math.nan
+    first = torch.tensor([[1.0, 0.0, nan, nan], [1.0, 0.0, 1.0, 0.0]])
+    second = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0]])
+    r = torch.stack([first, second], -1)
+    A = multi_reward_advantage(r, mask=~r.isnan())
+    expected = torch.tensor([-0.208, 0.208, 1.133, -1.133])
+    torch.testing.assert_close(A[0], expected, rtol=0, atol=1e-3)
+    assert multi_reward_advantage(r).isnan().all()  # where nothing says so, nothing is left out
+
+
+@given(seed=SEEDS, keep=st.sampled_from([0.0, 0.5, 0.9, 1.0]), junk=JUNK,
+       weights=st.sampled_from([None, [2.0, -1.0], (1, 0.5)]))
+def test_masked_parts_equal_the_loop(seed, keep, junk, weights):
+    r, m = normal(seed, (3, 4, 2)), random_mask(seed + 1, (3, 4, 2), keep)
+    f = lambda r: multi_reward_advantage(r, weights, mask=m)
+    total, given = [], m.any(-1).flatten().tolist()
+    for group, counts in zip(r.tolist(), m.tolist()):
+        sums = [0.0] * 4
+        for k in range(2):
+            at = [i for i in range(4) if counts[i][k]]
+            w = 1.0 if weights is None else weights[k]
+            for i, a in zip(at, spread_out([group[i][k] for i in at], 1e-4) if at else ()):
+                sums[i] += w * a
+        total += sums
+    some = [x for x, g in zip(total, given) if g]
+    spread = iter(spread_out(some, 1e-4) if some else ())
+    expected = torch.tensor([next(spread) if g else 0.0 for g in given], dtype=torch.float64)
+    torch.testing.assert_close(f(r).flatten(), expected, rtol=0, atol=1e-7)
+    clean, (slope,) = value_and_grad(lambda r: f(r) ** 2, torch.where(m, r, 0.0))
+    dirty, (grad,) = value_and_grad(lambda r: f(r) ** 2, torch.where(m, r, junk))
+    assert torch.equal(clean, dirty) and torch.equal(slope, grad) and (grad[~m] == 0).all()
+    both = m.any(-1)
+    whole = multi_reward_advantage(r, weights, mask=both[..., None].expand_as(m))
+    assert torch.equal(whole, multi_reward_advantage(r, weights, mask=both))
+    if weights: assert torch.equal(f(r), multi_reward_advantage(r, torch.tensor(weights), mask=m))
+
+
+def test_no_prompts_no_responses_no_rewards():
+    for shape in ((0, 4, 2), (3, 0, 2), (3, 4, 0)):
+        for mask in (None, torch.ones(shape).bool(), torch.ones(shape[:2]).bool()):
+            A = multi_reward_advantage(torch.ones(shape), mask=mask)
+            assert A.shape == shape[:2] and (A == 0).all()
+
+
+# ---- rewards of any sign divided by the mean
+
+@given(seed=SEEDS, shift=st.sampled_from([-10.0, -1.0, -1e-4, 0.0, 1e-4, 1.0, 10.0]),
+       eps=st.sampled_from([0.0, 1e-9, 1e-4]), keep=st.sampled_from([0.6, 1.0]), dtype=DTYPES)
+def test_the_mean_as_divisor_keeps_the_order_and_a_bound(seed, shift, eps, keep, dtype):
+    r, m = (normal(seed, (3, 6)) + shift).to(dtype), random_mask(seed + 1, (3, 6), keep)
+    A = group_advantage(r, "mean", eps, m)
+    plain = group_advantage(r, None, mask=m)
+    assert (A.sign() == plain.sign()).all() and A.abs().max() <= 6
+    positive = r.abs()
+    size = (positive.double() * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(A.double(), plain.double() / (size + eps + 1e-300), rtol=2e-3,
+                               atol=1e-6)
+
+
+def test_negative_rewards_teach_what_positive_ones_do():
+    A = group_advantage(torch.tensor([[-2.0, -1.0, -1.0, 0.0]]), "mean", 0.0)
+    assert A.tolist() == [[-1.0, 0.0, 0.0, 1.0]]
+    A = group_advantage(torch.tensor([[1.0, -1.0002]]), "mean", 0.0)
+    torch.testing.assert_close(A, torch.tensor([[1.0, -1.0]]), rtol=1e-3, atol=0)
+    assert group_advantage(torch.tensor([[math.nan, 1.0]]), "mean").isnan().all()
+
+
+# ---- lambda as a tensor
+
+@pytest.mark.parametrize("name", ["lam", "value_lam"])
+@pytest.mark.parametrize("lam, error, words", [
+    ([7.0, -3.0], ValueError, r"must be in \[0, 1\], got 7"),
+    ([0.5, -1e-7], ValueError, r"must be in \[0, 1\], got -1e-07"),
+    ([math.nan, 0.5], ValueError, r"must be in \[0, 1\], got nan"),
+    ([0.5, math.inf], ValueError, r"must be in \[0, 1\], got inf"),
+    ([1, 0], TypeError, "must have a floating-point dtype, got torch.int64"),
+    ([True, False], TypeError, "must have a floating-point dtype, got torch.bool"),
+    ([0.5j, 0.5j], TypeError, "must have a floating-point dtype, got torch.complex64"),
+])
+def test_a_lambda_of_each_row_is_held_to_the_rule_of_a_number(name, lam, error, words):
+    r = torch.ones(2, 5)
+    with pytest.raises(error, match=f"^{name} {words}"):
+        gae_tokens(r, r, **{name: torch.tensor(lam)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_lambda_in_half_precision_is_widened(dtype):
+    r, v = torch.full((2, 200), 3.0), torch.zeros(2, 200)
+    lam = torch.tensor([0.95, 0.37]).to(dtype)
+    for how in (dict(lam=lam), dict(lam=0.9, value_lam=lam)):
+        wide = {k: x.float() if isinstance(x, torch.Tensor) else x for k, x in how.items()}
+        for a, b in zip(gae_tokens(r, v, gamma=0.99, **how), gae_tokens(r, v, gamma=0.99, **wide)):
+            assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+# ---- tangents
+
+def tangent(f, *inputs):
+    "The derivative of f in a direction, by dual numbers."
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, normal(i, x.shape, x.dtype)) for i, x in enumerate(inputs)]
+        out = f(*duals)
+        parts = [forward_ad.unpack_dual(y).tangent for y in (out if type(out) is tuple else [out])]
+    assert None not in parts, "the tangent is lost"
+    return parts
+
+
+@pytest.mark.parametrize("name", ["accumulate", "gae", "gae_tokens", "discounted_returns",
+                                  "reinforce_pp_advantage"])
+def test_no_tangent_is_lost_behind_the_door(name):
+    x, y, z = (normal(seed, (40, 50)) for seed in (10, 11, 12))
+    done, m = random_mask(13, (40, 50), 0.1), random_mask(14, (40, 50), 0.8)
+    f, inputs = {
+        "accumulate": (accumulate, (x, y.sigmoid())),
+        "gae": (lambda *t: gae(*t, done, done), (x, y, z)),
+        "gae_tokens": (lambda *t: gae_tokens(*t, m, 0.9, value_lam=1.0), (x, y)),
+        "discounted_returns": (lambda t: discounted_returns(t, done, 0.9), (x,)),
+        "reinforce_pp_advantage": (lambda t: reinforce_pp_advantage(t, m), (x,)),
+    }[name]
+    ours = tangent(f, *inputs)
+    with fast.off(): plain = tangent(f, *inputs)
+    torch.testing.assert_close(ours, plain)
+    step = 1e-6  # and by differences
+    moved = [t + step * normal(i, t.shape) for i, t in enumerate(inputs)]
+    a, b = f(*moved), f(*inputs)
+    for slope, new, old in zip(ours, *((a, b) if type(a) is tuple else ((a,), (b,)))):
+        torch.testing.assert_close(slope, (new - old) / step, rtol=1e-3, atol=1e-3)

@@ -209,6 +209,10 @@ one = torch.ones(4)
     ([one, one, one.long()], {}, TypeError, "advantage must have a floating-point dtype"),
     ([one, one, 1.0], {}, TypeError, "advantage must be a torch.Tensor, got float"),
     ([one, one, one, one], {}, TypeError, "returns must be a torch.Tensor, got NoneType"),
+    *[([one] * 3, {name: x}, ValueError, f"^value must be given if {name} is, got None")
+      for name, x in (("returns", one), ("value_old", one), ("value_clip", 0.2))],
+    ([one] * 4, dict(returns=one, value_clip=0.2), ValueError,
+     "^value_old must be given if value_clip is, got None"),
     ([one, one, one, one, None, one], dict(value_clip=0.2), ValueError, "value_old must be given"),
     ([one, one, one], dict(mask=one), TypeError, r"mask must be boolean \(True = counts\)"),
     ([one, one, one], dict(entropy=one[:1]), ValueError, "entropy must have the shape of logp"),

@@ -17,12 +17,10 @@ from strategies import (
     values,
 )
 
-from rlhf_notes.formulas.advantage import group_advantage
 from rlhf_notes.formulas.reward import (
     PENALTY_MODES,
     RewardNorm,
     apply_penalty,
-    multi_reward_advantage,
     overlong_penalty,
     token_rewards,
     truncate_at_stop,
@@ -303,67 +301,3 @@ def test_a_price_of_zero_asks_for_nothing(sign):
         rewards, penalty = token_rewards(torch.tensor([5.0]), logp, ref, 0.0, mask)
         assert rewards.tolist() == [[0, 5]] and penalty.tolist() == [[0, 0]]
     assert token_rewards(torch.tensor([5.0]), logp, ref, 0.1)[0][0, 0] == -sign * math.inf
-
-
-# ---- several rewards
-
-def spread_out(xs, eps):
-    "(x - mean) / (std + eps), the standard deviation unbiased."
-    mean = math.fsum(xs) / len(xs)
-    var = math.fsum((x - mean) ** 2 for x in xs) / (len(xs) - 1) if len(xs) > 1 else 0.0
-    return [(x - mean) / (math.sqrt(var) + eps) if var else 0.0 for x in xs]
-
-
-@given(seed=SEEDS, P=st.integers(1, 3), G=st.integers(2, 5), R=st.integers(1, 3),
-       weighted=st.booleans(), eps=st.sampled_from([1e-4, 0.1]), dtype=DTYPES)
-def test_several_rewards_equal_the_loop(seed, P, G, R, weighted, eps, dtype):
-    r, w = normal(seed, (P, G, R), dtype), normal(seed + 1, (R,)).abs().to(dtype)
-    before, total = r.clone(), []
-    for group in r.double().tolist():
-        each = [spread_out(list(column), eps) for column in zip(*group)]
-        weights = w.tolist() if weighted else [1.0] * R
-        total += [sum(k * a[i] for k, a in zip(weights, each)) for i in range(G)]
-    got = multi_reward_advantage(r, w if weighted else None, eps)
-    assert got.shape == (P, G) and got.dtype == as_float(dtype) and torch.equal(r, before)
-    expected = torch.tensor(spread_out(total, eps), dtype=torch.float64).view(P, G)
-    exact = dtype == torch.float64
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-9 if exact else 2e-3)
-
-
-def test_several_rewards_by_hand():
-    answer = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    style = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    both = group_advantage(answer + style)
-    torch.testing.assert_close(both[0], both[1], rtol=1e-3, atol=0)  # the sum is blind to it
-    A = multi_reward_advantage(torch.stack([answer, style], -1), eps=0.0)
-    S = torch.tensor([[1.5, -0.5, -0.5, -0.5], [3.0, -1.0, -1.0, -1.0]])
-    torch.testing.assert_close(A, (S - S.mean()) / S.std())
-    scaled = torch.stack([1000 * answer, style], -1)
-    torch.testing.assert_close(multi_reward_advantage(scaled, eps=0.0), A)
-    assert torch.equal(multi_reward_advantage(scaled), multi_reward_advantage(scaled, None, 1e-4))
-    assert (multi_reward_advantage(torch.full((2, 4, 3), 0.9)) == 0).all()
-    whole = multi_reward_advantage(torch.stack([answer, style], -1).long(), eps=0.0)
-    assert torch.equal(whole, A)  # integer rewards too
-
-
-@given(seed=SEEDS, keep=st.sampled_from([0.0, 0.6, 1.0]), junk=JUNK)
-def test_a_masked_response_has_no_rewards(seed, keep, junk):
-    r, m = normal(seed, (3, 4, 2)), random_mask(seed + 1, (3, 4), keep)
-    f = lambda r: multi_reward_advantage(r, mask=m)
-    clean, (slope,) = value_and_grad(lambda r: f(r) ** 2, torch.where(m[..., None], r, 0.0))
-    dirty, (grad,) = value_and_grad(lambda r: f(r) ** 2, torch.where(m[..., None], r, junk))
-    assert torch.equal(clean, dirty) and torch.equal(slope, grad) and (grad[~m] == 0).all()
-    assert (f(r)[~m] == 0).all()
-    if m.all(): assert torch.equal(f(r), multi_reward_advantage(r))
-
-
-@pytest.mark.parametrize("call, error, words", [
-    (lambda r: multi_reward_advantage(r[..., 0]), ValueError,
-     r"rewards must have the shape \(P, G, R\)"),
-    (lambda r: multi_reward_advantage(r, torch.ones(3)), ValueError, "weights must have the shape"),
-    (lambda r: multi_reward_advantage(r, [1.0, 2.0]), TypeError, "weights must be a torch.Tensor"),
-    (lambda r: multi_reward_advantage(r, eps=-1.0), ValueError, "eps must be in"),
-    (lambda r: multi_reward_advantage(r, mask=torch.ones(2).bool()), ValueError, "mask must have"),
-])
-def test_bad_rewards_are_named(call, error, words):
-    with pytest.raises(error, match=words): call(torch.ones(2, 3, 2))

@@ -7,7 +7,7 @@ import torch
 from language.parts import without_times
 from language.test_own_task import SMALL, count, make, own, tokenizer
 
-from rlhf_notes.formulas.reward import multi_reward_advantage
+from rlhf_notes.formulas.advantage import multi_reward_advantage
 from rlhf_notes.hub.own_loop import no_spread, refill
 from rlhf_notes.hub.prompts import in_epochs
 from rlhf_notes.hub.trainers import RLHF

@@ -2,6 +2,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -71,6 +73,75 @@ def test_ctrl_c_ends_after_the_iteration_and_saves():
     def interrupt(trainer, row): os.kill(os.getpid(), signal.SIGINT)
     toy, _ = run(interrupt, save=lambda: saved.append(0))
     assert toy.iteration == 1 and saved == [0]
+
+
+def test_ctrl_c_says_how_far_the_training_is(capsys):
+    def interrupt(trainer, row):
+        if row["iteration"] == 3: os.kill(os.getpid(), signal.SIGINT)
+    for bar, size in ((progress_bar(7), 1), (progress_bar(70), 10)):
+        toy = Rising()
+        fit(toy, bar, size, hooks=[interrupt])
+        assert toy.iteration == 3
+        said = "stopping after 3 of 7 iterations; a second Ctrl-C stops at once\n"
+        assert capsys.readouterr().err.endswith(said)
+    toy.iteration = 4
+    fit(toy, progress_bar(7, 4), hooks=[lambda *_: os.kill(os.getpid(), signal.SIGINT)])
+    assert "stopping after 5 of 7 iterations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)])
+def test_a_program_that_is_to_end_ends_after_its_training_has_been_saved(number, tmp_path):
+    "A script that trains ten times does not go on with the next."
+    code = f"""
+import os, signal, sys
+signal.signal({int(number)}, signal.SIG_DFL)
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_fit import Rising, fit, progress_bar
+for i in range(3):
+    toy = Rising()
+    fit(toy, progress_bar(7), hooks=[lambda t, row: os.kill(os.getpid(), {int(number)})],
+        save=lambda: print("saved", toy.iteration, flush=True))
+    print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "saved 1\n" and done.returncode == -number, done
+    assert "stopping after 1 of 7 iterations" in done.stderr
+
+
+def test_a_training_that_stops_and_goes_on_is_the_uninterrupted_one():
+    "The best stands in place in between, as long as nothing is learned."
+    def make():
+        toy = Rising()
+        toy.weights = 0.0
+        def put(kept): toy.weights = kept
+        toy.score = lambda: 4 - abs(toy.iteration - 3)
+        toy.best = Evaluator(toy.score, every=2, keep=lambda: toy.weights, put=put)
+        iterate = toy.iterate
+        def iterated():
+            toy.weights += 1 + toy.weights / 3
+            return iterate() | dict(weights=toy.weights)
+        toy.iterate = iterated
+        return toy
+    def learn(toy, until=99):
+        rows = []
+        toy.best.go_on()
+        hooks = [toy.best, lambda t, row: rows.append(row), lambda t, row: row["iteration"] < until]
+        fit(toy, progress_bar(7), hooks=hooks)
+        toy.best.take_best()
+        toy.best.take_best()
+        return rows
+    whole, parts, loaded = make(), make(), make()
+    rows = learn(whole)
+    first = learn(parts, until=5)
+    assert parts.weights == first[1]["weights"] != first[-1]["weights"]
+    loaded.best.load_state_dict(parts.best.state_dict())
+    loaded.iteration, loaded.weights = parts.iteration, parts.weights
+    assert [*first, *learn(parts)] == [*first, *learn(loaded)] == rows
+    assert whole.weights == parts.weights == loaded.weights == rows[1]["weights"]
+    del loaded.best.__dict__["last"]
+    loaded.best.load_state_dict(dict(times=1, best=2, kept=None))  # of an earlier version
+    loaded.best.take_best()
+    assert loaded.weights == rows[1]["weights"]
 
 
 def test_the_best_policy_is_kept_and_the_last_is_looked_at():

@@ -9,19 +9,83 @@ import threading
 import pytest
 from tqdm import tqdm
 
-from rlhf_notes.training.signals import BAR, Lenient, check_finite, diverged, stop_on_interrupt
+from rlhf_notes.training.signals import (
+    BAR,
+    Lenient,
+    check_finite,
+    diverged,
+    end_later,
+    note,
+    stop_on_interrupt,
+)
 
-@pytest.mark.parametrize(
-    "number",
-    [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)])
-def test_first_interrupt_asks_second_stops(number):
-    before = signal.getsignal(number)
-    with stop_on_interrupt() as stop:
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+           if hasattr(signal, name)]
+
+
+@pytest.fixture
+def heard():
+    "The signals that come through, whoever ignores them (nohup does); a list."
+    found, before = [], {}
+    for number in SIGNALS:
+        before[number] = signal.signal(number, lambda signum, frame: found.append(signum))
+    yield found
+    for number, old in before.items(): signal.signal(number, old)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_first_interrupt_asks_second_stops(number, heard):
+    before, said = signal.getsignal(number), []
+    with stop_on_interrupt(lambda: said.append(number)) as stop:
         assert not stop.is_set()
         signal.raise_signal(number)
-        assert stop.is_set()
+        assert stop.is_set() and said == [number]
         with pytest.raises(KeyboardInterrupt): signal.raise_signal(number)
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is before and said == [number]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_who_wants_the_program_to_end_is_heard_after_the_training(number, heard):
+    again = [] if number == signal.SIGINT else [number]
+    with stop_on_interrupt(): signal.raise_signal(number)
+    assert heard == again
+    with end_later():
+        with end_later():
+            with stop_on_interrupt():
+                signal.raise_signal(number)
+                assert heard == again
+            heard.append("the last files are written")
+        heard.append("and reported")
+    assert heard == [*again, "the last files are written", "and reported", *again]
+    heard.clear()
+    with pytest.raises(ZeroDivisionError), stop_on_interrupt():  # not lost with an error
+        signal.raise_signal(number)
+        1 / 0
+    assert heard == again
+    with stop_on_interrupt() as stop: stop.set()  # by a callback
+    assert heard == again
+
+
+def test_a_stop_by_a_callback_makes_no_signal_the_second(heard):
+    with stop_on_interrupt() as stop:
+        stop.set()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+
+
+def test_a_note_that_cannot_be_written_is_lost(monkeypatch, capsys):
+    note("one line")
+    assert capsys.readouterr().err == "one line\n"
+    class Broken:
+        def write(self, text): raise self.error
+        def flush(self): pass
+    for error in (BrokenPipeError(), RuntimeError("reentrant call"), ValueError("closed file")):
+        stream = Broken()
+        stream.error = error
+        monkeypatch.setattr(sys, "stderr", stream)
+        note("one line")
+    monkeypatch.setattr(sys, "stderr", None)
+    note("one line")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
