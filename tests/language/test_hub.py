@@ -271,6 +271,7 @@ def test_a_reward_model_gives_the_same_scores_elsewhere(tmp_path):
     norm, expected = RewardNorm(2.0, 1.0), {}
     for kind in KINDS:
         lm, tok = load_model(make(kind), tokenizer(WORDS[:30]))
+        tok.init_kwargs["padding_side"] = "left"  # as in the file of a saved policy
         before = copy.deepcopy((lm.config.to_dict(), tok.padding_side))
         model = RewardModel(lm, torch.Generator().manual_seed(0))
         with torch.no_grad(): model.head.bias.fill_(0.125)
