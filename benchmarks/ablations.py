@@ -18,11 +18,11 @@ import torch
 from jobs import RESULTS, options, read, side_by_side, text, write
 from torch import nn
 
-from rlhf_notes.control import policy
+from rlhf_notes.control import policy, trainer
 from rlhf_notes.control import ppo as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import threshold
-from rlhf_notes.control.ppo import PPO
+from rlhf_notes.control.trainer import PPO
 from rlhf_notes.formulas import ppo as losses
 
 DIALS = ("kl_k3", "clip_fraction", "explained_variance", "entropy", "grad_norm", "value_loss")
@@ -95,7 +95,7 @@ def thinned(Agent): # `policy.Agent`, without dropout
         def __init__(self, *args):
             super().__init__(*args)
             self.chance = torch.Generator().manual_seed(0)
-        def forward(self, obs):
+        def forward(self, obs, mask=None):
             out = obs
             for layer in self.policy:
                 out = layer(out)
@@ -173,9 +173,9 @@ DETAILS = {
                              dict(value_clip=0.2)),
     "entropy 0.01": Detail("an entropy bonus", "core 10", dict(entropy_coef=0.01)),
     "long gradients": Detail("gradients of any length", "core 11", dict(max_grad_norm=1e9)),
-    "dropout": Detail("dropout of 0.1 in the update", "", swap=(control, "Agent", thinned)),
+    "dropout": Detail("dropout of 0.1 in the update", "", swap=(trainer, "Agent", thinned)),
     "shared trunk": Detail("policy and value share their hidden layers", "core 13",
-                           swap=(control, "Agent", shared_trunk)),
+                           swap=(trainer, "Agent", shared_trunk)),
     "log std 0": Detail("the standard deviation begins at 1, not at 2.7", "continuous 2",
                         dict(log_std=0.0),
                         tasks=("pendulum",)),

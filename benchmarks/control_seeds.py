@@ -49,7 +49,7 @@ def run(config, every):
     import torch
 
     from rlhf_notes.control.envs import threshold
-    from rlhf_notes.control.ppo import PPO
+    from rlhf_notes.control.trainer import PPO
     torch.set_num_threads(1)
     ppo, enough, seconds, curve, first = PPO(**vars(config)), threshold(config.env), 0.0, [], {}
     seeds = np.random.SeedSequence((config.seed, 1)).generate_state(2 * config.iterations).tolist()

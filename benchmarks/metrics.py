@@ -40,7 +40,7 @@ def finish(stage):
 
 
 def control(change):
-    from rlhf_notes.control.ppo import PPO
+    from rlhf_notes.control.trainer import PPO
     ppo = PPO(**change)
     c = ppo.config
     # steps of the budget, which counts resets too

@@ -44,7 +44,8 @@ FILES = dict(study=("variant", "seed", "greedy", "sampled"),
 
 def trained(config, shift=0.0, fixed_std=False):
     "PPO after training, and (steps, return_mean, std) of each iteration."
-    from rlhf_notes.control.ppo import PPO, Scaling
+    from rlhf_notes.control.scaling import Scaling
+    from rlhf_notes.control.trainer import PPO
 
     class Shifted(Scaling):
         def __call__(self, rollout):
@@ -70,7 +71,8 @@ def old_program(seed, steps=50_000, bootstrap=False):
     from torch import nn
 
     from rlhf_notes.control.envs import make_envs
-    from rlhf_notes.control.ppo import episode_returns, seeds
+    from rlhf_notes.control.ppo import seeds
+    from rlhf_notes.control.trainer import episode_returns
     from rlhf_notes.control.spaces import row_maker
     from rlhf_notes.formulas.advantage import gae
     from rlhf_notes.formulas.logprob import gaussian_log_prob

@@ -9,7 +9,9 @@ Modules:
 - `rlhf_notes.bridges.verl`: Every policy loss and advantage of ours as a `loss_mode` and an `adv_estimator` of verl.
 - `rlhf_notes.cli`: `rlhf-notes`: each run by one command, with options made from the configs.
 - `rlhf_notes.control.saved`: A trainer in a file, and what no file holds: networks and schedules of one's own.
+- `rlhf_notes.control.scaling`: Observations and rewards at unit scale, by the moments of all data so far.
 - `rlhf_notes.control.spaces`: Observations of any space as rows of numbers: vectors, pictures, dicts, and masks.
+- `rlhf_notes.control.trainer`: PPO for a user's environment: learn, predict, evaluate, film, save, load and continue.
 - `rlhf_notes.exercises.engine`: Checks that name the mistake: the usual wrong functions are known, and outcomes compared.
 - `rlhf_notes.exercises.facts`: Facts about a wrong function: its relation to the right one, and the term that is to blame.
 - `rlhf_notes.exercises.outcomes`: Values, gradients, an exception or a hang: the outcome of one call, and how two calls differ.

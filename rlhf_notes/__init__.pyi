@@ -2,7 +2,7 @@
 from . import fast as fast
 from .compat.ding import *
 from .compat.torchtune import *
-from .control.ppo import PPO as PPO
+from .control.trainer import PPO as PPO
 from .exercises.check import check as check
 from .formulas.advantage import *
 from .formulas.distillation import *

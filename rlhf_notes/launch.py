@@ -79,7 +79,7 @@ def _trainer(task, options, run=None, **own):
         training = _own(options, **own) if own else Training(_reviews_config(options))
         _go_on(run, training.load_state_dict)
         return training.config, partial(train, training), training.accelerator.is_main_process
-    from rlhf_notes.control.ppo import PPO, train
+    from rlhf_notes.control.trainer import PPO, train
     config = TASKS[task][0](**options)
     ppo = PPO.begin(config)
     _go_on(run, lambda state: ppo.load_state_dict(state["ppo"]))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rlhf_notes import __version__, cli
-from rlhf_notes.control import ppo as control
+from rlhf_notes.control import trainer as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.studies import benchmark

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
-from rlhf_notes.control.ppo import train as train_control
+from rlhf_notes.control.trainer import train as train_control
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews.pipeline import Training
 from rlhf_notes.reviews.pipeline import train as train_language

@@ -13,7 +13,7 @@ import pytest
 from test_words import NBS, code_names, linked, module_of, tables
 
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
-from rlhf_notes.control.ppo import PPO
+from rlhf_notes.control.trainer import PPO
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import pipeline
 from rlhf_notes.training.runs import Run

@@ -25,7 +25,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from ..checks import checked
-from .spaces import remedy, row_maker
+from .spaces import read_mask, remedy, row_maker
 
 # %% ../../nbs/control/15_envs.ipynb #make-envs
 @checked(num_envs="int [1, inf)", vectorization=("auto", "sync", "async"))
@@ -130,16 +130,14 @@ def _mask_of(info):
     "All that is read of an info: the possible actions."
     return {"action_mask": np.asarray(info["action_mask"], bool)} if "action_mask" in info else {}
 
-def _possible(envs, obs, info):
+def _possible(envs, info):
     "An action of each environment, to try."
     space = envs.single_action_space
     act = batch_space(space, envs.num_envs).sample()
     if "action_mask" not in info: return act
     if not isinstance(space, gym.spaces.Discrete):
         raise ValueError(f"its action_mask needs Discrete actions, and it has {space}")
-    n = int(space.n)
-    rows = row_maker(envs.single_observation_space, n)(obs, info)
-    return rows[:, -n:].argmax(1) + space.start
+    return read_mask(info, (envs.num_envs, int(space.n))).argmax(1) + space.start
 
 def _check_envs(envs, env):
     "ValueError unless a trainer can learn in them: try a reset and a step."
@@ -156,7 +154,7 @@ def _check_envs(envs, env):
     with _naming(env, "whose reset and step are as Gymnasium's API has them, "
                      f"with observations of shape {space.shape}"):
         obs, info = envs.reset(seed=0)
-        obs, act = rows(obs).copy(), _possible(envs, obs, info)
+        obs, act = rows(obs).copy(), _possible(envs, info)
         after, reward, *_, then = envs.step(act)
         if "action_mask" in then and "action_mask" not in info:
             raise ValueError('its reset must give info["action_mask"], too, as its step does')

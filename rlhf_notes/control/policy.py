@@ -67,13 +67,15 @@ def _start(layer, gain, init, generator):
     return layer
 
 # %% ../../nbs/control/17_policy.ipynb #numpy-mlp
-def numpy_mlp(
-    net: nn.Sequential,  # from `mlp`
-    activation: str,  # its activation
-):  # (..., inputs) array -> (..., outputs) array, float32
-    "A copy of the network in NumPy: few observations at a time cost PyTorch mostly overhead."
-    layers = [(linear.weight.detach().cpu().numpy().T.copy(),
-               linear.bias.detach().cpu().numpy().copy()) for linear in net[::2]]
+def numpy_mlp(net: nn.Sequential, activation: str, copy: bool = True):
+    """The network in NumPy, since few observations at a time cost PyTorch mostly overhead: a
+    function (..., inputs) -> (..., outputs), float32. A copy of the weights lies as matrix
+    products like it; without `copy` it sees each change of them.
+    """
+    layers = [[x.detach().cpu().numpy() for x in (linear.weight.T, linear.bias)]
+              for linear in net[::2]]
+    if copy:
+        layers = [(w.copy(), b.copy()) for w, b in layers]
     _, act = ACTIVATIONS[activation]
     def forward(x):
         for w, b in layers[:-1]:
@@ -110,12 +112,9 @@ class Categorical(nn.Module):
         return actions + self.start
 
 # %% ../../nbs/control/17_policy.ipynb #masked
-def masked(
-    out: torch.Tensor,  # (..., n) logits
-    mask: torch.Tensor,  # (..., n), 0 = impossible; (..., 0) = all is possible
-) -> torch.Tensor:  # (..., n)
-    "Logits with minus infinity for what is impossible."
-    return out.masked_fill(mask == 0, -math.inf) if mask.shape[-1] else out
+def masked(out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    "Logits (..., n) with minus infinity for what the mask (..., n) calls impossible, 0 or False."
+    return out if mask is None else out.masked_fill(mask == 0, -math.inf)
 
 # %% ../../nbs/control/17_policy.ipynb #multi-categorical
 class MultiCategorical(nn.Module):
@@ -327,32 +326,33 @@ class Agent(nn.Module):
         self.policy = net(self.head.outputs, gain=0.01)
         self.critic = net(1, gain=1.0)
 
-    def outputs(self, obs):  # (..., obs_size, and perhaps a mask) -> (..., outputs)
-        "Parameters of the distribution of actions."
-        return masked(self.policy(obs[..., :self.obs_size]), obs[..., self.obs_size:])
+    def outputs(self, obs, mask=None):  # (..., obs_size), (..., outputs) -> (..., outputs)
+        "Parameters of the distribution of actions; `mask`: the possible ones."
+        return masked(self.policy(obs), mask)
 
-    def value(self, obs):  # (..., obs_size, and perhaps a mask) -> (...)
+    def value(self, obs):  # (..., obs_size) -> (...)
         "V(obs), in units of the return."
-        return self.critic(obs[..., :self.obs_size]).squeeze(-1)
+        return self.critic(obs).squeeze(-1)
 
-    def forward(self, obs):  # (..., obs_size, and perhaps a mask) -> (..., outputs), (...)
+    def forward(self, obs, mask=None):  # as of `outputs` -> (..., outputs), (...)
         "Parameters of the distribution of actions, and V(obs)."
-        return self.outputs(obs), self.value(obs)
+        return self.outputs(obs, mask), self.value(obs)
 
-    def actor(
-        self,
-        rng=None,  # a NumPy generator to draw actions with; None = the most probable ones
-    ):  # (N, obs_size, and perhaps a mask) array -> actions, an array
-        "A copy of the policy in NumPy; in PyTorch, if it has a body."
-        forward, sample = self._copy(), self.head.sampler(rng)
-        def act(obs):
-            out, mask = forward(obs[:, :self.obs_size]), obs[:, self.obs_size:]
-            return sample(np.where(mask, out, -np.inf) if mask.shape[1] else out)
+    def actor(self, rng=None, copy=True):
+        """The policy in NumPy (in PyTorch, if it has a body), as it is now, or without `copy` as it
+        will be: a function of obs (N, obs_size), and of the mask (N, n) where there is one, to
+        actions. `rng` draws them; None = the most probable ones.
+        """
+        forward, sample = self._forward(copy), self.head.sampler(rng)
+        def act(obs, mask=None):
+            out = forward(obs)
+            return sample(out if mask is None else np.where(mask, out, -np.inf))
         return act
 
-    def _copy(self):
-        if not isinstance(self.policy[0], Body): return numpy_mlp(self.policy, self.activation)
-        policy, device = deepcopy(self.policy), next(self.policy.parameters()).device
+    def _forward(self, copy):
+        if not isinstance(self.policy[0], Body): return numpy_mlp(self.policy, self.activation, copy)
+        policy = deepcopy(self.policy) if copy else self.policy
+        device = next(policy.parameters()).device
         @torch.no_grad()
         def forward(obs): return policy(torch.from_numpy(obs).to(device)).cpu().numpy()
         return forward

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ..checks import checked
 from .envs import autoreset_mode
-from .spaces import mask_size, row_maker
+from .spaces import mask_shape, read_mask, row_maker
 
 # %% ../../nbs/control/16_rollout.ipynb #rollout
 @dataclass
@@ -31,28 +31,21 @@ class Rollout:
     terminated: torch.Tensor # The episode is over: nothing comes after, (T, N) boolean
     truncated: torch.Tensor  # The episode was cut off: more would have come, (T, N) boolean
     is_step: torch.Tensor    # False: only reset the environment and is no data, (T, N) boolean
+    mask: torch.Tensor | None = None  # Possible actions, (T, N, n) boolean; None = all are
 
     @property
     def done(self) -> torch.Tensor:  # (T, N) bool
         "Terminated or truncated."
         return self.terminated | self.truncated
 
-    def to(
-        self,
-        device,  # a torch device
-    ) -> "Rollout":  # with all its tensors there
-        "The same on `device`."
-        return Rollout(*(getattr(self, f.name).to(device) for f in fields(self)))
+    def map(self, function) -> "Rollout":  # function(tensor) -> tensor
+        "Apply a function to every tensor."
+        return Rollout(*(x if x is None else function(x) for x in vars(self).values()))
 
 # %% ../../nbs/control/16_rollout.ipynb #collector
 class Collector:
     "Plays vectorized environments, one rollout after another, and counts the episodes."
-    def __init__(
-        self,
-        envs: gym.vector.VectorEnv,  # N environments that reset themselves
-        seed: int,  # of the environments
-        stagger: bool = False,  # spread the cuts of the first episodes over the time limit
-    ):
+    def __init__(self, envs: gym.vector.VectorEnv, seed: int, stagger: bool = False):
         N, limit = envs.num_envs, getattr(envs.spec, "max_episode_steps", None)
         if stagger and (limit is None or type(envs) not in (SyncVectorEnv, AsyncVectorEnv)):
             raise ValueError("stagger must be left off without a time limit, or where environments "
@@ -60,44 +53,53 @@ class Collector:
                              f"got {type(envs).__name__} with max_episode_steps {limit}")
         self.envs, self.mode = envs, autoreset_mode(envs)
         (obs, info), self.space = envs.reset(seed=seed), envs.single_observation_space
-        self.rows = row_maker(self.space, mask_size(info))
-        self.obs = self.rows(obs, info)
+        self.rows, self.mask_shape = row_maker(self.space), mask_shape(info)
+        self.obs, self.mask = self._see(obs, info)
         self.resetting = np.zeros(N, bool)  # in NextStep mode: the coming step only resets
         self.episode_return, self.episode_length = np.zeros(N), np.zeros(N, int)
         self.until_cut = (limit if stagger else 0) * np.arange(1, N + 1) // N
 
-    def collect(
-        self,
-        act,  # act(obs (N, observation) array) -> actions, (N,) or (N, action) array
-        num_steps: int,  # T, steps of each environment
-        for_env=lambda actions: actions,  # from the policy's actions to the environments'
-    ) -> tuple[Rollout, list]:  # and (return, length) of each episode that ended
-        "T steps of each environment, from where the last rollout stopped."
+    def _see(self, obs, info, done=False):
+        return self.rows(obs), read_mask(info, self.mask_shape, done)
+
+    def collect(self, act, num_steps: int, for_env=lambda actions: actions) -> tuple:
+        """T steps of each environment, from where the last rollout stopped: a `Rollout`, and
+        (return, length) of each episode that ended. act(obs) -> actions, act(obs, mask) where there
+        are masks; `for_env` turns them into the environments'.
+        """
         T, N = num_steps, self.envs.num_envs
         obs, next_obs = np.empty((2, T, *self.obs.shape), self.obs.dtype)
         rewards, ends = np.empty((T, N), np.float32), np.empty((3, T, N), bool)
         terminated, truncated, is_step = ends
-        actions, episodes = [], []
+        actions, masks, episodes = [], [], []
         for t in range(T):
-            actions.append(np.asarray(act(self.obs)))
+            seen = (self.obs,) if self.mask is None else (self.obs, self.mask)
+            actions.append(np.asarray(act(*seen)))
             obs[t], is_step[t] = self.obs, ~self.resetting
-            after, rewards[t], *ended, info = self.envs.step(for_env(actions[t]))
+            masks.append(self.mask)
+            told = for_env(actions[t].copy())  # the environment may write into it
+            after, rewards[t], *ended, info = self.envs.step(told)
             terminated[t], truncated[t] = ended
             done = terminated[t] | truncated[t]
-            next_obs[t] = self.obs = self.rows(after, info, done)
+            self.obs, self.mask = self._see(after, info, done)
+            next_obs[t] = self.obs
             if self.mode == "NextStep":
                 self.resetting = done
             elif done.any():
-                final = create_empty_array(self.space, int(done.sum()))
-                final = concatenate(self.space, info["final_obs"][done], final)
-                next_obs[t, done] = self.rows(final)
+                next_obs[t, done] = self._last_seen(info, done)
             for name, x in ("observation", next_obs[t]), ("reward", rewards[t]):
                 if not np.isfinite(x).all():
                     raise FloatingPointError(f"the environment gave no finite number as {name}")
             episodes += self._count(rewards[t], is_step[t], done)
             truncated[t] |= self._cut(is_step[t] & ~done)
         columns = obs, np.stack(actions), rewards, next_obs, terminated, truncated, is_step
+        columns += () if self.mask is None else (np.stack(masks),)
         return Rollout(*map(torch.from_numpy, columns)), episodes
+
+    def _last_seen(self, info, done):
+        "The last observation of the episodes that have ended, where those now show the next ones."
+        last = create_empty_array(self.space, int(done.sum()))
+        return self.rows(concatenate(self.space, info["final_obs"][done], last))
 
     def _count(self, rewards, is_step, done):
         "Add a step to the unfinished episodes; (return, length) of those that ended."
@@ -114,19 +116,13 @@ class Collector:
         self.until_cut -= 1
         due = running & (self.until_cut == 0)
         if due.any():
-            obs, info = self.envs.reset(options={"reset_mask": due})
-            self.obs = self.rows(obs, info)
+            self.obs, self.mask = self._see(*self.envs.reset(options={"reset_mask": due}))
             self.episode_return[due] = self.episode_length[due] = 0
         return due
 
 # %% ../../nbs/control/16_rollout.ipynb #minibatches
 @checked(size="int [1, inf)", parts="int [1, inf)")
-def minibatches(
-    size: int,  # number of rows
-    parts: int,  # number of minibatches; as many as rows if those are fewer
-    generator: torch.Generator | None = None,  # source of the shuffling, on the CPU
-    device="cpu",  # of the result
-) -> tuple:  # of tensors of row numbers, as equal in length as can be
-    "A fresh permutation of the rows, cut into parts: each row is in exactly one of them."
+def minibatches(size: int, parts: int, generator=None, device="cpu") -> tuple:
+    "A fresh permutation of the row numbers, cut into parts: each row is in exactly one of them."
     rows = torch.randperm(size, generator=generator).to(device)
     return rows.tensor_split(min(parts, size))

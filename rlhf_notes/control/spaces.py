@@ -19,7 +19,7 @@ each entry of a dict, and masks in its contrib package; CleanRL has a script of 
 pictures and one for masks; RLlib flattens dicts and takes masks from an entry of the observation.
 """
 
-__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'mask_size', 'as_batch', 'space_to_numbers', 'space_from_numbers']
+__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'mask_shape', 'read_mask', 'as_batch', 'space_to_numbers', 'space_from_numbers']
 
 import math
 
@@ -68,16 +68,11 @@ def remedy(
     return None
 
 
-def row_maker(
-    space: gym.Space,  # of one observation
-    mask_size: int = 0,  # columns at the end, for the mask of the actions
-):  # rows(obs of N environments, info=None, done=False) -> (N, numbers), C-contiguous
+def row_maker(space):  # of one observation -> rows(obs of N environments): (N, numbers)
     "Observations as rows of float32, or float64 where float32 loses digits; bytes from 0 to 1."
     makers = {name: _columns(part) for name, part in parts(space).items()}
-    def rows(obs, info=None, done=False):
+    def rows(obs):
         columns = [make(_entry(obs, name)) for name, make in makers.items()]
-        if mask_size:
-            columns.append(_mask(info or {}, (len(columns[0]), mask_size), done))
         return columns[0] if len(columns) == 1 else np.concatenate(columns, 1)
     return rows
 
@@ -110,9 +105,15 @@ def _one_hot(nvec, start):
     return columns
 
 
-def _mask(info, shape, done):
-    "Ones for what is possible: all, where an environment gives no mask."
-    mask = np.ones(shape, np.float32)
+def mask_shape(info):  # of N environments, from their reset
+    "(N, n) for the masks of n actions; None if there are none."
+    return np.shape(info["action_mask"]) if "action_mask" in info else None
+
+
+def read_mask(info, shape, done=False):  # (N, n) or None; (N,) bool: nothing follows
+    "Possible actions, (N, n) bool: all, where an environment gives no mask; None without a shape."
+    if shape is None: return None
+    mask = np.ones(shape, bool)
     if "action_mask" not in info: return mask
     given = np.asarray(info["action_mask"])
     if given.shape != shape:
@@ -120,15 +121,8 @@ def _mask(info, shape, done):
     some = given.any(1)
     if not (some | done | ~info.get("_action_mask", np.ones(len(mask), bool))).all():
         raise ValueError(f"action_mask must leave an action possible, got {given[~some][0]}")
-    mask[some] = given[some]
+    mask[some] = given[some] != 0
     return mask
-
-
-def mask_size(
-    info: dict,  # of N environments, from their reset
-) -> int:  # 0 = they give no masks
-    "Actions in a mask."
-    return np.shape(info["action_mask"])[1] if "action_mask" in info else 0
 
 
 def as_batch(

@@ -18,7 +18,8 @@ from strategies import SEEDS
 from rlhf_notes import viz
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.plots import draw_cartpole, draw_pendulum, film, plot_run
-from rlhf_notes.control.ppo import PPO, make_batch, train
+from rlhf_notes.control.ppo import make_batch
+from rlhf_notes.control.trainer import PPO, train
 from rlhf_notes.formulas.advantage import gae
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -22,22 +22,15 @@ from hypothesis import strategies as st
 from strategies import SEEDS
 
 from rlhf_notes import fast
-from rlhf_notes.control import ppo as control
+from rlhf_notes.control import ppo as inner
+from rlhf_notes.control import trainer as control
 from rlhf_notes.control.config import RECIPES, PendulumConfig, PPOConfig
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
-from rlhf_notes.control.ppo import (
-    PPO,
-    Batch,
-    Scaling,
-    batch_loss,
-    episode_returns,
-    health,
-    make_batch,
-    seeds,
-    train,
-)
+from rlhf_notes.control.ppo import Batch, batch_loss, health, make_batch, seeds
 from rlhf_notes.control.rollout import Collector, Rollout
+from rlhf_notes.control.scaling import Scaling
+from rlhf_notes.control.trainer import PPO, episode_returns, train
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
@@ -144,7 +137,7 @@ FORMULAS = {
 def test_the_loss_calls_the_formula(monkeypatch, name):
     a, b, config = agent(), some_batch(), replace(SMALL, entropy_coef=0.1)
     _, _, right = loss_and_grad(a, b, config)
-    monkeypatch.setattr(control if name == "whiten" else losses, name, FORMULAS[name])
+    monkeypatch.setattr(inner if name == "whiten" else losses, name, FORMULAS[name])
     _, _, broken = loss_and_grad(a, b, config)
     assert not torch.allclose(right, broken)
 
@@ -153,7 +146,7 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
     a = agent()
     r = collect(a)
     seen = {}
-    monkeypatch.setattr(control, "gae", lambda *args: seen.setdefault("gae", args)[:2])
+    monkeypatch.setattr(inner, "gae", lambda *args: seen.setdefault("gae", args)[:2])
     b = make_batch(a, r, replace(SMALL, gamma=0.9, lam=0.8))
     rewards, values, next_values, terminated, done, gamma, lam = seen["gae"]
     assert torch.equal(values, a.value(r.obs))
@@ -165,7 +158,7 @@ def test_the_batch_and_the_metrics_call_theirs(monkeypatch):
     for name, column in (("kl_estimate", "kl_k3"), ("clip_fraction", "clip_fraction"),
                          ("explained_variance", "explained_variance")):
         monkeypatch.setattr(
-            losses if column == "clip_fraction" else control, name,
+            losses if column == "clip_fraction" else inner, name,
             lambda *args, shape=(len(b),) if column == "kl_k3" else (), **kwargs: torch.full(shape,
                                                                                              42.0))
         assert health(a, b, SMALL, 0.2)[column] == 42
@@ -255,7 +248,8 @@ def test_advantages_equal_the_sums_over_each_episode(seed, gamma, lam, truncatio
             i += 1
     assert len(b) == i == r.is_step.sum()
     rows = torch.tensor([3, 77, 3])
-    for f in fields(b):
+    assert b.mask is None is b[rows].mask
+    for f in fields(b)[:-1]:
         assert torch.equal(getattr(b[rows], f.name), getattr(b, f.name)[rows])
         assert not getattr(b, f.name).requires_grad
 
@@ -360,12 +354,12 @@ def test_a_rare_reward_is_cut_at_ten_deviations(reward):
 
 def test_the_batch_holds_what_the_policy_saw(monkeypatch):
     p = PPO(**vars(replace(PENDULUM, normalize_obs=True, normalize_rewards=True)))
-    saw, batches, actor, make = [], [], p.agent.actor, control.make_batch
-    def recording(rng=None):
-        act = actor(rng)
+    saw, batches, actor, make = [], [], p.agent.actor, inner.make_batch
+    def recording(rng=None, copy=True):
+        act = actor(rng, copy)
         return lambda obs: (saw.append(obs.copy()), act(obs))[1]
     monkeypatch.setattr(p.agent, "actor", recording)
-    monkeypatch.setattr(control, "make_batch", lambda a, r, c: batches.append(r) or make(a, r, c))
+    monkeypatch.setattr(inner, "make_batch", lambda a, r, c: batches.append(r) or make(a, r, c))
     for i in range(3):
         saw.clear()
         p.iterate()
@@ -512,17 +506,17 @@ def iterate_all(config):
 
 
 def test_an_iteration_sees_each_row_once_in_each_pass(monkeypatch):
-    seen, original = [], control.batch_loss
+    seen, original = [], inner.batch_loss
     monkeypatch.setattr(
-        control, "batch_loss", lambda a, b, c, clip: (seen.append(b), original(a, b, c, clip))[1])
-    batches, make = [], control.make_batch
+        inner, "batch_loss", lambda a, b, c, clip: (seen.append(b), original(a, b, c, clip))[1])
+    batches, make = [], inner.make_batch
     monkeypatch.setattr(
-        control, "make_batch", lambda *args: batches.append(make(*args)) or batches[-1])
+        inner, "make_batch", lambda *args: batches.append(make(*args)) or batches[-1])
     PPO(**vars(SMALL)).iterate()
     assert len(seen) == SMALL.epochs * SMALL.minibatches
     key = lambda b: sorted(
         map(tuple, torch.cat([b.obs, b.logp[:, None], b.returns[:, None]], 1).tolist()))
-    join = lambda bs: Batch(*(torch.cat([getattr(b, f.name) for b in bs]) for f in fields(Batch)))
+    join = lambda bs: Batch(*(torch.cat([getattr(b, f.name) for b in bs]) for f in fields(Batch)[:-1]))
     n = SMALL.minibatches
     for epoch in range(SMALL.epochs):
         assert key(join(seen[epoch * n:epoch * n + n])) == key(batches[0])
@@ -531,12 +525,12 @@ def test_an_iteration_sees_each_row_once_in_each_pass(monkeypatch):
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
 def test_gradients_are_shortened_and_learning_rate_and_clip_fall(monkeypatch, power):
-    norms, rates, clips, measured, original, measure = ([], [], [], [], control.batch_loss,
-                                                        control.health)
-    monkeypatch.setattr(control, "batch_loss",
+    norms, rates, clips, measured, original, measure = ([], [], [], [], inner.batch_loss,
+                                                        inner.health)
+    monkeypatch.setattr(inner, "batch_loss",
                         lambda a, b, c, clip: (clips.append(clip), original(a, b, c, clip))[1])
     monkeypatch.setattr(
-        control, "health", lambda a, b, c, clip: (measured.append(clip), measure(a, b, c, clip))[1])
+        inner, "health", lambda a, b, c, clip: (measured.append(clip), measure(a, b, c, clip))[1])
     p = PPO(**vars(replace(SMALL, max_grad_norm=0.25, learning_rate=2e-3, lr_anneal=power,
                            clip_anneal=2 - power, clip=0.3)))
     step = p.optimizer.step
@@ -559,8 +553,8 @@ def test_gradients_are_shortened_and_learning_rate_and_clip_fall(monkeypatch, po
 
 @pytest.mark.parametrize("target_kl, passes", [(0.0, 6), (1e-12, 1), (1e3, 6)])
 def test_target_kl_stops_the_passes(monkeypatch, target_kl, passes):
-    count, original = [], control.batch_loss
-    monkeypatch.setattr(control, "batch_loss", lambda *args: (count.append(0), original(*args))[1])
+    count, original = [], inner.batch_loss
+    monkeypatch.setattr(inner, "batch_loss", lambda *args: (count.append(0), original(*args))[1])
     p = PPO(**vars(replace(SMALL, epochs=6, target_kl=target_kl)))
     p.iterate()
     assert len(count) == passes * SMALL.minibatches
@@ -571,9 +565,9 @@ def test_a_target_kl_in_between_stops_after_the_pass_that_went_too_far(monkeypat
     pass and not more.
     """
     far = PPO(**vars(replace(SMALL, epochs=6))).iterate()["kl_k3"]
-    moved, original = [], control.health
+    moved, original = [], inner.health
     monkeypatch.setattr(
-        control, "health", lambda *args: (moved.append(original(*args)), moved[-1])[1])
+        inner, "health", lambda *args: (moved.append(original(*args)), moved[-1])[1])
     p = PPO(**vars(replace(SMALL, epochs=6, target_kl=far / 2)))
     p.iterate()
     kl = [m["kl_k3"] for m in moved]
@@ -872,7 +866,7 @@ def test_any_environment_with_a_box(monkeypatch):
 
 def test_training_does_not_import_the_compiler():
     "It takes as long to import as CartPole to be solved."
-    code = ("import sys; from rlhf_notes.control.ppo import PPO, PPOConfig; p = "
+    code = ("import sys; from rlhf_notes.control.trainer import PPO, PPOConfig; p = "
             "PPO(**vars(PPOConfig(num_envs=2))); p.iterate(); p.state_dict(); "
             "print('torch._dynamo' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,

@@ -213,7 +213,7 @@ def test_same_seed_same_rollout_and_nothing_is_shared():
     kept = first.obs.clone()
     collector.collect(random_act(2), 20)
     assert torch.equal(first.obs, kept)
-    assert_same(a.to("cpu"), a)
+    assert_same(a.map(lambda x: x.to("cpu")), a)
 
 
 def test_what_a_reset_step_pays_belongs_to_no_episode():

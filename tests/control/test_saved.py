@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_notes.control import ppo as control
+from rlhf_notes.control import trainer as control
 from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.policy import Body
-from rlhf_notes.control.ppo import PPO
+from rlhf_notes.control.trainer import PPO
 from rlhf_notes.control.saved import check_kept
 
 SHAPE = dict(seed=3, steps=8 * 128, num_envs=4, num_steps=32, epochs=2)

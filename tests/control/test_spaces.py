@@ -100,15 +100,19 @@ def test_each_space_is_learned_to_its_optimum(task, tmp_path):
 def test_masks_reach_the_policy_in_both_ways_of_resetting(mode):
     kind, *of = TASKS["masks"]
     envs = SyncVectorEnv([lambda: kind(*of)] * 3, autoreset_mode=mode)
-    seen = []
-    def act(rows):
+    seen, masks = [], []
+    def act(rows, mask):
         seen.append(rows.copy())
-        return rows[:, 3:].argmax(1)
+        masks.append(mask.copy())
+        return mask.argmax(1)
     rollout, episodes = Collector(envs, 0).collect(act, 30, lambda actions: actions + 1)
     assert len(episodes) >= 9
-    steps = np.stack(seen)[rollout.is_step.numpy()]
-    assert (steps[:, 3:] == 1 - steps[:, :3]).all()  # all is possible but what is shown
-    assert (rollout.next_obs[rollout.done][:, 3:] == 1).all()  # nothing follows: nothing is masked
+    assert rollout.mask.dtype == torch.bool and np.array_equal(rollout.mask, np.stack(masks))
+    assert rollout.obs.shape == rollout.next_obs.shape == rollout.mask.shape == (30, 3, 3)
+    steps, possible = (np.stack(x)[rollout.is_step.numpy()] for x in (seen, masks))
+    assert (possible == 1 - steps).all()  # all is possible but what is shown
+    if mode == AutoresetMode.NEXT_STEP:  # nothing follows: nothing is masked
+        assert rollout.mask[~rollout.is_step].all() and not rollout.is_step.all()
 
 
 def masked_agent(n=3):
@@ -118,18 +122,18 @@ def masked_agent(n=3):
 @given(seed=SEEDS)
 def test_a_masked_action_is_never_drawn_and_has_no_gradient(seed):
     rng, agent = np.random.default_rng(seed), masked_agent()
-    mask = np.eye(3, dtype=np.float32)[rng.integers(3, size=50)]
-    obs = np.concatenate([rng.normal(size=(50, 2)).astype(np.float32), 1 - mask], 1)
-    out = agent.outputs(torch.from_numpy(obs))
-    assert (out.softmax(-1)[torch.from_numpy(mask) > 0] == 0).all()
-    for draw in agent.actor(rng), agent.actor():
-        assert not mask[np.arange(50), draw(obs)].any()
-    logits = agent.policy(torch.from_numpy(obs[:, :2])).detach().requires_grad_(True)
-    hidden = logits.masked_fill(torch.from_numpy(mask) > 0, -torch.inf)
-    actions = torch.from_numpy(agent.actor(rng)(obs))
+    bad = np.eye(3, dtype=bool)[rng.integers(3, size=50)]
+    obs = rng.normal(size=(50, 2)).astype(np.float32)
+    out = agent.outputs(torch.from_numpy(obs), torch.from_numpy(~bad))
+    assert (out.softmax(-1)[torch.from_numpy(bad)] == 0).all()
+    for draw in agent.actor(rng), agent.actor(), agent.actor(copy=False):
+        assert not bad[np.arange(50), draw(obs, ~bad)].any()
+    logits = agent.policy(torch.from_numpy(obs)).detach().requires_grad_(True)
+    hidden = logits.masked_fill(torch.from_numpy(bad), -torch.inf)
+    actions = torch.from_numpy(agent.actor(rng)(obs, ~bad))
     loss = agent.head.logp(hidden, actions).sum() + agent.head.entropy(hidden).sum()
     loss.backward()
-    assert (logits.grad[torch.from_numpy(mask) > 0] == 0).all() and logits.grad.isfinite().all()
+    assert (logits.grad[torch.from_numpy(bad)] == 0).all() and logits.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("space", KINDS, ids=str)

@@ -4,7 +4,7 @@ import torch
 from pretend import inner
 from same import assert_rows
 
-from rlhf_notes.control.ppo import PPO
+from rlhf_notes.control.trainer import PPO
 
 SMALL = {"CartPole-v1": dict(num_envs=8, num_steps=16, steps=8 * 16 * 3),
          "Pendulum-v1": dict(num_envs=4, num_steps=32, steps=4 * 32 * 3)}

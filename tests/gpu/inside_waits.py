@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from pretend import counted
 
-from rlhf_notes.control.ppo import PPO
+from rlhf_notes.control.trainer import PPO
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import pipeline
 

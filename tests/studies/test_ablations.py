@@ -11,9 +11,9 @@ import torch
 from ablations import CONFIGS, DETAILS, INTACT, UNTRAINED, attempt, check_swap, experiments, swapped
 from control.test_ppo import SHAPE, agent, collect, some_batch
 
-from rlhf_notes.control import policy
+from rlhf_notes.control import policy, trainer
 from rlhf_notes.control import ppo as control
-from rlhf_notes.control.ppo import PPO
+from rlhf_notes.control.trainer import PPO
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.formulas.advantage import gae
 from rlhf_notes.studies.ablations import compare, in_standard_deviations, verdict
@@ -178,9 +178,9 @@ def test_networks():
 def test_an_attempt_is_paired_repeatable_and_notes_the_first_crossing(monkeypatch):
     few = dict(SHAPE)
     few.pop("seed")
-    evaluated, original = [], control.episode_returns
+    evaluated, original = [], trainer.episode_returns
     monkeypatch.setattr(
-        control, "episode_returns",
+        trainer, "episode_returns",
         lambda choose, seed, *rest: (evaluated.append(seed), original(choose, seed, *rest))[1])
     one = attempt("cartpole", INTACT, 3, every=2, **few)
     seeds_one = evaluated[:]

@@ -1,0 +1,54 @@
+"""Observations and rewards at unit scale, by the moments of all data so far.
+
+A network likes inputs and targets of about size 1; but a joint may turn at 30 rad/s, and a reward
+be -16. `normalize_obs` shifts and divides each component of an observation; `normalize_rewards`
+divides rewards by the standard deviation of the discounted return so far, G_t = gamma G_{t-1} + r_t.
+Rewards are not centred: a reward of 1 for standing must not become 0.
+"""
+
+__all__ = ['Scaling']
+
+from dataclasses import replace
+
+import torch
+
+from ..formulas.whitening import RunningMoments
+
+
+class Scaling:
+    "Observations and rewards at unit scale, if the config says so."
+    LIMIT = 10.0  # in standard deviations
+
+    def __init__(self, config, obs_size: int):
+        self.config = config
+        self.seen = RunningMoments((obs_size,))      # of observations
+        self.earned = RunningMoments(())             # of the discounted return so far,
+        self.running = torch.zeros(config.num_envs)  # and that return
+
+    def obs(self, obs):  # (N, obs_size) array -> the same, float32
+        "Observations for the policy; those of the first rollout are left as they are."
+        if self.config.normalize_obs and self.seen.count:
+            white = self.seen.whiten(torch.from_numpy(obs))
+            obs = white.clamp(-self.LIMIT, self.LIMIT).numpy()
+        return obs.astype("float32", copy=False)
+
+    def __call__(self, rollout):  # a rollout -> one with the policy's observations, scaled rewards
+        "Scale a rollout by the moments of those before it, as the policy saw it; then learn from it."
+        rows = (x.flatten(0, 1).numpy() for x in (rollout.obs, rollout.next_obs))
+        obs, next_obs = (torch.from_numpy(self.obs(x)).view_as(rollout.obs) for x in rows)
+        if self.config.normalize_obs:
+            self.seen.update(rollout.obs, rollout.is_step)
+        return replace(rollout, obs=obs, next_obs=next_obs, rewards=self.rewards(rollout))
+
+    def rewards(self, rollout):  # (T, N)
+        "Rewards over the standard deviation of the return so far, this rollout's included."
+        c, rewards = self.config, rollout.rewards * self.config.reward_scale
+        if not c.normalize_rewards: return rewards
+        for reward, done, step in zip(rewards, rollout.done, rollout.is_step):
+            self.running = torch.where(step, c.gamma * self.running + reward, self.running)
+            if not self.running.isfinite().all():
+                raise FloatingPointError("the discounted return of scaled rewards is infinite")
+            self.earned.update(self.running, step)
+            self.running = torch.where(done, 0.0, self.running)
+        scale = (self.earned.var + 1e-8).rsqrt().to(rewards)
+        return (rewards * scale).clamp(-self.LIMIT, self.LIMIT)
