@@ -59,6 +59,7 @@ def checked(
         return call
     return decorate
 
+# %% ../nbs/checks.ipynb #defaults-after
 def defaults_after(f):  # -> a dict for each count of arguments: the defaults of those that follow
     "A default stands in the plain function alone; what is quicker gets it from here."
     parameters = inspect.signature(f).parameters.values()

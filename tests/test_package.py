@@ -231,7 +231,7 @@ def test_what_is_exported_says_what_it_is():
 def test_each_argument_of_what_users_call_is_explained():
     for name in CLASSES:
         for c in getattr(rlhf_notes, name).__mro__:
-            if not c.__module__.startswith("rlhf_notes."): continue
+            if c.__name__ not in (*CLASSES, "Trainer"): continue
             source = inspect.getsource(c)
             tree = ast.parse(source).body[0]
             called = [m for m in tree.body if isinstance(m, ast.FunctionDef)

@@ -46,6 +46,7 @@ def one_vector(
         p.data, p.grad = x, g
     return vector
 
+# %% ../../nbs/fast/adam.ipynb #parts
 def parts(vector, parameters) -> tuple:  # of the vector, and of its gradient: lists of views
     "The part behind each parameter, in its shape."
     sizes = [p.numel() for p in parameters]
@@ -126,6 +127,8 @@ class Adam:
         "Continue from a checkpoint."
         for name, x in state.items():
             getattr(self, name).copy_(x)
+
+# %% ../../nbs/fast/adam.ipynb #is-view
 def is_view(x, part) -> bool:  # a parameter or its gradient; its part of the vector
     "True if both are the same memory in the same order."
     return (x.data_ptr(), x.shape, x.stride()) == (part.data_ptr(), part.shape, part.stride())

@@ -180,7 +180,7 @@ class Classifier:
         return self.model.score(hidden.take_along_dim(last, 1)).flatten().float()
 
     def read(self, tokenizer, prompts: list, responses: list, tokens: list) -> list:
-        "What `encode` takes of a policy's prompts and responses, and of both together as tokens."
+        "The arguments of `encode`: a policy's prompts, responses, and both together as tokens."
         if not isinstance(prompts[0], str):
             return [[*chat, dict(role="assistant", content=x)]
                     for chat, x in zip(prompts, responses)]

@@ -209,6 +209,7 @@ class Policy(nn.Module):
         logp, entropy = head_log_probs(self.lm, hidden, tokens[:, -length:], temperature)
         return logp, entropy, self.value(hidden)
 
+# %% ../../nbs/language/23_model.ipynb #checkpointing
 @contextmanager
 def checkpointing(lm: nn.Module):
     "Let transformers compute its blocks again; inside of them eval mode lasts, both times."

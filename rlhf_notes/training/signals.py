@@ -48,8 +48,10 @@ def _send_again(signals):
     "Send all but Ctrl-C again, now or at the end of the innermost `end_later`."
     for signum in signals:
         if signum == signal.SIGINT: continue
-        if not _WAITING: signal.raise_signal(signum)
-        else: _WAITING[-1].append(signum)
+        if _WAITING:
+            _WAITING[-1].append(signum)
+        else:
+            signal.raise_signal(signum)
 
 
 @contextmanager
