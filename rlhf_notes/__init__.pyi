@@ -21,5 +21,6 @@ from .formulas.whitening import *
 from .hub.reward_trainer import RewardTrainer as RewardTrainer
 from .hub.trainers import DPO as DPO
 from .hub.trainers import RLHF as RLHF
+from .identify import identify as identify
 
 __version__: str

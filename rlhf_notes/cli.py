@@ -36,7 +36,8 @@ which a line says how to continue.
 
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'CONVERTERS', 'Out', 'Overwrite', 'Resume', 'Trust', 'Prompts',
            'Reward', 'Directory', 'FEW', 'Few', 'Whole', 'Seeds', 'Track', 'Chat', 'From', 'Named', 'BenchTask', 'main',
-           'options_of', 'training', 'command', 'demo', 'generate', 'aligned', 'compare', 'bench', 'doctor']
+           'options_of', 'training', 'command', 'demo', 'generate', 'aligned', 'compare', 'bench', 'doctor',
+           'identify']
 
 import errno
 import inspect
@@ -46,7 +47,8 @@ import re
 import signal
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import partial
+from functools import partial, reduce
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -428,6 +430,49 @@ def doctor(
     columns = ", ".join(x.column for x in series(rows).values())
     print(*found or [f"nothing found in {len(rows)} rows, by {columns}"], sep="\n")
     return int(bool(found))
+
+
+@command
+def identify(
+    function: Annotated[str, Parameter(converter=_filled)],  # to read, as MODULE:FUNCTION
+    *,
+    kind: str | None = None,  # policy_loss, gae, ...; by default from the parameters' names
+    names: str | None = None,  # a=b,...: a parameter and what it is, such as lp=logp
+    options: str | None = None,  # a=1,...: values of other parameters
+    layout: str | None = None,  # shape, BT or TN (time first); by default found out
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,  # print JSON
+):
+    """Read what a loss, an advantage or a log-probability computes, by what it does.
+
+    The exit code is 1 if something is wrong with it, 2 if it cannot be called.
+    """
+    from rlhf_notes.identify import identify
+    with _usage_errors():
+        report = identify(_function(function), kind, _pairs("names", names),
+                          _pairs("options", options), layout)
+    print(json.dumps(report.as_dict(), indent=1) if as_json else report)
+    return int(bool(report.findings))
+
+
+def _function(path):
+    "The function that MODULE:FUNCTION names; an attribute of an attribute too."
+    module, _, names = path.partition(":")
+    try:
+        with redirect_stdout(sys.stderr):
+            return reduce(getattr, names.split("."), import_module(module))
+    except (Exception, SystemExit) as e:  # whatever the module does when it is imported
+        raise _UsageError(f"expected MODULE:FUNCTION that can be imported, got {path}: {e}") from e
+
+
+def _pairs(name, text):
+    "{a: b} of a=b,...; numbers, true, false and null are read as in JSON."
+    pairs = [pair.partition("=") for pair in (text or "").split(",") if pair]
+    wrong = next((a for a, equals, _ in pairs if not (a and equals)), None)
+    if wrong is not None: raise ValueError(f"{name} must be a=b,..., got {text}")
+    def value(b):
+        try: return json.loads(b)
+        except ValueError: return b
+    return {a.strip(): value(b.strip()) for a, _, b in pairs}
 
 
 if __name__ == "__main__" and "__file__" in globals():  # a notebook has no file

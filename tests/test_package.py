@@ -46,7 +46,7 @@ def test_top_level_offers_every_formula():
     assert len(set(names)) == len(names), "a name stands in two modules"
     for m, name in PUBLIC: assert getattr(rlhf_notes, name) is getattr(FORMULAS[m], name)
     assert set(names) <= set(dir(rlhf_notes))
-    assert {*names, *CLASSES, "check", "fast"} == set(rlhf_notes.__all__)
+    assert {*names, *CLASSES, "check", "fast", "identify"} == set(rlhf_notes.__all__)
     assert rlhf_notes.ppo_loss is FORMULAS["formulas.ppo"].ppo_loss
     with pytest.raises(
         AttributeError, match="no attribute 'clip_surrogate'; did you mean 'clipped_surrogate'"):
@@ -101,10 +101,10 @@ PATHS = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__in
 ARROWS = {
     "checks": "", "formulas": "checks fast", "fast": "checks", "compat": "checks formulas",
     "bridges": "checks formulas",
-    "training": "checks viz", "viz": "",
+    "training": "checks viz", "viz": "", "identify": "formulas checks viz",
     "control": "checks formulas fast training viz", "language": "checks formulas fast training viz",
     "hub": "language formulas training fast checks",
-    "reviews": "hub language formulas training fast checks", "exercises": "formulas viz"}
+    "reviews": "hub language formulas training fast checks", "exercises": "formulas viz identify"}
 
 
 BUILDERS = {"nbdev", "fastcore", "execnb"}

@@ -12,7 +12,8 @@ NO_OPENING = re.compile(r"(What|How|Who|Whose|Are|Is)\b")
 # Words that the field does not use for these things, and the files in which they mean something
 # else.
 OLD_WORDS = re.compile(r"\b(words?|answers?|query|queries|seam|Keeper|Laps|human_score)\b")
-OTHER_MEANING = {"check.py": {"answer"}, "failures.py": {"answer"}, "task.py": {"word", "words"}}
+OTHER_MEANING = {"names.py": {"word", "words"}, "check.py": {"answer"},
+                 "failures.py": {"answer"}, "task.py": {"word", "words"}}
 
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name != "_modidx.py"]
 BESIDE = [p for room in ("tests", "tools", "benchmarks")

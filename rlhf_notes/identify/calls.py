@@ -1,0 +1,224 @@
+"""A function of someone else, called with tensors by what its parameters mean."""
+
+__all__ = ["LIMIT", "time_limit", "quiet", "result_tensors", "Subject", "Unreadable"]
+
+import contextlib
+import inspect
+import io
+import itertools
+import signal
+import threading
+
+import torch
+
+from .names import kind_of_roles, role_of, usual_number, parts_of
+
+
+class Unreadable(ValueError):
+    "The function cannot be called, or gives nothing that can be read: one sentence."
+
+
+LIMIT = 10.0  # seconds
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float):  # from now on
+    "Raise TimeoutError when they are over, where signals can: in the main thread, not on Windows."
+    is_main = threading.current_thread() is threading.main_thread()
+    if not hasattr(signal, "setitimer") or not is_main:
+        yield
+        return
+    def stop(*_): raise TimeoutError(f"no result after {seconds:g} s; is there an endless loop?")
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def quiet(seed: int):  # of PyTorch's global generator, which is as before afterwards
+    "Keep what a call prints and draws to itself; gives what was printed."
+    said = io.StringIO()
+    with (contextlib.redirect_stdout(said), contextlib.redirect_stderr(said),
+          torch.random.fork_rng(devices=[])):
+        torch.manual_seed(seed)
+        yield said
+
+
+def result_tensors(
+    out,  # what a function returned: a tensor, a number, a tuple, a list, a dict or an object
+) -> dict:  # name or number -> tensor
+    "The tensors and numbers of a result, in their order."
+    if isinstance(out, torch.Tensor): return {0: out}
+    if hasattr(out, "_asdict"):
+        out = out._asdict()
+    elif hasattr(out, "__dataclass_fields__"):
+        out = vars(out)
+    items = out.items() if isinstance(out, dict) else enumerate(
+        out if isinstance(out, (tuple, list)) else [out])
+    found = {name: _tensor(x) for name, x in items}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _tensor(x):
+    if isinstance(x, torch.Tensor): return x
+    if isinstance(x, (bool, str, dict)) or x is None: return None
+    try: return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError): return None
+
+
+def _equal(a, b): return torch.equal(a.double().nan_to_num(7), b.double().nan_to_num(7))
+
+
+class Subject:
+    "A function, the roles of its parameters, its options, and the dialect in which it is called."
+
+    def __init__(self, function, names=None, options=None):
+        self.function = function.forward if isinstance(function, torch.nn.Module) else function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.parameters = self._signature(function)
+        self.roles = {}  # role -> parameter
+        for name, x in dict(names=names, options=options).items():
+            if x is not None and not isinstance(x, dict):
+                raise TypeError(f"{name} must be a dict or None, got {type(x).__name__}")
+        self.given = dict(options or {})
+        for name in self.given.keys() - self.parameters.keys():
+            raise Unreadable(f"options must be parameters of {self.name}, got {name!r}; it has "
+                             f"{', '.join(self.parameters)}")
+        self._assign(names or {})
+        self.dialect, self.printed, self.calls, self.changed = {}, "", 0, set()
+        self.filled, self.unset = {}, {}  # options without a number -> the one they get here
+
+    def _signature(self, function):
+        if not callable(function):
+            raise TypeError(f"function must be callable, got {type(function).__name__}")
+        if inspect.isclass(function):
+            raise TypeError(f"function must be a function or an instance, got the class "
+                            f"{function.__name__}: call it first")
+        try:
+            found = inspect.signature(self.function).parameters
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"function must tell its parameters, got {self.name}: {e}") from e
+        named = {n: p for n, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        if not named:
+            raise TypeError(f"function must have named parameters, got {self.name}"
+                            f"{inspect.signature(self.function)}; write lambda logp, old: ...")
+        return named
+
+    def _assign(self, names):
+        "Give each role its parameter: as `names` says, then by the parts of the names."
+        told = {}
+        for a, b in names.items():
+            theirs, ours = (b, a) if b in self.parameters else (a, b)
+            if theirs not in self.parameters:
+                raise Unreadable(f"names must name parameters of {self.name}, got {a}={b}; it has "
+                                 f"{', '.join(self.parameters)}")
+            told[theirs] = role_of(ours) or ours
+        self.unknown = []
+        for name, p in self.parameters.items():
+            plain = p.default is p.empty or p.default is None
+            role = told.get(name) or (role_of(name) if plain and name not in self.given else None)
+            if role and role in self.roles:
+                self._second(role, name)
+            elif role:
+                self.roles[role] = name
+            elif p.default is p.empty and name not in self.given:
+                self.unknown.append(name)
+
+        if "logits" in self.roles and "labels" not in self.roles and "index" in self.roles:
+            self.roles["labels"] = self.roles.pop("index")
+
+    def _second(self, role, name):
+        "Two parameters of one role: that of the new policy says so, or stands first."
+        old = {"logp": "logp_old", "value": "value_old"}.get(role)
+        if old is None or old in self.roles:
+            self.unknown += [name] if self.parameters[name].default is inspect._empty else []
+            return
+        first, second = self.roles[role], name
+        if "new" in parts_of(second) and "new" not in parts_of(first):
+            first, second = second, first
+        self.roles[role], self.roles[old] = first, second
+
+    def required(self) -> set:  # roles
+        "Roles of the parameters without default."
+        return {role for role, name in self.roles.items()
+                if self.parameters[name].default is inspect._empty}
+
+    def guess(self) -> str | None:  # a kind, or None
+        "The kind, from the roles."
+        return kind_of_roles(set(self.roles), self.required())
+
+    def prepare(self, supplied):
+        "Settle what the options without default get; Unreadable if a parameter is not understood."
+        unknown = [*self.unknown, *(self.roles[r] for r in self.required() - set(supplied))]
+        for name in dict.fromkeys(unknown):
+            if name in self.given: continue
+            number = usual_number(name)
+            if number is None:
+                raise Unreadable(
+                    f"names or options must say what {name} of {self.name} is; it has "
+                    f"{', '.join(self.parameters)}, understood as {self.understood()}")
+            self.filled[name] = number
+
+    def understood(self) -> str:
+        "Parameters and their roles, for a message."
+        return ", ".join(f"{name}: {role}" for role, name in self.roles.items()) or "nothing"
+
+    @property
+    def numbers(self) -> dict:  # name -> value
+        "The numeric options: given, by default, or filled in."
+        defaults = {n: p.default for n, p in self.parameters.items()}
+        found = defaults | self.filled | self.given
+        return {n: x for n, x in found.items()
+                if isinstance(x, (int, float)) and not isinstance(x, bool)}
+
+    def switches(self) -> dict:  # name -> value
+        "The options that are True, False, None or a string."
+        tensors = set(self.roles.values())
+        found = {n: p.default for n, p in self.parameters.items()} | self.given
+        return {n: x for n, x in found.items()
+                if (x is None or isinstance(x, (bool, str)))
+                and n not in tensors and n not in self.unset}
+
+    def run(self, case: dict, **options):  # role -> value -> what the function returns
+        "One call; exceptions become one sentence."
+        values = self.filled | self.unset | self.given | {
+            self.roles[role]: x for role, x in case.items() if role in self.roles} | options
+        kinds = {n: p.kind for n, p in self.parameters.items()}
+        first = [n for n, k in kinds.items() if k == inspect.Parameter.POSITIONAL_ONLY]
+        args = [values.pop(n) for n in first if n in values]
+        self.calls += 1
+        before = {n: x.detach().clone() for n, x in values.items() if isinstance(x, torch.Tensor)}
+        with quiet(self.calls) as said:
+            try:
+                out = self.function(*args, **values)
+            except TimeoutError:
+                raise
+            except (Exception, SystemExit) as e:
+                text = str(e).strip().split("\n")[0][:200]
+                shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in values.items()
+                                   if isinstance(x, torch.Tensor))
+                raise Unreadable(f"{self.name} raised {type(e).__name__}: {text}; called with "
+                                 f"{shapes or 'no tensor'}") from e
+            finally:
+                self.printed = self.printed or said.getvalue().strip()
+        self.changed |= {n for n, x in before.items() if not _equal(x, values[n].detach())}
+        return out
+
+    def tune(self, tries: dict, attempt):
+        "The first dialect, one choice of each of `tries`, for which attempt(dialect) succeeds."
+        first, unset = None, {n: usual_number(n) for n, x in self.switches().items()
+                              if x is None and usual_number(n) is not None}
+        for filled in ({}, *({n: x} for n, x in unset.items()), unset):
+            self.unset = filled  # options of None that have to be numbers
+            for choice in itertools.product(*tries.values()):
+                self.dialect = dict(zip(tries, choice))
+                try:
+                    return attempt(self.dialect)
+                except Unreadable as e:
+                    first = first or e
+            if not unset: break
+        raise first

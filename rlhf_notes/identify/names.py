@@ -1,0 +1,145 @@
+"""The meaning of a parameter, by the words of its name; and the kind of a function, by theirs."""
+
+__all__ = ["KINDS", "role_of", "usual_number", "kind_of_roles", "parts_of"]
+
+import re
+
+KINDS = ("policy_loss", "value_loss", "gae", "group_advantage", "kl", "log_prob", "entropy",
+         "aggregate", "whiten", "preference_loss")
+
+WORDS = {  # one word -> those that mean the same in other people's code
+    "logp": "logp logps logprob logprobs lp lps logpi logpis loglikelihood loglikelihoods logpt",
+    "logits": "logits logit",
+    "old": "old behavior behaviour prev previous mu sampled before anchor prox proximal",
+    "rollout": "rollout sampling sampler inference generation vllm",
+    "ref": "ref refs reference base sft init initial frozen prior teacher",
+    "new": "new newlogprob newvalue current curr cur policy pi",
+    "chosen": "chosen preferred winner winning win better positive pos w yw",
+    "rejected": "rejected dispreferred loser losing lose worse negative neg yl",
+    "mask": "mask masks valid keep real",
+    "pad": "pad padding padded ignore ignored",
+    "advantage": "advantage advantages adv advs a ahat gae",
+    "value": "value values v val vals vpred vpreds vf critic vs vt baselines",
+    "next": "next last bootstrap final boot tail tp1 nextvalue nextvalues lastvalue",
+    "return": "return returns ret rets vtarg vtargs returned",
+    "reward": "reward rewards score scores rew rews r rs rwd rwds outcome outcomes",
+    "target": "target targets",
+    "terminated": "terminated terminations termination terminal terminals term terms",
+    "truncated": "truncated truncations truncation trunc truncs timeout timeouts timelimit",
+    "done": "done dones end ends ended over resets reset cut cuts",
+    "start": "start starts first firsts begins",
+    "not": "not non nonterminal nonterminals notdone notdones continues cont alive",
+    "ratio": "ratio ratios rho rhos",
+    "entropy": "entropy entropies ent ents",
+    "index": "index uid uids groupid groupids gid gids",
+    "label": "label labels token tokens ids id action actions completion completions response "
+             "responses sequence sequences sampled_tokens choices chosen_tokens",
+    "length": "length lengths len lens seqlen seqlens",
+    "x": "x xs loss losses tensor input inputs term matrix mat elementwise arr per_token_loss l",
+}
+MEANS = {word: meaning for meaning, words in WORDS.items() for word in words.split()}
+NOISE = set("b mb batch minibatch flat per the t token tokens seq all my raw level each".split())
+OPTION = set("""clip cliprange coef coeff coefficient eps epsilon range low high norm normalize
+    normalise lam lambda lmbda gamma discount beta alpha temperature temp temps mode type kind agg
+    aggregation reduction scale weight smoothing max min num n use size factor dim horizon margin
+    estimator dual delta tau bonus penalty count threshold limit penalize fn func config cfg args
+    whiten shift unbiased std cap floor name logger total rate steps""".split())
+
+
+def parts_of(
+    name: str,  # of a parameter: "old_logProbs"
+) -> list:  # ["old", "logp"]: the meanings of its words, or the words themselves
+    "The words of a name, each under the meaning that it has here."
+    name = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().strip("_")
+    name = re.sub(r"log_?(probabilities|probability|probs?|ps?|pis?|likelihoods?)(?=_|$)", "logp",
+                  name)
+    name = re.sub(r"(?<=_)l$", "rejected", name)
+    name = re.sub(r"log_?(importance_|prob_)?(ratios?|r)(?=_|$)", "log_ratio", name)
+    name = re.sub(r"(^|_)(new|old|ref|next|last|not|non)_?(?=(logp|values?|vals?|v|dones?|term"
+                  r"|terminals?|logits?|lps?)(_|$))", r"\1\2_", name)
+    return [MEANS.get(word, word) for word in name.split("_") if word]
+
+
+def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = an option
+    "The role of an argument, by the words of its name."
+    words = parts_of(name)
+    has = set(words)
+    plain = has - NOISE
+    if "mask" in has: return "padding" if "pad" in has and "not" not in has else "mask"
+    if "ratio" in has and not has & OPTION: return "log_ratio" if "log" in has else "ratio"
+    if has & OPTION and not has & {"logp", "logits"}: return None
+    if "pad" in has: return None if has & {"id", "label", "index"} else "padding"
+    if {"chosen", "rejected"} & plain and (plain - {"chosen", "rejected"} or len(name) > 2):
+        side = "chosen" if "chosen" in has else "rejected"
+        if not has & {"length", "label"}: return f"{side}_ref" if "ref" in has else side
+    if "logits" in has: return "logits_ref" if "ref" in has else "logits"
+    if "logp" in has:
+        return next((f"logp_{w}" for w in ("rollout", "ref", "old") if w in has), "logp")
+    if has & {"done", "terminated", "truncated", "not", "start"}: return _ends(has)
+    if "advantage" in has: return "advantage"
+    if "entropy" in has: return "entropy"
+    if "value" in has or plain == {"next"}: return _values(has)
+    if "return" in has: return "returns"
+    if "reward" in has: return "rewards"
+    if plain == {"target"}: return "labels"
+    if "length" in has: return "lengths"
+    if "index" in has or "group" in has and has & {"ids", "label", "idx"}: return "index"
+    if "x" in has and not ("input" in name and "label" in has): return "x"
+    if "label" in plain or has <= MEANS.keys() & NOISE | {"label"}: return "labels"
+    return None
+
+
+def _ends(has):
+    end = next((w for w in ("start", "terminated", "truncated") if w in has), "done")
+    if "not" in has: return "not_done_last" if "next" in has else "not_done"
+    return "done_last" if "next" in has and end != "start" else end.replace("start", "starts")
+
+
+def _values(has):
+    if "next" in has: return "next_value"
+    if "old" in has: return "value_old"
+    return "returns" if has & {"target", "return"} else "value"
+
+
+NUMBERS = [  # (what an option without default gets, the name has this), the first that fits
+    (3.0, r"dual|clip_?(?:ratio_?)?c$|eps(?:ilon)?_?c$|delta"),
+    (0.2, r"clip|eps\w*_(?:low|high|hi|lo|lower|upper)|^eps_?(?:l|h)$"),
+    (0.93, r"gamma|discount"),
+    (0.87, r"^lam|lambda|lmbda|_lam"),
+    (0.1, r"beta|coef|weight|eta"),
+    (1.3, r"temp"),
+    (0.0, r"smooth|margin"),
+    (16, r"max_?(?:len|completion|response|tokens|seq)|length|norm\w*er|horizon|gen_?len"),
+    (4, r"^[gkn]$|group|num|samples|n_resp|rollouts|repeat|size"),
+    (1e-6, r"eps"),
+    (1.0, r"scale|factor|alpha|tau"),
+]
+
+
+GROUP_NAME = (
+    re.compile(r"^g$|group|num_?gen|samples_?per|n_resp|repeat|n_samples|num_samples|num_resp")
+)
+
+
+def usual_number(name: str) -> float | None:  # of a parameter without default
+    "A number that an option of this name may have; None if the name says nothing."
+    name = name.lower()
+    return next((number for number, has in NUMBERS if re.search(has, name)), None)
+
+
+def kind_of_roles(
+    roles: set,  # of all parameters
+    required: set,  # of those without default
+) -> str | None:  # a kind, "x" for a reduction or whitening, None where the names do not tell
+    "The kind of a function, from the roles of its parameters."
+    if {"chosen", "rejected"} <= roles: return "preference_loss"
+    if "advantage" in roles and roles & {"logp", "ratio", "log_ratio"}: return "policy_loss"
+    if "logits" in roles: return "log_prob" if "labels" in roles else "entropy"
+    if "logp" in roles and roles & {"logp_ref", "logp_old"} or "log_ratio" in roles: return "kl"
+    if "rewards" in roles and roles & {"value", "next_value"}: return "gae"
+    if {"value", "returns"} <= roles: return "value_loss"
+    if "rewards" in roles and roles & {"done", "terminated", "truncated", "not_done", "starts"}:
+        return "gae"
+    if "rewards" in roles and ("mask" not in required or roles & {"index", "group"}):
+        return "group_advantage"
+    return "x" if roles & {"x", "value", "advantage", "rewards", "returns"} else None

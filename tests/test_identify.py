@@ -1,0 +1,241 @@
+"identify reads what a function does: right ones with their numbers, faults by their kind."
+import itertools
+import json
+import random
+import sys
+import time
+
+import pytest
+import torch
+from planted import PLANTED, masked_mean, rows
+
+import rlhf_notes
+from rlhf_notes import cli, identify
+from rlhf_notes.formulas.family import POLICY_VARIANTS
+from rlhf_notes.identify.names import role_of
+from rlhf_notes.identify.report import CAUTIONS, FINDINGS
+from rlhf_notes.identify.weights import mode_weights, ragged, read_mode
+
+def near(a, b):
+    return a == b or isinstance(a, float) and isinstance(b, (int, float)) and a == pytest.approx(
+        b, rel=2e-3)
+
+
+@pytest.mark.parametrize("name, f, given, kind, known, finding, facts", PLANTED,
+                         ids=[p[0] for p in PLANTED])
+def test_planted(name, f, given, kind, known, finding, facts):
+    before = torch.get_rng_state()
+    began = time.process_time()
+    report = identify(f, **given)
+    assert time.process_time() - began < 3
+    assert torch.equal(before, torch.get_rng_state())
+    assert report.kind == kind
+    assert {x.kind for x in report.findings} == {*(finding or "").split()}, report
+    assert report.right == (finding is None and known), report
+    assert (
+        not {n: report.facts.get(n) for n, x in facts.items() if not near(report.facts.get(n), x)}
+    )
+    assert {x.kind for x in report.findings} <= FINDINGS.keys()
+    assert {x.kind for x in report.cautions} <= CAUTIONS.keys()
+    assert json.loads(json.dumps(report.as_dict()))["right"] == report.right
+
+
+def test_enough_is_planted():
+    kinds = {kind for *_, kind, _, finding, _ in PLANTED if finding is None}
+    found = {f for *_, finding, _ in PLANTED for f in (finding or "").split()}
+    assert len(PLANTED) >= 40 and len(kinds) == 10 and found == FINDINGS.keys()
+
+
+# Compositions of a dialect of names, a reduction, a range and a fault.
+
+DIALECTS = ("logp logp_old advantage mask", "log_prob old_log_prob advantages response_mask",
+            "per_token_logps old_per_token_logps advantages completion_mask",
+            "action_log_probs old_action_log_probs advs action_mask",
+            "pi_logprobs pi_old_logprobs advantages padding_masks")
+REDUCTIONS = {
+    "token-mean": masked_mean, "seq-mean-token-mean": lambda x, m: rows(x, m).mean(),
+    "seq-mean-token-sum": lambda x, m: (x * m).sum(1).mean(), "sum": lambda x, m: (x * m).sum(),
+    "constant": lambda x, m: (x * m).mean()}
+FAULTS = {
+    None: lambda r, A, clipped: -torch.min(r * A, clipped * A),
+    "sign": lambda r, A, clipped: torch.min(r * A, clipped * A),
+    "scale": lambda r, A, clipped: -3 * torch.min(r * A, clipped * A),
+    "no-min": lambda r, A, clipped: -clipped * A,
+    "clip-missing": lambda r, A, clipped: -r * A,
+    "dual-clip-side": lambda r, A, clipped: -torch.max(torch.min(r * A, clipped * A), 3.7 * A),
+    "no-gradient": lambda r, A, clipped: -torch.min(r * A, clipped * A).detach(),
+    "ratio-constant": lambda r, A, clipped: -r / r.detach() * A}
+CASES = list(itertools.product(DIALECTS, REDUCTIONS, FAULTS))
+
+
+def composed(dialect, reduction, fault, low, high, result):
+    "A policy loss that is put together from parts."
+    padding = "padding" in dialect
+    def loss(logp, old, A, mask):
+        r = torch.exp(logp - old)
+        x = FAULTS[fault](r, A if A.ndim == 2 else A[:, None], r.clamp(1 - low, 1 + high))
+        value = REDUCTIONS[reduction](x, ~mask if padding else mask)
+        return dict(tensor=value, tuple=(value, r.mean()), dict={"loss": value, "kl": 0.0})[result]
+    space = {"loss": loss}
+    arguments = ", ".join(dialect.split())
+    exec(f"def named({arguments}): return loss({arguments})", space)
+    return space["named"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_compositions(seed):
+    draw = random.Random(seed)
+    dialect, reduction, fault = draw.choice(CASES)
+    low, high = draw.choice((0.13, 0.2, 0.37)), draw.choice((0.28, 0.37, 0.913))
+    f = composed(dialect, reduction, fault, low, high, draw.choice(("tensor", "tuple", "dict")))
+    report = identify(f)
+    assert {x.kind for x in report.findings} == {fault} - {None}, report
+    if fault == "no-gradient": return
+    expected = 3.0 if fault == "scale" else 1.0
+    assert (report.facts["aggregation"], report.facts["scale"]) == (reduction, expected)
+    if fault in (None, "sign", "scale", "no-min"):
+        assert near(report.facts["clip_low"], low) and near(report.facts["clip_high"], high)
+
+
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_each_variant_of_ours_is_named(variant):
+    def loss(logp, logp_old, advantage, mask):
+        return rlhf_notes.policy_loss(logp, logp_old, advantage, mask, variant=variant)
+    report = identify(loss)
+    assert report.right and not report.cautions, report
+    assert report.formula == {"gspo_token": "gspo"}.get(variant, variant)
+
+
+OURS = ("value_loss gae gae_tokens discounted_returns group_advantage rloo_advantage kl_estimate "
+        "kl_loss selective_log_softmax entropy_from_logits aggregate_loss whiten dpo_loss "
+        "bradley_terry_loss simpo_loss").split()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_formulas_are_right(name):
+    report = identify(getattr(rlhf_notes, name))
+    assert report.right, report
+    assert report.formula == {"kl_loss": "kl_estimate"}.get(name, name)
+
+
+# Cautions
+
+def fragile(logp, old_logp, advantages, mask):
+    r = torch.exp(logp - old_logp)
+    loss = -torch.min(r * advantages, r.clamp(.8, 1.2) * advantages)
+    return rows(loss, mask).mean()
+
+
+def sturdy(logp, old_logp, advantages, mask):
+    return rlhf_notes.policy_loss(logp, old_logp, advantages, mask, variant="grpo")[0]
+
+
+def test_cautions():
+    kinds = {x.kind for x in identify(fragile).cautions}
+    assert kinds >= {"mask-nan", "empty-batch", "empty-row", "overflow", "old-gradient",
+                     "advantage-gradient"}
+    assert not identify(sturdy).cautions
+    def half(logits, labels): return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    assert [x.kind for x in identify(half).cautions] == ["precision"]
+
+
+# What cannot be read: one sentence
+
+def endless(logp, old_logp, adv, mask):
+    while True: pass
+
+
+def talks(logp, old_logp, adv, mask):
+    print("hello")
+    return sturdy(logp, old_logp, adv, mask)
+
+
+def draws(logp, old_logp, adv, mask): return -(torch.rand_like(logp) * logp * adv[:, None]).mean()
+def fails(logp, old_logp, adv, mask): raise KeyError("no such key")
+def on_cuda(logp, old_logp, adv, mask): return logp.to("cuda").sum()
+def nothing(logp, old_logp, adv, mask): pass
+def other_shape(logp, old_logp, adv, mask): return logp.new_ones(3, 3)
+def asks(logp, old_logp, adv, mask, mystery): return logp.sum()
+def three(rewards, values, dones, next_value, gamma=0.9): return rewards, rewards, rewards
+def nameless(foo, bar): return foo + bar
+def not_finite(logp, old_logp, adv, mask): return logp.sum() * float("nan")
+
+
+@pytest.mark.parametrize("f, error, says", [
+    (3, TypeError, "callable, got int"), (lambda *args: args[0], TypeError, "named parameters"),
+    (dict, TypeError, "the class dict"), (torch.exp, TypeError, "its parameters, got exp"),
+    (draws, ValueError, "draws is random"), (fails, ValueError, "fails raised KeyError"),
+    (on_cuda, ValueError, "on_cuda raised"), (nothing, ValueError, "nothing returned None"),
+    (other_shape, ValueError, r"\(3, 3\)"), (three, ValueError, "three returned"),
+    (asks, ValueError, "what mystery of asks is; it has logp, old_logp, adv, mask, mystery"),
+    (nameless, ValueError, "kind must be given"), (not_finite, ValueError, "gives NaN")])
+def test_what_cannot_be_read_is_said_in_one_sentence(f, error, says):
+    with pytest.raises(error, match=says) as e: identify(f)
+    assert "\n" not in str(e.value)
+
+
+def test_an_endless_loop_ends(monkeypatch):
+    monkeypatch.setattr(sys.modules["rlhf_notes.identify"], "LIMIT", 0.5)
+    with pytest.raises(ValueError, match="endless took more than 0.5 s in 1 call"):
+        identify(endless)
+
+
+def test_arguments_are_checked():
+    for bad, error in ((dict(kind="loss"), ValueError), (dict(layout="NT"), ValueError),
+                       (dict(options=dict(c=1)), ValueError), (dict(names=3), TypeError),
+                       (dict(names={"a": "b"}), ValueError)):
+        with pytest.raises(error, match=next(iter(bad))): identify(fragile, **bad)
+
+
+def test_prints_are_kept(capsys):
+    assert identify(talks).notes == ["it prints: hello"]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_figure_shows_both_signs():
+    figure = identify(fragile).plot()
+    assert [ax.get_title() for ax in figure.axes] == ["A > 0", "A < 0"]
+    assert all(len(ax.lines) == 2 for ax in figure.axes)
+
+
+def test_the_module_is_the_function_too():
+    import importlib
+    module = importlib.import_module("rlhf_notes.identify")
+    assert module(fragile).right and module.identify(fragile).right
+
+
+def test_roles():
+    table = {"logp": "lp new_logprobs action_log_probs", "logp_old": "b_old_logprobs oldlogprob",
+             "logp_ref": "log_probs_base ref_logprob", "padding": "padding_masks is_pad",
+             "mask": "eos_mask completion_mask", "not_done": "not_done nonterminal",
+             "starts": "episode_starts", "next_value": "last_values bootstrap_value",
+             "rewards": "token_level_rewards", "chosen_ref": "ref_logp_w", None: "clip_range gamma"}
+    assert not [(name, role) for role, names in table.items() for name in names.split()
+                if role_of(name) != role]
+
+
+def test_modes_are_told_apart():
+    for mode, group in (("token-mean", 1), ("seq-mean-token-mean", 1), ("seq-mean-token-sum", 1),
+                        ("constant", 1), ("sum", 1), ("prompt-mean", 6)):
+        masks = [ragged(B, T) for B, T in ((48, 7), (96, 11))]
+        found = read_mode([(0.37 * mode_weights(m, mode, group), m) for m in masks])
+        assert found[0] == mode and found[1] == pytest.approx(0.37)
+
+
+# The command
+
+def test_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "of_mine.py").write_text(
+        "def good(values, returns): return (values - returns).pow(2).mean()\n"
+        "def bad(values, returns, clip=0.2): return -(values - returns).pow(2).mean()\n"
+        "def odd(*args): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["identify", "of_mine:good"]) == 0
+    assert "value_loss: right" in capsys.readouterr().out
+    assert cli.main(["identify", "of_mine:bad", "--options", "clip=0.3", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert {x["kind"] for x in said["findings"]} == {"sign", "option-without-effect"}
+    for wrong in ("of_mine:odd", "of_mine:none", "nowhere:f", "of_mine"):
+        assert cli.main(["identify", wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["identify", "of_mine:good", "--names", "v"]) == 2
