@@ -72,8 +72,8 @@ def old_program(seed, steps=50_000, bootstrap=False):
 
     from rlhf_notes.control.envs import make_envs
     from rlhf_notes.control.ppo import seeds
-    from rlhf_notes.control.trainer import episode_returns
     from rlhf_notes.control.spaces import row_maker
+    from rlhf_notes.control.trainer import episode_returns
     from rlhf_notes.formulas.advantage import gae
     from rlhf_notes.formulas.logprob import gaussian_log_prob
     from rlhf_notes.formulas.surrogate import clipped_surrogate

@@ -21,6 +21,7 @@ Modules:
 - `rlhf_notes.fast.lengths`: Rows of like length together, so that one long prompt does not pad all the others.
 - `rlhf_notes.fast.linear`: Log-probabilities from hidden states without the logits, a few hundred positions at a time.
 - `rlhf_notes.fast.rows`: Log-probability and entropy of rows of logits as operators, and when they pay off.
+- `rlhf_notes.fast.scan`: The recursion behind returns and GAE in one compiled loop, an operator for PyTorch.
 - `rlhf_notes.fast.steps`: The next tokens of Llama, Qwen, Mistral or Gemma: one step is recorded on a GPU and replayed.
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
 - `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.

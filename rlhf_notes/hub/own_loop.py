@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from ..formulas.distillation import distillation_advantage
 from ..formulas.advantage import multi_reward_advantage
+from ..formulas.distillation import distillation_advantage
 from .prompts import in_epochs
 from .turns import take_turns
 from ..language.loop import Loop

@@ -516,7 +516,8 @@ def test_an_iteration_sees_each_row_once_in_each_pass(monkeypatch):
     assert len(seen) == SMALL.epochs * SMALL.minibatches
     key = lambda b: sorted(
         map(tuple, torch.cat([b.obs, b.logp[:, None], b.returns[:, None]], 1).tolist()))
-    join = lambda bs: Batch(*(torch.cat([getattr(b, f.name) for b in bs]) for f in fields(Batch)[:-1]))
+    join = lambda bs: Batch(*(torch.cat([getattr(b, f.name) for b in bs])
+                              for f in fields(Batch)[:-1]))
     n = SMALL.minibatches
     for epoch in range(SMALL.epochs):
         assert key(join(seen[epoch * n:epoch * n + n])) == key(batches[0])

@@ -11,8 +11,8 @@ import torch
 from rlhf_notes.control import trainer as control
 from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.policy import Body
-from rlhf_notes.control.trainer import PPO
 from rlhf_notes.control.saved import check_kept
+from rlhf_notes.control.trainer import PPO
 
 SHAPE = dict(seed=3, steps=8 * 128, num_envs=4, num_steps=32, epochs=2)
 SMALL = PPOConfig(**SHAPE)
