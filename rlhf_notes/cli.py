@@ -50,13 +50,15 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from textwrap import shorten
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError, validators
 
 from . import __version__
 from .launch import TASKS, many_seeds, new_training, old_training, versions
-from .training.options import TRACKERS
+from .training.options import TRACKERS, read_json
 from .training.signals import Lenient, handle_signals
 
 
@@ -168,11 +170,19 @@ def _option(config, name, field, group):
     infos = [fields[name] for fields in bases if name in fields]  # those of a base explain
     help = next(info.description for info in infos if info.description)
     help = re.sub(r" \([PRG]\d+\)", "", help)  # numbers of the details, which the lessons explain
-    kind = field.annotation if field.annotation != dict | None else object
-    how = Parameter(help=help, group=group, converter=CONVERTERS.get(kind),
+    kind = _bare(field.annotation) if field.annotation != dict | None else object
+    given = next((x for x in get_args(kind) if x in CONVERTERS), kind)  # if it is not None
+    how = Parameter(help=help, group=group, converter=CONVERTERS.get(given),
                     alias=ALIASES.get(name))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
                              annotation=Annotated[kind, how])
+
+
+def _bare(kind):
+    "A type without the rules that pydantic checks: of those the config itself tells."
+    if get_origin(kind) is Annotated: return _bare(get_args(kind)[0])
+    if get_origin(kind) not in (Union, UnionType): return kind
+    return Union[tuple(map(_bare, get_args(kind)))]
 
 
 def _whole(type_, tokens):  # cyclopts itself rounds 7.5
@@ -188,9 +198,9 @@ def _whole(type_, tokens):  # cyclopts itself rounds 7.5
 def _object(type_, tokens):  # cyclopts itself makes strings of the values
     text = tokens[0].value
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError as e:
-        raise ValueError(f"must be JSON, such as '{{\"g\": 5.0}}', got {text}") from e
+        raise ValueError(f"must be JSON, such as '{{\"g\": 5.0}}', got {shorten(text, 80)}") from e
 
 
 def _filled(type_, tokens):  # an empty shell variable, say

@@ -45,16 +45,17 @@ def read_log(
     path = Path(path)
     try:
         is_events = "tfevents" in path.name or path.is_dir()
-        rows = _events(path) if is_events else _parse(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        rows = [dict(row) for row in (_events(path) if is_events else _parse(path))]
+    except Exception as e:  # whatever a file holds
         raise ValueError("the log must be one of a training, got "
                          f"{path}: {type(e).__name__}: {e}") from e
     numbers = ({name: _number(x) for name, x in row.items()} for row in rows)
     rows = [{k: x for k, x in row.items() if x is not None} for row in numbers]
     known = {name for columns in DIALS.values() for name in columns.split()}
     if not any((row.keys() & known) - {"step", "iteration"} for row in rows):
+        names = ", ".join(x if x.isprintable() else repr(x) for x in (rows or [{}])[0])
         raise ValueError(f"the log must have columns that the doctor knows, got {path} with "
-                         f"{', '.join(rows[0]) if rows else 'no numbers'}")
+                         f"{names or 'no numbers'}")
     return rows
 
 def _parse(path):
@@ -75,6 +76,8 @@ def _number(x):
         return float(re.sub(r"^np\.float\d+\((.*)\)$", r"\1", x) if isinstance(x, str) else x)
     except (TypeError, ValueError):
         return None
+    except OverflowError:
+        return math.inf
 
 def _events(path):
     "The rows of a directory or a file of TensorBoard."
@@ -117,7 +120,8 @@ def series(
     return found
 
 def _step(row, i):
-    return int(next((row[c] for c in DIALS["step"].split() if c in row), i))
+    step = next((row[c] for c in DIALS["step"].split() if c in row), i)
+    return int(step) if math.isfinite(step) else i
 
 # %% ../nbs/doctor.ipynb #finding
 @dataclass

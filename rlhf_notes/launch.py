@@ -157,7 +157,7 @@ def old_training(
     if missing := [name for name in names if name not in run.config]:
         raise ValueError(f"resume must be a run with all options, got {path} without {missing[0]}")
     if not trust:
-        _check_code(run.config, path, given)
+        _check_code(run.config, path, given, {"train": "env", "rlhf": "reward"}.get(task))
     options = {name: run.config[name] for name in names}
     own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
     for name, value in own.items():
@@ -170,9 +170,12 @@ def old_training(
     return partial(_train, config, train, run, is_main)
 
 
-def _check_code(config, path, given):
+def _check_code(config, path, given, offered):
     "ValueError if a run names a module that is not given again: importing runs its code."
     for name, value in _code(config).items():
+        if name != offered:
+            raise ValueError(f"trust must be given, since {path} names a module by {name}, got "
+                             f"none for {value!r}")
         if (again := given.get(name)) != value:
             raise ValueError(f"{name} must be {value} again, or --trust given, since {path} "
                              f"names that module, got {again or 'neither'}")

@@ -8,7 +8,6 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/hub/prompts.html.md"""
 __all__ = ['read_prompts', 'token_ids', 'Prompts', 'in_epochs']
 
 # %% ../../nbs/hub/31_prompts.ipynb #export-imports
-import json
 import math
 import warnings
 from pathlib import Path
@@ -19,7 +18,8 @@ from torch import nn
 
 from ..formulas.reward import truncate_at_stop
 from .load import Classifier, as_text, check_tokens, end_tokens
-from .rewards import TEXTS, call_reward, reward_arguments, reward_functions
+from .rewards import TEXTS, call_rewards, reward_arguments, reward_functions
+from ..training.options import read_json
 from ..training.seeds import seeded_generator
 
 # %% ../../nbs/hub/31_prompts.ipynb #read-prompts
@@ -71,14 +71,14 @@ def _lines(path):
             yield place, line
             continue
         try:
-            yield place, json.loads(line)
+            yield place, read_json(line)
         except ValueError as e:
             raise ValueError(f"prompts must be JSON, got {place}: {e}") from e
 
 def _array(text):
     "The items of a JSON array; None for all else, and for a chat alone on its line."
     try:
-        whole = json.loads(text)
+        whole = read_json(text)
     except ValueError:
         return None
     return whole if isinstance(whole, list) and not _is_prompt(whole) else None
@@ -107,6 +107,7 @@ class Prompts:
     special_tokens = True
     turn = None  # rows whose turn it is; None = any
     environment = dialogues = None  # replies to the model; its `Dialogues`
+    reward_timeout = None  # seconds for each call of a reward function
 
     def __init__(
         self,
@@ -232,9 +233,10 @@ class Prompts:
             rows, responses = self.dialogues.rows, self.dialogues.newest(responses)
         texts, columns = self.as_arguments(rows, responses)
         given, said, _ = texts.values()
+        own = [f for f, _ in self.rewards if not isinstance(f, Classifier)]
+        numbers = iter(call_rewards(own, texts, columns, self.reward_timeout))
         self.parts = torch.stack([f(f.read(self.tokenizer, given, said, whole))
-                                  if isinstance(f, Classifier) else
-                                  call_reward(f, texts, columns)
+                                  if isinstance(f, Classifier) else next(numbers)
                                   for f, _ in self.rewards], 1).to(device)
         scores = self.parts * self.parts.new_tensor([weight for _, weight in self.rewards])
         return scores.nansum(1).masked_fill(scores.isnan().all(1), math.nan)

@@ -15,7 +15,7 @@ An exception ends the training, None leaves a response out. Several rewards come
 weights or without; a directory or a name is that of a reward model.
 """
 
-__all__ = ['TEXTS', 'STARRED', 'reward_arguments', 'called', 'call_reward', 'reward_functions']
+__all__ = ['TEXTS', 'STARRED', 'reward_arguments', 'called', 'call_rewards', 'call_reward', 'reward_functions']
 
 import asyncio
 import inspect
@@ -23,8 +23,12 @@ import math
 import os
 import re
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Set
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 
@@ -71,20 +75,36 @@ def reward_arguments(
     return bound
 
 
-def called(
-    function,  # a reward, or an environment
-    given: inspect.BoundArguments,  # from `reward_arguments`
-):
+def called(function, given):  # an environment, from `reward_arguments`
     "The result of a function that may be async."
-    values = function(*given.args, **given.kwargs)
-    return _awaited(values) if inspect.isawaitable(values) else values
+    return _result(_begin(function, given))
 
 
-def _awaited(values):
-    "The result of an async function, in a thread: a notebook has an event loop of its own."
-    result, error = asyncio.run_coroutine_threadsafe(_outcome(values), _loop()).result()
-    if error is not None: raise error
-    return result
+def _begin(function, given, timeout=None):
+    "A future of (result, error): all that is async runs in one thread; with a timeout, all does."
+    if timeout is None: return _outcome_of(function, given)
+    if inspect.iscoroutinefunction(function): return _outcome_of(function, given)
+    future = Future()
+
+    def run():
+        outcome = _outcome_of(function, given).result()
+        with suppress(InvalidStateError):  # nobody waits any more
+            future.set_result(outcome)
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _outcome_of(function, given):
+    "Call a function: the future of an async one is under way, others have ended."
+    future = Future()
+    try:
+        values = function(*given.args, **given.kwargs)
+        if inspect.isawaitable(values):
+            return asyncio.run_coroutine_threadsafe(_outcome(values), _loop())
+        future.set_result((values, None))
+    except BaseException as e:
+        future.set_result((None, e))
+    return future
 
 
 async def _outcome(values):
@@ -93,6 +113,21 @@ async def _outcome(values):
         return await values, None
     except BaseException as e:
         return None, e
+
+
+def _result(future, until=None, timeout=None):
+    "The result of a call that is over at `until`, by the clock of `time.monotonic`."
+    try:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        values, error = future.result(left)
+    except FutureTimeout:
+        raise TimeoutError(f"no result within reward_timeout = {timeout:g} seconds") from None
+    finally:
+        if not future.done():  # as well after a second Ctrl-C
+            future.cancel()
+            _leave_if_blocked()
+    if error is not None: raise error
+    return values
 
 
 _LOOPS, _LOCK = {}, threading.Lock()  # process -> its loop
@@ -117,6 +152,14 @@ def _run_forever(loop):
             pass
 
 
+def _leave_if_blocked():
+    "Forget a loop that an async function without an `await` holds up: the next call gets another."
+    alive = threading.Event()
+    _loop().call_soon_threadsafe(alive.set)
+    if not alive.wait(1.0):
+        _LOOPS.pop(os.getpid(), None)
+
+
 def _new_lock():
     global _LOCK
     _LOCK = threading.Lock()
@@ -126,34 +169,68 @@ if hasattr(os, "register_at_fork"):  # a thread that held it is not in the child
     os.register_at_fork(after_in_child=_new_lock)
 
 
-def call_reward(
-    function,  # a reward
-    texts: dict,  # as for `reward_arguments`
-    columns: dict,  # likewise
-) -> torch.Tensor:  # (B,), NaN = no score
-    "The numbers that a reward function returns; ValueError tells what else it does."
-    values, given = "nothing", reward_arguments(function, texts, columns)
+def call_rewards(functions, texts, columns, timeout=None) -> list:  # (B,) each, NaN = no score
+    """The numbers that reward functions return; async ones run at the same time.
+
+    `texts` and `columns` are as for `reward_arguments`; `timeout` is in seconds, for each call.
+    ValueError tells what else a function does.
+    """
+    begun, found, count = [], {}, len(texts["responses"])
+    until = None if timeout is None else time.monotonic() + timeout
+
+    def look(i): found[i] = _numbers(functions[i], begun[i], count, until, timeout)
     try:
-        values = called(function, given)
+        for i, function in enumerate(functions):
+            given = reward_arguments(function, texts, columns)
+            begun.append(_begin(function, given, timeout))
+            if begun[i].done(): look(i)  # if it has failed, no other begins
+        for i in range(len(functions)):
+            if i not in found: look(i)
+        return [found[i] for i in range(len(functions))]
+    finally:
+        for future in begun:
+            future.cancel()
+
+
+def call_reward(function, texts, columns) -> torch.Tensor:  # (B,), NaN = no score
+    "The numbers that one reward function returns, as `call_rewards`."
+    return call_rewards([function], texts, columns)[0]
+
+
+def _numbers(function, future, count, until, timeout):
+    "What a reward has returned, as a tensor."
+    values = "nothing"
+    try:
+        values = _result(future, until, timeout)
         if isinstance(values, (Mapping, Set)) or hasattr(values, "iterrows"):
             raise TypeError(f"a {type(values).__name__} is no list")
         # + 0.0, since float takes strings
         numbers = torch.tensor([math.nan if x is None else float(x + 0.0) for x in values])
     except KeyboardInterrupt: raise
     except BaseException as e:
-        frames = traceback.extract_tb(e.__traceback__)
-        last, theirs = frames[-1], frames[-1].filename != frames[0].filename
-        here = f", line {last.lineno} of {last.filename}" if theirs else ""
-        error = shorten(f"{type(e).__name__}: {e}", 250) + here
+        place, hint = _place(e)
         raise ValueError("reward must return a list of numbers, with None where there is no score, "
-                         f"got {shorten(str(values), 80)} ({error})") from e
-    if len(numbers) != len(texts["responses"]):
-        raise ValueError("reward must return a number for each of the "
-                         f"{len(texts['responses'])} responses, got {len(numbers)}")
+                         f"got {shorten(str(values), 80)} ({place}) from {_name(function)}"
+                         f"{hint}") from e
+    if len(numbers) != count:
+        raise ValueError(f"reward must return a number for each of the {count} responses, got "
+                         f"{len(numbers)} from {_name(function)}")
     if numbers.isinf().any():
         raise ValueError("reward must return finite numbers, or None where there is no score, got "
-                         f"{shorten(str(values), 80)}")
+                         f"{shorten(str(values), 80)} from {_name(function)}")
     return numbers
+
+
+def _name(function): return getattr(function, "__name__", type(function).__name__)
+
+
+def _place(error):
+    "An error in one line, with its place where that is the user's, and what may be done there."
+    told = shorten(f"{type(error).__name__}: {error}", 250)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if last.filename == __file__: return told, ""
+    return (f"{told}, line {last.lineno} of {last.filename}",
+            ", which may catch it and return None for the responses that it concerns")
 
 
 def reward_functions(

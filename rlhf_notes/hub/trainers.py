@@ -219,12 +219,15 @@ class RLHF(Trainer):
         eval_reward=None,  # what scores the responses to them; None = `reward`
         eval_every: int | None = None,  # iterations from one evaluation to the next; None = 10
         keep_best: bool = False,  # end with the policy of the best evaluation, not with the last
+        reward_timeout: float | None = None,  # seconds for each call of a reward; None = no limit
         **options,  # of `RLHFConfig`
     ):
+        check_value("reward_timeout", reward_timeout, "(0, inf)?")
         options |= dict(algo=algo, iterations=iterations, seed=seed)
         if teacher is not None:
             options, reward = taught_options(options), reward or unscored
         self._begin(own_config(max_new_tokens, **options), model, tokenizer, prompts, reward)
+        self.task.reward_timeout = reward_timeout
         if teacher is not None:
             self._learn_from(teacher)
         add_environment(self.task, environment, self.policy.lm)
@@ -251,6 +254,7 @@ class RLHF(Trainer):
                                 c.stop_after, self.policy.lm)
         check_context(self.policy.lm, eval_prompts=self.held_out.prompt_length,
                       max_new_tokens=c.response_length)
+        self.held_out.reward_timeout = self.task.reward_timeout
         add_environment(self.held_out, self.task.environment, self.policy.lm)
         self.evaluator = Evaluator(self.evaluate, every,
                                    keep=(lambda: vector.detach().clone()) if keep_best else None,

@@ -36,7 +36,8 @@ def fit(
 
     def say():
         note(f"stopping after {done} of {total} iterations; a second Ctrl-C stops at once")
-    with stop_on_interrupt(say) as stop, bar:
+    with stop_on_interrupt() as stop, bar:
+        stop.say = say
         while trainer.left and not stopped(stop):
             done += 1
             row = trainer.iterate()

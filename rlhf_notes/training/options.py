@@ -8,7 +8,7 @@ unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
 """
 
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'plain_errors', 'read_options', 'versions']
+           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'plain_errors', 'read_json', 'read_options', 'versions']
 
 import functools
 import json
@@ -102,11 +102,22 @@ TRACKERS = "tensorboard", "wandb", "trackio"
 OLD_NAMES = dict(query_length="prompt_length", eval_answers="eval_responses")
 
 
+def read_json(text: str):
+    "What a text in JSON says; ValueError, also if it is nested deeper than Python reads."
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_options(
     path: Path,  # a JSON file with the options of a run
 ) -> dict:  # name -> value
     "Read options; those that an earlier version wrote come with the names of today."
-    saved = dict(json.loads(path.read_text(encoding="utf-8")))
+    saved = read_json(path.read_text(encoding="utf-8"))
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path.name} must hold options by their names, got a "
+                         f"{type(saved).__name__}")
     return {OLD_NAMES.get(name, name): value for name, value in saved.items()}
 
 

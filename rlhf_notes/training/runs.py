@@ -307,7 +307,7 @@ def _unfinished(path):
 
 def _is_run(path):
     try:
-        return "task" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return "task" in read_options(path / "config.json")
     except (OSError, ValueError, TypeError):
         return False
 

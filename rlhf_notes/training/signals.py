@@ -20,19 +20,20 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stop_on_interrupt(say=lambda: None):  # say() is called by the first; yields a threading.Event
+def stop_on_interrupt():  # yields a threading.Event; its `say()` is called by the first signal
     """Let the first signal only set the event that this yields; a second one interrupts.
 
     After a Ctrl-C the program goes on. SIGTERM and SIGHUP are sent again at the end: whoever sent
     them wants the program to end.
     """
     stop, came = threading.Event(), []
+    stop.say = lambda: None
 
     def handler(signum, frame):
         if came: raise KeyboardInterrupt
         came.append(signum)
         stop.set()
-        say()
+        stop.say()
 
     try:
         with handle_signals(handler):

@@ -2,6 +2,7 @@
 import asyncio
 import copy
 import csv
+import inspect
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from rlhf_notes import RLHF, cli, register_variant
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.hub.load import check_model, end_tokens
 from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts
-from rlhf_notes.hub.rewards import _awaited, reward_functions
+from rlhf_notes.hub.rewards import called, reward_functions
 from rlhf_notes.language.config import Variant
 from rlhf_notes.language.loop import rate_by_size
 from rlhf_notes.language.model import make_gpt2, no_dropout
@@ -550,7 +551,8 @@ def test_a_reward_may_be_async_where_a_loop_runs_already():
     awaited, plain = asyncio.run(in_a_notebook()), own(reward=count, iterations=1).learn()
     assert awaited.rows[0]["score"] == plain.rows[0]["score"]
     async def kept(): return asyncio.get_running_loop()
-    assert _awaited(kept()) is _awaited(kept())  # whatever keeps a client
+    nothing = inspect.signature(kept).bind()
+    assert called(kept, nothing) is called(kept, nothing)  # whatever keeps a client
     async def wrong(prompts, responses): return {}["x"]
     with pytest.raises(ValueError, match="^reward must return a list .*KeyError: 'x', line"):
         own(reward=wrong).learn()

@@ -36,7 +36,8 @@ def heard():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_first_interrupt_asks_second_stops(number, heard):
     before, said = signal.getsignal(number), []
-    with stop_on_interrupt(lambda: said.append(number)) as stop:
+    with stop_on_interrupt() as stop:
+        stop.say = lambda: said.append(number)
         assert not stop.is_set()
         signal.raise_signal(number)
         assert stop.is_set() and said == [number]
