@@ -2,8 +2,6 @@
 
 __all__ = ["Curve", "CURVE", "halves"]
 
-import math
-
 import torch
 
 CURVE = (336, 3)  # rows of one ratio each, A > 0 and A < 0 by turns
@@ -59,9 +57,3 @@ class Curve:
         "Where the weight becomes 0 on the way from ratio 1."
         found = [x for x, gone in self.edges[side] if (x > 0) == above and gone == above]
         return min(found, key=abs) if found else None
-
-    @property
-    def kept(self):
-        "The curves for the picture."
-        near = self.logr.abs() < math.log(4)
-        return self.logr[near].exp(), [phi[near] for phi in self.phi]

@@ -74,7 +74,8 @@ def read_group_advantage(subject) -> Report:
     A = groups(R)
     centred, G = R - R.mean(1, keepdim=True), groups.G
     slope = (1e3 * (groups(1e3 * R) * centred).sum(1) / (1e3 * centred).square().sum(1))
-    report.curves = {"": (centred.flatten(), A.flatten(), None)}
+    order = centred[0].argsort()
+    report.curves = {"": (centred[0, order], A[0, order], (centred / R.std(1)[:, None])[0, order])}
     facts = report.facts
     if not A.any():
         report.find("no-gradient", f"rewards {R[0].tolist()}: all advantages are 0")
@@ -143,10 +144,11 @@ def _deviation(report, groups, R, slope):
         report.find("scale", f"the advantages are {k:.4g} times (r - mean) / std")
         return 1.0
     facts["deviation"] = None
+    natural = groups_slope(groups, R)
     what = "the variance" if even(by_var) else "neither the sample nor the population deviation"
     report.find("deviation",
                 f"rewards with a deviation of {std[0]:.3g} and {std[-1]:.3g} are divided by "
-                f"{1e-3 / slope[0]:.3g} and {1e-3 / slope[-1]:.3g}: {what}")
+                f"{1 / natural[0]:.3g} and {1 / natural[-1]:.3g}: {what}")
     return 1.0
 
 

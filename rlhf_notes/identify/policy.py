@@ -241,6 +241,7 @@ def _clip(policy, curve):
                            "formula gives 1.65; the ratio is 1 whatever logp_old is")
     dead = [not phi.abs().max() > 1e-9 for phi in curve.phi]
     if dead[0] and not dead[1]:
+        facts["dual_clip"] = wrong_up and number(math.exp(wrong_up))
         return report.find("dual-clip-side", "A = 1, r = 1: the gradient is 0, the formula gives "
                            f"-1; the dual clip (c = {_ratio(wrong_up)}) is for A < 0 alone")
     if not _as_ratio(curve): return facts.update(clip_low=None, clip_high=None)
@@ -379,8 +380,11 @@ def _gradient(case, A, mask, weights, variant, options):
 
 def _panels(curve, facts):
     "Fingerprint and clipped objective, for A > 0 and A < 0."
-    r, phi = curve.kept
     low, high, dual = (facts.get(n) for n in ("clip_low", "clip_high", "dual_clip"))
+    small = max(low or 0.2, high or 0.2) < 0.05
+    ends = (1 - 4 * high, 1 + 4 * high) if small else (0.2, max(4.0, 1.3 * (dual or 0)))
+    r = torch.linspace(*ends, len(curve.logr), dtype=torch.float64)
+    phi = curve(r.log(), r.log())
     up = torch.where(r > 1 + (high or 0.2), 0, r)
     down = torch.where((r < 1 - (low or 0.2)) | (r > (dual or torch.inf)), 0, r)
     return {"A > 0": (r, phi[0], up), "A < 0": (r, phi[1], down)}
@@ -431,4 +435,8 @@ def _options(policy):
     def outcome(**options):
         cases = [policy.case(logr, A, m, kl=0.8, more=True) for logr in (rich, small)]
         return [x for case in cases for x in policy.losses(case, **options)]
+    because = next((x.kind for x in policy.report.findings
+                    if x.kind in ("ratio-constant", "dual-clip-side")), None)
+    if because:  # no bound can have an effect
+        return policy.report.notes.append(f"options were not moved: {because}")
     report_dead(policy.report, policy.subject, outcome)

@@ -48,7 +48,7 @@ class Losses:
         "(loss, its gradient at the leaf): 0-dim and (B, T), float64, detached."
         case = dict(case)
         dtype = self.subject.dialect.get("dtype", torch.float64)
-        x = case[self.leaf].to(dtype).requires_grad_()
+        x = case[self.leaf].detach().to(dtype).clone().requires_grad_()
         values = self._values(case, x, dtype)
         out = self.subject.run(values, **options)
         loss = self._loss(out, x)

@@ -102,5 +102,7 @@ class Report:
         panels[0][0].set_ylabel(self.axes[1])
         if self.curves:
             panels[0][0].legend()
+        else:
+            panels[0][0].text(0.5, 0.5, "nothing to draw", ha="center")
         plt.close(figure)
         return figure
