@@ -15,7 +15,8 @@ from notebooks import ROOT
 from rlhf_notes.studies import failures
 
 FOLDER = ROOT / "docs" / "widgets"
-DATA = {"diagnosis": "dials.js", "policy": "policy-data.js"}  # what a widget reads first
+# What a widget reads first.
+DATA = {"cartpole": "cartpole-train.js", "diagnosis": "dials.js", "policy": "policy-data.js"}
 SHOWN = 6                                                     # dials of a case
 
 

@@ -43,11 +43,36 @@ function toggle(label, checked, change) {
   return make("label", {class: "toggle"}, input, " " + label);
 }
 
+// One of several, `options` as {name: text}: a row of buttons that the arrow keys go through.
+function choice(legend, options, value, change) {
+  const inputs = Object.entries(options).map(([name, text]) => {
+    const input = make("input", {type: "radio", name: legend, value: name, onchange: () => change(name)});
+    input.checked = name === String(value);
+    return make("label", {}, input, make("span", {}, text));
+  });
+  const e = make("fieldset", {class: "choice"}, make("legend", {}, legend), make("div", {class: "options"}, inputs));
+  e.inputs = inputs.map((label) => label.firstChild);
+  e.set = (name) => { for (const input of e.inputs) input.checked = input.value === String(name); };
+  return e;
+}
+
+// Settings that a link carries, #name:key=value&...: the defaults, but for what `allowed(key, value)`; null without such a link.
+function fromLink(name, defaults, allowed) {
+  const [at, text = ""] = location.hash.slice(1).split(":"), found = {...defaults};
+  if (at !== name) return null;
+  for (const [key, value] of new URLSearchParams(text)) {
+    const x = typeof defaults[key] === "number" ? parseFloat(value) : value;
+    if (Object.hasOwn(defaults, key) && allowed(key, x)) found[key] = x;
+  }
+  return found;
+}
+const toLink = (name, settings) => `#${name}:${new URLSearchParams(settings)}`;
+
 const button = (text, click, attributes = {}) => make("button", {type: "button", onclick: click, ...attributes}, text);
 
 // A drawing with axes: `x` and `y` are [low, high], ticks are numbers. X and Y turn numbers into places.
 class Chart {
-  constructor(label, {x, y, xlabel = "", xticks = [], yticks = [], xtext = String, width = 340, height = 210, digits = 0}) {
+  constructor(label, {x, y, xlabel = "", xticks = [], yticks = [], xtext = String, ytext, width = 340, height = 210, digits = 0}) {
     const [left, top, right, bottom] = [38, 22, width - 12, height - 34];
     this.X = (v) => left + (v - x[0]) / (x[1] - x[0]) * (right - left);
     this.Y = (v) => bottom - (Math.min(Math.max(v, y[0]), y[1]) - y[0]) / (y[1] - y[0]) * (bottom - top);
@@ -58,7 +83,7 @@ class Chart {
     this.title = make("svg:text", {x: left, y: 14, class: "title"}, label);
     this.svg = make("svg:svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label}, this.title,
       yticks.map((v) => [make("svg:line", {class: "grid", x1: left, x2: right, y1: this.Y(v), y2: this.Y(v)}),
-        make("svg:text", {x: left - 5, y: this.Y(v) + 4, "text-anchor": "end"}, show(v, digits))]).flat(),
+        make("svg:text", {x: left - 5, y: this.Y(v) + 4, "text-anchor": "end"}, ytext?.(v) ?? show(v, digits))]).flat(),
       xticks.map((v) => make("svg:text", {x: this.X(v), y: bottom + 15, "text-anchor": "middle"}, xtext(v))),
       make("svg:text", {x: (left + right) / 2, y: height - 4, "text-anchor": "middle"}, xlabel), this.marks);
   }
