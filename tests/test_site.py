@@ -86,7 +86,7 @@ def test_the_floors_stand_in_order(built):
     html = (built / "index.html").read_text(encoding="utf-8")
     captions = re.findall(r"<summary>([^<]+)", html[:html.index("<article")])
     assert captions == [floor for floor in site_pages.FLOORS if floor in captions]
-    assert {"Start", "Formulas", "Workshop"} <= set(captions)
+    assert {"Start", "Formulas", "How it is made"} <= set(captions)
 
 
 def test_what_comes_next_stands_at_the_foot(built):
@@ -94,12 +94,12 @@ def test_what_comes_next_stands_at_the_foot(built):
     foot = html[html.index("Next on <em>"):]
     assert foot.startswith('Next on <em>RLHF for practitioners</em>: <a class="reference internal" '
                            'href="grpo.html">')
-    assert "ends here" in (built / "bridges" / "scale.html").read_text(encoding="utf-8")
+    assert "ends here" in (built / "why.html").read_text(encoding="utf-8")
 
 
 def test_the_front_is_a_page_and_the_readme_is_none(built):
     html = (built / "index.html").read_text(encoding="utf-8")
-    heads = ("Who this is for", "The loop", "Three paths", "Use it")
+    heads = ("Three paths", "The loop", "Who this is for", "Use it")
     at = [html.index(f"<h2>{head}") for head in heads]
     assert at == sorted(at) and "make site" not in html and "Two commands" not in html
     readme = (notebooks.ROOT / "README.md").read_text(encoding="utf-8")
@@ -122,16 +122,16 @@ def test_a_widget_follows_its_picture(built):
 
 @pytest.mark.parametrize(
     "page, room",
-    [("index", "Start"), ("formulas/kl", "Formulas"), ("checks", "Workshop"),
+    [("index", "Start"), ("formulas/kl", "Formulas"), ("checks", "How it is made"),
      ("exercises/check", "Exercises"), ("search", "Start")])
 def test_one_room_of_the_sidebar_is_open(built, page, room):
     html = (built / f"{page}.html").read_text(encoding="utf-8")
     assert re.findall(r"<details open><summary>([^<]+)", html[:html.index("<article")]) == [room]
 
 
-def test_lessons_are_numbered_and_paths_have_minutes(built):
+def test_lessons_and_paths_have_minutes(built):
     html = (built / "index.html").read_text(encoding="utf-8")
-    assert re.search(r'href="formulas/surrogate.html">04 The clipped surrogate<', html)
+    assert re.search(r'href="formulas/surrogate.html">The clipped surrogate<', html)
     assert re.search(r"lesson 04 · \d+ minutes · <a",
                      (built / "formulas" / "surrogate.html").read_text(encoding="utf-8"))
     text = re.sub(r"<[^>]+>", "", html)
@@ -149,9 +149,9 @@ def test_minutes_count_what_is_read():
         page.nb.cells = list(cells)
         return page.minutes
     text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-    assert minutes(text("word " * 1200)) == 10 and minutes(code("x = 1\n\n" * 60)) == 5
+    assert minutes(text("word " * 1200)) == 10 and minutes(code("x = 1\n\n" * 75)) == 5
     pictures = [code(f"#| fig-alt: a picture\n{rest}") for rest in ("x\n" * 3, "x\n" * 900)] * 4
-    assert minutes(*pictures) == round(8 / 2 + 4 * 4 / 12)
+    assert minutes(*pictures) == round(8 / 2 + 4 * 4 / 15)
     assert minutes(text("$$a$$\n\n" * 20)) == 10
     folded = [text("word " * 600), text("### More proofs\n" + "word " * 4000),
               code("x = 1\n" * 900), text("## Next\n" + "word " * 600)]

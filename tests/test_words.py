@@ -218,13 +218,15 @@ def test_every_lesson_closes_with_one_paragraph(path):
     assert sum(source.count("## In one paragraph\n") for source in headings) == 1
 
 
-def test_each_word_is_met_before_it_is_used_on_the_path_to_rlhf():
+def test_each_word_is_met_before_it_is_used_on_each_path():
     "Set off, on the page of its lesson, or a link to its line in `words`: else the path fails."
     pages = list(map(site_pages.Page, notebooks.notebooks()))
     pages.sort(key=lambda p: p.page.name != "index")
-    steps = dict(site_paths.paths(pages[0]))[site_pages.PRACTICE]
-    def early(): return [(p.page.name, term) for p, term in site_paths.early(steps, pages)]
-    assert len(steps) > 10 and {
+    walks = [steps for _, steps in site_paths.paths(pages[0])]
+    def early():
+        return sorted({(p.page.name, term) for steps in walks
+                       for p, term in site_paths.early(steps, pages)})
+    assert sum(map(len, walks)) > 25 and {
         ("start", "logits"), ("rlhf", "nat"), ("ratio", "TRL"), ("ratio", "DAPO"),
         ("rlhf", "REINFORCE++")} <= set(early())  # what the site explains
     site_pages.walk(pages)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from urllib.parse import urlencode
 
 import nbformat
 import site_api
@@ -29,14 +30,17 @@ import site_widgets
 from notebooks import NBDEV, ROOT, WIDTH, directives, modules, notebooks
 from sphinx.cmd.build import main as sphinx
 
-FLOORS = {"Start": ".", "Formulas": "formulas", "Compatibility": "compat", "Bridges": "bridges",
-          "Control": "control", "Language": "language", "Hub": "hub",
-          "Reviews": "reviews", "Studies": "studies", "Exercises": "exercises/check",
-          "Workshop": "."}
-PACE = {"words": 120, "lines of code": 12, "formulas": 2, "pictures": 2}  # a minute
-PRACTICE = "RLHF for practitioners"                         # whose words are explained at first use
-FIRST = ("start", "cli", "runs", "check", "devices")       # of their floors: what a user looks for
+FLOORS = {"Start": ".", "Formulas": "formulas", "CartPole and Pendulum": "control",
+          "Language models": "language", "Your own model and task": "hub",
+          "The world of reviews": "reviews", "Measured": "studies", "Exercises": "exercises/check",
+          "With TRL and verl": "bridges", "Losses of other libraries": "compat",
+          "How it is made": "."}
+PACE = {"words": 120, "lines of code": 15, "formulas": 2, "pictures": 2}  # a minute
+# Of their floors: what a reader looks for.
+FIRST = ("start", "rlhf", "ladder", "why", "metrics", "words", "notation", "map", "cli", "runs",
+         "check", "devices")
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch")
+LEAVES = "On the way to CartPole"        # from there on a lesson is not for the first path
 LINES = 9                               # code of a picture that is longer is folded
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)
 
@@ -123,10 +127,15 @@ class Page:
                          for name in re.findall(r"`(\w+)`", head)}
 
     @property
-    def minutes(self):
-        "About how long a reader needs for what is not folded, at the rates of PACE."
+    def minutes(self): return self.minutes_to(None)
+
+    def minutes_to(self, mark):
+        """About how long a reader needs for what is not folded, at the rates of PACE; to the cell
+        that says `mark`.
+        """
         n, folded = Counter(), 0            # folded: the level of the heading that folds the rest
         for cell in self.nb.cells:
+            if mark and mark in cell.source: break
             d = asked(cell)
             if "hide" in d or "default_exp" in d: continue
             for block in re.split(
@@ -159,10 +168,10 @@ class Page:
     def floor(self):
         folder = self.page.parent.as_posix()
         if self.page.as_posix() == FLOORS["Exercises"]: return "Exercises"
-        if folder in WORKSHOP: return "Workshop"
+        if folder in WORKSHOP: return "How it is made"
         if folder != ".":
             return next((floor for floor, f in FLOORS.items() if f == folder), folder.capitalize())
-        return "Workshop" if self.exports_to else "Start"
+        return "How it is made" if self.exports_to else "Start"
 
     def references(self, text, names):
         "Inline code that names something exported, outside of headings and links, as a link to it."
@@ -214,6 +223,8 @@ class Page:
             path = self.path.relative_to(ROOT).as_posix()
             binder = f"https://mybinder.org/v2/gh/{at}/{NBDEV.branch}?labpath={path}"
             links.append(f'run it on <a href="{binder}">Binder</a>')
+        title = urlencode({"title": f"Question on {self.page.as_posix()}: "})
+        links.append(f'<a href="{NBDEV.git_url}/issues/new?{title}">ask about it</a>')
         return '\n\n<p class="sources">' + " · ".join(links) + "</p>\n"
 
     def cell(self, cell, d, names, intro):
@@ -251,7 +262,7 @@ class Page:
         for cell in self.nb.cells:
             d = asked(cell)
             if "hide" in d or "default_exp" in d or site_paths.only(cell) == "readme": continue
-            if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.M): intro = False
+            intro &= cell.cell_type == "markdown" or only_imports(cell.source)
             shown = self.cell(cell, d, names, intro)
             if cells and folded(shown) and folded(
                 cells[-1]) == folded(shown) and not cells[-1].outputs:
@@ -301,7 +312,7 @@ def folded(shown):
 
 
 def only_imports(source):
-    "Imports before the first section are folded away: a lesson opens with its question."
+    "Imports before other code are folded away: a lesson opens with its question."
     return all(
         re.match(r"import |from |viz\.style\(\)|\s|#|\)|$", line) for line in source.splitlines())
 
@@ -320,12 +331,19 @@ def by_floor(pages):
 
 def timed(front, pages):
     "The paths of the front page, each with its minutes and those of its lessons."
-    minutes = {p.path.relative_to(ROOT / "nbs").as_posix(): p.minutes for p in pages
-               if not p.is_module}
+    at = {p.path.relative_to(ROOT / "nbs").as_posix(): p for p in pages if not p.is_module}
     def path(m):
+        mark = LEAVES if m[0].startswith("1. ") else None
+        minutes = {name: p.minutes_to(mark) for name, p in at.items() if f"({name})" in m[0]}
         lessons = re.findall(r"(?<=\]\()[^)]+ipynb(?=\))", m[0])
         line = re.sub(r"\]\(([^)]+ipynb)\)", lambda link: f"{link[0]} ({minutes[link[1]]})", m[0])
-        return line.replace(":*", f"* ({sum(minutes[x] for x in lessons)} minutes):", 1)
+        total = sum(minutes[x] for x in lessons)
+        line = line.replace(":*", f'* <span class="minutes">({total} minutes):</span>', 1)
+        return re.sub(r"(?<=<br>)\*([^*<]+):\*([^<]*)", part, line)
+
+    def part(m):
+        total = sum(map(int, re.findall(r"\((\d+)\)", m[2])))
+        return f"*{m[1]}* ({total} minutes):{m[2]}"
     for cell in front.nb.cells:
         if cell.id != "paths": continue
         cell.source = re.sub(r"^\d\. .*$", path, cell.source, flags=re.M)
@@ -339,8 +357,9 @@ def walk(pages):
     front, walks = pages[0], site_paths.paths(pages[0])
     front.nb.cells = site_paths.front_first(front.nb.cells)
     known = site_paths.words(pages)
-    for p, term in list(site_paths.early(dict(walks)[PRACTICE], pages)):
-        site_paths.explain(p, term, known[term][0], outside)
+    early = {(p.page, term): p for _, steps in walks
+             for p, term in site_paths.early(steps, pages)}
+    for (_, term), p in early.items(): site_paths.explain(p, term, known[term][0], outside)
     for cell in next(p for p in pages if p.page.name == "words").nb.cells:
         cell.source = site_paths.WORD.sub(
             lambda m: f'| <a id="{site_paths.anchor(m[1].strip())}"></a>{m[0][2:]}', cell.source)
@@ -352,7 +371,7 @@ def walk(pages):
 
 def contents(pages):
     "The table of contents, floor by floor, as a cell for the end of the front page."
-    def entry(p): return f"{p.number} {p.title} <{p.page.as_posix()}>".strip()
+    def entry(p): return f"{p.title} <{p.page.as_posix()}>"
     more = {"Start": "\nA sheet of all formulas <sheet>"}
     blocks = [f"```{{toctree}}\n:hidden:\n:caption: {floor}\n\n" + "\n".join(map(entry, found))
               + more.get(floor, "") + "\n```" for floor, found in by_floor(pages)]

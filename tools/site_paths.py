@@ -11,10 +11,11 @@ from notebooks import ROOT
 
 from rlhf_notes.exercises.check import EXERCISES
 
-PATH = re.compile(r"^\d\. \*(.+):\* (.*)$", re.M)
+PATH = re.compile(r"^\d\. \*(.+?):\* (.*)$", re.M)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\.ipynb\)")
-FRONT = ("title", "who", "loop-md", "loop", "paths", "three-ways", "cartpole-seeds",
-         "cartpole-seeds-md")  # the order of the front page; then the rest
+# The order of the front page; then the rest.
+FRONT = ("hero", "hero-picture", "paths", "loop-md", "loop", "written", "who", "three-ways",
+         "cartpole-seeds", "cartpole-seeds-md")
 WORD = re.compile(r"^\| ([^|$`,]+)[^|$]*\|[^|]*\| ([^|]*) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 CODE = re.compile(r"```.*?```|\$\$.*?\$\$|\$[^$\n]*\$|`[^`]*`", re.S)
 AWAY = (r"^(?:#+ |    )[^\n]*|"     # headings and indented code
@@ -57,8 +58,12 @@ def next_on(walks, page):
 
 
 def words(pages):
-    "{term: (its sentence, the notebook of its lesson)}, from the page of words."
-    cells = next(p.nb.cells for p in pages if p.page.name == "words")
+    """{term: (its sentence, the notebook of its lesson)}, from the page of words.
+
+    Its last table, of words that mean something else elsewhere, explains none.
+    """
+    cells = [c for p in pages if p.page.name == "words" for c in p.nb.cells
+             if "| English |" in c.source]
     rows = [row for c in cells for row in WORD.findall(re.sub(r"<a id[^>]*></a>", "", c.source))]
     return {name.strip(): (said, to) for name, said, to in rows}
 

@@ -53,19 +53,59 @@ window.addEventListener("DOMContentLoaded", () => document.querySelectorAll("[da
   place.append(box);
 }));
 
-// A path of the front page, once taken, is what "Next" and "Previous" follow.
+// A path of the front page, once taken, is what "Next" and "Previous" follow, and stands on top of each of its pages.
+function take(path) {
+  const name = path.querySelector("em").textContent;
+  sessionStorage.path = JSON.stringify({name, steps: [...path.querySelectorAll("a")].map((a) => [a.href, a.textContent])});
+}
 function follow() {
-  const here = location.href.replace(/[?#].*/, "");
-  document.querySelectorAll("#three-paths li").forEach((path) => path.addEventListener("click", () => {
-    sessionStorage.path = JSON.stringify([...path.querySelectorAll("a")].map((a) => [a.href, a.textContent]));
-  }));
-  const path = JSON.parse(sessionStorage.path ?? "[]"), at = path.findIndex(([href]) => href == here);
-  for (const [name, to, word] of [["next", path[at + 1], "Next on your path"], ["prev", path[at - 1], "Before it on your path"]]) {
-    const link = at >= 0 && to && document.querySelector(`a.${name}-page`);
+  const here = location.href.replace(/[?#].*/, ""), paths = document.querySelectorAll("#three-paths li");
+  paths.forEach((path) => path.addEventListener("click", () => take(path)));
+  document.querySelector("a.go")?.addEventListener("click", () => take(paths[0]));
+  const {name, steps} = JSON.parse(sessionStorage.path ?? '{"steps": []}'), at = steps.findIndex(([href]) => href == here);
+  if (at < 0) return;
+  for (const [kind, to, word] of [["next", steps[at + 1], "Next on your path"], ["prev", steps[at - 1], "Before it on your path"]]) {
+    const link = to && document.querySelector(`a.${kind}-page`);
     if (!link) continue;
     link.href = to[0];
     link.querySelector(".context").textContent = word;
     link.querySelector(".title").textContent = to[1];
   }
+  const bar = document.createElement("nav");
+  bar.className = "on-path";
+  bar.ariaLabel = `the path ${name}`;
+  bar.append(Object.assign(document.createElement("b"), {textContent: name}), ` ${at + 1} of ${steps.length} `);
+  steps.forEach(([href, title], i) => {
+    const step = Object.assign(document.createElement("a"), {href, title, ariaLabel: `${i + 1}: ${title}`, className: i < at ? "done" : ""});
+    if (i === at) step.ariaCurrent = "page";
+    bar.append(step);
+  });
+  document.querySelector("article").before(bar);
 }
 window.addEventListener("DOMContentLoaded", follow);
+
+// A word of the field says its sentence when it is pointed at, and when it is tapped; from there a link leads to all words.
+window.addEventListener("DOMContentLoaded", () => document.querySelectorAll("a.word").forEach((word) => {
+  const tip = document.createElement("span"), more = Object.assign(document.createElement("a"), {href: word.href, textContent: "all words"});
+  tip.className = "word-tip";
+  tip.hidden = true;
+  tip.role = "note";
+  tip.append(`${word.title} `, more);
+  const show = (on) => {
+    document.querySelectorAll(".word-tip:not([hidden])").forEach((other) => { other.hidden = true; });
+    tip.hidden = !on;
+    if (!on) return;
+    tip.style.translate = "none";
+    const {left, right} = tip.getBoundingClientRect(), room = document.documentElement.clientWidth - 8;
+    tip.style.translate = `${Math.min(0, room - right) || Math.max(0, 8 - left)}px`;
+  };
+  word.removeAttribute("title");
+  word.role = "button";
+  word.after(tip);
+  word.addEventListener("click", (e) => { if (tip.hidden || e.detail) { e.preventDefault(); show(true); } });
+  word.addEventListener("pointerenter", (e) => { if (e.pointerType === "mouse") show(true); });
+  for (const end of ["keydown", "pointerdown"]) document.addEventListener(end, (e) => {
+    if (!tip.hidden && (e.key === "Escape" || end === "pointerdown" && !tip.contains(e.target) && e.target !== word)) show(false);
+  });
+  tip.addEventListener("pointerleave", (e) => { if (e.pointerType === "mouse") show(false); });
+}));
