@@ -53,7 +53,7 @@ def load_model(
     if head is None:
         raise ValueError(f"model must be a causal language model of transformers, got {name!r}")
     check_trainable(_in_float32(lm), name)
-    pad_outside(tokenizer, len(head.weight))
+    tokenizer = pad_outside(tokenizer, len(head.weight))
     no_dropout(lm).eval().to(device)
     check_model(lm, name)
     return lm, tokenizer
@@ -85,11 +85,24 @@ def _peft(rule, got):
 def _in_float32(lm):
     "Half precision would round small updates away."
     half = [p for p in lm.parameters() if p.requires_grad and p.dtype.itemsize < 4]
+    rounded = {n for n, b in lm.named_buffers() if b.is_floating_point() and b.dtype.itemsize < 4}
     if half and not has_adapter(lm):
         lm.float()
     for p in half:
         p.data = p.data.float()  # of an adapter; its base stays as it is
+    if rounded:
+        _make_buffers_anew(lm)
     return lm
+
+def _make_buffers_anew(lm):
+    "Angles and scales that follow from the config, not as half precision has rounded them."
+    from accelerate import init_empty_weights
+    lm = lm.get_base_model() if has_adapter(lm) else lm
+    with init_empty_weights(include_buffers=False), quiet_transformers():
+        exact = dict(type(lm)(copy.deepcopy(lm.config)).named_buffers())
+    for name, b in lm.named_buffers():
+        if name in exact and b.is_floating_point() and name not in lm.state_dict():
+            b.data = exact[name].to(b.device)
 
 def _from_pretrained(name, what="causal language model", kind="AutoModelForCausalLM",
                      option="model", head=(), **options):
@@ -314,11 +327,9 @@ def add_lora(
         return peft.get_peft_model(lm, config)
 
 # %% ../../nbs/hub/29_load.ipynb #pad-outside
-def pad_outside(
-    tokenizer,  # of transformers; changed in place
-    vocab_size: int,  # of the model
-):  # the same
-    "Give a tokenizer a padding token outside of the model's vocabulary, on the left (detail G2)."
+def pad_outside(tokenizer, vocab_size: int):
+    "A copy that pads with a token outside of the model's vocabulary, on the left (detail G2)."
+    tokenizer = copy.deepcopy(getattr(tokenizer, "original", tokenizer))
     numbers = set(tokenizer.get_vocab().values())
     last = max(numbers - set(tokenizer.added_tokens_decoder), default=-1)
     if not 0 <= last < vocab_size:

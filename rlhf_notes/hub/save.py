@@ -24,6 +24,7 @@ from textwrap import shorten
 import torch
 from torch import nn
 
+from ..checks import check_value
 from ..formulas.reward import RewardNorm
 from .load import end_tokens, quiet_transformers
 from ..language.model import has_adapter
@@ -35,13 +36,19 @@ def save_model(
     lm: nn.Module,  # a model of transformers, or a PeftModel
     tokenizer,  # its own; neither is changed
     merge: bool = False,  # True = an adapter is added to the weights
+    dtype: str | None = None,  # "float32", "bfloat16" or "float16"; None = as they are
     **generation,  # for generation_config.json: temperature, max_new_tokens, ...
 ):
     "Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads."
     from transformers import GenerationConfig
     own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
+    check_value("dtype", dtype, (None, "float32", "bfloat16", "float16"))
     if merge and has_adapter(lm):
-        lm = _merged(lm)
+        lm = _merged(lm, dtype)
+    if dtype and has_adapter(lm):
+        raise ValueError(f"dtype must be None for an adapter that is not merged, got {dtype}")
+    if dtype:
+        lm = copy.deepcopy(lm).to(getattr(torch, dtype))
     sampling = GenerationConfig(
         do_sample=True, top_k=0, eos_token_id=end_tokens(tokenizer, lm) or None,
         bos_token_id=own.bos_token_id, pad_token_id=own.pad_token_id, **generation)
@@ -54,15 +61,20 @@ def save_model(
             part.save_pretrained(new)
 
 
-def _merged(lm):
-    "A copy with the adapter in its weights."
+def _merged(lm, dtype):
+    "A copy with the adapter in its weights; with a dtype, added in float32."
     from peft.tuners.tuners_utils import BaseTunerLayer
     ends = lm.get_input_embeddings(), lm.get_output_embeddings()
     tied = getattr(lm.config, "tie_word_embeddings", False)
     if tied and any(isinstance(end, BaseTunerLayer) for end in ends):
         raise ValueError("merge must be False for an adapter on an embedding and head that are "
                          "tied: the sum would change both, got True")
-    return copy.deepcopy(lm).merge_and_unload()
+    base = lm.get_input_embeddings().weight.dtype
+    if base.itemsize < 4 and not dtype:
+        warnings.warn(f"merge rounds the weights to {base}, and with them part of what the adapter "
+                      "has learned; dtype=\"float32\" keeps it", stacklevel=4)
+    lm = copy.deepcopy(lm)
+    return (lm.float() if dtype else lm).merge_and_unload()
 
 
 def _known_padding(tokenizer, vocab_size):

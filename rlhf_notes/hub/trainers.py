@@ -146,9 +146,10 @@ class Trainer:
         self,
         path,  # a directory
         merge: bool = False,  # True = an adapter is added to the weights
+        dtype: str | None = None,  # "float32" or "bfloat16"; None = as the policy has it
     ):
         "Write policy, tokenizer and options; `AutoModelForCausalLM` loads the policy from there."
-        save_policy(path, self.config, self.policy.lm, self.task.tokenizer, merge)
+        save_policy(path, self.config, self.policy.lm, self.task.tokenizer, merge, dtype)
 
 # %% ../../nbs/hub/trainers.ipynb #save-policy
 def save_policy(
@@ -157,9 +158,10 @@ def save_policy(
     lm: torch.nn.Module,  # the policy
     tokenizer,  # its own
     merge: bool = False,  # True = an adapter is added to the weights
+    dtype: str | None = None,  # "float32" or "bfloat16"; None = as the policy has it
 ):
     "Write a policy with what it was sampled with, and the options of its training."
-    save_model(Path(path), lm, tokenizer, merge, temperature=config.temperature,
+    save_model(Path(path), lm, tokenizer, merge, dtype, temperature=config.temperature,
                max_new_tokens=config.response_length)
     write_atomically(Path(path) / "rlhf.json", json.dumps(asdict(config), indent=1) + "\n")
 

@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,6 +299,25 @@ def test_an_adapter_in_half_precision_is_trained_in_float32():
     got, _ = load_model(lm, tokenizer())
     found = {"lora_" in n: p.dtype for n, p in got.named_parameters()}
     assert found == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_an_adapter_merged_into_half_precision_may_keep_what_it_learned(tmp_path):
+    lm = lora(make("Llama").bfloat16(), init_lora_weights=False)
+    load_model(lm, tokenizer())
+    def merged(name, **options):
+        save_model(tmp_path / name, lm, tokenizer(), merge=True, **options)
+        return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
+    with pytest.warns(UserWarning, match='^merge rounds the weights to torch.bfloat16.*"float32"'):
+        assert merged("half").dtype == torch.bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        whole = merged("whole", dtype="float32")
+    for i, layer in enumerate(whole.model.layers):
+        theirs = lm.get_base_model().model.layers[i].self_attn.q_proj
+        exact = theirs.base_layer.weight.float() + theirs.get_delta_weight("default").float()
+        torch.testing.assert_close(layer.self_attn.q_proj.weight, exact)
+    with pytest.raises(ValueError, match="^dtype must be None for an adapter that is not merged"):
+        save_model(tmp_path / "adapter", lm, tokenizer(), dtype="float32")
 
 
 def test_an_adapter_without_one_of_its_matrices_is_refused(tmp_path):

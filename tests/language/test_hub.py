@@ -14,7 +14,7 @@ import torch
 import transformers
 from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
 
-from rlhf_notes import RLHF, fast
+from rlhf_notes import RLHF, RewardTrainer, fast
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.hub import load as hub
 from rlhf_notes.hub.load import check_model, load_model, pad_outside
@@ -50,8 +50,8 @@ def test_a_model_may_be_a_module_or_a_path(tmp_path):
     assert got is lm and tok.pad_token_id == 37
     again, again_tokenizer = load_model(tmp_path / saved(lm, tmp_path, tokenizer()))
     assert all(torch.equal(a, b) for a, b in zip(lm.parameters(), again.parameters()))
-    own = tokenizer()
-    assert load_model(str(tmp_path), own)[1] is own
+    own = tokenizer(pad="mine")
+    assert load_model(str(tmp_path), own)[1].pad_token == "mine"
     assert load_model(lm, tmp_path)[1].get_vocab() == again_tokenizer.get_vocab()
 
 
@@ -433,3 +433,59 @@ def test_a_real_limit_is_told_by_name(tmp_path):
 def test_a_difference_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setattr(hub, "_largest_errors", lambda lm: {"with padding on the left": math.nan})
     refused(tiny(), "with padding on the left, got 'x', whose differ by nan%")
+
+
+ROUNDED = {  # kinds whose buffers follow from the config: angles, scales
+    "llama": {}, "qwen3": {}, "phi": {}, "gpt_neox": {}, "gptj": dict(rotary_dim=4),
+    "gemma2": dict(head_dim=8), "gemma3_text": dict(head_dim=8),
+    "llama ": dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=4.0,
+                                        low_freq_factor=1.0, high_freq_factor=4.0,
+                                        original_max_position_embeddings=32)),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_a_model_in_bfloat16_gets_exact_buffers(kind, tmp_path):
+    shape = dict(vocab_size=37, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
+                 n_embd=32, n_layer=2, n_head=4, n_positions=128,
+                 pad_token_id=None, bos_token_id=None, eos_token_id=0)
+    known = transformers.CONFIG_MAPPING[kind.strip()]
+    fields = {*known.__dataclass_fields__, *known.attribute_map}
+    config = known(**{k: v for k, v in shape.items() if k in fields} | ROUNDED[kind])
+    torch.manual_seed(0)
+    lm, tok = transformers.AutoModelForCausalLM.from_config(config).bfloat16(), tokenizer()
+    lm, _ = load_model(lm, tok)
+    save_model(tmp_path, lm, tok)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    buffers = dict(again.named_buffers())
+    assert all(torch.equal(b, buffers[n]) for n, b in lm.named_buffers())
+    tokens = torch.randint(37, (1, 120), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(lm(tokens).logits, again(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_the_callers_tokenizer_stays_as_it_is():
+    def state(t): return len(t), t.pad_token, t.padding_side, t.special_tokens_map
+    for pad in (None, "w0", "w3"):
+        mine = tokenizer(pad=pad)
+        mine.padding_side = "right"
+        before = state(mine)
+        _, ours = load_model(tiny(), mine)
+        assert state(mine) == before and ours is not mine and ours.pad_token_id == 37
+        for t in (mine, ours):  # a second model, of more tokens
+            assert pad_outside(t, 57).pad_token_id == 57
+        assert state(mine) == before and ours.pad_token_id == 37
+        RewardTrainer(tiny(), mine, [dict(prompt="w6", chosen="w3", rejected="w5")], iterations=1,
+                      device="cpu")
+        assert state(mine) == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", None])
+def test_a_policy_is_saved_in_the_dtype_that_is_asked_for(dtype, tmp_path):
+    lm = rough(tiny())
+    save_model(tmp_path, lm, tokenizer(), dtype=dtype)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert again.dtype == getattr(torch, dtype or "float32") and lm.dtype == torch.float32
+    with pytest.raises(ValueError, match="^dtype must be"):
+        save_model(tmp_path, lm, tokenizer(), dtype="int8")
