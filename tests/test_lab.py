@@ -19,6 +19,7 @@ import notebooks
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from rules import broken
 
 ROOT, BINDER = notebooks.ROOT, notebooks.ROOT / ".binder"
 # Where a module comes from if not from a package of its own name.
@@ -92,10 +93,11 @@ def test_make_lab_opens_the_index(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("path", notebooks.notebooks(), ids=lambda p: p.stem)
-def test_every_notebook_asks_for_the_kernel_that_is_there(path):
+def test_every_notebook_asks_for_the_kernel_that_is_there():
     "JupyterLab opens it without asking which kernel to start."
-    assert nbformat.read(path, as_version=4).metadata["kernelspec"]["name"] == "python3"
+    def other(path):
+        return nbformat.read(path, as_version=4).metadata["kernelspec"]["name"] != "python3"
+    assert not broken(other, notebooks.notebooks())
 
 
 def pins():
@@ -199,15 +201,12 @@ def imported(path):
     return found - set(sys.stdlib_module_names) - {"rlhf_notes", "peers"}
 
 
-@pytest.mark.parametrize("path", notebooks.notebooks(), ids=lambda p: p.stem)
-def test_binder_has_what_the_notebooks_import(path):
+def test_binder_has_what_the_notebooks_import():
+    "Else .binder/requirements.txt lacks it."
     there = set(requirements("requirements")) | {
         r.name for r in binder_requirements()} | {"ipykernel"}
-    # lessons on other libraries need those, which are large
-    there |= {path.stem, "datasets"} if path.parent.name == "bridges" else set()
-    missing = {m for m in imported(path) if COMES_WITH.get(m, m) not in there}
-    assert not missing, (f"{path.name} imports {missing}, which .binder/requirements.txt does not "
-                         f"bring")
+    def missing(path): return {m for m in imported(path) if COMES_WITH.get(m, m) not in there}
+    assert not broken(missing, notebooks.notebooks())
 
 
 def links_to_run(text):
