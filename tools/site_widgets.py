@@ -20,11 +20,12 @@ DATA = {"cartpole": "cartpole-train.js", "diagnosis": "dials.js", "policy": "pol
 SHOWN = 6                                                     # dials of a case
 
 
-def place(name, page):
-    "The widget of that name, as a cell of `page`."
+def place(asked, page):
+    "The widget that is asked for, as a cell of `page`; `NAME brief` has its lower half folded."
+    name, *brief = asked.split()
     at = os.path.relpath("_widgets", page.parent)
     scripts = ["widgets.js", *([DATA[name]] if name in DATA else []), f"{name}.js"]
-    text = (f'<div class="widget" data-widget="{name}" hidden></div>\n'
+    text = (f'<div class="widget" data-widget="{name}"{" data-brief" * len(brief)} hidden></div>\n'
             f'<link rel="stylesheet" href="{at}/widgets.css">\n'
             + "".join(f'<script defer src="{at}/{script}"></script>\n' for script in scripts))
     return nbformat.v4.new_markdown_cell(text, id=f"{name}-widget")

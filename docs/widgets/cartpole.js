@@ -213,9 +213,10 @@ widget("cartpole", (box) => {
   box.classList.add("lab");
   box.append(rungs,
     make("div", {class: "panes"}, make("div", {}, track.svg, make("div", {class: "dials"}, train, seed, moving)), make("div", {}, curves.svg, key, told)),
-    make("div", {class: "panes"}, make("div", {}, code), make("div", {}, make("div", {class: "dials column"}, Object.values(dials)), faults, why)),
-    make("div", {class: "panes small"}, [ratio, kl, explained].map(({svg}) => make("div", {}, svg))),
-    make("p", {class: "foot"}, others, link));
+    make("details", {class: "more", open: !("brief" in box.dataset)}, make("summary", {}, "the program, its dials, its faults"),
+      make("div", {class: "panes"}, make("div", {}, code), make("div", {}, make("div", {class: "dials column"}, Object.values(dials)), faults, why)),
+      make("div", {class: "panes small"}, [ratio, kl, explained].map(({svg}) => make("div", {}, svg))),
+      make("p", {class: "foot"}, others, link)));
   function linked() {
     const asked = fromLink("cartpole", LAB, allowed);
     if (!asked) return;

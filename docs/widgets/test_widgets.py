@@ -420,3 +420,16 @@ def test_the_dials_of_the_laboratory_go_by_keyboard(tabs):
     box.locator("input[type=range]").nth(1).focus()
     page.keyboard.press("ArrowRight")
     assert "0.75, 1.25" in box.locator(".program").inner_text() and not faults
+
+
+def test_the_front_page_begins_with_it(browser):
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((SITE / "index.html").as_uri())
+    lab = page.locator("[data-widget=cartpole]")
+    lab.get_by_role("button", name="Train").wait_for()
+    assert lab.get_by_role("button", name="Train").bounding_box()["y"] < 800
+    assert not lab.locator(".program").is_visible()
+    lab.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert lab.locator(".program").is_visible()
+    page.close()
