@@ -48,6 +48,7 @@ import signal
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial, reduce
+from operator import or_
 from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
@@ -182,7 +183,7 @@ def _bare(kind):
     "A type without the rules that pydantic checks: of those the config itself tells."
     if get_origin(kind) is Annotated: return _bare(get_args(kind)[0])
     if get_origin(kind) not in (Union, UnionType): return kind
-    return Union[tuple(map(_bare, get_args(kind)))]
+    return reduce(or_, map(_bare, get_args(kind)))
 
 
 def _whole(type_, tokens):  # cyclopts itself rounds 7.5

@@ -158,6 +158,7 @@ def old_training(
         raise ValueError(f"resume must be a run with all options, got {path} without {missing[0]}")
     if not trust:
         _check_code(run.config, path, given, {"train": "env", "rlhf": "reward"}.get(task))
+    run.check_config()
     options = {name: run.config[name] for name in names}
     own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
     for name, value in own.items():

@@ -1,5 +1,8 @@
 "What goes wrong at a door is told in one sentence."
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -110,3 +113,26 @@ def test_a_run_may_name_a_module_by_an_option_that_its_command_has_not(capsys):
         json.dump(saved | {name: value}, open("run/config.json", "w"))
         told = refused(["cartpole", "--resume", "run"], capsys)
         assert f"--trust must be given, since run names a module by {name}, got none for" in told
+
+
+@pytest.mark.skipif(os.name != "posix", reason="resource")
+@pytest.mark.parametrize("limit", [1500, 100])
+def test_a_disk_that_is_full_at_the_first_events(limit, tmp_path):
+    code = f"""
+import resource, signal, sys
+from rlhf_notes.cli import main
+from rlhf_notes import fast
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+with fast.off(): code = main("cartpole --steps 2048 --eval-episodes 2 --out o".split())
+sys.stderr.flush()
+print("code", code, flush=True)
+import os
+os._exit(code)  # before the thread of TensorBoard says the same
+"""
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    if limit == 100:  # not even the options
+        assert done.returncode == 2 and "rlhf-notes: --out must be a dir" in done.stderr, done
+        return
+    assert done.returncode == 1 and f"cannot use {tmp_path}/o: File too large" in done.stderr, done

@@ -32,6 +32,8 @@ from rlhf_notes.language.model import (
 )
 from ..language.sampling import sample
 from ..training.devices import Setting
+from ..training.runs import check_sums
+from ..training.seeds import global_seed
 
 # %% ../../nbs/hub/29_load.ipynb #load
 def load_model(
@@ -61,6 +63,7 @@ def load_model(
 def _from_directory(name):
     if os.path.isfile(name):
         raise ValueError(f"model must be a directory or a name on the hub, got the file {name!r}")
+    check_sums(name, "model")
     return _with_adapter(name) if _is_adapter(name) else _from_pretrained(name)
 
 def _is_adapter(name): return os.path.isfile(Path(name, "adapter_config.json"))
@@ -203,6 +206,7 @@ class Classifier:
 def _classifier(name):
     "A sequence classifier; an adapter is merged into its base, whose head it brings."
     kind = "sequence classifier", "AutoModelForSequenceClassification", "reward"
+    check_sums(name, "reward")
     if not _is_adapter(name): return _from_pretrained(name, *kind)
     lm = _with_adapter(name, *kind, head=("score.", "classifier."), num_labels=1)
     if not {"score", "classifier"} & set(lm.modules_to_save or ()):
@@ -322,8 +326,7 @@ def add_lora(
     peft = _peft("lora must be 0", rank)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear",
                              task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
-        torch.manual_seed(seed)
+    with global_seed(seed), quiet_transformers():
         return peft.get_peft_model(lm, config)
 
 # %% ../../nbs/hub/29_load.ipynb #pad-outside

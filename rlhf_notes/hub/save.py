@@ -28,7 +28,8 @@ from ..checks import check_value
 from ..formulas.reward import RewardNorm
 from .load import end_tokens, quiet_transformers
 from ..language.model import has_adapter
-from ..training.runs import disk_errors
+from ..training.runs import SUMS, disk_errors, write_sums
+from ..training.seeds import global_seed
 
 
 def save_model(
@@ -37,6 +38,7 @@ def save_model(
     tokenizer,  # its own; neither is changed
     merge: bool = False,  # True = an adapter is added to the weights
     dtype: str | None = None,  # "float32", "bfloat16" or "float16"; None = as they are
+    files: dict | None = None,  # name -> text: what else belongs to it
     **generation,  # for generation_config.json: temperature, max_new_tokens, ...
 ):
     "Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads."
@@ -59,6 +61,8 @@ def save_model(
             lm.config.pad_token_id = own.pad_token_id
         for part in (lm, own, sampling):
             part.save_pretrained(new)
+        for name, text in (files or {}).items():
+            (new / name).write_text(text, encoding="utf-8")
 
 
 def _merged(lm, dtype):
@@ -89,15 +93,21 @@ def _known_padding(tokenizer, vocab_size):
 
 @contextmanager
 def _moved_into(path, adapter=False):
-    "A new directory whose files move into `path` when all are written; other files there stay."
+    """A new directory whose files move into `path` when all are written; other files there stay.
+
+    Their checksums go first: of a save that is killed between two files, loading says so.
+    """
     path = Path(path)
     _check_place(path, adapter)
     is_new = not path.exists()
+    for left in path.glob(".*.saving"):  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
     try:
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(prefix=".", dir=path) as new:
+            with TemporaryDirectory(prefix=".", suffix=".saving", dir=path) as new:
                 yield Path(new)
+                write_sums(new, without=["README.md"])
                 _move(Path(new), path, adapter)
     except BaseException:
         if is_new:
@@ -123,6 +133,7 @@ EARLIER = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-
 
 
 def _move(new, path, adapter):
+    os.replace(new / SUMS, path / SUMS)
     files = {p.relative_to(new) for p in new.rglob("*") if p.is_file()}
     for old in () if adapter else (p for name in EARLIER for p in path.glob(name)):
         if old.relative_to(path) not in files:
@@ -143,7 +154,7 @@ def to_classifier(
     config.num_labels, pad = 1, own.pad_token_id
     # positions count from the left edge there
     own.padding_side = own.init_kwargs["padding_side"] = "right"
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
+    with global_seed(0), quiet_transformers():  # of weights that are replaced
         theirs = AutoModelForSequenceClassification.from_config(config)
         theirs.base_model.load_state_dict(model.trunk.state_dict())
         theirs.resize_token_embeddings(pad + 1, mean_resizing=False)

@@ -35,7 +35,7 @@ from rlhf_notes.training.devices import (
 )
 from ..training.fit import Evaluator, fit
 from ..training.options import read_options
-from ..training.runs import write_atomically
+from ..training.runs import check_sums
 from ..training.seeds import seeded_generator
 from ..training.signals import end_later, progress_bar
 
@@ -161,9 +161,9 @@ def save_policy(
     dtype: str | None = None,  # "float32" or "bfloat16"; None = as the policy has it
 ):
     "Write a policy with what it was sampled with, and the options of its training."
-    save_model(Path(path), lm, tokenizer, merge, dtype, temperature=config.temperature,
+    files = {"rlhf.json": json.dumps(asdict(config), indent=1) + "\n"}
+    save_model(Path(path), lm, tokenizer, merge, dtype, files, temperature=config.temperature,
                max_new_tokens=config.response_length)
-    write_atomically(Path(path) / "rlhf.json", json.dumps(asdict(config), indent=1) + "\n")
 
 # %% ../../nbs/hub/trainers.ipynb #own-config
 def own_config(
@@ -287,8 +287,9 @@ class RLHF(Trainer):
         except (OSError, ValueError) as e:
             raise ValueError("path must be a directory that RLHF.save has written, got "
                              f"{path}: {e}") from e
-        trainer = cls.__new__(cls)
-        trainer._begin(RLHFConfig(**saved), path, None, prompts, reward)
+        config, trainer = RLHFConfig(**saved), cls.__new__(cls)
+        check_sums(path)
+        trainer._begin(config, path, None, prompts, reward)
         return trainer
 
 # %% ../../nbs/hub/trainers.ipynb #dpo

@@ -21,6 +21,7 @@ from ..checks import checked
 from ..fast import door, gpt2, lengths
 from ..formulas.logprob import entropy_from_logits, linear_log_probs, selective_log_softmax
 from ..training.devices import usual_defaults
+from ..training.seeds import global_seed
 
 # %% ../../nbs/language/23_model.ipynb #positions
 @checked(mask="bool (... T)")
@@ -134,8 +135,7 @@ def make_gpt2(
     from transformers import GPT2Config, GPT2LMHeadModel
     config = GPT2Config(**PRESETS[preset] | changes, vocab_size=vocab_size, pad_token_id=None,
                         bos_token_id=eos_token_id, eos_token_id=eos_token_id)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with global_seed(seed):
         return no_dropout(GPT2LMHeadModel(config)).to(device)
 
 # %% ../../nbs/language/23_model.ipynb #dropout

@@ -27,7 +27,8 @@ written after the checkpoint are dropped, in TensorBoard too.
 `--track` adds TensorBoard (the default), Weights & Biases or Trackio, by way of Accelerate.
 """
 
-__all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'write_table', 'Run']
+__all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'SUMS', 'write_sums', 'check_sums',
+           'write_table', 'Run']
 
 import csv
 import io
@@ -39,6 +40,7 @@ import secrets
 import shutil
 import warnings
 import zipfile
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -112,6 +114,42 @@ def load_checked(
         changed = file.testzip()
     if changed: raise ValueError(f"{Path(path).name} is damaged, in {changed}")
     return torch.load(path, weights_only=True, map_location="cpu")
+
+
+SUMS = "checksums.json"
+
+
+def write_sums(
+    folder: Path,  # with the files, those in folders below too
+    without: tuple = (),  # names that are left out
+):
+    "Write the checksums of a folder's files beside them, for `check_sums`."
+    files = sorted(p for p in Path(folder).rglob("*") if p.is_file() and p.name not in without)
+    sums = {p.relative_to(folder).as_posix(): _sum(p) for p in files}
+    write_atomically(Path(folder) / SUMS, json.dumps(sums, indent=1) + "\n")
+
+
+def check_sums(
+    folder,  # what `write_sums` was called with, perhaps moved; without its file, all is well
+    name: str = "path",  # of the argument, for the message
+):
+    "ValueError unless the files are those whose checksums stand beside them."
+    folder = Path(folder)
+    if not (folder / SUMS).is_file(): return
+    for file, expected in read_options(folder / SUMS).items():
+        inside = (folder / file).is_file() and ".." not in file
+        if inside and _sum(folder / file) == expected: continue
+        raise ValueError(f"{name} must be a directory as it was saved, got {folder} with another "
+                         f"{file}: a save that was cut off, damage, or a change by hand (then "
+                         f"delete {SUMS} there)")
+
+
+def _sum(path):
+    total = 0
+    with open(path, "rb") as file:
+        while part := file.read(2**20):
+            total = zlib.crc32(part, total)
+    return f"{total:08x}"
 
 
 def write_table(
@@ -204,11 +242,19 @@ class Run:
             config = read_options(path / "config.json")
             saved = load_checked(path / "checkpoint.pt")
             run = cls(path, config, saved["metrics"], saved["state"])
+            run.began_with = saved.get("config", config)  # earlier versions did not keep it
         except Exception as e:
             raise ValueError("resume must be a run directory with a checkpoint, got "
                              f"{path}: {e}") from e
         _check_tracker(config)
         return run
+
+    def check_config(self):
+        "ValueError if config.json is not that of the beginning: a damaged file has other options."
+        for name, value in self.began_with.items():
+            if (found := self.config.get(name)) != value:
+                raise ValueError(f"{name} must be {value!r} in {self.path / 'config.json'}, as "
+                                 f"when the run began, got {found!r}")
 
     def lock(self):
         "Keep other processes out and clear up; ValueError if one is training here."
@@ -236,8 +282,9 @@ class Run:
         if self.tracker is None:
             self.lock()
             write_table(path, self.rows)
-            self.tracker = _Trackers(_make_tracker(self.path, step, self.config, name)
-                                     for name in _tracks(self.config))
+            with disk_errors(self.path):
+                self.tracker = _Trackers(_make_tracker(self.path, step, self.config, name)
+                                         for name in _tracks(self.config))
         else:
             with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
                 f.write(_line(row.values()))
@@ -249,7 +296,7 @@ class Run:
         state: dict,  # tensors, numbers, strings, and lists and dicts of those
     ):
         "Replace the checkpoint."
-        saved = {"metrics": self.rows, "state": state}
+        saved = {"metrics": self.rows, "state": state, "config": _as_json(self.config)}
         save_checked(self.path / "checkpoint.pt", saved)
 
     def save_figure(
@@ -281,13 +328,17 @@ class Run:
             write_table(self.path / "metrics.csv", self.rows)
         self._write_json("summary.json", summary)
         if self.tracker is not None:
-            self.tracker.finish()
+            with disk_errors(self.path):
+                self.tracker.finish()
         self.tracker = None
         if self.held is not None:
             self.held.release(force=True)
 
     def _write_json(self, name, values):
         write_atomically(self.path / name, json.dumps(_finite(values), indent=1) + "\n")
+
+
+def _as_json(values): return json.loads(json.dumps(_finite(values)))
 
 
 @contextmanager

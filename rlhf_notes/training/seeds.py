@@ -6,18 +6,30 @@ and on nothing that was drawn before: a run resumed at iteration 7 draws the num
 drawn. The global generators of Python, NumPy and PyTorch belong to the caller.
 """
 
-__all__ = ['seeded_generator']
+__all__ = ['seeded_generator', 'global_seed']
 
 import random
+import threading
+from contextlib import contextmanager
 
 import torch
 
 
-def seeded_generator(
-    purpose: str,  # what it is for: "rollout", "minibatches", ...
-    seed: int,  # of the run
-    *indices: int,  # such as iteration, process
-) -> torch.Generator:  # on the CPU
-    "Return a generator that depends on the arguments alone."
+def seeded_generator(purpose: str, seed: int, *indices: int) -> torch.Generator:  # on the CPU
+    """Return a generator that depends on the arguments alone.
+
+    `purpose` is what it is for ("rollout", "minibatches"), `indices` such as iteration and process.
+    """
     key = " ".join(map(str, (purpose, seed, *indices)))
     return torch.Generator().manual_seed(random.Random(key).getrandbits(63))
+
+
+_TURN = threading.RLock()
+
+
+@contextmanager
+def global_seed(seed: int):
+    "Lend PyTorch's global generator, seeded, to libraries that know no other; a thread at a time."
+    with _TURN, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
