@@ -1,4 +1,4 @@
-// One token's ratio over the clip's curve, for a good and for a bad token.
+// One action's ratio over the clip's curve, for a good and for a bad one.
 
 function clippedSurrogate(ratio, advantage, eps = 0.2, dual = null) {
   const held = advantage >= 0 ? Math.min(ratio, 1 + eps) : Math.min(Math.max(ratio, 1 - eps), dual ?? Infinity);
@@ -33,7 +33,7 @@ function caseOf(ratio, advantage, eps, dual) {
 widget("clip", (box) => {
   const MAX = 2.5, state = {ratio: 1.1, eps: 0.2, dual: null};
   const panels = [1, -1].map((A) => {
-    const chart = new Chart(A > 0 ? "a good token, A = 1" : "a bad token, A = −1", {x: [0, MAX], y: A > 0 ? [0, 2.5] : [-2.5, 0],
+    const chart = new Chart(A > 0 ? "a good action, A = 1" : "a bad action, A = −1", {x: [0, MAX], y: A > 0 ? [0, 2.5] : [-2.5, 0],
       xlabel: "ratio ρ", xticks: [0, 0.5, 1, 1.5, 2, 2.5], yticks: A > 0 ? [0, 1, 2] : [-2, -1, 0]});
     const text = make("p", {class: "case", "aria-live": "polite"});
     const drag = (e) => {

@@ -220,6 +220,8 @@ exercise("clipped_surrogate", "04_surrogate", surrogate.clipped_surrogate,
              "$A = -1$": dict(advantage=torch.tensor(-1.0), eps=0.2)}),
     no_minimum=(always_clipped,
         "You clip on both sides, whatever the advantage: the minimum is missing."),
+    around_zero=(lambda r, A, eps: torch.minimum(r * A, r.clamp(-eps, eps) * A),
+        "You hold the ratio between -eps and eps; it is held around 1: 1 - eps to 1 + eps."),
     maximum=(lambda r, A, eps: torch.maximum(r * A, clip(r, eps) * A),
         "You take the maximum: the objective shall be pessimistic, so the minimum."),
     above_for_any_sign=(lambda r, A, eps: A * r.clamp(max=1 + eps),
@@ -401,12 +403,26 @@ _GAE_INPUTS = [(vec([1.]), vec([2.]), vec([5.]), flags("1"), flags("1"), 0.9, 0.
                 flags("00", "00", "10", "00", "01", "00", "00", "00", "00"),
                 flags("00", "01", "10", "00", "01", "10", "00", "00", "01"), 0.9, 0.8)]
 
+def _forwards(r, V, W, ends, done, gamma, lam, late=False):
+    "GAE from the first step to the last, cut at this step's end or, if late, at the one before."
+    delta, A, out = r + gamma * W * ~ends - V, 0, []
+    cuts = torch.cat([torch.zeros_like(done[:1]), done[:-1]]) if late else done
+    for d, cut in zip(delta, cuts):
+        A = d + gamma * lam * ~cut * A
+        out.append(A)
+    return torch.stack(out)
+
+_FORWARDS = ("Yours runs forwards, so an action is paid for what came before it: start at the last "
+             "step and go back.", "08_advantage, One recursion")
+
 exercise("gae", "08_advantage", _gae,
     "f(rewards, values, next_values, terminated, done, gamma, lam) -> advantages, time first; "
     "terminated cuts the bootstrap, done (terminated or truncated) the recursion",
     "delta = r + gamma V_next - V, then backwards A = delta + gamma lam A_next. What cuts which?",
     read="08_advantage, Two ways to end",
     inputs=_GAE_INPUTS, picture=steps(3, marks=("done", "terminated")),
+    forwards=(_forwards, *_FORWARDS),
+    forwards_cut_late=(lambda *x: _forwards(*x, late=True), *_FORWARDS),
     no_gamma_in_recursion=(
         lambda r, V, W, e, d, g, l: _gae(r + g * W * ~e - V, 0 * V, 0 * W, e, d, 1.0, l),
         "The recursion decays by lam alone: gamma is missing there.",
@@ -469,6 +485,8 @@ exercise("token_rewards", "09_reward", lambda *x: reward.token_rewards(*x)[0],
            flags("0011")[None]), (vec([5.]), vec([[-1., -2., -3., -1.5]]),
            vec([[-2., -1.5, -3.25, -1.]]), 0.5, flags("1011")[None])],
     picture=steps(1, along=1),
+    bonus=(lambda s, a, b, c, m: keep(c * (a - b), m) + _paid(s, _last(m)),
+        "Your KL has the wrong sign: it is a price, so kl_coef (logp - logp_ref) is subtracted."),
     last_column=(lambda s, a, b, c, m: keep(-c * (a - b), m) + _paid(s, _last(m | True)),
         "The score lands in the last column, which is padding in a short response."),
     first_token=(lambda s, a, b, c, m: keep(-c * (a - b), m) + _paid(s, m & (m.cumsum(1) == 1)),
@@ -594,6 +612,9 @@ exercise("grpo_loss", "11_grpo", _grpo,
     no_minimum=(lambda *x: _grpo(*x, objective=always_clipped),
         "You clip on both sides, whatever the advantage: the minimum is missing.",
         "04_surrogate, The formula"),
+    maximised=(lambda *x: _grpo(*x, objective=lambda *y: -pessimistic(*y)),
+        "Your surrogate has the sign of an objective: a loss is minimised, so it is "
+        "-surrogate + beta k3."),
     kl_flipped=(lambda *x: _grpo(*x, kl=lambda d: k3(-d)),
         "Your KL has the sign of the log-ratio flipped.",
         "11_grpo, Where the KL goes"),

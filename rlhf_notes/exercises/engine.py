@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .facts import fact, told
-from .outcomes import alike, attempt, difference, show
+from .outcomes import alike, attempt, difference, show, show_shape
 from .substitutes import varied
 
 
@@ -118,7 +118,8 @@ class Exercise:
         named = [*filter(shows, wrong)]
         i = min(named or wrong, key=lambda i: (i >= len(self.inputs), len(str(self.cases[i]))))
         what = difference(got[i], expected[i], self.wrt)
-        case = "\n          ".join(f"{k} = {show(v)}" for k, v in self.cases[i].items())
+        tell = show_shape if name == "scalars" else show
+        case = "\n          ".join(f"{k} = {tell(v)}" for k, v in self.cases[i].items())
         read = self.explained(name)
         return (f"{self.name}: not yet. {says}\n  input:  {case}\n  result: {what}\n"
                 f"  check.{self.name}.hint() gives a hint{read and f'; read {read}'}.")

@@ -32,6 +32,10 @@ def told(outcomes: list, least: int = 2) -> bool:
 
 NO_RESULT = "The result is not of the expected kind."
 UNKNOWN = "No mistake that is known here."
+SCALARS = ("Your code takes single numbers, and here it gets tensors of several: compute with whole "
+           "rows, and choose with torch.where(condition, x, y) instead of `if`.")
+_ONE = re.compile(r"Boolean value of Tensor with more than one|only one element tensors"
+                  r"|to Python scalar|cannot be converted to Scalar")
 
 
 def fact(exercise, f, got: list, expected: list) -> tuple:
@@ -40,7 +44,9 @@ def fact(exercise, f, got: list, expected: list) -> tuple:
     There is no name if nothing but numbers can be shown.
     """
     both = [*zip(got, expected)]
-    if any(o.error or len(o.values) != len(x.values) for o, x in both): return None, NO_RESULT
+    errors = [o.error for o in got if o.error]
+    if errors and all(map(_ONE.search, errors)): return "scalars", SCALARS
+    if errors or any(len(o.values) != len(x.values) for o, x in both): return None, NO_RESULT
     plain, n = both[:exercise.plain], len(expected[0].values)
     def pairs(part, k): return [(getattr(o, part)[k], getattr(x, part)[k]) for o, x in plain]
     def wrong(part, k): return not all(close(*pair) for pair in pairs(part, k))

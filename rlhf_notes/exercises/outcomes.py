@@ -132,6 +132,11 @@ def show(x) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
+def show_shape(x) -> str:
+    "A tensor by its shape, anything else as it is."
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else show(x)
+
+
 def _text(v):
     if isinstance(v, list): return "[" + ", ".join(map(_text, v)) + "]"
     return str(v) if isinstance(v, (bool, int)) else f"{v:.4g}"

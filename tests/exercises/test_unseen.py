@@ -94,6 +94,10 @@ UNSEEN = [
      "the results come in another order"),
     ("online_logsumexp", lambda z: z.logsumexp(0), "last",
      "not of the expected kind. Yours is the last of what is asked for."),
+    # numbers where tensors come
+    ("gae", lambda r, V, W, ends, done, g, l: torch.tensor([
+        float(r[t]) + (0 if ends[t] else g * float(W[t])) - float(V[t]) for t in range(len(r))]),
+     "scalars", "Your code takes single numbers, and here it gets tensors"),
     # a place, a term
     ("gae", lambda *x: advantages(*x, steps=1), "where",
      "Here yours is wrong only at the beginning."),
