@@ -100,14 +100,37 @@ def beyond(source, width):
     return [lines[n - 1] for n, end in ends.items() if end > width and n not in whole]
 
 
-def test_code_ends_where_the_page_does():
-    def long(path):
-        return {cell_id: lines for cell_id, source, _ in code_cells(path)
-                if (lines := beyond(source, notebooks.WIDTH))}
-    assert not broken(long, PATHS)
+EXPORTED, OWN = 100, 88  # columns of code; imports of a lesson may have 100 too
 
 
-def test_lines_that_are_too_long_are_seen():
+def wide(source):
+    "Lines that go beyond the width of their cell."
+    exported = "export" in notebooks.directives(source)
+    return [line for line in beyond(source, EXPORTED if exported else OWN)
+            if len(line) > EXPORTED or not line.startswith(("from ", "import "))]
+
+
+def crowded(source):
+    "Lines with a semicolon between two statements; one at the end keeps a cell from printing."
+    tokens = [*tokenize.generate_tokens(io.StringIO(source).readline)]
+    return [t.line for t, after in zip(tokens, tokens[1:]) if t.string == ";"
+            and after.type not in (tokenize.NEWLINE, tokenize.COMMENT)]
+
+
+def faults_of_code(path):
+    for cell_id, source, _ in code_cells(path):
+        if source.startswith("%"): continue
+        if lines := wide(source) + crowded(source): yield cell_id, lines
+
+
+def test_code_is_narrow_and_has_one_statement_a_line():
+    assert not broken(lambda path: [*faults_of_code(path)], PATHS)
+
+
+def test_lines_that_are_too_long_or_too_full_are_seen():
+    assert wide("x = " + "1" * 85) and not wide("x = " + "1" * 84)
+    assert not wide("#| export\nx = " + "1" * 96) and wide("#| export\nx = " + "1" * 97)
+    assert crowded("a = 1; b = 2\n") and not crowded("plot();  # nothing printed\nprint(';');\n")
     assert beyond('x = 1  # a comment\n"a string alone"\ny = "a string behind"',
                   12) == ['y = "a string behind"']
     assert beyond("f(1,\n  2, 3, 4)", 8) == ["  2, 3, 4)"]
