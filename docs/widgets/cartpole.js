@@ -118,10 +118,12 @@ widget("cartpole", (box) => {
     runs = Array.from({length: SEEDS}, (_, i) => ({w: lab.weights(chance(state.first + i)), lengths: [], kls: [], explained: []}));
     runs.forEach(({w}, i) => { track.carts[i].w = w; });
   }
-  function stop() { while (workers.length) workers.pop().terminate(); }
+  function stop() {
+    while (workers.length) workers.pop().terminate();
+    if (medians().length === lab.UPDATES) before = {line: medians(), name: running};
+  }
   function start() {
     stop();
-    if (medians().length === lab.UPDATES) before = {line: medians(), name: running};
     running = RUNGS[state.rung].replace("− clip", "PPO without its clip").replace(/.*: /, "") + (state.fault === "none" ? "" : `, ${FAULTS[state.fault][0]}`);
     train.textContent = "Train again";
     untrained();
@@ -194,8 +196,9 @@ widget("cartpole", (box) => {
     code.replaceChildren(...program(state));
     why.textContent = FAULTS[state.fault][3] ?? "";
     link.href = toLink("cartpole", state);
+    if (running) stop();
+    if ("first" in changes) untrained();
     if (running) {                                           // once it was asked for, each change trains anew
-      stop();
       history.replaceState(null, "", link.href);
       clearTimeout(later);
       later = setTimeout(start, 300);
@@ -207,7 +210,7 @@ widget("cartpole", (box) => {
   const rungs = choice("program", RUNGS, state.rung, (x) => set({rung: +x}));
   const faults = choice("plant a fault", Object.fromEntries(Object.entries(FAULTS).map(([name, [text]]) => [name, text])), state.fault, (x) => set({fault: x}));
   const seed = dial("seed", {min: 0, max: SEEDS - 1, step: 1, value: 0, text: (i) => String(state.first + i)}, pick);
-  const train = button("Train", start, {class: "go"}), others = button("Other seeds", () => { state.first += SEEDS; set({}); start(); });
+  const train = button("Train", start, {class: "go"}), others = button("Other seeds", () => { set({first: state.first + SEEDS}); if (!running) start(); });
   const moving = toggle("moving", !matchMedia("(prefers-reduced-motion: reduce)").matches, (on) => track.move(on));
 
   box.classList.add("lab");

@@ -292,6 +292,20 @@ def expected_update(agent, batch, rung, epochs, rate):
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach()
 
 
+def test_the_gradient_is_that_of_the_library(compute):
+    from rlhf_notes import ppo_loss
+    agent, batch = a_batch()
+    w = torch.nn.utils.parameters_to_vector(agent.parameters())
+    inputs = json.dumps([w.tolist(), {name: x.tolist() for name, x in batch.items()}, SETTINGS])
+    got = compute(f"""const [w, b, settings] = {inputs}, g = new Float64Array(w.length);
+        lab.loss(F(w), g, b.A.map((_, t) => t), {{...b, obs: F(b.obs.flat())}}, settings);
+        return Array.from(g);""")
+    obs, value = batch["obs"], agent.value(batch["obs"])[:, 0]
+    loss, _ = ppo_loss(agent.logp(obs, batch["actions"]), batch["old"], batch["A"], value, None, batch["target"])
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(agent.parameters()))])
+    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("rung", [1, 2, 3, 4, 5])
 def test_an_update_is_that_of_the_library(compute, rung):
     agent, batch = a_batch()
@@ -392,6 +406,11 @@ def test_the_laboratory_trains_in_the_page(tabs):
     page.wait_for_function("document.querySelectorAll('.lab .line.middle')[0].points.length > 2", timeout=60_000)
     assert page.evaluate("longest") < 1000 and not faults, (page.evaluate("longest"), faults)
     assert box.locator("rect.first").count() and box.locator(".told").inner_text().startswith("Update")
+    curve = box.locator(".line.first").first.get_attribute("points")
+    box.get_by_role("button", name="Other seeds").click()
+    page.wait_for_function("document.querySelectorAll('.lab .line.first')[0].points.length > 2", timeout=60_000)
+    assert "seed 20" in box.locator(".key").inner_text()
+    assert not box.locator(".line.first").first.get_attribute("points").startswith(curve[:30]) and not faults
 
 
 def test_a_link_carries_the_settings(tabs):
