@@ -178,14 +178,17 @@ def call_rewards(functions, texts, columns, timeout=None) -> list:  # (B,) each,
     begun, found, count = [], {}, len(texts["responses"])
     until = None if timeout is None else time.monotonic() + timeout
 
-    def look(i): found[i] = _numbers(functions[i], begun[i], count, until, timeout)
+    def look(i):
+        found[i] = _numbers(functions[i], begun[i], count, until, timeout)
+
     try:
         for i, function in enumerate(functions):
             given = reward_arguments(function, texts, columns)
             begun.append(_begin(function, given, timeout))
-            if begun[i].done(): look(i)  # if it has failed, no other begins
-        for i in range(len(functions)):
-            if i not in found: look(i)
+            if begun[i].done():  # if it has failed, no other begins
+                look(i)
+        for i in sorted({*range(len(functions))} - {*found}):
+            look(i)
         return [found[i] for i in range(len(functions))]
     finally:
         for future in begun:
@@ -198,7 +201,7 @@ def call_reward(function, texts, columns) -> torch.Tensor:  # (B,), NaN = no sco
 
 
 def _numbers(function, future, count, until, timeout):
-    "What a reward has returned, as a tensor."
+    "The numbers that a reward has returned, as a tensor."
     values = "nothing"
     try:
         values = _result(future, until, timeout)

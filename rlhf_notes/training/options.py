@@ -103,7 +103,7 @@ OLD_NAMES = dict(query_length="prompt_length", eval_answers="eval_responses")
 
 
 def read_json(text: str):
-    "What a text in JSON says; ValueError, also if it is nested deeper than Python reads."
+    "Read JSON; ValueError, also if it is nested deeper than Python reads."
     try:
         return json.loads(text)
     except RecursionError:
