@@ -118,6 +118,25 @@ def test_our_formulas_are_right(name):
     assert report.formula == {"kl_loss": "kl_estimate"}.get(name, name)
 
 
+def test_a_padding_mask_may_say_which_tokens_count():
+    "torchtune's loss calls it `padding_masks`, and True counts; elsewhere True is padding."
+    report = identify(rlhf_notes.PPOLoss())
+    assert report.right and report.facts["aggregation"] == "token-mean", report
+
+
+def test_ways_of_libraries_are_no_fault():
+    "A chunk that saves memory, a group divided by its mean, whitening that removes the mean."
+    def chunked(logits, chunk_size=128):
+        return -torch.cat([(z.softmax(-1) * z.log_softmax(-1)).sum(-1)
+                           for z in logits.split(chunk_size)])
+    assert identify(chunked).right
+    def maxrl(rewards, num_generations=4):
+        mean = rewards.view(-1, num_generations).mean(1).repeat_interleave(num_generations)
+        return (rewards - mean) / (mean + 1e-6)
+    report = identify(maxrl)
+    assert report.right and report.facts["scale"] == "mean"
+
+
 # Cautions
 
 def fragile(logp, old_logp, advantages, mask):

@@ -218,7 +218,7 @@ class Subject:
                 self.dialect = dict(zip(tries, choice))
                 try:
                     return attempt(self.dialect)
-                except Unreadable as e:
-                    first = first or e
+                except Unreadable as e:  # a wrong shape says less than what comes after it
+                    first = e if first is None or "size of tensor" in str(first) else first
             if not unset: break
         raise first

@@ -152,7 +152,7 @@ def read_gae(subject) -> Report:
     most = max(results, key=lambda n: abs(own[n]))
     adv = next((n for n in results if "adv" in str(n).lower()), most)
     ret = next((n for n in results if n != adv), None)
-    whitened = _whitened(steps, adv, ret)
+    whitened = _whitened(report, steps, adv, ret)
     if whitened and ret is None:
         _guess_whitened(steps, adv, report)
     else:
@@ -184,15 +184,18 @@ def _is_return(steps, name):
     return bool(V.diagonal()[:-1].abs().max() < 1e-6) and bool(V.any() or L.any())
 
 
-def _whitened(steps, adv, ret):
+def _whitened(report, steps, adv, ret):
     "The deviation by which the advantages are divided, None if they are as they were."
     draws = [x[:, :1].expand(T, N) if steps.subject.dialect["layout"] == "1d" else x
              for x in _draws()]
     out = steps(*draws)
-    if not same([out[adv]], [steps(*(3 * x for x in draws))[adv]], 1e-3): return None
     for deviation in ("population", "sample") if ret is not None else ():
-        white = whiten(out[ret] - draws[1], unbiased=deviation == "sample", eps=0.0)
-        if same([out[adv]], [white], 1e-3): return deviation
+        for shift in (True, False):
+            white = whiten(out[ret] - draws[1], None, shift, deviation == "sample", 0.0)
+            if not same([out[adv]], [white], 1e-3): continue
+            if not shift: report.find("baseline", SAYS["mean kept"])
+            return deviation
+    if not same([out[adv]], [steps(*(3 * x for x in draws))[adv]], 1e-3): return None
     return "unknown"
 
 
@@ -302,6 +305,8 @@ SAYS = {
                     "by gamma lambda, the formula gives 0",
     "bootstrap-past-end": "an episode ends, V of what follows is 1: the advantage of its last step "
                           "changes by gamma, the formula gives 0",
+    "mean kept": "the advantages are divided by their deviation, and keep their mean; whitening "
+                 "removes it",
     "off-by-one": "an episode ends: the sum is cut one step beside its last step",
 }
 
@@ -358,7 +363,8 @@ def _tokens(report, steps, name):
         got = steps(r + more[0] * junk, v + more[1] * junk, nv, mask=mask)[name]
         if same([got * mask], [clean * mask]): continue
         whole = steps(r + more[0] * junk, v + more[1] * junk, nv)[name]
-        kind = "mask-ignored" if same([got], [whole]) else "mask-leak"
+        used = not same([*steps(r, v, nv, mask=mask).values()], [*steps(r, v, nv).values()])
+        kind = "mask-leak" if used or not same([got], [whole]) else "mask-ignored"
         return report.find(kind, f"{what} of 3 in the padding change the advantages of the tokens")
 
 

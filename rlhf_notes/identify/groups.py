@@ -88,7 +88,7 @@ def read_group_advantage(subject) -> Report:
                     "the advantages of a group are no linear function of its rewards: other "
                     "groups or ranks come in")
         return _group_options(report, groups, R)
-    if slope.mean() < 0:
+    if (slope < 0).all():
         report.find("sign", "the best response of a group has the lowest advantage")
         slope, A = -slope, -A
     factor = _deviation(report, groups, R, slope)
@@ -145,6 +145,10 @@ def _deviation(report, groups, R, slope):
         return 1.0
     facts["deviation"] = None
     natural = groups_slope(groups, R)
+    for mean in (R.mean(1), R.abs().mean(1)):
+        if even(natural * mean):  # MaxRL
+            facts.update(deviation=None, scale="mean")
+            return 1.0
     what = "the variance" if even(by_var) else "neither the sample nor the population deviation"
     report.find("deviation",
                 f"rewards with a deviation of {std[0]:.3g} and {std[-1]:.3g} are divided by "
@@ -155,7 +159,8 @@ def _deviation(report, groups, R, slope):
 def _baseline(report, groups, R, A, factor):
     facts, G = report.facts, groups.G
     shift = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 2.0], dtype=torch.float64)[:, None]
-    free = same([groups(R + shift).abs()], [A.abs()], 1e-3) or facts["deviation"] == "batch"
+    free = facts["deviation"] == "batch" or "scale" in facts or same(
+        [groups(R + shift).abs()], [A.abs()], 1e-3)
     if free and A.mean(1).abs().max() < 1e-3 * A.abs().max():
         loo = abs(factor - G / (G - 1)) < 2e-3
         facts["baseline"] = "leave-one-out" if loo else "mean"

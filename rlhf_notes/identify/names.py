@@ -15,7 +15,7 @@ WORDS = {  # one word -> those that mean the same in other people's code
     "ref": "ref refs reference base sft init initial frozen prior teacher",
     "new": "new newlogprob newvalue current curr cur policy pi",
     "chosen": "chosen preferred winner winning win better positive pos w yw",
-    "rejected": "rejected dispreferred loser losing lose worse negative neg yl",
+    "rejected": "rejected reject dispreferred loser losing lose worse negative neg yl",
     "mask": "mask masks valid keep real",
     "pad": "pad padding padded ignore ignored",
     "advantage": "advantage advantages adv advs a ahat gae",

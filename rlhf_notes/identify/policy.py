@@ -31,7 +31,8 @@ class Policy:
         "A batch in which the log-ratios (B, T), advantages (B,) and log pi / pi_ref are these."
         B, T = logr.shape
         g = torch.Generator().manual_seed(B * T)
-        old = -0.3 - 2 * torch.rand(B, T, generator=g, dtype=torch.float64) if old is None else old
+        drawn = -0.3 - 2 * torch.rand(B, T, generator=g, dtype=torch.float64)
+        old = drawn - logr.clamp(min=0) if old is None else old  # no probability is above 1
         mask = torch.ones(B, T, dtype=torch.bool) if mask is None else mask
         x = old + logr
         case = dict(logp=x, logp_old=old, logp_ref=x - kl, advantage=self._shaped(A, T), mask=mask)
@@ -63,6 +64,8 @@ class Policy:
             return self.losses(self.case(logr, halves(B), mask))
         self.subject.tune(dict(dtype=(torch.float64, torch.float32), adv=("B", "BT", "B1", "flat"),
                                mask=("bool", "float", "int")), attempt)
+        if "padding" in self.subject.roles:
+            self.losses.settle(self.case(logr, halves(B), mask))
         self.alone = False
         zero = self.losses(self.case(logr, 0 * halves(B), mask))[1]
         self.alone = bool(zero.any()) and bool(zero.isfinite().all())
@@ -172,8 +175,7 @@ def _mask(policy, weights, level):
                                            "in the gradient, the formula gives 0")
     case = policy.case(logr, A, m)
     under = torch.where(m, 0.0, 0.7)
-    other = {n: case[n] + (under if n != "logp_old" else -under)
-             for n in ("logp", "logp_old", "logp_ref")}
+    other = {n: case[n] - k * under for k, n in enumerate(("logp", "logp_old", "logp_ref"), 1)}
     if case["advantage"].ndim == 2 and case["advantage"].shape[1] > 1:
         other["advantage"] = case["advantage"] + 3 * under
     after = policy.losses(case | other)
@@ -304,7 +306,9 @@ def _candidates(policy, curve):
     if low and high:
         yield "gmpo", dict(eps_low=-math.log1p(-low) if low < 1 else 40.0,
                            eps_high=math.log1p(high))
-    p, moved = math.exp(-1), Curve(policy, curve.sign, torch.full(CURVE, -1.0).double())
+    try:  # the probability of every token was 1 / e; ratios above e have no probability
+        p, moved = math.exp(-1), Curve(policy, curve.sign, torch.full(CURVE, -1.0).double())
+    except Unreadable: return
     up, down = moved.vanishes(0, True), moved.vanishes(1, False)
     if up and down:
         yield "dppo", dict(eps_low=-p * math.expm1(down), eps_high=p * math.expm1(up))

@@ -2,6 +2,8 @@
 
 __all__ = ["DTYPES", "Losses", "DIALECTS", "noise", "report_dead", "same", "check_repeatable"]
 
+import re
+
 import torch
 
 from .calls import Unreadable, result_tensors
@@ -57,6 +59,11 @@ class Losses:
         grad = torch.zeros_like(x) if grad is None else grad
         return loss.sum().detach().double(), grad.double()
 
+    def settle(self, case: dict):  # with a mask that has False
+        "Turn a padding mask round if True means that a token counts, as in torchtune's losses."
+        grad, m = self(case)[1].abs(), case["mask"]
+        self.subject.dialect["counts"] = bool(grad[~m].any()) and not grad[m].any()
+
     def _values(self, case, x, dtype):
         "The arguments in the function's dialect; a leaf forbids x += 1, so it gets a copy."
         flat = self.subject.dialect.get("adv") == "flat"
@@ -64,6 +71,8 @@ class Losses:
         case |= {name: make(case) for name, make in DERIVED.items()
                  if name in self.subject.roles and name not in case
                  and (name == "padding" or name in self.subject.required())}
+        if self.subject.dialect.get("counts"):
+            case["padding"] = case["mask"]
         case = {name: v for name, v in case.items() if name in self.subject.roles}
         for name, v in case.items():
             if name in ("mask", "padding"):
@@ -119,6 +128,9 @@ STRINGS = """token-mean seq-mean-token-mean seq-mean-token-sum constant prompt-m
     token sequence std batch group rpo apo_zero robust sigmoid ipo hinge rloo""".split()
 
 
+SILENT = re.compile(r"chunk|block|bucket|micro|thread|worker|verbose|seed|dim$|axis")  # no formula
+
+
 def dead_options(subject, outcome) -> list:  # (**options) -> list of tensors; names
     "The numeric options that change nothing, whatever the switches say."
     def moved(name, **others):
@@ -133,7 +145,8 @@ def dead_options(subject, outcome) -> list:  # (**options) -> list of tensors; n
             except Unreadable: continue
             if tried[-1]: return True
         return False if tried else None
-    dead = [name for name in subject.numbers if moved(name) is False]
+    dead = [name for name in subject.numbers
+            if not SILENT.search(name.lower()) and moved(name) is False]
     return [name for name in dead if not any(
         moved(name, **{switch: value}) for switch, value in _switched(subject))]
 
