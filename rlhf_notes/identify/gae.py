@@ -193,7 +193,8 @@ def _whitened(report, steps, adv, ret):
         for shift in (True, False):
             white = whiten(out[ret] - draws[1], None, shift, deviation == "sample", 0.0)
             if not same([out[adv]], [white], 1e-3): continue
-            if not shift: report.find("baseline", SAYS["mean kept"])
+            if not shift:
+                report.find("baseline", SAYS["mean kept"])
             return deviation
     if not same([out[adv]], [steps(*(3 * x for x in draws))[adv]], 1e-3): return None
     return "unknown"
