@@ -6,11 +6,12 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/hub/load.html.md"""
 
 # %% auto #0
 __all__ = ['load_model', 'Classifier', 'as_text', 'check_tokens', 'quiet_transformers', 'check_trainable', 'add_lora',
-           'pad_outside', 'end_tokens', 'check_model']
+           'pad_outside', 'end_tokens', 'warn_of_turns_without_end', 'check_model']
 
 # %% ../../nbs/hub/29_load.ipynb #export-imports
 import copy
 import functools
+import inspect
 import os
 import warnings
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ def load_model(
     model: str | Path | nn.Module,  # a directory, a name on the hub, or a model, changed in place
     tokenizer=None,  # of transformers, or where it is; None = the model's own
     device: str = "cpu",  # where it is to live
+    lora: int = 0,  # rank of the adapter that is trained in place of its weights
+    seed: int = 0,  # of the adapter
 ) -> tuple:  # (lm without dropout, tokenizer that pads outside of the vocabulary)
     "A causal language model and its tokenizer, checked; ValueError in one sentence otherwise."
     lm, name = model, type(model).__name__
@@ -54,9 +57,15 @@ def load_model(
     head = getattr(lm, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ValueError(f"model must be a causal language model of transformers, got {name!r}")
+    if any(p.is_meta for p in lm.parameters()):
+        raise ValueError(f"model must have weights, got {name!r} on the device meta")
+    _check_body(lm, name)
+    lm = add_lora(lm, lora, seed)
     check_trainable(_in_float32(lm), name)
     tokenizer = pad_outside(tokenizer, len(head.weight))
-    no_dropout(lm).eval().to(device)
+    no_dropout(lm).eval()
+    if not getattr(lm, "is_quantized", False): # whose weights stay where they were loaded
+        lm.to(device)
     check_model(lm, name)
     return lm, tokenizer
 
@@ -299,10 +308,12 @@ def check_trainable(
     "ValueError if nothing is trained, half precision, or more than an adapter that is saved holds."
     learned = {n: p.dtype for n, p in lm.named_parameters() if p.requires_grad}
     if not learned:
-        raise ValueError(f"model must have weights to train, got {name!r} with all of them frozen")
+        raise ValueError(f"model must have weights to train, got {name!r} with all of them frozen "
+                         "(lora= trains an adapter)")
     half = next((dtype for dtype in learned.values() if dtype.itemsize < 4), None)
     if half is not None:
         raise ValueError(f"model must train weights in float32, got {name!r} with {half}")
+    _refuse_router_loss(lm.config.get_text_config(), name)
     if not hasattr(lm, "peft_config"): return
     if not has_adapter(lm):
         raise ValueError("model must be a PeftModel if it has adapters (peft.get_peft_model makes "
@@ -310,10 +321,22 @@ def check_trainable(
     if [*lm.peft_config] != ["default"]:
         raise ValueError("model must have one adapter, named default, which is what is saved and "
                          f"loaded, got {name!r} with {[*lm.peft_config]}")
+    if lm.active_peft_config.is_prompt_learning:
+        raise ValueError("model must have an adapter inside of its layers, as LoRA is, got "
+                         f"{name!r} with {lm.active_peft_config.peft_type.value}")
     others = [n for n in learned if lm.active_adapter not in n.split(".")]
     if others:
         raise ValueError("model must train nothing beside its adapter, which alone is saved, got "
                          f"{name!r} with {others[0]}")
+
+def _refuse_router_loss(config, name):
+    "transformers adds it to the loss that it computes itself; here it would have no effect."
+    coef = next((getattr(config, k) for k in ("router_aux_loss_coef", "aux_loss_coef")
+                 if hasattr(config, k)), 0)
+    if getattr(config, "output_router_logits", False) and coef:
+        raise ValueError("model must have output_router_logits = False in its config, since the "
+                         "loss here is without the router's auxiliary loss, got True in "
+                         f"{name!r}")
 
 # %% ../../nbs/hub/29_load.ipynb #lora
 def add_lora(
@@ -358,6 +381,17 @@ def end_tokens(
         found += ids if isinstance(ids, list) else [ids]
     return sorted(set(found) - {None})
 
+def warn_of_turns_without_end(tokenizer, stop: list):
+    "Warn if the chat template ends a turn with a token that does not end a response."
+    turn = [dict(role="user", content="a"), dict(role="assistant", content="@turn@")]
+    (text,), _ = as_text(tokenizer, [turn])
+    after = tokenizer(text.rpartition("@turn@")[2].strip(), add_special_tokens=False)["input_ids"]
+    if after and after[0] in tokenizer.added_tokens_decoder and after[0] not in stop:
+        token = tokenizer.convert_ids_to_tokens(after[0])
+        warnings.warn(f"the tokenizer's chat template ends a turn with {token!r}, which ends no "
+                      "response: name it in the model's generation_config.eos_token_id",
+                      stacklevel=4)
+
 # %% ../../nbs/hub/29_load.ipynb #check-model
 @torch.no_grad()
 def check_model(
@@ -399,3 +433,12 @@ def _largest_errors(lm):
         size = alone.abs().max()
         rows.append({what: (a - b).abs().max() / size for what, (a, b) in pairs.items()})
     return {what: torch.stack([row[what] for row in rows]).max().item() for what in rows[0]}
+
+def _check_body(lm, name):
+    "ValueError for what has no cache of keys and values, and no states before its head."
+    if "past_key_values" not in inspect.signature(body(lm).forward).parameters:
+        raise ValueError("model must be a decoder with a cache of what it has read, keys and "
+                         f"values, got {name!r}, which takes no past_key_values (as Mamba)")
+    if body(lm).get_output_embeddings() is not None:
+        raise ValueError(f"model must have a body without its head as base_model, got {name!r}, "
+                         "whose base_model has the head (as Llama 4)")

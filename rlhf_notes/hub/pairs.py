@@ -5,7 +5,10 @@ tokenizer, and as the chat template writes it. It ends with the first token that
 generation; if it has none, the end-of-sequence token is appended.
 """
 
-__all__ = ['pairs_of', 'own_choices', 'continuation']
+__all__ = ['pairs_of', 'margins_of', 'own_choices', 'continuation']
+
+import math
+import numbers
 
 import torch
 
@@ -33,6 +36,16 @@ def pairs_of(
     return pairs
 
 
+def margins_of(rows: list) -> torch.Tensor:  # (n,) float32
+    "By how much the chosen response should win: the column `margin`, or 0."
+    found = [row.get("margin", 0.0) for row in rows]
+    for i, x in enumerate(found):
+        if not isinstance(x, numbers.Real) or not math.isfinite(x):
+            raise ValueError(f"prompts must have finite numbers as margin, got {x!r} in "
+                             f"prompts[{i}]")
+    return torch.tensor(found, dtype=torch.float32)
+
+
 def _said(response):
     "The text of a response that may be a list with one message."
     is_chat = isinstance(response, list) and len(response) == 1 and isinstance(response[0], dict)
@@ -48,38 +61,54 @@ def own_choices(
     if not task.stop_token:
         raise ValueError("tokenizer must have a token for the end of a text")
     for i, (row, pair) in enumerate(zip(rows, pairs_of(rows))):
-        ids += [_response_ids(task, row, response) for response in pair]
-        longest = max(map(len, ids[-2:]))
+        prompt = task.tokens[i][task.mask[i]].tolist()
+        ids += [_pair_ids(task, row, prompt, response) for response in pair]
+        longest = max(len(response) for _, response in ids[-2:])
         if longest > T:
             raise ValueError(f"max_new_tokens must hold each response with its end, {longest} "
                              f"tokens in prompts[{i}], got {T}")
-    check_tokens(task.tokenizer, ids, task.vocab_size, "prompts")
-    responses = torch.tensor([x + [0] * (T - len(x)) for x in ids]).view(-1, 2, T)
-    lengths = torch.tensor([len(x) for x in ids]).view(-1, 2, 1)
-    prompts = [x[:, None].expand(-1, 2, -1) for x in (task.tokens, task.mask)]
-    return chosen_first(*prompts, responses, torch.arange(T) < lengths, torch.zeros(len(rows)))
+    prompts, responses = zip(*ids)
+    check_tokens(task.tokenizer, responses, task.vocab_size, "prompts")
+    Q = task.prompt_length
+    tokens = [[task.pad_token] * (Q - len(x)) + x + y + [0] * (T - len(y)) for x, y in ids]
+    tokens, place = torch.tensor(tokens).view(-1, 2, Q + T), torch.arange(Q + T)
+    begin, end = (torch.tensor([*map(len, x)]).view(-1, 2, 1) for x in (prompts, responses))
+    mask = (place >= Q - begin) & (place < Q + end)
+    parts = [x[..., part] for part in (slice(Q), slice(Q, None)) for x in (tokens, mask)]
+    return chosen_first(*parts, torch.zeros(len(rows)))
 
 
-def _response_ids(task, row, response):
-    "A response's tokens, up to its end."
-    tokenizer, prompt = task.tokenizer, row["prompt"]
-    if not isinstance(prompt, str):
-        prompt, response = _by_template(tokenizer, row, response)
+def _pair_ids(task, row, prompt, response):
+    "Tokens of a prompt, and of a response up to its end."
+    tokenizer, before = task.tokenizer, row["prompt"]
+    if isinstance(before, str):
+        ids = continuation(tokenizer, before, response)
+    else:
+        before, whole = _by_template(tokenizer, row, response)
+        if whole.startswith(before):
+            ids = continuation(tokenizer, before, whole[len(before):])
+        else:  # the response does not go on after what opens it, as <think>
+            ids = token_ids(tokenizer, [whole], special=False)[0]
+            pairs = enumerate(zip(prompt, ids))
+            n = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
+            prompt, ids = prompt[:n], ids[n:]
     eos = tokenizer.eos_token_id
-    ids = [*continuation(tokenizer, prompt, response), task.stop_token[0] if eos is None else eos]
+    ids = [*ids, task.stop_token[0] if eos is None else eos]
     ends = (i for i, x in enumerate(ids) if x in task.stop_token and i >= task.stop_after)
-    return ids[:next(ends, len(ids)) + 1]
+    return prompt, ids[:next(ends, len(ids)) + 1]
 
 
 def _by_template(tokenizer, row, response):
-    "Prompt and response of a chat as text."
+    "A chat's prompt and the whole as text; ValueError if they differ before the last turn."
     chat = [*row["prompt"], dict(role="assistant", content=response)]
     (prompt,), _ = as_text(tokenizer, [row["prompt"]], [row], add_generation_prompt=True)
+    (bare,), _ = as_text(tokenizer, [row["prompt"]], [row])
     (whole,), _ = as_text(tokenizer, [chat], [row])
-    if not whole.startswith(prompt):
+    begins = prompt.startswith(bare) and whole.startswith(bare) and bare
+    if not (whole.startswith(prompt) or begins):
         raise ValueError("prompts must be chats that the tokenizer's template begins alike with "
                          f"and without a response, got {prompt!r} and {whole!r}")
-    return prompt, whole[len(prompt):]
+    return prompt, whole
 
 
 def continuation(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..formulas.reward import truncate_at_stop
-from .load import Classifier, as_text, check_tokens, end_tokens
+from .load import Classifier, as_text, check_tokens, end_tokens, warn_of_turns_without_end
 from .rewards import TEXTS, call_rewards, reward_arguments, reward_functions
 from ..training.options import read_json
 from ..training.seeds import seeded_generator
@@ -142,6 +142,8 @@ class Prompts:
         if 0 < prompt_length < self.prompt_length:
             raise ValueError(f"prompt_length must be 0 or at least {self.prompt_length}, the "
                              f"tokens of the longest prompt, got {prompt_length}")
+        if not isinstance(self.rows[0]["prompt"], str):
+            warn_of_turns_without_end(tokenizer, self.stop_token)
         for ids, row in zip(self.tokens.tolist(), self.rows):
             self.row_of.setdefault(tuple(ids), row)
 

@@ -17,7 +17,7 @@ from ..checks import checked
 from ..fast.adam import Adam
 from ..formulas.preference import bradley_terry_loss
 from .load import Classifier, load_model
-from .pairs import continuation, pairs_of
+from .pairs import continuation, margins_of, pairs_of
 from .prompts import Prompts, in_epochs, read_prompts
 from .save import save_classifier, to_classifier
 from ..language.loop import rate_by_size
@@ -50,7 +50,7 @@ class RewardTrainer(Classifier):
         self,
         model,  # a causal language model: its name, its directory, or the model itself
         tokenizer=None,  # of a model that is given itself
-        prompts=(),  # dicts with prompt, chosen and rejected; or a .jsonl file of them
+        prompts=(),  # dicts with prompt, chosen, rejected, perhaps margin; or a .jsonl file
         centre: float = 0.0,  # c: weight of (r_chosen + r_rejected)^2
         *,
         iterations: int = 60,  # gradient steps
@@ -67,6 +67,7 @@ class RewardTrainer(Classifier):
         super().__init__(theirs.to(lm.device), tokenizer=own)
         texts = whole_texts(Prompts(tokenizer, rows, None, 1, lm=lm))
         self.tokens, self.mask = (x.unflatten(0, (-1, 2)) for x in self.encode(texts))
+        self.margins = margins_of(rows).to(lm.device)
         self.optimizer = Adam(theirs, 1e-8)
         self.learning_rate = learning_rate or rate_by_size(self.optimizer.vector.numel())
         self.centre, self.max_grad_norm, self.seed = centre, max_grad_norm, seed
@@ -90,7 +91,7 @@ class RewardTrainer(Classifier):
         rows = self.pairs().to(self.tokens.device)
         tokens, mask = (x[rows].flatten(0, 1) for x in (self.tokens, self.mask))
         chosen, rejected = self.score(tokens, mask).view(-1, 2).unbind(1)
-        loss = bradley_terry_loss(chosen, rejected, centre=self.centre)
+        loss = bradley_terry_loss(chosen, rejected, self.margins[rows], self.centre)
         self.optimizer.zero_grad()
         loss.backward()
         norm, margin = self.optimizer.clip(self.max_grad_norm), (chosen - rejected).detach()

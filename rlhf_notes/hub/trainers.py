@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..checks import check_value
-from .load import add_lora, load_model
+from .load import load_model
 from .own_loop import OwnLoop, ScaledOwnLoop
 from .pairs import own_choices
 from .prompts import Prompts
@@ -48,8 +48,7 @@ class Trainer:
     def load_parts(self, config, model, tokenizer, prompts, reward) -> tuple:  # model, task
         "Load, check and adapt a model; read the prompts in its tokens."
         c = config
-        lm, tokenizer = load_model(model, tokenizer, process_device(c.device))
-        lm = add_lora(lm, c.lora, c.seed)
+        lm, tokenizer = load_model(model, tokenizer, process_device(c.device), c.lora, c.seed)
         self.task = Prompts(tokenizer, prompts, reward, c.response_length, c.prompt_length,
                             c.stop_after, lm, c.long_prompts == "filter")
         lengths = {"prompt_length" if c.prompt_length else "prompts": self.task.prompt_length}

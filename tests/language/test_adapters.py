@@ -240,6 +240,15 @@ def test_an_adapter_learns_from_preferences():
         assert not torch.allclose(t.forward(t.choices)[0], t.choices.logp_ref)
 
 
+def test_an_adapter_beside_frozen_weights_is_trained():
+    "As a quantised model has them."
+    lm = make("Llama").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"all of them frozen \(lora= trains an adapter\)"):
+        RLHF(lm, tokenizer(), ["w1 w2"], short, **SMALL)
+    r = RLHF(lm, tokenizer(), ["w1 w2"], short, lora=2, **SMALL | dict(iterations=2)).learn()
+    assert {"lora_" in n for n, p in r.policy.lm.named_parameters() if p.requires_grad} == {True}
+
+
 def test_an_adapter_on_a_gpt2_leaves_the_fast_way(tmp_path):
     "Its matrices are not those that the quick code would read."
     lm, _ = load_model(lora(tiny(), target_modules=["c_attn"], fan_in_fan_out=True,
@@ -357,7 +366,12 @@ def two(lm):
     (lambda lm: peft.get_peft_model(lm,
                                     peft.PrefixTuningConfig(num_virtual_tokens=3,
                                                             task_type="CAUSAL_LM")),
-     "give the same logits as its head makes of its last hidden state"),
+     "have an adapter inside of its layers, as LoRA is, got 'PeftModel.*' with PREFIX_TUNING"),
+    (lambda lm: peft.get_peft_model(lm, peft.PromptTuningConfig(
+        num_virtual_tokens=3, task_type="CAUSAL_LM")), "have an adapter inside .* PROMPT_TUNING"),
+    (lambda lm: peft.get_peft_model(lm, peft.PromptEncoderConfig(
+        num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM")),
+     "have an adapter inside .* with P_TUNING"),
 ])
 def test_what_is_no_adapter_of_its_own_is_refused(change, words):
     with pytest.raises(ValueError, match="model must " + words):

@@ -280,9 +280,19 @@ def test_a_template_is_read_with_its_options():
     options = dict(tools=[dict(name="f")], chat_template_kwargs=dict(loud=True))
     text, _ = chosen(spelling(template=template), USER, "five", 2, **options)
     assert text == "tl<turn>user\nwhat is 2<end>\n<turn>assistant\nfive<end>"
-    other = TURNS.replace("<turn>assistant\n{%", "<turn>assistant\nhm{%")
+    counting = "{{ messages|length }}" + TURNS
     with pytest.raises(ValueError, match="template begins alike with and without a response, got"):
-        chosen(spelling(template=other), USER, "five")
+        chosen(spelling(template=counting), USER, "five")
+
+
+@pytest.mark.parametrize("opened", ["hm", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_what_a_generation_prompt_opens_is_left_out(opened):
+    "The prompt ends where the two texts part, as TRL's does."
+    other = TURNS.replace("<turn>assistant\n{%", f"<turn>assistant\n{opened}{{%")
+    tok = spelling(template=other)
+    text, response = chosen(tok, USER, "five", 2)
+    assert text == "<turn>user\nwhat is 2<end>\n<turn>assistant\nfive<end>"
+    assert tok.decode(response) == "five<end>"
 
 
 def test_a_response_has_tokens_of_the_model():

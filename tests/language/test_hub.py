@@ -489,3 +489,54 @@ def test_a_policy_is_saved_in_the_dtype_that_is_asked_for(dtype, tmp_path):
     assert again.dtype == getattr(torch, dtype or "float32") and lm.dtype == torch.float32
     with pytest.raises(ValueError, match="^dtype must be"):
         save_model(tmp_path, lm, tokenizer(), dtype="int8")
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("mamba", r"cache of what it has read, .* no past_key_values \(as Mamba\)"),
+    ("mamba2", r"cache of what it has read, .* no past_key_values \(as Mamba\)"),
+    ("llama4_text", r"whose base_model has the head \(as Llama 4\)")])
+@pytest.mark.parametrize("lora", [0, 2])
+def test_what_has_no_cache_or_no_body_is_refused_by_name(kind, words, lora):
+    shape = dict(vocab_size=37, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                 eos_token_id=0, bos_token_id=0, pad_token_id=0, head_dim=16, num_heads=4)
+    known = transformers.CONFIG_MAPPING[kind]
+    config = known(**{k: v for k, v in shape.items() if k in known.__dataclass_fields__})
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=words): load_model(lm, tokenizer(), lora=lora)
+
+
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(ValueError, match="^model must have weights, got 'GPT2.*' on the device"):
+        load_model(tiny().to("meta"), tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_a_routers_loss_is_refused_by_name(kind):
+    config = transformers.CONFIG_MAPPING[kind](
+        vocab_size=37, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_experts=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+        eos_token_id=0, bos_token_id=0, pad_token_id=0)
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    load_model(lm, tokenizer())
+    lm.config.output_router_logits, lm.config.router_aux_loss_coef = True, 0.1
+    with pytest.raises(ValueError, match="^model must have output_router_logits = False"):
+        load_model(lm, tokenizer())
+    lm.config.router_aux_loss_coef = 0.0
+    load_model(lm, tokenizer())
+
+
+def test_a_turn_that_ends_no_response_is_told():
+    chat = [[dict(role="user", content="w3")]]
+    template = "{% for m in messages %}w5 {{ m['content'] }} w6 {% endfor %}"
+    def own(ends, template=template):
+        lm, tok = rough(tiny()), tokenizer()
+        tok.add_special_tokens(dict(additional_special_tokens=["w6"]))
+        tok.chat_template, lm.generation_config.eos_token_id = template, ends
+        return RLHF(lm, tok, chat, lambda prompts, responses: [0.0] * len(responses))
+    with pytest.warns(UserWarning, match="chat template ends a turn with 'w6', which ends no"):
+        own(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        own([0, 6])
+        own(0, template.replace("w6", "w0"))
+        own(0, template.replace("w6", ""))

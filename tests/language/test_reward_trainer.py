@@ -108,3 +108,17 @@ def test_seeds_and_the_rate():
 def test_what_cannot_be_is_refused(change, words):
     with pytest.raises(ValueError, match=words): own(**change)
     with pytest.raises(TypeError, match="group"): own(group=4)
+
+
+def test_a_margin_is_what_the_loss_subtracts():
+    pairs = [p | dict(margin=float(i)) for i, p in enumerate(PAIRS)]
+    t, plain = own(pairs, batch=7), own(batch=7)
+    rows = t.pairs()
+    with torch.no_grad():
+        good, bad = t.score(*(x[rows].flatten(0, 1) for x in (t.tokens, t.mask))).view(-1, 2).T
+    by_hand = torch.nn.functional.softplus(bad - good + rows.float()).mean()
+    assert t.iterate()["loss"] == pytest.approx(by_hand.item(), rel=1e-5)
+    assert plain.iterate()["loss"] < 1 < by_hand
+    for wrong in (None, "3", float("nan")):
+        with pytest.raises(ValueError, match=r"^prompts must have finite numbers as margin.*\[2\]"):
+            own([*pairs[:2], pairs[2] | dict(margin=wrong)])
