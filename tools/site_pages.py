@@ -39,7 +39,7 @@ PACE = {"words": 120, "lines of code": 15, "formulas": 2, "pictures": 2}  # a mi
 # Of their floors: what a reader looks for.
 FIRST = ("start", "rlhf", "ladder", "why", "metrics", "words", "notation", "map", "cli", "runs",
          "check", "devices")
-WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch")
+WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch", "identify")
 LEAVES = "On the way to CartPole"        # from there on a lesson is not for the first path
 LINES = 9                               # code of a picture that is longer is folded
 FENCED = re.compile(r"^([ \t]*)(`{3,}|~{3,}).*?^[ \t]*\2[`~]*[ \t]*$", re.M | re.S)

@@ -49,16 +49,30 @@ ABOUT = {
     "group size": "why#how-many", "accumulation": "why#accumulation", "vllm": "why#sampler",
     "beta 0": "why#k1", "evaluation down": "why#the-reward", "eos": "why#responses",
     "nothing learned": "why#nothing", "no end": "language/rollout",
-    "cut off": "formulas/reward",
+    "cut off": "formulas/reward", "mdp": "start", "markov": "start", "trajectory": "start",
+    "rollout": "control/rollout", "monte carlo": "formulas/advantage#the-formulas",
+    "td": "formulas/advantage#the-formulas", "bootstrap": "formulas/advantage#two-ways",
+    "temporal difference": "formulas/advantage#the-formulas", "critic": "formulas/value",
+    "curriculum": "studies/checkable#easy-prompts", "debug": "doctor", "diverge": "doctor",
+    "nan": "formulas/ratio#the-trap", "ratio explode": "formulas/ratio#the-trap",
+    "tanh": "control/policy#what-the-log", "squash action": "control/policy#what-the-log",
+    "completion truncated": "why#responses", "max length": "why#responses",
+    "grpo loss 0": "why#grpo", "loss start 0": "why#grpo", "from scratch": "ladder",
+    "laboratory": "ladder#in-the-page", "without clip": "ladder#without-the-clip",
 }
 
 
 def prose(doctree):
-    "The paragraphs of a page, without their formulas."
-    texts = [[t.astext() for t in p.findall(nodes.Text)
-              if not isinstance(t.parent, (nodes.math, nodes.raw))]
-             for p in doctree.findall(nodes.paragraph)]
-    return re.sub(r"\s+", " ", " ".join("".join(words) for words in texts))
+    "[anchor, title, text] of each section of a page; its paragraphs, without their formulas."
+    found = {}
+    for p in doctree.findall(nodes.paragraph):
+        section = p
+        while not isinstance(section, (nodes.section, nodes.document)): section = section.parent
+        words = [t.astext() for t in p.findall(nodes.Text)
+                 if not isinstance(t.parent, (nodes.math, nodes.raw))]
+        found.setdefault(section, []).append("".join(words))
+    return [[(s.get("ids") or [""])[0], s.next_node(nodes.title).astext(),
+             re.sub(r"\s+", " ", " ".join(texts))] for s, texts in found.items()]
 
 
 def defines():

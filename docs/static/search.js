@@ -3,14 +3,22 @@ function line(item) {
   const link = item.querySelector("a");
   if (!link || item.querySelector(".context")) return;
   const root = new URL(document.documentElement.dataset.content_root ?? "./", location.href).href;
-  const text = PROSE[link.href.replace(root, "").replace(/\.html.*/, "")] ?? "";
+  const sections = PROSE[link.href.replace(root, "").replace(/\.html.*/, "")] ?? [];
   const words = new URLSearchParams(location.search).get("q").toLowerCase().split(/\s+/).filter(Boolean);
-  const at = [words.join(" "), ...words].map((w) => text.toLowerCase().indexOf(w)).find((n) => n >= 0);
-  if (at === undefined) return;
+  // The section with most of the words, before others the one that has them side by side, or in its title.
+  const worth = ([, title, text]) => {
+    const all = `${title} ${text}`.toLowerCase(), phrase = words.join(" ");
+    return words.filter((w) => all.includes(w)).length + 2 * all.includes(phrase) + title.toLowerCase().includes(phrase);
+  };
+  const [anchor, title, text] = sections.reduce((best, s) => worth(s) > worth(best) ? s : best, ["", "", ""]);
+  const at = Math.max(0, [words.join(" "), ...words].map((w) => text.toLowerCase().indexOf(w)).find((n) => n >= 0) ?? -1);
+  if (!text) return;
   const start = at < 60 ? 0 : text.indexOf(" ", at - 60) + 1, end = text.indexOf(" ", at + 100);
   const p = document.createElement("p");
   p.className = "context";
-  p.textContent = `${start ? "… " : ""}${text.slice(start, end < 0 ? undefined : end)} …`;
+  const section = document.createElement("a");
+  Object.assign(section, {href: `${link.href.replace(/[?#].*/, "")}#${anchor}`, textContent: title});
+  p.append(section, ` ${start ? "… " : ""}${text.slice(start, end < 0 ? undefined : end)} …`);
   item.append(p);
 }
 
