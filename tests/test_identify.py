@@ -10,8 +10,7 @@ import torch
 from planted import PLANTED, masked_mean, rows
 
 import rlhf_notes
-from rlhf_notes import cli, identify
-from rlhf_notes.formulas.family import POLICY_VARIANTS
+from rlhf_notes import POLICY_VARIANTS, cli, identify
 from rlhf_notes.identify.names import role_of
 from rlhf_notes.identify.report import CAUTIONS, FINDINGS
 from rlhf_notes.identify.weights import mode_weights, ragged, read_mode

@@ -7,13 +7,12 @@ outcomes agree on all inputs: a thousandth is a mistake, a hundred-thousandth is
 __all__ = ['LIMIT', 'RTOL', 'ATOL', 'Outcome', 'attempt', 'weights', 'time_limit', 'alike', 'close', 'each_close', 'kind_of',
            'show', 'difference']
 
-import signal
-import threading
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
+
+from ..identify.calls import LIMIT, time_limit
 
 
 @dataclass
@@ -76,26 +75,6 @@ def _plain(x):
 def weights(n: int):  # number of elements
     "Weights from 1 to 2, all different."
     return torch.linspace(1, 2, n, dtype=torch.float64)
-
-
-LIMIT = 10.0  # seconds for one call
-
-
-@contextmanager
-def time_limit(seconds: float):  # from now on
-    "Raise TimeoutError when they are over, where signals can: in the main thread, not on Windows."
-    is_main = threading.current_thread() is threading.main_thread()
-    if not hasattr(signal, "setitimer") or not is_main:
-        yield
-        return
-    def stop(*_): raise TimeoutError(f"no result after {seconds:g} s; is there an endless loop?")
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def alike(a: Outcome, b: Outcome) -> bool:

@@ -349,6 +349,10 @@ def _name(policy, curve, sign):
         differ = ((got - expected).abs() > 1e-3 * expected.abs().max())[m].double().mean().item()
         best = min(best, (differ, v), key=lambda x: x[0])
         if differ == 0: break
+    clipped = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
+    if best[0] == 0 and best[1] not in clipped:
+        ranges = ("clip-missing", "no-min", "dual-clip-side")  # it has a range of its own
+        report.findings = [x for x in report.findings if x.kind not in ranges]
     report.nearest = None if best[0] == 0 else best[1]
     known = facts.get("aggregation") or not policy.losses.reduced
     if best[0] == 0 and known:
