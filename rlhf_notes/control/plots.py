@@ -58,8 +58,9 @@ def _bare(ax, **limits):
     ax.spines[:].set_visible(False)
 
 # %% ../../nbs/control/20_plots.ipynb #video
-DRAWINGS = {"CartPole-v1": draw_cartpole, "CartPoleEnv": draw_cartpole,
-            "Pendulum-v1": draw_pendulum, "PendulumEnv": draw_pendulum}
+DRAWINGS = {  # by module and class: another class of the same name draws itself
+    "gymnasium.envs.classic_control.cartpole.CartPoleEnv": draw_cartpole,
+    "gymnasium.envs.classic_control.pendulum.PendulumEnv": draw_pendulum}
 
 @checked(seed="int [0, inf)")
 def film(
@@ -72,9 +73,9 @@ def film(
     env_kwargs: dict | None = None,  # arguments of the environment
 ) -> Path:  # the file
     "Film one episode, 25 frames a second."
-    path, env_kwargs, draw = Path(path), env_kwargs or {}, DRAWINGS.get(find_spec(env).id)
-    save = _writer(path)
-    env = gym.make(find_spec(env), **env_kwargs) if draw else _rendered(env, env_kwargs)
+    path, env_kwargs = Path(path), env_kwargs or {}
+    spec, save, draw = find_spec(env), _writer(path), _drawing(env)
+    env = gym.make(spec, **env_kwargs) if draw else _rendered(env, env_kwargs)
     with env:
         (obs, info), frames = env.reset(seed=seed), []
         for t in range(longest):
@@ -85,6 +86,15 @@ def film(
             if terminated or truncated: break
     save(path, frames)
     return path
+
+def _drawing(env):
+    "The function that draws this environment; None = it renders itself."
+    kind = find_spec(env).entry_point if isinstance(env, str) else env
+    if isinstance(kind, gym.Env):
+        kind = type(kind.unwrapped)
+    if not isinstance(kind, str):
+        kind = f"{kind.__module__}.{getattr(kind, '__qualname__', '')}"
+    return DRAWINGS.get(kind.replace(":", "."))
 
 def _writer(path):
     if path.suffix == ".gif": return _save_gif
@@ -141,7 +151,9 @@ def plot_run(
         ax.set(title=title, xlabel="environment steps" + "; interrupted" * summary["interrupted"])
     top, *_, last = figure.axes
     last.set_ylim(-1, 1.05)
-    if (solve := threshold(summary["env"])) is not None:
+    known = summary["solved"] is not None and summary["env"] in gym.registry
+    solve = threshold(summary["env"]) if known else None
+    if solve is not None:
         top.axhline(solve, color="grey", linestyle=":", label=f"solved: {solve:g}")
     if summary["eval_return_mean"] is not None:
         for mark, kind, how in ("o", "greedy", "return"), ("x", "sampled", "sampled_return"):

@@ -52,8 +52,12 @@ def mlp(
     layers = []
     for n, width in enumerate(zip(widths, widths[1:])):
         g = gain if n == len(hidden) else 2 ** 0.5
-        layers += _start(skip_init(nn.Linear, *width), g, init, generator), layer()
+        layers += _start(_empty(nn.Linear, *width), g, init, generator), layer()
     return nn.Sequential(*layers[:-1])
+
+def _empty(layer, *sizes):
+    "A layer whose weights are still to be drawn; on the default device, which may be meta."
+    return skip_init(layer, *sizes, device=torch.get_default_device())
 
 def _start(layer, gain, init, generator):
     "Draw the weights of a layer."
@@ -239,13 +243,14 @@ def distribution(
                          f"non-empty Box of floats, got {space}")
     with np.errstate(over="ignore", invalid="ignore"):
         span = space.high - space.low
-        far = (abs(space.high + space.low) > span) | (span < 0.2) | (span > 20)
+        far = (space.low > 0) | (space.high < 0) | (span < 0.2) | ((span > 20) & (span < np.inf))
     bounded = np.isfinite(span).all()
     if squash and not bounded:
         raise ValueError(f"squash must have bounds whose distance is a number, got {space}")
-    if bounded and not squash and far.any():
+    if not squash and far.any():
+        remedy = "squash them, or rescale" if bounded else "rescale"
         warnings.warn(f"the first actions are around 0, and {space} is far from [-1, 1]: "
-                      "squash them, or rescale the environment's actions", stacklevel=2)
+                      f"{remedy} the environment's actions", stacklevel=2)
     return Gaussian(space, log_std, squash)
 
 # %% ../../nbs/control/17_policy.ipynb #picture-net
@@ -259,7 +264,7 @@ def picture_net(
     "Convolutions with ReLU, as wide as the picture allows."
     layers, channels = [nn.Unflatten(-1, shape)], shape[0]
     for filters, kernel, stride in NATURE if min(shape[1:]) >= 36 else MINATAR:
-        layer = skip_init(nn.Conv2d, channels, filters, kernel, stride)
+        layer = _empty(nn.Conv2d, channels, filters, kernel, stride)
         layers += _start(layer, 2 ** 0.5, init, generator), nn.ReLU()
         channels = filters
     return nn.Sequential(*layers, nn.Flatten())

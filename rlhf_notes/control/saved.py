@@ -6,18 +6,20 @@ is imported that it names. A step size of one's own is stored as its value at th
 loading warns of that; of a module the weights are stored, and loading asks for the module again.
 """
 
-__all__ = ['step_size', 'split_options', 'options_again', 'read_saved', 'check_kept']
+__all__ = ['step_size', 'split_options', 'options_again', 'read_saved', 'check_sizes', 'check_kept']
 
 import io
 import math
 import warnings
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import nn
 
 from .. import __version__
 from .config import PPOConfig
+from .policy import Agent
 from ..training.runs import load_checked
 
 
@@ -36,7 +38,7 @@ def split_options(
     options: dict,  # of `PPO`
 ) -> tuple:  # options of a config; what it cannot hold: a network, step sizes that are functions
     "Tell data from code."
-    options, own = dict(options), {}
+    options, own = {k: _plain(x) for k, x in options.items()}, {}
     network = options.pop("network", None)
     if isinstance(network, str):
         options["activation"] = network
@@ -52,6 +54,11 @@ def split_options(
             own[name] = options[name]
             options[name] = step_size(name, own[name], 1.0)
     return options, own
+
+
+def _plain(x):
+    "A number of NumPy's as Python's, whose kind is checked: a bool is none."
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def options_again(
@@ -84,6 +91,19 @@ def read_saved(
         raise ValueError(f"path must be a file of rlhf_notes {__version__}, got {path} of another "
                          f"version, {saved['version']}, with the option {min(unknown)}")
     return saved
+
+
+def check_sizes(saved: dict, path, options: dict, spaces: list):
+    "ValueError unless the file's weights are those of its options: before such networks are made."
+    options, own = split_options(options)
+    if isinstance(own.get("network"), nn.Module): return
+    with torch.device("meta"):
+        wanted = Agent(*spaces, PPOConfig(**options), None, own.get("network")).state_dict()
+    for name, x in wanted.items():
+        got = saved["state"]["agent"].get(name)
+        if getattr(got, "shape", None) != x.shape:
+            raise ValueError(f"path must fit the options and the version, got {path}: {name} must "
+                             f"have shape {tuple(x.shape)}, got {tuple(getattr(got, 'shape', ()))}")
 
 
 def check_kept(

@@ -19,7 +19,7 @@ each entry of a dict, and masks in its contrib package; CleanRL has a script of 
 pictures and one for masks; RLlib flattens dicts and takes masks from an entry of the observation.
 """
 
-__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'mask_shape', 'read_mask', 'as_batch', 'space_to_numbers', 'space_from_numbers']
+__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'picture_is_last', 'scale_of', 'mask_shape', 'read_mask', 'as_batch', 'space_to_numbers', 'space_from_numbers', 'same_space']
 
 import math
 
@@ -61,11 +61,17 @@ def remedy(
     for part in parts(space).values():
         shape = part.shape or ()
         if not isinstance(part, (Box, Discrete, MultiDiscrete, MultiBinary)) or 0 in shape:
-            return "FlattenObservation" if space.is_np_flattenable and 0 not in shape else ""
+            return "FlattenObservation" if _can_be_flat(space) and 0 not in shape else ""
         if _is_bytes(part) and len(shape) > 3: return "GrayscaleObservation below the stack"
         if _is_bytes(part) and len(shape) > 1 and part.dtype != np.uint8:
             return "DtypeObservation to uint8"
     return None
+
+
+def _can_be_flat(space):
+    try:
+        return space.is_np_flattenable
+    except NotImplementedError: return False  # a kind of space of the user's own
 
 
 def row_maker(space):  # of one observation -> rows(obs of N environments): (N, numbers)
@@ -83,13 +89,23 @@ def _columns(space):
     if isinstance(space, MultiDiscrete): return _one_hot(space.nvec.ravel(), space.start.ravel())
     # C-contiguous: the last digits of a matrix product depend on the order in memory
     size, dtype = math.prod(space.shape), np.result_type(space.dtype, np.float32)
-    is_bytes, shape = _is_bytes(space), picture_shape(space)
-    last = shape is not None and shape[-len(space.shape):] != space.shape
+    is_bytes, last = _is_bytes(space), picture_is_last(space)
     def columns(x):
         turned = np.moveaxis(x, -1, 1) if last else x
         flat = np.ascontiguousarray(turned, dtype).reshape(len(x), size)
         return flat / 255 if is_bytes else flat
     return columns
+
+
+def picture_is_last(space) -> bool:
+    "True for a picture whose channels stand last."
+    shape = picture_shape(space)
+    return shape is not None and shape[-len(space.shape):] != space.shape
+
+
+def scale_of(space) -> int:
+    "The number by which `row_maker` divides: 255 for bytes."
+    return 255 if _is_bytes(space) else 1
 
 
 def _one_hot(nvec, start):
@@ -158,6 +174,18 @@ def space_to_numbers(
     if isinstance(space, MultiBinary): return dict(bits=space.n)
     names = ("nvec", "start") if isinstance(space, MultiDiscrete) else ("low", "high")
     return {name: torch.from_numpy(getattr(space, name)) for name in names}
+
+
+def same_space(a, b) -> bool:
+    "True if the numbers of both mean the same."
+    return _equal(space_to_numbers(a), space_to_numbers(b))
+
+
+def _equal(a, b):
+    if type(a) is not type(b): return False
+    if isinstance(a, dict): return [*a] == [*b] and all(_equal(a[name], b[name]) for name in a)
+    if isinstance(a, torch.Tensor): return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
 
 
 def space_from_numbers(

@@ -4,14 +4,14 @@
 the command runs.
 """
 
-__all__ = ['LARGE', 'SCORES', 'PPO', 'episode_returns', 'finish', 'train']
+__all__ = ['LONGEST', 'LARGE', 'SCORES', 'PPO', 'spaces_of', 'episode_returns', 'finish', 'train']
 
 import math
 import time
 import warnings
 import weakref
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import gymnasium as gym
@@ -23,16 +23,35 @@ from .. import __version__
 from ..checks import checked
 from . import plots
 from .config import RECIPES, PPOConfig
-from .envs import autoreset_mode, env_name, identify, make_envs, threshold
+from rlhf_notes.control.envs import (
+    NORMALIZERS,
+    autoreset_mode,
+    copy_env,
+    env_name,
+    identify,
+    make_envs,
+    same_task,
+    threshold,
+    wrapper_names,
+)
+from .export import WholePolicy
 from .policy import Agent
 from .ppo import RECENT, Loop, seeds
-from .rollout import Collector
-from .saved import check_kept, options_again, read_saved, split_options, step_size
+from .rollout import Collector, can_stagger
+from rlhf_notes.control.saved import (
+    check_kept,
+    check_sizes,
+    options_again,
+    read_saved,
+    split_options,
+    step_size,
+)
 from rlhf_notes.control.spaces import (
     as_batch,
     mask_shape,
     read_mask,
     row_maker,
+    same_space,
     space_from_numbers,
     space_to_numbers,
 )
@@ -40,8 +59,9 @@ from ..training.devices import pick_device, usual_defaults
 from ..training.fit import Evaluator, fit
 from ..training.options import versions
 from ..training.runs import Run, save_checked
-from ..training.signals import check_finite, diverged, progress_bar
+from ..training.signals import FIRST_LINE, check_finite, diverged, end_later, progress_bar
 
+LONGEST = 10_000  # steps of an episode whose time limit is not known
 LARGE = 1000  # root mean square of advantages, from which on rewards should be scaled
 SCORES = ("eval_return_mean", "eval_return_std",
           "eval_sampled_return_mean", "eval_sampled_return_std")
@@ -49,7 +69,7 @@ SCORES = ("eval_return_mean", "eval_return_std",
 
 class PPO(Loop):
     "PPO for a user's environment: learn, predict, evaluate, save and load."
-    out = run = None
+    out = run = _rows = None
 
     @usual_defaults()
     def __init__(
@@ -62,20 +82,29 @@ class PPO(Loop):
     ):
         if out is not None:
             Run.check(out)
-        self.spec, make = identify(env, options.get("env_kwargs"))
-        self._setup(env, make, env_name(env), options)
-        self.out, self.track = out, [track] if isinstance(track, str) else [*track]
+        self.spec, make, same_units = identify(env, options.get("env_kwargs"))
+        self._setup(env, make, env_name(env), options, same_units)
+        self._write_to(out, track)
+        self._tell_copies()
         self.collector  # raises what is wrong with `stagger`
 
-    def _setup(self, env, make, name, options, spaces=None):
+    def _write_to(self, out, track):
+        self.out, self.track = out, [track] if isinstance(track, str) else [*track]
+
+    def _setup(self, env, make, name, options, same_units, spaces=None):
         "Networks and counters; `spaces` None = those of the environments, which are made now."
         if isinstance(env, gym.vector.VectorEnv):
             options = {"num_envs": env.num_envs, **options}
         options, self.own = split_options(options)
-        self.env, self._make, self._envs = env, make, None
-        self.config = c = PPOConfig(**{**RECIPES.get(self.spec.id, {}), "env": name, **options})
-        single = "single_observation_space", "single_action_space"
-        self.spaces = spaces or [getattr(self.envs, space) for space in single]
+        self.env, self._make, self._envs, self._spare = env, make, None, None
+        self.threshold = threshold(self.spec) if same_units else None
+        recipe = RECIPES.get(self.spec.id, {})
+        self.config = c = PPOConfig(**{**recipe, "env": name, **options})
+        self.spaces = spaces or spaces_of(self.envs)
+        if "stagger" in recipe.keys() - options and spaces is None and not can_stagger(self.envs):
+            warnings.warn(f"the recipe of {self.spec.id} has stagger=True, which is left off: "
+                          "these environments have no time limit, or are not reset one by one")
+            self.config = c = replace(c, stagger=False)
         weights = torch.Generator().manual_seed(seeds(c.seed)[1])
         agent = Agent(*self.spaces, c, weights, self.own.get("network"))
         agent.to(pick_device(c.device))
@@ -88,7 +117,19 @@ class PPO(Loop):
         self.evaluator = None
         if c.eval_every:
             self.evaluator = Evaluator(self._look, c.eval_every, "steps", "eval_return_mean",
-                                       self._keep if c.keep_best else None)
+                                       self._keep if c.keep_best else None, self._put)
+
+    def _tell_copies(self):
+        "Say at the start what copies of an environment do not share with it, or with a file."
+        n, kinds = self.config.num_envs, wrapper_names(self.envs)
+        if isinstance(self.env, gym.Env) and n > 1:
+            warnings.warn(f"num_envs={n} makes copies of env, and none follows its changes: change "
+                          'them by trainer.envs.set_attr("name", value)', stacklevel=4)
+        for kind in dict.fromkeys(kinds):
+            if kind in NORMALIZERS:
+                warnings.warn(f"env has {kind}: each of {n} environments keeps moments of its own, "
+                              f"and no file holds them; leave it out, and give "
+                              f"{NORMALIZERS[kind]}=True", stacklevel=4)
 
     @classmethod
     def begin(
@@ -105,7 +146,8 @@ class PPO(Loop):
 
     def __getstate__(self):  # of a copy or a pickle, without environments and run directory
         spec = EnvSpec(self.spec.id, reward_threshold=self.spec.reward_threshold)
-        left_out = dict(spec=spec, _make=self.env, _envs=None, _collector=None, out=None, run=None)
+        left_out = dict.fromkeys(("_envs", "_spare", "_collector", "_rows", "out", "run"))
+        left_out |= dict(spec=spec, _make=self.env)
         return {name: x for name, x in vars(self).items() if name != "_closing"} | left_out
 
     def __setstate__(self, state):
@@ -121,12 +163,24 @@ class PPO(Loop):
             lent = self._envs is self._make  # a VectorEnv of the user's, who closes it
             self._closing = weakref.finalize(self, bool if lent else self._envs.close)
             self._closing.atexit = False
+            self._check_spaces(self._envs)
         return self._envs
+
+    def _check_spaces(self, envs, name="env"):
+        "ValueError if these environments show or take something else than the policy knows."
+        for kind, mine, theirs in zip(("observations", "actions"), getattr(self, "spaces", ()),
+                                      spaces_of(envs)):
+            if not same_space(mine, theirs):
+                raise ValueError(f"{name} must have the {kind} that the policy has learned with, "
+                                 f"{mine}, got {theirs}")
 
     def close(self):
         "Close the environments; what needs them later makes new ones, with new episodes."
         envs, self._envs = self._envs, None
+        spare, self._spare = self._spare, None
         self._begin_episodes()
+        if spare is not None and spare is not envs:
+            spare.close()
         if envs is not None:
             self._closing()
 
@@ -168,7 +222,7 @@ class PPO(Loop):
         self._note_time(row, time.perf_counter() - start)
         return row
 
-    @checked(steps="int [1, inf)?")
+    @checked(steps="int [1, 1e12]?")
     def learn(
         self,
         steps: int | None = None,  # at least so many more; None = to the end of the option `steps`
@@ -176,6 +230,8 @@ class PPO(Loop):
         callback=None,  # callback(trainer, row) after each iteration; False ends the training
     ) -> "PPO":  # itself, with the metrics in `rows`
         "Train, until Ctrl-C at most; rate and clip fall to the end of `steps`, whichever is later."
+        if not (callback is None or callable(callback)):
+            raise TypeError(f"callback must be a function or None, got {callback!r}")
         c, goes_on = self.config, math.ceil((steps or 0) / self.config.batch)
         self.end = c.iterations if steps is None else self.iteration + goes_on
         self.goal, self.last = self.steps + (steps or 0), max(c.iterations, self.end)
@@ -188,11 +244,13 @@ class PPO(Loop):
             hooks.insert(1, lambda trainer, row: run.log(row, row["steps"]))
             def save(): run.save_checkpoint({"ppo": self.state_dict()})
         bar = progress_bar(self.end * c.batch, self.iteration * c.batch, c.env)
-        fit(self, bar, c.batch, {"return": "return_mean", "kl": "kl_k3"},
-            hooks, save)
-        self.take_best()
-        if self.run is not None:
-            finish(self, self.run)
+        with end_later():
+            if self.evaluator:
+                self.evaluator.go_on()
+            fit(self, bar, c.batch, {"return": "return_mean", "kl": "kl_k3"}, hooks, save)
+            self.take_best()
+            if self.run is not None:
+                finish(self, self.run, interrupted=self.left)
         return self
 
     def _begin_run(self):
@@ -213,16 +271,20 @@ class PPO(Loop):
         return self.evaluate(c.eval_episodes, seed=seeds(c.seed, 1)[2]).mean().item()
 
     def _keep(self):
+        self.optimizer.tie()
         return dict(weights=self.optimizer.vector.detach().clone(),
                     obs=self.scaling.seen.state_dict())
 
     @torch.no_grad()
-    def take_best(self):
-        "Put the best policy of the evaluations back, if one was kept."
-        kept = self.evaluator and self.evaluator.kept
-        if not kept: return
+    def _put(self, kept):
+        self.optimizer.tie()
         self.optimizer.vector.copy_(kept["weights"])
         self.scaling.seen.load_state_dict(kept["obs"])
+
+    def take_best(self):
+        "Put the best policy of the evaluations back, if one was kept."
+        if self.evaluator:
+            self.evaluator.take_best()
 
     def _note_size(self, row):
         "Warn, at the first iteration, of rewards that the value function will never reach."
@@ -233,7 +295,7 @@ class PPO(Loop):
 
     def _note_time(self, row, seconds):
         "Add to the clock; note when the recent episodes first reached the threshold."
-        clock, solve = self.clock, threshold(self.spec)
+        clock, solve = self.clock, self.threshold
         clock["wall_seconds"] += seconds
         if clock["steps_to_solve"] or solve is None or len(self.recent) < RECENT: return
         if row["return_mean"] >= solve:
@@ -247,9 +309,12 @@ class PPO(Loop):
     ):  # an action for the environment, or a batch of them
         "Choose an action."
         batch, alone = as_batch(self.spaces[0], obs)
-        rows, mask = row_maker(self.spaces[0])(batch), ()
+        if self._rows is None:
+            self._rows = row_maker(self.spaces[0])
+        rows, mask = self._rows(batch), ()
         if action_mask is not None:
-            mask = self._read_mask(np.asarray(action_mask)[None if alone else slice(None)], len(rows)),
+            given = np.asarray(action_mask)
+            mask = self._read_mask(given[None] if alone else given, len(rows)),
         choose = self.policy(None if deterministic else self.rng, copy=False)
         chosen = self.agent.head.for_env(choose(rows, *mask))
         return chosen[0] if alone else chosen
@@ -259,30 +324,57 @@ class PPO(Loop):
             raise ValueError(f"action_mask must be None for actions of {self.spaces[1]}")
         return read_mask(dict(action_mask=mask), (size, self.agent.head.outputs))
 
-    @checked(episodes="int [1, inf)", deterministic="flag", seed="int [0, inf)?")
+    @checked(episodes="int [1, 1e6]", deterministic="flag", seed="int [0, inf)?",
+             longest="int [1, 1e12]?")
     def evaluate(
         self,
         episodes: int = 100,  # each played whole
         deterministic: bool = True,  # the most probable actions; False = drawn
         seed: int | None = None,  # of the episodes; None = the run's own for evaluation
-        envs=None,  # to play in; None = fresh ones by name, else the training's
+        envs=None,  # to play in; None = the evaluation's own, a user's VectorEnv excepted
+        longest: int | None = None,  # steps after which an episode is given up; None = time limit
     ) -> torch.Tensor:  # (episodes,)
         "Return of each of some episodes; in the training's environments, training begins new ones."
         own = seeds(self.config.seed)[2 if deterministic else 3]
         seed = own if seed is None else seed
         # `seed` alone would give the environments' own random numbers
         policy = self.policy(None if deterministic else np.random.default_rng((seed, 1)))
-        size, head = self.agent.obs_size, self.agent.head
-        def choose(obs, *mask):
-            if obs.shape[1] == size: return head.for_env(policy(obs, *mask))
-            raise ValueError(f"envs must have observations of size {size}, got {obs.shape[1]}")
-        if envs is None and isinstance(self.env, str):
-            with closing(make_envs(self.env, episodes, env_kwargs=self.config.env_kwargs)) as fresh:
-                return episode_returns(choose, seed, episodes, fresh)
-        if envs in (None, self._envs):
-            envs = self.envs
+        def choose(*seen): return self.agent.head.for_env(policy(*seen))
+        kwargs = self.config.env_kwargs if envs is None else None
+        if envs is None:
+            envs = self.env if isinstance(self.env, str) else self._own_envs()
+        if not isinstance(envs, gym.vector.VectorEnv):
+            with closing(make_envs(envs, episodes, env_kwargs=kwargs)) as fresh:
+                self._check_spaces(fresh, "envs")
+                return episode_returns(choose, seed, episodes, fresh, longest)
+        self._check_spaces(envs, "envs")
+        if envs is self._envs:
             self._begin_episodes()
-        return episode_returns(choose, seed, episodes, envs)
+        return episode_returns(choose, seed, episodes, envs, longest)
+
+    def _own_envs(self):
+        "Environments for evaluation; the training's, where they cannot be had a second time."
+        if self._spare is None:
+            try:
+                self._spare = self._second_envs()
+            except ValueError as e:
+                warnings.warn("each evaluation plays in the training's environments and ends their "
+                              f"episodes: {e}", stacklevel=4)
+                self._spare = self.envs
+        return self.envs if self._spare.closed else self._spare
+
+    def _second_envs(self):
+        c, env = self.config, self.env
+        if isinstance(env, gym.vector.VectorEnv) or env is None:
+            raise ValueError("give env as a function or a name, and it has others")
+        if normal := [kind for kind in wrapper_names(self.envs) if kind in NORMALIZERS]:
+            raise ValueError(f"{normal[0]} has its moments there")
+        alone = isinstance(env, gym.Env) and c.num_envs == 1
+        made = make_envs(partial(copy_env, env, 0) if alone else env, c.num_envs, c.vectorization,
+                         c.env_kwargs)
+        mine, theirs = ({id(x.unwrapped) for x in getattr(e, "envs", ())} for e in (self.envs, made))
+        if mine & theirs: raise ValueError("env returns the same environment again")
+        return made
 
     def scores(self) -> dict:  # for the summary
         "Mean and standard deviation of the return, greedy and sampled; solved if both are."
@@ -290,7 +382,7 @@ class PPO(Loop):
         how = dict(episodes=self.config.eval_episodes, envs=self.envs)
         greedy, sampled = self.evaluate(**how), self.evaluate(**how, deterministic=False)
         numbers = greedy.mean(), greedy.std(), sampled.mean(), sampled.std()
-        solve = threshold(self.spec)
+        solve = self.threshold
         solved = None if solve is None else bool(min(greedy.mean(), sampled.mean()) >= solve)
         scores = dict(zip(SCORES, map(float, numbers)))
         return scores | dict(eval_episodes=len(greedy), solved=solved)
@@ -304,6 +396,10 @@ class PPO(Loop):
         "Film one episode."
         return plots.film(self.env, lambda obs, **mask: self.predict(obs, deterministic, **mask),
                           path, seed, env_kwargs=self.config.env_kwargs)
+
+    def export(self) -> WholePolicy:  # forward(obs, mask=None) -> actions, for torch.export or ONNX
+        "The policy as it is now, from observations to actions, as one module of PyTorch."
+        return WholePolicy(self.agent, self.scaling, self.spaces)
 
     def _learned(self):
         return dict(agent=self.agent, optimizer=self.optimizer,
@@ -355,19 +451,30 @@ class PPO(Loop):
         cls,
         path,  # from `save`
         env=None,  # as for `PPO`; None = made when it is needed, if the saved name is registered
+        *,
+        out=None,  # a run directory to write; None = none
+        track=("tensorboard",),  # trackers for it, as for `PPO`
         **options,  # that change; device="cpu" if need be
     ) -> "PPO":  # as it was saved; to predict needs no environment
         "A trainer to predict, evaluate or learn on; nothing is imported that the file names."
+        if out is not None:
+            Run.check(out)
         saved = read_saved(path)
         options = options_again(saved, path, options)
-        name = options.pop("env")
-        if env is not None:
-            ppo = cls(env, **options)
-        else:
-            ppo, known = cls.__new__(cls), name if name in gym.registry else None
+        name, spaces = options.pop("env"), [space_from_numbers(x) for x in saved["spaces"]]
+        ppo, given = cls.__new__(cls), env
+        if given is None:
+            given = make = name if name in gym.registry else None
             ppo.spec = gym.registry.get(name, EnvSpec("Unknown"))
-            spaces = [space_from_numbers(x) for x in saved["spaces"]]
-            ppo._setup(known, known, name, options, spaces)
+            same = given is None or same_task(ppo.spec, options.get("env_kwargs") or {})
+        else:
+            ppo.spec, make, same = identify(env, options.get("env_kwargs"))
+            name = env_name(env)
+        check_sizes(saved, path, options, spaces)
+        ppo._setup(given, make, name, options, same, spaces)
+        ppo._write_to(out, track)
+        if env is not None:
+            ppo._tell_copies()
         try:
             ppo.load_state_dict(saved["state"])
         except ValueError as e:
@@ -375,19 +482,26 @@ class PPO(Loop):
         return ppo
 
 
-@checked(episodes="int [1, inf)")
-def episode_returns(
-    choose,  # choose(obs (N, obs_size) array) -> actions; choose(obs, mask) where there are masks
-    seed: int,  # of the environments
-    episodes: int = 100,  # each played from start to end
-    env="CartPole-v1",  # as for `make_envs`, an episode in each; or such a result
-    longest: int = 100_000,  # steps after which an episode is given up, with a warning
-) -> torch.Tensor:  # (episodes,), in the order in which they ended
-    "Return of whole episodes."
+def spaces_of(envs) -> list:
+    "The spaces of one observation and of one action."
+    return [envs.single_observation_space, envs.single_action_space]
+
+
+@checked(episodes="int [1, 1e6]", longest="int [1, 1e12]?")
+def episode_returns(choose, seed: int, episodes: int = 100, env="CartPole-v1",
+                    longest: int | None = None) -> torch.Tensor:
+    """Return of each of whole episodes, (episodes,), in the order in which they ended.
+
+    choose(obs (N, obs_size) array) -> actions; choose(obs, mask) where there are masks. `env` is
+    one for `make_envs`, an episode in each, or its result. An episode is given up after `longest`
+    steps: by default the time limit, or `LONGEST` where none is known.
+    """
     if not isinstance(env, gym.vector.VectorEnv):
         with closing(make_envs(env, episodes)) as envs:
             return episode_returns(choose, seed, episodes, envs, longest)
-    N, done = env.num_envs, False
+    N, done, bar = env.num_envs, False, _LateBar(episodes)
+    limit = getattr(env.spec, "max_episode_steps", None)
+    longest = longest or limit or LONGEST
     left = (episodes + np.arange(N)) // N  # for each its share: the first to end are the short ones
     total, length, resetting, returns = np.zeros(N), np.zeros(N, int), np.zeros(N, bool), []
     obs, info = env.reset(seed=seed)
@@ -399,13 +513,40 @@ def episode_returns(
         length += ~resetting
         done = terminated | truncated
         over = done | (length >= longest)
-        if (over & ~done & (left > 0)).any():
-            warnings.warn(f"an episode has no end after {longest} steps, and counts as ended")
+        _tell_long(length[left > 0], done[left > 0], longest, limit)
         returns.extend(total[over & (left > 0)])
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
         resetting = done & (autoreset_mode(env) == "NextStep")
+        bar.show(len(returns))
+    bar.close()
     return torch.from_numpy(np.float32(returns))
+
+
+def _tell_long(length, done, longest, limit):
+    "Warn of an episode that may have no end, before it is given up and when it is."
+    if limit is None and (length == longest // 10).any() and longest > 10:
+        warnings.warn(f"an episode goes on after {longest // 10} steps, and no time limit is known: "
+                      f"it is given up after longest={longest}", stacklevel=4)
+    if ((length >= longest) & ~done).any():
+        warnings.warn(f"an episode has no end after {longest} steps, and counts as ended",
+                      stacklevel=4)
+
+
+class _LateBar:
+    "A progress bar for what takes longer than a few seconds."
+    def __init__(self, total):
+        self.total, self.bar, self.start = total, None, time.perf_counter()
+
+    def show(self, done):
+        if self.bar is None:
+            if time.perf_counter() - self.start < FIRST_LINE: return
+            self.bar = progress_bar(self.total, 0, "evaluation")
+        self.bar.update(done - self.bar.n)
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
 
 
 def finish(
@@ -415,7 +556,7 @@ def finish(
 ) -> dict:  # the summary
     "Evaluate, and write the last files of a run directory."
     scores = dict.fromkeys([*SCORES, "eval_episodes"])
-    scores["solved"] = None if threshold(ppo.spec) is None else False
+    scores["solved"] = None if ppo.threshold is None else False
     try:
         scores = scores if interrupted else ppo.scores()
     except KeyboardInterrupt:
