@@ -26,7 +26,6 @@ Modules:
 - `rlhf_notes.fast.steps`: The next tokens of Llama, Qwen, Mistral or Gemma: one step is recorded on a GPU and replayed.
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
 - `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.
-- `rlhf_notes.formulas.family`: Ten objectives of a token under their names, and a place for one of your own.
 - `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: ten policy losses, microbatches, and samples of an older policy.
 - `rlhf_notes.formulas.kl`: KL to the reference: three estimators as values and as losses, and coefficient controllers.
 - `rlhf_notes.formulas.logprob`: The log-probability of a token and the entropy, in any precision; both for Gaussians.
@@ -79,7 +78,8 @@ def _names():
 
 _MODULE_OF = _names()
 __all__ = [*_MODULE_OF, "fast"]
-_REMOVED = {}  # name -> what to use now
+_REMOVED = {  # name -> what to use now
+    "microbatch_weight": "aggregation_weights, or policy_loss(total=)"}
 
 
 def __getattr__(name):

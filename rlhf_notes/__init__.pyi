@@ -6,7 +6,6 @@ from .control.trainer import PPO as PPO
 from .exercises.check import check as check
 from .formulas.advantage import *
 from .formulas.distillation import *
-from .formulas.family import *
 from .formulas.grpo import *
 from .formulas.kl import *
 from .formulas.logprob import *

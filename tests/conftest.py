@@ -34,7 +34,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def own_variant(monkeypatch):
     "A name that the test may register; forgotten after it."
-    from rlhf_notes.formulas import family
-    for names in (family.POLICY_VARIANTS, family._OBJECTIVES):
+    from rlhf_notes.formulas import grpo
+    for names in (grpo.POLICY_VARIANTS, grpo._OBJECTIVES):
         monkeypatch.setitem(names, "mine", None)
     return "mine"

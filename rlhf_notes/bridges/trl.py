@@ -27,8 +27,7 @@ from inspect import signature
 import torch
 
 from ..checks import told_as
-from ..formulas.family import POLICY_VARIANTS
-from ..formulas.grpo import policy_loss
+from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.masking import masked_mean
 from ..formulas.preference import dpo_loss, implicit_reward
 
@@ -57,7 +56,8 @@ class OurGRPO(GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         old = logp.detach() if old is None else old
         ref = inputs["ref_per_token_logps"] if self.beta else None
-        kl = dict(logp_ref=ref, beta=self.beta, kl_weighted=self.args.use_bias_correction_kl)
+        kl = dict(logp_ref=ref, beta=self.beta, kl_weighted=self.args.use_bias_correction_kl,
+                  entropy=entropy.detach())
         own = dict(length=self.max_completion_length) | self.arguments
         mode = own.get("aggregation") or POLICY_VARIANTS[self.variant][0]
         A, weight = inputs["advantages"], inputs.get("importance_sampling_ratio")  # of vLLM
@@ -72,7 +72,8 @@ class OurGRPO(GRPOTrainer):
         means, sign = {"entropy": masked_mean(entropy.detach(), mask)}, A.reshape(len(A), -1).sign()
         for name, where in dict(region=mask, low=sign < 0, high=sign > 0).items():
             share = masked_mean((mask & where).float(), mask)
-            means[f"clip_ratio/{name}_mean"] = measure(where)["clip_fraction"] * share
+            if (held := measure(where).get("clip_fraction")) is not None:
+                means[f"clip_ratio/{name}_mean"] = held * share
         if self.beta:
             means["kl"] = measure(mask)["kl"]
         _log(self, means, mask.sum())

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from ..checks import told_as
 from ..formulas import advantage
-from ..formulas.family import _LISTENERS, POLICY_VARIANTS
-from ..formulas.grpo import policy_loss
+from ..formulas.grpo import _LISTENERS, POLICY_VARIANTS, policy_loss
 from ..formulas.masking import aggregate_count, masked_mean
 from ..formulas.whitening import whiten
 
@@ -68,9 +67,12 @@ def verl_loss(
                                   **_divisors(loss_agg_mode, mask, info))
     d = log_prob.detach() - old_log_prob
     held = (advantages < 0) & (d.exp() > bounds.get("dual_clip", torch.inf))
-    numbers = stats["clip_fraction"], -masked_mean(d, mask), masked_mean(held.float(), mask)
-    names = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
-    return loss * (info.get("dp_size") or 1), dict(zip(names, torch.stack(numbers).tolist()))
+    numbers = {"actor/ppo_kl": -masked_mean(d, mask),
+               "actor/pg_clipfrac_lower": masked_mean(held.float(), mask)}
+    if "clip_fraction" in stats:  # of an objective of one's own only if it tells
+        numbers["actor/pg_clipfrac"] = stats["clip_fraction"]
+    found = dict(zip(numbers, torch.stack([*numbers.values()]).tolist()))
+    return loss * (info.get("dp_size") or 1), found
 
 
 def register_loss(variant: str):  # one of `POLICY_VARIANTS`

@@ -210,7 +210,7 @@ class RLHFConfig:
                                  f"processes and {part} {what}, got {self.batch}")
 
 def _registered():
-    from rlhf_notes.formulas.family import POLICY_VARIANTS  # brings torch
+    from rlhf_notes.formulas.grpo import POLICY_VARIANTS  # brings torch
     return POLICY_VARIANTS
 
 def _dpo_kinds():

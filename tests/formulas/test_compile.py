@@ -21,7 +21,7 @@ CALLS = {
     "clip_cov_mask": lambda: (lambda a, b, c: rn.clip_cov_mask(a, b, c, m, 0.5, -1.0, 1.0) * a, x,
                               y, z),
     "kl_cov_penalty": lambda: (lambda a, b, c: rn.kl_cov_penalty(a, b, c, m, 0.3), x, y, z),
-    "microbatch_weight": lambda: (lambda a: rn.microbatch_weight(m[:2], m, "token-mean") * a.sum(),
+    "aggregation_weights": lambda: (lambda a: (rn.aggregation_weights(m, "token-mean") * a).sum(),
                                   x),
     "apply_mask": lambda: (lambda a: rn.apply_mask(a, m), x),
     "masked_sum": lambda: (lambda a: rn.masked_sum(a, m, 1), x),

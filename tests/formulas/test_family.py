@@ -6,12 +6,13 @@ import torch
 from formulas.test_grpo import F64, batch, close, token_weights
 from strategies import value_and_grad
 
-from rlhf_notes.formulas.family import POLICY_VARIANTS, register_variant
-from rlhf_notes.formulas.grpo import policy_loss
+from rlhf_notes.formulas.grpo import POLICY_VARIANTS, policy_loss, register_variant
+
 
 def spo(ratio, advantage, logp, mask, eps_low, eps_high):
     "r A less a quadratic pull, as in SPO; its gradient has w = r (1 - (r - 1) / eps) where A > 0."
-    return ratio * advantage - advantage.abs() * (ratio - 1).square() / (2 * eps_high)
+    held = (ratio > 1 + eps_high) & (advantage > 0) | (ratio < 1 - eps_low) & (advantage < 0)
+    return ratio * advantage - advantage.abs() * (ratio - 1).square() / (2 * eps_high), held
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -31,18 +32,40 @@ def test_an_objective_of_ones_own_is_a_variant(own_variant, seed, low, mode):
 
 def test_an_objective_of_ones_own_has_all_that_the_others_have(own_variant):
     logp, old, A, m = batch(3)
-    register_variant(own_variant, lambda *x: spo(*x) * math.nan)
+    register_variant(own_variant, lambda *x: spo(*x)[0] * math.nan)
     register_variant(own_variant, lambda r, A, logp, m, low, high:
                      torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A))          # once more
     for kw in ({}, dict(logp_ref=old + 0.1, beta=0.5), dict(weight=m.double() / 2, total=9),
                dict(aggregation="constant", length=9), dict(eps_low=0.1, eps_high=0.4)):
-        torch.testing.assert_close(policy_loss(logp, old, A, m, own_variant, **kw),
-                                   policy_loss(logp, old, A, m, "ppo", **kw))
+        (loss, stats), (expected, ours) = (
+            policy_loss(logp, old, A, m, name, **kw) for name in (own_variant, "ppo"))
+        torch.testing.assert_close(loss, expected)
+        del ours["clip_fraction"]  # nobody knows what an objective holds unless it tells
+        torch.testing.assert_close(stats, ours)
     seen = []
     register_variant(own_variant, lambda r, A, logp, m, *range: seen.append((m, range)) or r * A,
                      eps_low=None, eps_high=None)
-    assert policy_loss(logp, old, A, None, own_variant)[1]["clip_fraction"] == 0
+    assert "clip_fraction" not in policy_loss(logp, old, A, None, own_variant)[1]
     assert seen[0][0].all() and seen[0][0].shape == logp.shape and seen[0][1] == (None, None)
+
+
+def test_an_objective_gets_what_it_names(own_variant):
+    logp, old, A, m = batch(5)
+    seen, given = {}, dict(entropy=logp.abs(), logp_ref=old - 1, group=2)
+    def asks(r, A, logp, mask, low, high, entropy, lengths, logp_ref, group, logp_old, mine=3):
+        seen.update(entropy=entropy, logp_ref=logp_ref, group=group, lengths=lengths,
+                    logp_old=logp_old, mine=mine)
+        return r * A
+    register_variant(own_variant, asks)
+    policy_loss(logp, old, A, m, own_variant, beta=0.0, **given)
+    assert seen["group"] == 2 and seen["mine"] == 3
+    torch.testing.assert_close(seen["lengths"], m.sum(1))
+    torch.testing.assert_close(seen["entropy"], given["entropy"])
+    torch.testing.assert_close(seen["logp_old"][m], old[m])
+    for name in given:
+        rest = {k: x for k, x in given.items() if k != name}
+        with pytest.raises(ValueError, match=f"^{name} must be given for variant='mine'"):
+            policy_loss(logp, old, A, m, own_variant, **rest)
 
 
 @pytest.mark.parametrize("kwargs, error, words", [

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
-from rlhf_notes.formulas.family import POLICY_VARIANTS
-from rlhf_notes.formulas.grpo import microbatch_weight, off_policy_sequence_mask, policy_loss
-from rlhf_notes.formulas.masking import aggregate_count
+from rlhf_notes.formulas.grpo import POLICY_VARIANTS, off_policy_sequence_mask, policy_loss
+from rlhf_notes.formulas.masking import aggregate_count, aggregation_weights
 from rlhf_notes.formulas.ratio import importance_ratio, truncated_importance_weight
 
 F64 = torch.float64
@@ -257,31 +256,13 @@ def test_microbatches_add_up_to_the_batch(variant, seed, parts, keep, mode):
     whole, (expected,) = value_and_grad(
         lambda x: policy_loss(x, old, A, m, variant, ref, aggregation=aggregation)[0], logp)
     rows = torch.arange(4).chunk(parts)
+    w = aggregation_weights(m, aggregation, dtype=F64)
     def total(x):
-        return sum(
-            policy_loss(x[i], old[i], A[i], m[i], variant, ref[i], aggregation=aggregation)[0]
-            * microbatch_weight(m[i], m, aggregation) for i in rows)
+        return sum(policy_loss(x[i], old[i], A[i], m[i], variant, ref[i], aggregation=w[i])[0]
+                   for i in rows)
     got, (grad,) = value_and_grad(total, logp)
     close(got, whole.item(), rtol=1e-6, atol=1e-7)
     close(grad, expected.tolist(), rtol=1e-6, atol=1e-7)
-    weights = [microbatch_weight(m[i], m, aggregation) for i in rows]
-    assert all(w.dtype == torch.float32 and w.ndim == 0 for w in weights)
-    assert sum(weights).item() == pytest.approx(float(bool(m.any()) or aggregation == "constant"))
-
-
-def test_microbatch_weights_by_hand():
-    m = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0], [1, 0, 0]]) > 0
-    by_hand = {"token-mean": 3 / 5, "seq-mean-token-mean": 1 / 3, "seq-mean-token-sum": 1 / 3,
-               "constant": 1 / 2}
-    for mode, expected in by_hand.items():
-        assert microbatch_weight(m[:2], m, mode).item() == pytest.approx(expected)
-    assert microbatch_weight(m[:2], m) == microbatch_weight(m[:2], m, "token-mean")
-    with pytest.raises(ValueError, match="aggregation must be one of"):
-        microbatch_weight(m, m, "mean")
-    with pytest.raises(TypeError, match="batch_mask must be boolean"):
-        microbatch_weight(m, m.float())
-    with pytest.raises(ValueError, match="batch_mask must have .*T = 3"):
-        microbatch_weight(m, m[:, :2])
 
 
 @pytest.mark.parametrize("variant", POLICY_VARIANTS)

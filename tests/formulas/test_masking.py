@@ -10,6 +10,7 @@ from rlhf_notes.formulas.masking import (
     AGGREGATION_MODES,
     aggregate_count,
     aggregate_loss,
+    aggregation_weights,
     apply_mask,
     centre,
     masked_mean,
@@ -75,7 +76,7 @@ def test_along_a_dimension_equals_row_by_row(name, xm, data):
 @given(xm=masked(min_dims=2, max_dims=2), junk=JUNK)
 def test_nothing_leaks_from_under_the_mask(name, xm, junk):
     x, m = xm
-    f = REDUCTIONS.get(name) or (lambda x, m: aggregate_loss(x, m, name))
+    f = REDUCTIONS.get(name) or (lambda x, m: aggregate_loss(x, m, name, group=len(x)))
     value, (grad,) = value_and_grad(lambda t: f(t, m), x)
     dirty, (dirty_grad,) = value_and_grad(lambda t: f(t, m), torch.where(m, x, junk).to(x.dtype))
     assert torch.equal(value, dirty) and torch.equal(grad, dirty_grad)
@@ -103,10 +104,18 @@ def test_aggregate_loss_equals_the_loops(seed, rows, width, length):
         "seq-mean-token-sum": sum(map(sum, real)) / max(len(real), 1),
         "constant": sum(map(sum, real)) / (rows * length),
     }
-    for mode in AGGREGATION_MODES:
-        torch.testing.assert_close(
-            aggregate_loss(loss, mask, mode, length if mode == "constant" else None),
-            torch.tensor(expected[mode], dtype=torch.float64))
+    for group in (g for g in range(1, rows + 1) if rows % g == 0):
+        prompts = [sum(kept[i:i + group], []) for i in range(0, rows, group)]
+        expected["prompt-mean"] = sum(sum(p) / len(p) for p in prompts if p) / max(
+            sum(map(bool, prompts)), 1)
+        for mode in AGGREGATION_MODES:
+            options = mode, length if mode == "constant" else None, None, group
+            got = aggregate_loss(loss, mask, *options)
+            torch.testing.assert_close(got, torch.tensor(expected[mode], dtype=torch.float64))
+            w = aggregation_weights(mask, *options, torch.float64)
+            assert (w[~mask] == 0).all()
+            torch.testing.assert_close((w * loss).sum(), got)
+            torch.testing.assert_close(aggregate_loss(loss, mask, w), got)
     torch.testing.assert_close(
         aggregate_loss(loss, mask, "constant"), aggregate_loss(loss, mask, "constant", width))
 
@@ -116,19 +125,37 @@ def test_aggregate_loss_equals_the_loops(seed, rows, width, length):
 def test_the_parts_of_a_batch_add_up_to_it(mode, seed, rows, cut, as_tensor):
     loss, mask = normal(seed, (rows, 5)), random_mask(seed + 1, (rows, 5))
     parts = [(loss[rows], mask[rows]) for rows in (slice(None, cut), slice(cut, None))]
-    total = sum(aggregate_count(m, mode) for _, m in parts)
+    total = sum(aggregate_count(m, mode, group=1) for _, m in parts)
     total = total.float() if as_tensor else int(total)
-    summed = sum(aggregate_loss(*part, mode, total=total) for part in parts)
-    torch.testing.assert_close(summed, aggregate_loss(loss, mask, mode))
+    summed = sum(aggregate_loss(*part, mode, total=total, group=1) for part in parts)
+    torch.testing.assert_close(summed, aggregate_loss(loss, mask, mode, group=1))
     assert total == {"token-mean": mask.sum(), "constant": rows}.get(mode, mask.any(1).sum())
+    w = aggregation_weights(mask, mode, group=rows, dtype=torch.float64)
+    summed = aggregate_loss(*parts[0], w[:cut]) + aggregate_loss(*parts[1], w[cut:])
+    torch.testing.assert_close(summed, aggregate_loss(loss, mask, mode, group=rows))
+
+
+def test_a_mean_over_prompts_by_hand():
+    loss = torch.tensor([[1.0, 3.0], [2.0, 9.0], [5.0, 7.0], [9.0, 9.0], [4.0, 4.0], [4.0, 4.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0], [0, 0], [0, 0]]).bool()
+    assert aggregate_loss(loss, mask, "prompt-mean", group=2).item() == 4  # (2 + 6) / 2
+    assert aggregate_loss(loss, mask, "prompt-mean", group=3).item() == pytest.approx(18 / 5)
+    for group, words in ((None, "group must be the number .*, got None"),
+                         (4, "group must divide the 6 responses, got 4"),
+                         (0, "group must be in"), (2.0, "group must be an integer")):
+        with pytest.raises((ValueError, TypeError), match=words):
+            aggregate_loss(loss, mask, "prompt-mean", group=group)
+    with pytest.raises(ValueError, match=r"mode must be weights of the shape .*\(6, 2\), got"):
+        aggregate_loss(loss, mask, torch.ones(6))
 
 
 def test_works_under_vmap_and_compile():
     loss, mask = normal(0, (4, 3, 5)), random_mask(1, (4, 3, 5))
     for mode in AGGREGATION_MODES:
-        one_by_one = torch.stack([aggregate_loss(l, m, mode) for l, m in zip(loss, mask)])
+        one_by_one = torch.stack([aggregate_loss(l, m, mode, group=3) for l, m in zip(loss, mask)])
         torch.testing.assert_close(
-            torch.func.vmap(lambda l, m: aggregate_loss(l, m, mode))(loss, mask), one_by_one)
+            torch.func.vmap(lambda l, m: aggregate_loss(l, m, mode, group=3))(loss, mask),
+            one_by_one)
     for f in REDUCTIONS.values():
         torch.testing.assert_close(
             torch.func.vmap(f)(loss, mask), torch.stack([f(l, m) for l, m in zip(loss, mask)]))
@@ -224,7 +251,7 @@ def test_the_gradient_of_the_variance(seed, unbiased):
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_no_answers_and_no_tokens_give_zero(mode, shape, length):
     for m in (None, torch.zeros(shape, dtype=torch.bool)):
-        assert aggregate_loss(torch.empty(shape), m, mode, length) == 0
+        assert aggregate_loss(torch.empty(shape), m, mode, length, group=1) == 0
     assert math.isclose(aggregate_loss(torch.ones(1, 1), None, "constant", 1), 1)
 
 

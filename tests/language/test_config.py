@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
-from rlhf_notes.formulas.family import POLICY_VARIANTS
+from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.language import config as module
 from rlhf_notes.language.config import UNREAD, RLHFConfig, Variant, check_effect
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
