@@ -16,10 +16,10 @@ from dataclasses import replace
 import torch
 from jobs import RESULTS, options, read, text, write
 
-from rlhf_notes.hub.own_loop import OwnLoop
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.model import make_gpt2
+from rlhf_notes.language.rollout import ADVANTAGES
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.pretraining import Pretraining
 from rlhf_notes.studies.variants import prepare
@@ -28,12 +28,6 @@ COLUMNS = ("seed", "way", "learning_rate", "samples", "proxy", "true", "valid", 
            "kl_teacher")
 EVERY = 10  # iterations from one row to the next
 RATES, BEST = (5e-4, 1e-3, 2e-3), dict(grpo=2e-3, teacher=2e-3)
-
-
-class Taught(Loop):
-    "`Loop` whose reference is a teacher, as in `RLHF(teacher=)`."
-
-    taught, advantages = True, OwnLoop.advantages
 
 
 def finish(stage):
@@ -54,7 +48,8 @@ def learner(start, way, rate, teacher):
     "A loop at its beginning, of a start with the student's model."
     loop = start.trainer(algo="grpo", learning_rate=rate)
     if way == "grpo": return loop
-    loop = Taught(replace(loop.config, kl_coef=0.0), start.lm, start.task, loop.reward)
+    loop = Loop(replace(loop.config, kl_coef=0.0), start.lm, start.task, loop.reward,
+                advantages=ADVANTAGES["teacher"])
     loop.reference = teacher
     return loop
 

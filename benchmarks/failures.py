@@ -22,11 +22,12 @@ from ablations import swapped, unclipped
 from jobs import RESULTS, options, read, side_by_side, text, write
 from torch import nn
 
-from rlhf_notes.formulas import grpo, ppo
+from rlhf_notes.formulas import grpo
 from rlhf_notes.formulas.kl import kl_estimate
 from rlhf_notes.formulas.preference import bradley_terry_loss
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language import loop, model, rollout, scale
+from rlhf_notes.hub import prompts
+from rlhf_notes.language import loop, model, rollout
 from rlhf_notes.language import sampling as sample
 from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import reward_model
@@ -98,7 +99,10 @@ def constant(learning_rate): # `loop.learning_rate`, linear to 0
 
 def twice(prompts): # `Loop.prompts`: prompts (B, Q), mask (B, Q) and u (B, T)
     "Two processes with one seed: the second half of the batch is the first once more."
-    return lambda *args: [torch.cat([x[:len(x) // 2]] * 2) for x in prompts(*args)]
+    def again(*args):
+        *tensors, rows = prompts(*args)
+        return *(torch.cat([x[:len(x) // 2]] * 2) for x in tensors), rows[:len(rows) // 2] * 2
+    return again
 
 
 def read_at_the_edge(RewardModel): # `model.RewardModel`, which reads it off the last real token
@@ -168,9 +172,10 @@ class Unfinished:
     def __getattr__(self, name): return getattr(self.task, name)
     def sample_prompts(self, *args): # As of the task: n, generator
         "Prompts and mask, (n, Q), one place to the right: the full stop becomes padding in front."
-        prompts, mask = (x.roll(1, 1) for x in self.task.sample_prompts(*args))
+        *prompts, rows = self.task.sample_prompts(*args)
+        prompts, mask = (x.roll(1, 1) for x in prompts)
         mask[:, 0] = False
-        return prompts, mask
+        return prompts, mask, rows
 
 
 class Untruncated:
@@ -181,6 +186,10 @@ class Untruncated:
         "Nothing is cut."
         mask = torch.ones_like(responses, dtype=torch.bool)
         return responses, mask, mask[:, 0]
+    def respond(self, *args): # As of the task
+        found = self.task.respond(*args)
+        whole, mask, has_end = self.truncate(found.tokens)
+        return replace(found, whole=whole, said=whole, mask=mask, has_end=has_end)
 
 
 def on_task(kind): # A class around a task: `Unfinished`, `Untruncated`
@@ -188,9 +197,13 @@ def on_task(kind): # A class around a task: `Unfinished`, `Untruncated`
     return lambda start: replace(start, task=kind(start.task))
 
 
-def weighed_alike(microbatch_weight): # `scale.microbatch_weight`, by how many tokens each has
+def weighed_alike(rl_loss): # `loop.rl_loss`, whose parts share the weights of their minibatch
     "The mean of the microbatches' means."
-    return lambda part, whole, mode: len(part) / len(whole)
+    def alike(config, part, *now):
+        loss, stats = rl_loss(config, part, *now[:4])
+        n = config.microbatches
+        return loss / n, {name: x / n for name, x in stats.items()}
+    return alike
 
 
 def k3_in_reward(token_rewards): # `reward.token_rewards`, which takes k1
@@ -230,10 +243,10 @@ def reversed_estimate(kl_estimate): # `kl.kl_estimate`, of log pi - log pi_ref
     return lambda logp, logp_ref, kind: kl_estimate(logp_ref, logp, kind)
 
 
-def moving_reference(make_loop): # `variants.make_loop`, whose reference stands still
+def moving_reference(Loop): # `variants.Loop`, whose reference stands still
     "The KL is measured from the policy itself: the reference moves along."
     def moving(*args):
-        trainer = make_loop(*args)
+        trainer = Loop(*args)
         trainer.reference = trainer.policy.lm
         return trainer
     return moving
@@ -256,10 +269,10 @@ def centred(whiten): # `whitening.whiten`, which keeps it with shift_mean=False
 
 def padded_mean(rl_loss): # `loop.rl_loss`, over the tokens of responses alone
     "The policy loss is the mean over all positions, those after the end of a response too."
-    def padded(config, batch, *outputs):
-        loss, stats = rl_loss(config, batch, *outputs)
-        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=mask), *outputs)
-                        for mask in (batch.response_mask, torch.ones_like(batch.response_mask)))
+    def padded(config, batch, *now):
+        loss, stats = rl_loss(config, batch, *now)
+        right, wrong = (rl_loss(config, replace(batch, returns=None, response_mask=m), *now[:4])
+                        for m in (batch.response_mask, torch.ones_like(batch.response_mask)))
         return loss + wrong[0] - right[0], stats | wrong[1] | dict(entropy=stats["entropy"])
     return padded
 
@@ -288,7 +301,7 @@ FAILURES = {
                              new_reward=True),
     "padding is a token": Failure("padding is read like any token", "G2",
                                   swaps=((model, "hidden_states", padding_read),
-                                         (loop, "sample", padding_sampled))),
+                                         (prompts, "sample", padding_sampled))),
     "positions count padding": Failure("positions count the padding, in sampling and learning",
                                        "G3",
                                        swaps=((model, "position_ids", places),
@@ -334,14 +347,14 @@ FAILURES = {
     "sixteen minibatches": Failure("sixteen gradient steps in a pass", "P7", dict(minibatches=16)),
     "microbatches alike": Failure("four microbatches, weighed alike however many tokens they hold",
                                   "P7", dict(microbatches=4),
-                                  swaps=((scale, "microbatch_weight", weighed_alike),)),
+                                  swaps=((loop, "rl_loss", weighed_alike),)),
     "no KL": Failure("KL costs nothing", "P8", dict(kl_coef=0.0)),
     "KL reversed": Failure("the KL in the reward has the wrong sign", "P8",
                            swaps=((rollout, "token_rewards", reversed_reward),)),
     "k3 in the reward": Failure("the KL in the reward is estimated by k3", "P8",
                                 swaps=((rollout, "token_rewards", k3_in_reward),)),
     "reference moves": Failure("the reference is the policy itself", "P8",
-                               swaps=((variants, "make_loop", moving_reference),)),
+                               swaps=((variants, "Loop", moving_reference),)),
     "paid at the edge": Failure("the score lands on the last position, not on the last token", "P8",
                                 swaps=((rollout, "token_rewards", paid_at_the_edge),)),
     "paid everywhere": Failure("every token gets the whole score", "P8",
@@ -364,7 +377,7 @@ FAILURES = {
                                  swaps=((model, "response_states", behind_the_end),
                                         (loop, "rl_loss", padded_mean))),
     "no clip": Failure("ratio times advantage, not clipped", "",
-                       swaps=((ppo, "clipped_surrogate", unclipped),)),
+                       swaps=((grpo, "clipped_surrogate", unclipped),)),
     "one epoch": Failure("one pass over each batch", "", dict(epochs=1)),
     "eight epochs": Failure("eight passes", "", dict(epochs=8)),
     "lambda 0": Failure("the value head alone is trusted", "", dict(lam=0.0)),

@@ -49,7 +49,7 @@ def control(change):
 
 def reinforce(start, change):
     "PPO on a language model; the loss does not know the temperature `sampled_at`."
-    from rlhf_notes.language import loop
+    from rlhf_notes.hub import prompts
     from rlhf_notes.reviews.pipeline import evaluate
     change = dict(change)
     temperature = change.pop("sampled_at", None)
@@ -58,12 +58,12 @@ def reinforce(start, change):
         collect = trainer.collect
 
         def colder(*inputs):
-            plain = loop.sample
-            loop.sample = lambda *args, **options: plain(*args[:-1], temperature, **options)
+            plain = prompts.sample
+            prompts.sample = lambda *args, **options: plain(*args[:-1], temperature, **options)
             try:
                 return collect(*inputs)
             finally:
-                loop.sample = plain
+                prompts.sample = plain
         trainer.collect = colder
     try:
         while trainer.iteration < trainer.iterations:

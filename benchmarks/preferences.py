@@ -14,7 +14,7 @@ from jobs import RESULTS, options, read, text, write
 
 from rlhf_notes.formulas.masking import masked_sum
 from rlhf_notes.language.config import RLHFConfig
-from rlhf_notes.language.dpo import make_dpo
+from rlhf_notes.language.dpo import DPOLoop
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.reward_model import choices_of
 from rlhf_notes.reviews.task import HELD_OUT
@@ -34,7 +34,7 @@ def curve(start, method, every=5):
     if method == "DPO":
         config = replace(start.config, **DPO_OPTIONS)
         choices = choices_of(config, start.lm, start.task)
-        trainer = make_dpo(config, start.lm, start.task, choices)
+        trainer = DPOLoop(config, start.lm, start.task, choices)
     else:
         trainer = start.trainer(algo=method.lower())
     while trainer.iteration < trainer.iterations:

@@ -15,7 +15,7 @@ from functools import cache, partial
 import torch
 from jobs import RESULTS, options, read, right, text, write
 
-from rlhf_notes.hub.own_loop import no_spread
+from rlhf_notes.hub.spread import no_spread
 from rlhf_notes.studies.checkable import CheckableRLHF, exact_match, make_questions, pretrain
 
 COLUMNS = "study", "choice", "value", "seed", "start", "right", "kl", "same"
@@ -55,7 +55,9 @@ def run(study, choice, value, changes, steps, seed):
     (start, _), same = right(trainer, questions[3000:3300], score), []
     while trainer.left:
         trainer.iterate()
-        same.append(no_spread(trainer.rollout, trainer.config.group).float().mean().item())
+        x = trainer.rollout
+        spread = no_spread(x.scores[:, None], x.is_scored, trainer.config.group)
+        same.append(spread.float().mean().item())
     kl = sum(r["kl_k1"] for r in trainer.rows[-10:]) / 10
     end, _ = right(trainer, questions[3000:3300], score)
     return [text(x) for x in (study, choice, value, seed, start, end, kl, sum(same[-10:]) / 10)]

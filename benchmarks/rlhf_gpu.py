@@ -44,16 +44,16 @@ def ours(trainer, iterations, cuda):
     each = trainer.config.batch * trainer.config.response_length
     whole = sum(each / r["tokens_per_second"] for r in rows)
     seconds = dict.fromkeys(PARTS, 0.0)
-    from rlhf_notes.language import loop
-    sample = loop.sample
-    loop.sample = timed(sample, seconds, "sampling", cuda)
+    from rlhf_notes.hub import prompts
+    sample = prompts.sample
+    prompts.sample = timed(sample, seconds, "sampling", cuda)
     trainer.collect = timed(trainer.collect, seconds, "scoring", cuda)
     trainer.step = timed(trainer.step, seconds, "update", cuda)
     try:
         for _ in range(iterations):
             trainer.iterate()
     finally:
-        loop.sample = sample
+        prompts.sample = sample
     seconds["scoring"] -= seconds["sampling"]
     return [iterations * each / s for s in (whole, *seconds.values())]
 

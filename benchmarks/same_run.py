@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from jobs import RESULTS, options, read, side_by_side, text, write
 
-from rlhf_notes.hub.own_loop import OwnLoop
+from rlhf_notes.language.loop import Loop
 from rlhf_notes.studies.checkable import (
     OPTIONS,
     CheckableRLHF,
@@ -39,16 +39,16 @@ def started(seed, padded):
     return train, pretrain(train, seed)
 
 
-class VerlLoop(OwnLoop):
+class VerlLoop(Loop):
     "Our loop; the loss of a minibatch is verl's own."
 
-    def loss(self, batch, logp, *_):
+    def loss(self, batch, whole):
         from verl.trainer.ppo.core_algos import get_policy_loss_fn
         from verl.workers.config import ActorConfig
         config = ActorConfig(strategy="fsdp", rollout_n=self.config.group, ppo_mini_batch_size=8,
                              ppo_micro_batch_size_per_gpu=1, clip_ratio=self.config.clip)
         loss, _ = get_policy_loss_fn("vanilla")(
-            old_log_prob=batch.logp, log_prob=logp, advantages=batch.advantages,
+            old_log_prob=batch.logp, log_prob=self.forward(batch)[0], advantages=batch.advantages,
             response_mask=batch.response_mask, loss_agg_mode="seq-mean-token-mean", config=config)
         return loss, dict(policy_loss=loss.detach())
 

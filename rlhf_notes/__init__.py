@@ -26,10 +26,10 @@ Modules:
 - `rlhf_notes.fast.steps`: The next tokens of Llama, Qwen, Mistral or Gemma: one step is recorded on a GPU and replayed.
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
 - `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.
-- `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: ten policy losses, microbatches, and samples of an older policy.
+- `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: ten policy losses, one of your own, and samples of an older policy.
 - `rlhf_notes.formulas.kl`: KL to the reference: three estimators as values and as losses, and coefficient controllers.
 - `rlhf_notes.formulas.logprob`: The log-probability of a token and the entropy, in any precision; both for Gaussians.
-- `rlhf_notes.formulas.masking`: Sums and means over the tokens that count, and four ways to reduce token losses to one number.
+- `rlhf_notes.formulas.masking`: Sums and means over the tokens that count, and five ways to reduce token losses to one number.
 - `rlhf_notes.formulas.ppo`: The loss of PPO: policy, value, entropy and KL; and the tokens that spend the entropy.
 - `rlhf_notes.formulas.preference`: Which of two responses is better: the losses of a reward model, and DPO with its family.
 - `rlhf_notes.formulas.ratio`: Importance ratios without overflow, effective sample size, and truncated importance weights.
@@ -40,6 +40,9 @@ Modules:
 - `rlhf_notes.hub.pairs`: Preferences as texts, or as chats, and the tokens of both responses after their prompt.
 - `rlhf_notes.hub.rewards`: Reward functions and models: what they get by name, what they may return, and their weights.
 - `rlhf_notes.hub.save`: Write a policy or a reward model so that other programs load it, and nothing is lost.
+- `rlhf_notes.hub.spread`: Groups whose responses all have the same score: counted, drawn again, warned of.
+- `rlhf_notes.hub.trainers`: A model, prompts and a reward, or pairs of responses: learn, generate, save, load.
+- `rlhf_notes.language.machine`: Where a loop runs: one device in float32, or several processes, bfloat16, microbatches.
 - `rlhf_notes.launch`: Begin a run, continue one, train many seeds, or train by a reward of your own.
 - `rlhf_notes.training.devices`: The device to compute on, and the settings to compute with.
 - `rlhf_notes.training.fit`: The loop around every training: progress, hooks, Ctrl-C and checkpoints.

@@ -31,38 +31,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # where they are called otherwise than the module
 TESTS = {
     "control.ppo": ("control/test_ppo.py", "control/test_saved.py", "control/test_spaces.py"),
-<<<<<<< HEAD
-    "family": ("formulas/test_grpo.py", "formulas/test_family.py"),
-=======
-    "control.rollout": ("control/test_rollout.py", "control/test_spaces.py"),
-    "envs": ("control/test_envs.py", "control/test_spaces.py"),
-    "policy": ("control/test_policy.py", "control/test_spaces.py"),
-    "spaces": ("control/test_spaces.py", "control/test_envs.py", "control/test_rollout.py"),
-    "reward_trainer": ("language/test_reward_trainer.py",),
-    "launch": ("test_cli.py", "language/test_own_task.py"),
->>>>>>> 1919ed9b (Weigh tokens by a table of aggregations; put the objectives into GRPO)
+    "grpo": ("formulas/test_grpo.py", "formulas/test_family.py"),
     "rows": ("formulas/test_logprob.py", "fast/test_row_loops.py"),
     "linear": ("formulas/test_logprob.py",),
     "row_loops": ("fast/test_row_loops.py", "formulas/test_logprob.py"),
     "loop": ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py",
              "language/test_own_task.py"),
     "dpo": ("language/test_dpo.py", "language/test_adapters.py"),
-<<<<<<< HEAD
     "language.rollout": ("language/test_rollout.py", "language/test_own_task.py")}
-CELLS = {"family": "formulas/11_grpo.ipynb"}  # where more of a module's cells stand
-=======
-    "pipeline": ("reviews/test_pipeline.py", "language/test_own_task.py"),
-    "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"),
-    "rewards": ("language/test_own_task.py",),
-    "prompts": ("language/test_trainers.py", "language/test_own_task.py",
-                "language/test_rollout.py", "reviews/test_task.py"),
-    **dict.fromkeys(("load", "save"), ("language/test_hub.py", "language/test_adapters.py",
-                                       "language/test_own_task.py")),
-    "model": ("language/test_model.py", "language/test_adapters.py"),
-    "cli": ("test_cli.py", "studies/test_benchmark_rlhf.py")}
 CELLS = {}  # where more of a module's cells stand
-ENGINES = {"verl"}  # bridges whose tests are skipped where there is no such library
->>>>>>> 1919ed9b (Weigh tokens by a table of aggregations; put the objectives into GRPO)
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 

@@ -15,9 +15,10 @@ An exception ends the training, None leaves a response out. Several rewards come
 weights or without; a directory or a name is that of a reward model.
 """
 
-__all__ = ['TEXTS', 'STARRED', 'reward_arguments', 'called', 'call_rewards', 'call_reward', 'reward_functions']
+__all__ = ['TEXTS', 'STARRED', 'fresh', 'reward_arguments', 'called', 'call_rewards', 'call_reward', 'reward_functions']
 
 import asyncio
+import copy
 import inspect
 import math
 import os
@@ -39,6 +40,14 @@ from .load import Classifier
 
 TEXTS = "prompts", "responses", "completion_ids"  # lists: of strings or chats, strings, tokens
 STARRED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def fresh(x):
+    "A copy, so that what users' code does to it stays with them; what has none is given itself."
+    if type(x) is dict: return {k: fresh(v) for k, v in x.items()}
+    if type(x) in (list, tuple): return type(x)(map(fresh, x))
+    try: return copy.deepcopy(x)
+    except Exception: return x  # a lock, a module, a client
 
 
 def reward_arguments(
@@ -183,7 +192,7 @@ def call_rewards(functions, texts, columns, timeout=None) -> list:  # (B,) each,
 
     try:
         for i, function in enumerate(functions):
-            given = reward_arguments(function, texts, columns)
+            given = reward_arguments(function, *fresh((texts, columns)))
             begun.append(_begin(function, given, timeout))
             if begun[i].done():  # if it has failed, no other begins
                 look(i)

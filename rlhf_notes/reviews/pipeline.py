@@ -23,7 +23,7 @@ from ..hub.load import load_model, pad_outside
 from ..hub.save import save_reward_model
 from ..hub.trainers import RLHF, save_policy
 from ..language.config import RLHFConfig
-from ..language.dpo import make_dpo
+from ..language.dpo import DPOLoop
 from ..language.loop import Loop
 from rlhf_notes.language.model import (
     RewardModel,
@@ -33,7 +33,6 @@ from rlhf_notes.language.model import (
     sum_of_squares,
 )
 from ..language.rollout import Rollout, rollout_stats, sample_table
-from ..language.scale import make_loop
 from .pretraining import Pretraining
 from .reward_model import RewardTraining, choices_of, proxy_reward
 from .task import WORDS, Reviews, make_tokenizer
@@ -80,10 +79,10 @@ class Training:
         "Begin a stage with what the one before it has learned."
         start, self.name, c = time.perf_counter(), name, self.config
         if name == "rl" and c.algo == "dpo":
-            self.stage = make_dpo(c, self.lm, self.task, choices_of(c, self.lm, self.task))
+            self.stage = DPOLoop(c, self.lm, self.task, choices_of(c, self.lm, self.task))
         elif name == "rl":
             parts = self.learned["reward_model"], self.learned["norm"]
-            self.stage = make_loop(c, self.lm, self.task, proxy_reward(*parts, c.precision))
+            self.stage = Loop(c, self.lm, self.task, proxy_reward(*parts, c.precision))
         else:
             kind = Pretraining if name == "sft" else RewardTraining
             self.stage = kind(c, self.lm, self.task)
@@ -265,11 +264,9 @@ def evaluate(
                                  int(lm is trainer.reference))
     prompts, mask = task.held_out(c.eval_responses)
     u = torch.rand(len(prompts), c.response_length, generator=generator)
-    inputs, parts = (to_device(x, trainer.device) for x in (prompts, mask, u)), []
-    for part in zip(*(x.split(c.batch) for x in inputs)):
-        parts.append(trainer.collect(lm, *part))
-    columns = zip(*(vars(part).values() for part in parts))
-    rollout = Rollout(*(None if x[0] is None else torch.cat(x) for x in columns))
+    inputs = [to_device(x, trainer.device) for x in (prompts, mask, u)]
+    first, *parts = (trainer.collect(lm, *part, []) for part in zip(*(x.split(c.batch) for x in inputs)))
+    rollout = first.join(*parts)
     responses = task.truncate(rollout.responses)[0].cpu()
     return Evaluation(task.texts(prompts, mask, responses),
                       task.true_rewards(prompts, mask, responses), rollout)

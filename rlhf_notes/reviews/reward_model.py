@@ -27,17 +27,13 @@ from ..training.seeds import seeded_generator
 from ..training.signals import diverged
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #score
-def proxy_reward(
-    model: RewardModel,  # of any training
-    norm: RewardNorm,  # applied to its scores
-    precision: str = "float32",  # of its matrix products
-):  # reward(prompts, mask, responses, response_mask) -> (B,), as for `Loop`
-    "The normalised score of a reward model, as the reward of a loop."
-    def reward(prompts, *texts):
+def proxy_reward(model, norm, precision="float32"):
+    "The normalised score (B, 1) of a reward model, as the reward of a loop."
+    def reward(prompts, mask, found):
         with autocast(prompts.device, precision):
-            raw = model.score(prompts, *texts)
+            raw = model.score(prompts, mask, found.whole, found.mask)
         # a NaN would say that it has no score
-        return norm(raw.masked_fill(raw.isnan(), math.inf))  # R3
+        return norm(raw.masked_fill(raw.isnan(), math.inf)).unsqueeze(1)  # R3
     return reward
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #write-responses
@@ -69,7 +65,7 @@ def ask_human(
     generator: torch.Generator,  # on the CPU
 ) -> tuple:  # (texts, best): what `score` takes, (n, 4, ...) each; (n,) from 0 to 3
     "Sample prompts and four responses to each, and let the human choose."
-    prompts = task.sample_prompts(config.labels, generator)
+    *prompts, _ = task.sample_prompts(config.labels, generator)
     prompts = [x.repeat_interleave(CHOICES, 0) for x in prompts]
     responses = write_responses(config, lm, task, *prompts, generator)
     true = task.true_rewards(*prompts, responses[0]).view(-1, CHOICES)
@@ -109,7 +105,7 @@ class RewardTraining(Stage):
         c, self.config, self.device = config, config, next(lm.parameters()).device
         generator = seeded_generator("reward model", c.seed)
         texts, best = ask_human(c, lm, task, generator)
-        prompts = task.sample_prompts(c.norm_samples, generator)
+        *prompts, _ = task.sample_prompts(c.norm_samples, generator)
         reference = (*prompts, *write_responses(c, lm, task, *prompts, generator))
         self.labels = [x.to(self.device) for x in (*texts, best)]
         self.reference = [x.to(self.device) for x in reference]

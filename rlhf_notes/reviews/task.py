@@ -196,13 +196,9 @@ class Reviews(Prompts):
     "The task as tokens: prompts of one length, responses of another, and their true rewards."
     special_tokens = False
 
-    def __init__(
-        self,
-        tokenizer,  # of transformers, with a padding token of its own
-        response_length: int,  # T, tokens of each response
-        stop_after: int = 8,  # first position at which a full stop ends a response, < T
-        prompt_length: int = 0,  # Q, tokens of each prompt; 0 = as many as the longest has
-    ):
+    def __init__(self, tokenizer, response_length, stop_after=8, prompt_length=0):
+        """A tokenizer with a padding token of its own; a full stop ends a response from position
+        `stop_after` on. Prompts are padded to `prompt_length`, 0 = as many as the longest has."""
         check_value("stop_after", stop_after, "[0, inf)")
         check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
         check_value("prompt_length", prompt_length, "[0, inf)")
@@ -213,6 +209,7 @@ class Reviews(Prompts):
         train = torch.tensor([prompt not in HELD_OUT for prompt in PROMPTS])
         self._held_out = self.tokens[~train], self.mask[~train]
         self.tokens, self.mask = self.tokens[train], self.mask[train]
+        self.rows = [row for row, seen in zip(self.rows, train) if seen]
 
     def _ids(self, texts):
         return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]

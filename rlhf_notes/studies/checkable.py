@@ -121,7 +121,7 @@ class CheckableRLHF(RLHF):
         check_value("name", name, tuple(ALGORITHMS))
         options = OPTIONS | ALGORITHMS[name] | options
         super().__init__(lm, digit_tokenizer(), questions, reward, **options)
-        self.loop.again = 3  # rollouts at most, where others take 2
+        self.loop.hooks[0].again = 3  # rollouts at most, where others take 2
 
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32

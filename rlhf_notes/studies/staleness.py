@@ -74,20 +74,24 @@ class StaleLoop(Loop):
     age, correction, sampler, versions = 0, "nothing", "float32", ()
 
     def collect(self, lm, *inputs):
-        "Responses of an older policy, or of a mixture; `logp_ref` is log pi_old."
+        "Responses of an older policy than `lm`, or of a mixture; `logp_ref` is log pi_old."
         self.reference = lm
         self.versions = [*self.versions, copy.deepcopy(lm)][-self.age - 1:]
         n, oldest = 4 if self.sampler == "mixture" else 1, len(self.versions) - 1
         writers = [self.versions[oldest * i // 3] for i in range(n)]
+        size = len(inputs[0]) // n
+        parts = [[x[i * size:(i + 1) * size] for x in inputs] for i in range(n)]
         first, *others = [super(StaleLoop, self).collect(SAMPLERS[self.sampler](writer), *part)
-                          for writer, *part in zip(writers, *(x.chunk(n) for x in inputs))]
+                          for writer, part in zip(writers, parts)]
         return first.join(*others)
 
-    def loss(self, batch, logp, entropy, values) -> tuple:  # as of `Loop`
-        "The loss with its correction."
-        mask, known = batch.response_mask, (batch.logp_ref, batch.logp, batch.advantages)
+    def loss(self, part, batch):
+        "The loss with its correction: a part's share."
+        mask, known = part.response_mask, (part.logp_ref, part.logp, part.advantages)
+        (logp, entropy, _), share = self.forward(part), mask.sum() / batch.response_mask.sum()
         loss, log = CORRECTIONS[self.correction](logp, *known, mask)
-        return loss, log | dict(entropy=masked_mean(entropy, mask))
+        log |= dict(entropy=masked_mean(entropy, mask))
+        return loss * share, {name: x * share for name, x in log.items()}
 
 # %% ../../nbs/studies/48_staleness.ipynb #stale-rlhf
 class StaleRLHF(CheckableRLHF):

@@ -17,7 +17,7 @@ from torch import nn
 from ..checks import check_value, checked
 from ..language.config import RLHFConfig
 from ..language.loop import Loop
-from ..language.scale import make_loop
+from ..language.loop import Loop
 from ..reviews.pipeline import evaluate, make_world
 from ..reviews.pretraining import Pretraining
 from ..reviews.reward_model import RewardTraining, proxy_reward
@@ -37,7 +37,7 @@ class Start:
         "A training of a copy of the pretrained model."
         config = replace(self.config, **changes)
         reward = proxy_reward(self.reward_model, self.norm, config.precision)
-        return make_loop(config, self.lm, self.task, reward)
+        return Loop(config, self.lm, self.task, reward)
 
 # %% ../../nbs/studies/35_variants.ipynb #prepare
 def prepare(config: RLHFConfig) -> Start:

@@ -18,7 +18,7 @@ DEFAULTS = {  # None and False, which mean "without", are not listed
     "distillation_loss": dict(kind="reverse", beta=0.5, temperature=1.0),
     "register_variant": dict(aggregation="token-mean", eps_low=0.2, eps_high=0.2),
     "policy_loss": dict(variant="ppo", beta=0.04, kl_kind="k3", tau=(1.0, 1.05), divergence="tv"),
-    "microbatch_weight": dict(aggregation="token-mean"),
+    "aggregation_weights": dict(mode="token-mean"),
     "kl_estimate": dict(kind="k1"),
     "kl_loss": dict(kind="k2"),
     "rollout_rejection_mask": dict(kind="k1", threshold=0.01),

@@ -10,7 +10,7 @@ from language_models import make
 from rlhf_notes import DPO, RLHF
 from rlhf_notes.formulas.advantage import gae_tokens
 from rlhf_notes.hub.load import Classifier
-from rlhf_notes.hub.turns import reply_tokens, take_turns
+from rlhf_notes.hub.turns import reply_tokens
 from rlhf_notes.language.loop import rl_loss
 from rlhf_notes.language.rollout import sample_table
 from rlhf_notes.language.sampling import draw
@@ -64,14 +64,15 @@ def test_a_dialogue_is_that_of_one_token_after_another(kind, prompts, template):
     t = talking(prompts=prompts, kind=kind, template=template)
     tokens, mask = (x.repeat_interleave(6, 0) for x in (t.task.tokens, t.task.mask))
     u = torch.rand(12, 12, generator=torch.Generator().manual_seed(3))
-    t.task.sampled = torch.arange(2)
-    samples, responses, own, has_end = take_turns(t.task, t.policy.lm, tokens, mask, u, 1.0)
+    rows = [row for row in t.task.rows for _ in range(6)]
+    found = t.task.respond(t.policy.lm, tokens, mask, u, rows, 1.0)
+    responses, own, has_end = found.whole, found.mask, found.has_end
     turns = 0
     for i in range(12):
         ids = tokens[i][mask[i]].tolist()
         said, mine, end = alone(t, t.task.rows[i // 6], ids, u[i])
         n = len(said)
-        assert samples.tokens[i, :n].tolist() == said == responses[i, :n].tolist()
+        assert found.tokens[i, :n].tolist() == said == responses[i, :n].tolist()
         assert own[i].tolist() == mine + [False] * (12 - n) and has_end[i] == end
         assert (responses[i, n:] == t.task.pad_token).all()
         turns += 1 + sum(a and not b for a, b in zip(mine, mine[1:]))
@@ -219,7 +220,7 @@ def test_dialogues_are_the_same_again_and_other_loops_have_them_too():
     assert taught.learn().rows[0]["kl_k1"] < 1
 
 
-def test_evaluation_takes_turns_and_generate_gives_the_next():
+def test_evaluation_and_generate_take_turns():
     calls = []
     def environment(prompts, responses):
         calls.append(len(prompts))
@@ -232,9 +233,20 @@ def test_evaluation_takes_turns_and_generate_gives_the_next():
     assert 0 < row["score"] and 0 < t.evaluate() <= 4 and t.evaluate() == t.evaluate()
     assert len(calls) > n + 2
     n, said = len(calls), t.generate(["w3 w4", "w7"])  # it may be a prompt that it never saw
-    assert len(calls) == n
-    t.task.environment = None
+    assert len(calls) > n and any("w9" in text for text in said)  # what the environment says, too
     assert t.generate(["w3 w4", "w7"]) == said
+
+
+def test_generate_shows_a_dialogue_where_the_prompts_bring_its_columns():
+    def environment(prompts, responses, secret):
+        return [s if s not in p else None for p, s in zip(prompts, secret)]
+    rows = [dict(prompt="w3 w4", secret=" w8 w8 w8"), dict(prompt="w5", secret=" w8 w8 w8")]
+    t = talking(environment, prompts=rows, iterations=1)
+    asked = [dict(prompt="w3 w4", secret=" w9 w9 w9")]
+    turns, wholes = t.generate(["w3 w4"], n=20)[0], t.generate(asked, n=20)[0]
+    assert any("w9 w9 w9" in x for x in wholes) and not any("w9 w9 w9" in x for x in turns)
+    for whole, turn in zip(wholes, turns): assert whole.startswith(turn.rstrip())
+    assert asked == [dict(prompt="w3 w4", secret=" w9 w9 w9")]
 
 
 @pytest.mark.parametrize("environment, options, words", [

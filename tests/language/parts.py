@@ -6,9 +6,10 @@ import torch
 
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.language.loop import Loop, with_weights
+from rlhf_notes.language.machine import Scaled
 from rlhf_notes.language.model import RewardModel, make_gpt2
 from rlhf_notes.language.rollout import Rollout, with_advantages
-from rlhf_notes.language.scale import ScaledLoop, make_loop
 from rlhf_notes.reviews.reward_model import proxy_reward
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
 
@@ -30,8 +31,8 @@ def trainer(config=TINY, seed=0, noise=0.3, scaled=False):
     lm, task = tiny_lm(seed), Reviews(make_tokenizer(), config.response_length, config.stop_after)
     rm = RewardModel(tiny_lm(seed + 1), torch.Generator().manual_seed(seed))
     norm = RewardNorm(1.5, 0.2)
-    make = ScaledLoop if scaled else make_loop
-    t = make(config, lm, task, proxy_reward(rm, norm, config.precision))
+    machine = Scaled(config, torch.device("cpu")) if scaled else None
+    t = Loop(config, lm, task, proxy_reward(rm, norm, config.precision), machine)
     t.reward_model, t.norm = rm, norm
     g = torch.Generator().manual_seed(seed + 5)
     with torch.no_grad():
@@ -41,15 +42,15 @@ def trainer(config=TINY, seed=0, noise=0.3, scaled=False):
 
 
 def a_rollout(t):
-    return t.collect(t.policy.lm, *t.prompts()).map(t.gather)
+    return t.collect(t.policy.lm, *t.prompts()).map(t.machine.gather)
 
 
 def a_batch(t):
     "With answers of many lengths."
     rollout = a_rollout(t)
     length = 1 + torch.arange(len(rollout)) * 5 % 16
-    return with_advantages(
-        t.config, replace(rollout, response_mask=torch.arange(16) < length[:, None]), t.kl.coef)
+    rollout = replace(rollout, response_mask=torch.arange(16) < length[:, None])
+    return with_weights(t.config, with_advantages(t.config, rollout, t.kl.coef))
 
 
 def logp_now(t, batch):

@@ -9,7 +9,7 @@ from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS
 from rlhf_notes.language import config as module
-from rlhf_notes.language.config import UNREAD, RLHFConfig, Variant, check_effect
+from rlhf_notes.language.config import UNREAD, RLHFConfig, Variant, check_effect, check_variant
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
 
 def test_defaults_are_whole():
@@ -157,7 +157,8 @@ def test_ppo_takes_its_own_loss_alone(variant):
 def test_a_registered_variant_is_one(own_variant):
     assert RLHFConfig(algo="grpo", variant=own_variant).variant == own_variant
     with pytest.raises(ValueError, match="^variant must be one of ppo, .* or registered, got x$"):
-        RLHFConfig(algo="grpo", variant="x")
+        check_variant(RLHFConfig(algo="grpo", variant="x"))  # which may be saved, to generate
+    with pytest.raises(ValueError, match="^variant must be one of ppo"): RLHFConfig(variant="2 x")
 
 
 def test_frozen_and_checked_again():

@@ -14,7 +14,7 @@ from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.hub.trainers import DPO as UserDPO
 from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language import dpo as D
-from rlhf_notes.language.dpo import ScaledDPO, make_dpo
+from rlhf_notes.language.machine import Machine
 from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.reward_model import RewardTraining, choices_of
 from rlhf_notes.reviews.task import Reviews, make_tokenizer
@@ -34,9 +34,11 @@ def noisy_lm():
     return lm
 
 
-def trainer(config=DPO, make=make_dpo):
+def trainer(config=DPO, machine=None):
     lm = noisy_lm()
-    return make(config, lm, TASK, choices_of(config, lm, TASK))
+    return D.DPOLoop(config, lm, TASK, choices_of(config, lm, TASK), machine)
+
+
 def own(**options):
     return UserDPO(tiny_lm(), make_tokenizer(), OWN,
                    **dict(max_new_tokens=6, batch=2, minibatches=1, device="cpu") | options)
@@ -77,7 +79,7 @@ def test_the_reference_is_asked_once_and_is_the_pretrained_model():
     before = t.choices.logp_ref.clone()
     first = t.iterate()
     assert torch.equal(before, t.choices.logp_ref) and not t.choices.logp_ref.requires_grad
-    assert not torch.allclose(t.forward(t.choices)[0], before)
+    assert not torch.allclose(t.log_probs(t.choices), before)
     assert first["policy_loss"] == pytest.approx(math.log(2), abs=0.1)
     torch.testing.assert_close(
         vector(t.reference.parameters()), vector(noisy_lm().parameters()), rtol=0, atol=0)
@@ -90,7 +92,7 @@ def test_log_probs_are_sums_over_what_counts_at_the_temperature():
         one.tokens[0].masked_fill(~one.mask[0], 0), attention_mask=one.mask[0].long(),
         position_ids=(one.mask[0].long().cumsum(1) - 1).clamp(min=0)).logits
     logp = (logits[:, -17:-1] / 0.7).log_softmax(-1).gather(2, one.tokens[0, :, -16:, None])[..., 0]
-    torch.testing.assert_close(t.forward(one)[0][0], (logp * one.response_mask[0]).sum(1))
+    torch.testing.assert_close(t.log_probs(one)[0], (logp * one.response_mask[0]).sum(1))
 
 
 def test_an_iteration_takes_its_prompts_in_steps():
@@ -115,21 +117,24 @@ def test_microbatches_and_processes_take_the_step_of_one(monkeypatch):
         {k: x.item() for k, x in b.items()}, rel=1e-4, abs=1e-6)
     gradients = []
     for index in range(2):
-        t = trainer(replace(DPO, minibatches=1), ScaledDPO)
-        t.rank, t.processes = index, 2
-        part, = t.microbatches(t.choices[:4])
-        t.accumulate(part, t.choices[:4], sync=True)
-        gradients.append(vector(p.grad for p in t.policy.lm.parameters()))
-    whole = trainer(replace(DPO, minibatches=1), ScaledDPO)
-    whole.accumulate(whole.choices[:4], whole.choices[:4], sync=True)
-    torch.testing.assert_close(
-        sum(gradients) / 2, vector(p.grad for p in whole.policy.lm.parameters()))
+        machine = Machine()
+        machine.rank, machine.processes = index, 2
+        gradients.append(gradient(machine))
+    torch.testing.assert_close(sum(gradients) / 2, gradient(Machine()))
+
+
+def gradient(machine):
+    t = trainer(replace(DPO, minibatches=1), machine)
+    t.update = lambda: torch.zeros(())
+    t.step(t.choices[:4])
+    return vector(p.grad for p in t.policy.lm.parameters())
 
 
 def test_what_is_logged_of_a_step():
     t = trainer(replace(DPO, dpo_beta=0.2))
     logp = t.choices[:2].logp_ref + torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, -1.0, 0.0, 0.0]])
-    found = t.loss(t.choices[:2], logp)[1]
+    t.log_probs = lambda part: logp
+    found = t.loss(t.choices[:2], t.choices[:2])[1]
     assert found["margin"].item() == pytest.approx(0.2 * (1 + 2 - 1 + 1) / 6)
     assert found["accuracy"].item() == pytest.approx(3 / 6)
     torch.testing.assert_close(
@@ -173,7 +178,8 @@ def test_the_loss_of_a_pair_may_be_another():
     assert first(kind="ipo") == pytest.approx((1 / (2 * 0.3)) ** 2, rel=1e-3)  # dpo_beta is 0.3
     logp, ref = torch.tensor([[0.0, -2.0]]), torch.zeros(1, 2)
     t = own(label_smoothing=0.25, dpo_beta=0.5)
-    loss = t.loop.loss(replace(t.loop.choices, logp_ref=ref), logp)[0].item()
+    t.loop.log_probs, part = lambda part: logp, replace(t.loop.choices, logp_ref=ref)
+    loss = t.loop.loss(part, part)[0].item()
     assert loss == pytest.approx(0.75 * math.log1p(math.exp(-1)) + 0.25 * math.log1p(math.e))
     with pytest.raises(ValueError, match="^dpo_kind must be one of sigmoid, ipo.*, got hinge$"):
         own(kind="hinge")
@@ -345,7 +351,7 @@ def test_a_whole_run(whole):
 def test_an_interrupted_run_resumed_is_one_that_was_not(whole, tmp_path, monkeypatch, steps):
     monkeypatch.setattr(Run, "save_figure", lambda *args, **how: None)
     run, original = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3}), fit.stop_on_interrupt
-    monkeypatch.setattr(fit, "stop_on_interrupt", lambda: After(steps))
+    monkeypatch.setattr(fit, "stop_on_interrupt", lambda *say: After(steps))
     P.train(P.Training(DPO), run)
     monkeypatch.setattr(fit, "stop_on_interrupt", original)
     run = Run.resume(tmp_path / "run")

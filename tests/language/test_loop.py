@@ -3,13 +3,13 @@ import pytest
 from stored.trainings import trainer
 
 from rlhf_notes.language.loop import Loop
-from rlhf_notes.language.scale import Scale
+from rlhf_notes.language.machine import Machine, Scaled
 
 @pytest.mark.parametrize("algo", ["grpo", "dpo"])
-def test_one_device_runs_the_plain_loop_and_microbatches_the_one_above_it(algo):
+def test_one_loop_runs_on_the_plain_machine_and_on_the_other(algo):
     plain, scaled = (trainer(algo, 0, microbatches=k).loop for k in (1, 2))
-    assert isinstance(plain, Loop) and not isinstance(plain, Scale)
-    assert isinstance(scaled, Scale) and isinstance(scaled, Loop)
+    assert isinstance(plain, Loop) and type(plain.machine) is Machine
+    assert type(scaled) is type(plain) and type(scaled.machine) is Scaled
     a, b = (loop.iterate() for loop in (plain, scaled))
     for name in set(a) - {"tokens_per_second"}:
         assert (a[name] is None) == (b[name] is None), name

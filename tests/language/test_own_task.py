@@ -25,14 +25,22 @@ from rlhf_notes.hub.load import check_model, end_tokens
 from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts
 from rlhf_notes.hub.rewards import called, reward_functions
 from rlhf_notes.language.config import Variant
-from rlhf_notes.language.loop import rate_by_size
+from rlhf_notes.language.loop import Loop, rate_by_size, with_weights
+from rlhf_notes.language.machine import Scaled
 from rlhf_notes.language.model import make_gpt2, no_dropout
-from rlhf_notes.language.rollout import rollout_stats, sample_table, treat_overlong, with_advantages
+from rlhf_notes.language.rollout import (
+    Responses,
+    rollout_stats,
+    sample_table,
+    treat_overlong,
+    weighted_sum,
+    with_advantages,
+)
 from rlhf_notes.language.sampling import sample
-from rlhf_notes.language.scale import ScaledLoop
 from rlhf_notes.launch import new_training, old_training
 from rlhf_notes.reviews.task import make_tokenizer
 from rlhf_notes.training.runs import Run
+from rlhf_notes.training.seeds import seeded_generator
 
 SMALL = dict(
     max_new_tokens=4, batch=16, minibatches=2, device="cpu", learning_rate=1e-2, kl_coef=0.0)
@@ -90,7 +98,8 @@ def test_a_model_of_ones_own_gets_pytorchs_adam_and_a_rate_by_its_size():
     assert t.config.learning_rate == rate_by_size(size) < 1e-3
     t = t.loop
     before = t.optimizer.vector.detach().clone()
-    t.step(with_advantages(t.config, t.collect(t.policy.lm, *t.prompts()), t.kl.coef))
+    batch = with_advantages(t.config, t.collect(t.policy.lm, *t.prompts()), t.kl.coef)
+    t.step(with_weights(t.config, batch))
     moved = (t.optimizer.vector.detach() - before).abs()[t.optimizer.vector.grad != 0]
     assert t.optimizer.eps == 1e-8
     torch.testing.assert_close(
@@ -529,16 +538,25 @@ def test_what_is_filtered_teaches_nothing_and_own_rewards_are_kept_by_default(al
 
 # --- rewards
 
+def answers(task, texts, rows):
+    "What a model said, as a reward gets it."
+    said, _ = task.encode(texts)
+    said, mask, has_end = task.truncate(said)
+    nothing = torch.zeros(said.shape)
+    return Responses(said, nothing, nothing, said, said, mask, has_end, rows)
+
+
 @pytest.mark.parametrize("half", [0.5, np.float32(0.5), torch.tensor(0.5)])
 def test_rewards_add_up_and_none_is_no_score(half):
     def some(prompts, responses): return [None if "w5" in p else 2 for p in prompts]
     t = own(reward=[(count, half), (some, np.int64(1))])
     task = t.task
-    tokens, mask = task.encode(["w3 w4", "w5"], task.prompt_length)
-    said, _ = task.encode(["w9 w9"] * 2)
-    assert task.score(tokens, mask, said, None).tolist() == [3, 1]
+    rows = [dict(prompt="w3 w4"), dict(prompt="w5")]
+    tokens, mask = task.encode(rows, task.prompt_length)
+    parts = task.score(tokens, mask, answers(task, ["w9 w9"] * 2, rows))
+    assert weighted_sum(parts, task.weights).tolist() == [3, 1]
     task.rewards = reward_functions(some)
-    scores = task.score(tokens, mask, said, None)
+    scores = task.score(tokens, mask, answers(task, ["w9 w9"] * 2, rows))[:, 0]
     assert scores[0] == 2 and scores[1].isnan()
 
 
@@ -611,15 +629,16 @@ def test_the_same_prompt_may_have_other_columns():
     t = own(prompts=rows, reward=reward, batch=64)
     while t.iteration < 2:
         t.iterate()
-        assert heard[-1] == t.task.sampled.repeat_interleave(4).tolist()
+        drawn = seeded_generator("rollout", t.config.seed, t.iteration - 1)
+        at = torch.randint(4, (16,), generator=drawn)
+        assert heard[-1] == at.repeat_interleave(4).tolist()
     assert set(heard[0]) == {0, 1, 2, 3}
-    assert t.task.rows_of(t.task.tokens[[3, 2]]) == [rows[0], rows[2]]         # no sample
 
 
 def test_rewards_get_what_they_name():
     "Prompts and responses by either name, in any order; under other names, in turn."
     task = own(prompts=[dict(prompt="w3", n=1, m=2)], reward=count).task
-    said, _ = task.encode(["w9 w9"])
+    found = answers(task, ["w9 w9"], task.rows)
     class Module(torch.nn.Module):
         def forward(self, completions, prompts): return seen(prompts, completions)
     def seen(*given, **more):
@@ -638,10 +657,10 @@ def test_rewards_get_what_they_name():
          (2, ids, [2], {})),
     ):
         got, task.rewards = [], reward_functions(reward)
-        assert task.score(task.tokens, task.mask, said, None).tolist() == [1] and got == [expected]
+        assert task.score(task.tokens, task.mask, found).tolist() == [[1]] and got == [expected]
     task.rewards = reward_functions(max)                                       # has no signature
     with pytest.raises(ValueError, match="reward must return"):
-        task.score(task.tokens, task.mask, said, None)
+        task.score(task.tokens, task.mask, found)
 
 
 def test_prompts_may_be_a_dataframe(tmp_path):
@@ -855,13 +874,15 @@ def test_a_batch_with_unscored_responses_teaches_what_the_others_teach(variant, 
     unscored = torch.arange(16) % 4 == 3
     batch.response_mask = batch.response_mask & ~unscored[:, None]
     batch = with_advantages(t.config, batch, 0.3)
-    loop = ScaledLoop(t.config, t.loop.reference, t.task, t.loop.reward)
-    def gradient(batch, parts):
-        loop.optimizer.zero_grad()
-        for part in parts: loop.accumulate(part, batch, True)
+    machine = Scaled(t.config, torch.device("cpu"))
+    loop = Loop(t.config, t.loop.reference, t.task, t.loop.reward, machine)
+    loop.update = lambda: torch.zeros(())
+    def gradient(batch, pieces):
+        machine.pieces = pieces
+        loop.step(with_weights(t.config, batch))
         return loop.optimizer.vector.grad.clone()
-    found, scored = gradient(batch, loop.microbatches(batch)), batch[~unscored]
-    torch.testing.assert_close(found, gradient(scored, [scored]), rtol=1e-4, atol=1e-6)
+    found, scored = gradient(batch, microbatches), batch[~unscored]
+    torch.testing.assert_close(found, gradient(scored, 1), rtol=1e-4, atol=1e-6)
     assert found.any()
 
 
@@ -978,16 +999,17 @@ from rlhf_notes.language.loop import Loop
 sample = Loop.prompts
 def share(self, again=0):
     "The rows of this process of the batch that one process alone would sample."
-    mine, self.rank, self.processes = (self.rank, self.processes), 0, 1
-    rows, (self.rank, self.processes) = sample(self, again), mine
-    n = len(rows[0]) // self.processes
-    return [x[self.rank * n:][:n] for x in rows]
+    m = self.machine
+    mine, m.rank, m.processes = (m.rank, m.processes), 0, 1
+    rows, (m.rank, m.processes) = sample(self, again), mine
+    n = len(rows[0]) // m.processes
+    return [x[m.rank * n:][:n] for x in rows]
 Loop.prompts = share
 found = {}
 for algo, variant in (("ppo", "ppo"), ("grpo", "grpo"), ("rloo", "dapo")):
     t = own(reward=ragged, algo=algo, variant=variant, batch=32, microbatches=2, group=4,
             kl_coef=0.1).learn()
-    assert t.loop.processes == int(sys.argv[1])
+    assert t.loop.machine.processes == int(sys.argv[1])
     found[algo] = t.rows, [p.detach() for p in t.policy.parameters()]
 torch.manual_seed(0)
 choices = [dict(prompt=f"w{i} w{j}", chosen="w9 " * (1 + i % 3), rejected="w8 " * (1 + j % 2))
@@ -995,7 +1017,7 @@ choices = [dict(prompt=f"w{i} w{j}", chosen="w9 " * (1 + i % 3), rejected="w8 " 
 t = DPO(make("Llama"), tokenizer(), choices, max_new_tokens=4, iterations=2, batch=16,
         minibatches=2, microbatches=2, learning_rate=1e-2, device="cpu").learn()
 found["dpo"] = t.rows, [p.detach() for p in t.policy.parameters()]
-if t.loop.rank == 0: torch.save(found, sys.argv[2])
+if t.loop.machine.rank == 0: torch.save(found, sys.argv[2])
 """
 
 

@@ -29,9 +29,9 @@ from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language import loop as R
 from rlhf_notes.language.config import Variant
+from rlhf_notes.language.machine import Machine, Scaled
 from rlhf_notes.language.model import RewardModel, hidden_states, response_states, to_logits
-from rlhf_notes.language.rollout import Rollout, with_advantages
-from rlhf_notes.language.scale import ScaledLoop, make_loop
+from rlhf_notes.language.rollout import Rollout, rollout_stats, with_advantages
 from rlhf_notes.reviews import pipeline as P
 from rlhf_notes.reviews.reward_model import proxy_reward
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
@@ -135,7 +135,7 @@ def test_chance_follows_from_seed_iteration_and_process():  # G6
     later = trainer()
     later.iteration = 1
     rank = trainer()
-    rank.rank, rank.processes = 1, 2
+    rank.machine.rank, rank.machine.processes = 1, 2
     assert not any(torch.equal(first(t)[:8], first(x)[:8]) for x in (other, later, rank))
     again = t.prompts(1)[2]
     assert not torch.equal(again, first(t)) and torch.equal(again, t.prompts(1)[2])
@@ -198,7 +198,7 @@ def test_the_kl_in_the_loss_is_k3_times_the_ratio(algo):
 
 def test_a_reward_that_is_always_the_same_leaves_the_policy_where_it_is():
     t = trainer(replace(TINY, algo="grpo", iterations=8), noise=0)
-    t.reward = lambda prompts, mask, responses, counts: torch.ones(len(prompts))
+    t.reward = lambda prompts, mask, found: torch.ones(len(prompts), 1)
     t.config = replace(t.config, overlong="keep")
     before = weights(t).clone()
     norms = [t.iterate()["grad_norm"] for _ in range(8)]
@@ -208,7 +208,7 @@ def test_a_reward_that_is_always_the_same_leaves_the_policy_where_it_is():
 def test_no_value_loss_without_a_value_head():
     x = with_advantages(replace(TINY, algo="grpo", group=2), handmade(), 0.1)
     assert "value_loss" not in R.rl_loss(
-        replace(TINY, algo="grpo"), x, x.logp, x.values, x.values, 0.1)[1]
+        replace(TINY, algo="grpo"), x, x.logp, x.values, x.values, 0.1, x.response_mask)[1]
     t = trainer(replace(TINY, algo="grpo"))
     before = t.policy.value_head.weight.clone()
     row = t.iterate()
@@ -218,10 +218,10 @@ def test_no_value_loss_without_a_value_head():
 
 
 def gradient_of(t, batch, microbatches):
-    t.config = replace(t.config, microbatches=microbatches)
-    t.optimizer.vector.grad.zero_()
-    parts = t.microbatches(batch)
-    for part in parts: t.accumulate(part, batch, part is parts[-1])
+    t.machine.pieces = microbatches
+    update, t.update = t.update, lambda: torch.zeros(())
+    t.step(batch)
+    t.update = update
     return t.optimizer.vector.grad.clone()
 
 
@@ -240,7 +240,7 @@ def test_microbatches_add_up_to_the_gradient_of_the_minibatch(options):  # P7
     for k in (2, 8): torch.testing.assert_close(gradient_of(t, batch, k), whole, **close)
     shares = []
     for index in range(2):  # DDP takes the mean over processes
-        t.rank, t.processes = index, 2
+        t.machine.rank, t.machine.processes = index, 2
         shares.append(gradient_of(t, batch, 1))
     torch.testing.assert_close(sum(shares) / 2, whole, **close)
     assert whole.norm() > 1e-3
@@ -251,7 +251,7 @@ def test_the_gradient_is_that_of_the_loss():
     batch = a_batch(t)
     found = gradient_of(t, batch, 2)
     logp, values = logp_now(t, batch)
-    loss, _ = R.rl_loss(t.config, batch, logp, values, values, t.kl.coef)
+    loss, _ = R.rl_loss(t.config, batch, logp, values, values, t.kl.coef, batch.response_mask)
     expected = vector(torch.autograd.grad(loss, list(t.policy.parameters())))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
@@ -363,7 +363,8 @@ def test_the_log_of_a_minibatch():  # P13
     logp, values = (logp + 0.2 * torch.sin(torch.arange(16.0)),
                     values + 0.3 + 0.3 * torch.cos(torch.arange(16.0)))
     some = torch.rand(16, 16)
-    x = {k: v.item() for k, v in t.loss(b, logp, some, values)[1].items()}
+    x = {k: v.item() for k, v in R.rl_loss(
+        t.config, b, logp, some, values, t.kl.coef, b.response_mask)[1].items()}
     c, d, r = b.response_mask, (logp - b.logp)[b.response_mask], b.returns[b.response_mask]
     A, V, V0 = b.advantages[c], values[c], b.values[c]
     assert x["approx_kl"] == pytest.approx(0.5 * d.square().mean().item(), rel=1e-4)
@@ -374,7 +375,8 @@ def test_the_log_of_a_minibatch():  # P13
     assert x["value_clip_fraction"] == pytest.approx(
         ((clipped - r).abs() > (V - r).abs()).float().mean().item(), abs=1e-6)
     assert x["value_clip_fraction"] > 0
-    assert x["explained_variance"] == pytest.approx((1 - (r - V).var() / r.var()).item(), rel=1e-3)
+    assert rollout_stats(b)["explained_variance"].item() == pytest.approx(
+        (1 - (r - V0).var() / r.var()).item(), rel=1e-3)
     assert x["entropy"] == pytest.approx(some[c].mean().item(), rel=1e-5)
     assert x["ratio"] == pytest.approx(d.exp().mean().item(), rel=1e-5)
 
@@ -475,7 +477,7 @@ def test_dropout_is_gone():  # P4
     for m in lm.modules():
         if isinstance(m, torch.nn.Dropout): m.p = 0.5
     task = Reviews(make_tokenizer(), 16)
-    t = make_loop(TINY, lm, task, proxy_reward(RewardModel(tiny_lm(1)), RewardNorm()))
+    t = R.Loop(TINY, lm, task, proxy_reward(RewardModel(tiny_lm(1)), RewardNorm()))
     assert {m.p for m in t.policy.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
     row = t.iterate()
     assert abs(row["kl_k1"]) < 1e-4 and t.policy.training
@@ -496,15 +498,15 @@ def test_learning_raises_the_score():
                 stop_after=15)
     for algo in ("ppo", "rloo", "grpo"):
         t = trainer(replace(c, algo=algo), noise=0)
-        t.reward = lambda prompts, mask, responses, response_mask: (responses == 5).float().sum(1)
+        t.reward = lambda prompts, mask, found: (found.whole == 5).float().sum(1, keepdim=True)
         scores = [t.iterate()["score"] for _ in range(12)]
         assert sum(scores[-3:]) / 3 > 4 * max(sum(scores[:2]) / 2, 0.2), (algo, scores)
 
 
 @pytest.mark.parametrize("options, kind", [
-    ({}, R.Loop), (dict(microbatches=2), ScaledLoop), (dict(precision="bfloat16"), ScaledLoop)])
-def test_the_plain_loop_does_what_it_can(options, kind):
-    assert type(trainer(replace(TINY, **options))) is kind
+    ({}, Machine), (dict(microbatches=2), Scaled), (dict(precision="bfloat16"), Scaled)])
+def test_the_plain_machine_does_what_it_can(options, kind):
+    assert type(trainer(replace(TINY, **options)).machine) is kind
 
 
 def test_bfloat16():
@@ -521,8 +523,8 @@ def test_the_parts_of_all_processes_are_the_minibatch(microbatches):
     batch, parts = a_batch(trainer(c)), []
     for i in range(4):
         t = trainer(c, scaled=True)
-        t.rank, t.processes = i, 4
-        parts += t.microbatches(batch)
+        t.machine.rank, t.machine.processes = i, 4
+        parts += t.machine.parts(batch)
     assert len(parts) == 4 * microbatches
     assert torch.equal(torch.cat([p.logp for p in parts]), batch.logp)
     assert len(t.prompts()[0]) == 4
@@ -540,7 +542,7 @@ def test_batches_that_processes_do_not_divide_are_refused(options, count):
 def test_one_process_keeps_its_device_and_its_rows():
     with pytest.raises(ValueError, match="^device"): process_device("tpu")
     t, x = trainer(scaled=True), torch.ones(2, 3).T
-    assert torch.equal(t.gather(x), x) and str(process_device("cpu")) == "cpu" == str(t.device)
+    assert torch.equal(t.machine.gather(x), x) and str(process_device("cpu")) == "cpu" == str(t.device)
 
 
 # --- a user's prompts and reward

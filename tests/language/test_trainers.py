@@ -8,8 +8,8 @@ from language.parts import without_times
 from language.test_own_task import SMALL, count, make, own, tokenizer
 
 from rlhf_notes.formulas.advantage import multi_reward_advantage
-from rlhf_notes.hub.own_loop import no_spread, refill
 from rlhf_notes.hub.prompts import in_epochs
+from rlhf_notes.hub.spread import no_spread, refill
 from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.rollout import Rollout
@@ -54,25 +54,52 @@ def rollout(scores):
                    *(torch.zeros(n, 1) for _ in range(3)))
 
 
+def same(x, group=2): return no_spread(x.scores[:, None], x.is_scored, group)
+
+
 def test_groups_without_spread_are_replaced_by_groups_with():
     old = rollout([0., 0., 1., 0., 1., 1., 0., 0.])  # only the second group has spread
-    assert no_spread(old, 2).tolist() == [True, False, True, True]
+    assert same(old).tolist() == [True, False, True, True]
     new = rollout([5., 5., 2., 3., 7., 7., 8., 9.])
-    full = refill(old, new, 2)
+    full = refill(old, new, same(old), same(new))
     assert full.scores.tolist() == [2, 3, 1, 0, 8, 9, 0, 0]
     assert full.tokens[:, 0].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
-    assert refill(new, old, 2).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]
+    assert refill(new, old, same(new), same(old)).scores.tolist() == [1, 0, 2, 3, 7, 7, 8, 9]
     many = rollout([1., 0., 2., 3., 4., 5., 6., 7.])  # more than there is room for stay out
-    assert refill(old, many, 2).scores.tolist() == [1, 0, 1, 0, 2, 3, 4, 5]
+    assert refill(old, many, same(old), same(many)).scores.tolist() == [1, 0, 1, 0, 2, 3, 4, 5]
     assert full.rewards is None
 
 
 def test_what_is_not_scored_is_no_spread():
     nan = math.nan
     x = rollout([1., nan, 1., 0., nan, nan, nan, 2.])
-    assert no_spread(x, 2).tolist() == [True, False, True, True]
+    assert same(x).tolist() == [True, False, True, True]
     x.response_mask[3] = False  # filtered out
-    assert no_spread(x, 2).all()
+    assert same(x).all()
+
+
+def test_one_reward_with_spread_is_spread_where_each_is_normalised():
+    "1, 0, 1, 0 and half of it the other way round: the sum does not differ, the parts do."
+    def f(p, responses): return [1.0, 0.0] * (len(responses) // 2)
+    def g(p, responses): return [0.0, 2.0] * (len(responses) // 2)
+    parts, total = (own(reward=[(f, 2.0), g], reward_aggregation=how, iterations=1)
+                    for how in ("normalise", "sum"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parts.iterate()["same"] == 0 < parts.rows[0]["grad_norm"]
+    assert total.iterate()["same"] == 1
+    nothing = own(reward=[(f, 2.0), (g, 0.0), (zero, 1.0)], reward_aggregation="normalise",
+                  iterations=1)
+    nothing.task.weights[0] = 0.0  # what has no weight has no spread
+    assert nothing.iterate()["same"] == 1
+
+
+def test_the_filter_reads_the_rewards_and_not_what_overlong_makes_of_them():
+    for overlong in ("soft", "subtract", "replace"):
+        t = own(reward=zero, dynamic_sampling=True, overlong=overlong, iterations=1)
+        row = t.iterate()
+        assert row["same"] == 1 and row["rounds"] == 3
+        assert len(set(t.rollout.scores.tolist())) > 1
 
 
 def has_w9(prompts, responses): return [float("w9" in r) for r in responses]
@@ -92,8 +119,8 @@ def test_groups_without_spread_are_drawn_again_at_most_twice():
     plain = own(reward=has_w9, prompts=FOUR, batch=32)
     row, first = t.iterate(), plain.iterate()
     assert 0 < row["same"] == first["same"] < 1 and 1 < row["rounds"] <= 3
-    assert no_spread(plain.rollout, 4).float().mean() == row["same"]
-    assert no_spread(t.rollout, 4).sum() < no_spread(plain.rollout, 4).sum()
+    assert same(plain.rollout, 4).float().mean() == row["same"]
+    assert same(t.rollout, 4).sum() < same(plain.rollout, 4).sum()
     torch.testing.assert_close(t.rollout.parts[:, 0], t.rollout.scores)
     seen = []
     def at_first_none(prompts, responses):
@@ -121,7 +148,7 @@ def test_a_rate_at_which_the_kl_runs_away_is_said_once():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         t = own(reward=count, iterations=5, learning_rate=1.0).learn()
-        t.loop.watch(dict(iteration=6, same=0, kl_k1=99, length=4))
+        t.loop.hooks[0].warn_of_kl(dict(kl_k1=99, length=4), 1.0)
     assert len(t.rows) == 5
     assert ["a learning_rate of 1 may be too high" in str(w.message) for w in found] == [True]
 

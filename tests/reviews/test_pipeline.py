@@ -179,7 +179,7 @@ def test_weights_that_are_no_numbers_stop_the_run_after_the_last_step(tmp_path, 
 def test_no_checkpoint_holds_weights_that_are_no_numbers(
     tmp_path, model_dir, monkeypatch, stage, before):
     "In the middle of a stage too, where the next loss has not been looked at."
-    monkeypatch.setattr(fit, "stop_on_interrupt", lambda: After(before + 1))
+    monkeypatch.setattr(fit, "stop_on_interrupt", lambda *say: After(before + 1))
     original = P.Training.iterate
     def poisoned(self):
         out = original(self)
@@ -355,7 +355,7 @@ def test_an_interrupted_run_resumed_is_one_that_was_not(
     run = Run.create(tmp_path / "run", {"task": "rlhf", "seed": 3})
     original = fit.stop_on_interrupt
     for n, expected in zip(steps, stage):
-        monkeypatch.setattr(fit, "stop_on_interrupt", lambda: After(n))
+        monkeypatch.setattr(fit, "stop_on_interrupt", lambda *say: After(n))
         t, rows, summary = P.train(P.Training(whole[1]), run)
         run = Run.resume(tmp_path / "run")
         assert run.checkpoint["name"] == expected

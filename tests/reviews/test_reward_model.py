@@ -2,6 +2,7 @@ import copy
 import io
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def lm(task):
 
 @pytest.fixture(scope="module")
 def asked(lm, task):
-    queries, mask = task.sample_prompts(24, torch.Generator().manual_seed(0))
+    queries, mask = task.sample_prompts(24, torch.Generator().manual_seed(0))[:2]
     return (queries, mask,
             *write_responses(CONFIG, lm, task, queries, mask, torch.Generator().manual_seed(1)))
 
@@ -91,15 +92,17 @@ def test_the_last_real_token_counts_and_nothing_behind_it(lm, asked, task):
 def test_the_reward_is_the_normalised_score_and_never_missing(lm, asked):
     model, norm = RewardModel(lm, generator()), RewardNorm(2.0, -0.5)
     reward = proxy_reward(model, norm)
-    torch.testing.assert_close(reward(*asked), 2 * model.score(*asked) - 0.5)         # R3
+    queries, mask, answers, counts = asked
+    found = queries, mask, SimpleNamespace(whole=answers, mask=counts)
+    torch.testing.assert_close(reward(*found)[:, 0], 2 * model.score(*asked) - 0.5)         # R3
     model.head.bias.fill_(math.nan)
-    assert (reward(*asked) == math.inf).all()  # a NaN would say that there is no score
+    assert (reward(*found) == math.inf).all()  # a NaN would say that there is no score
 
 
 # answers and labels
 
 def test_answers_are_cut_and_depend_on_the_generator_alone(lm, task):
-    queries, mask = task.sample_prompts(50, generator(3))
+    queries, mask, _ = task.sample_prompts(50, generator(3))
     write = lambda seed: write_responses(CONFIG, lm, task, queries, mask, generator(seed))
     torch.manual_seed(0)
     answers, counts = write(1)
@@ -116,7 +119,7 @@ def test_answers_are_cut_and_depend_on_the_generator_alone(lm, task):
 
 
 def test_answers_are_drawn_at_the_temperature_of_the_policy(lm, task):
-    queries, mask = task.sample_prompts(200, generator(3))
+    queries, mask, _ = task.sample_prompts(200, generator(3))
     distinct = lambda t: len(set(map(tuple,
                                      write_responses(replace(CONFIG, temperature=t), lm, task,
                                                      queries, mask, generator(1))[0].tolist())))

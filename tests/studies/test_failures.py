@@ -184,7 +184,11 @@ def test_losses_by_hand():
     torch.testing.assert_close(
         wrong("pairs")(rewards, best),
         bradley_terry_loss(torch.tensor([4.0, 1.0]), torch.tensor([1.0, 5.0])))
-    assert wrong("microbatches alike")(torch.zeros(2, 5), torch.ones(8, 5), "token-mean") == 0.25
+    parts = [replace(batch, returns=None), replace(batch, returns=None, advantages=3 * old.abs())]
+    now, config = (logp, logp, old, 0.1), RLHFConfig(microbatches=2)
+    alone = [loop.rl_loss(config, part, *now)[0] for part in parts]
+    alike = [wrong("microbatches alike")(config, part, *now, mask)[0] for part in parts]
+    torch.testing.assert_close(sum(alike), sum(alone) / 2)
     torch.testing.assert_close(
         wrong("GRPO: k3 reversed")(logp, old + 1, "k3"), kl_estimate(old + 1, logp, "k3"))
     ref = torch.tensor([[-1.5, -2.0]])
@@ -208,7 +212,8 @@ def test_sampling_by_hand():
 
 def test_draws_and_tasks(start):
     trainer = start.trainer()
-    queries, mask, u = wrong("one seed for two")(trainer)
+    queries, mask, u, rows = wrong("one seed for two")(trainer)
+    assert rows[:16] == rows[16:]
     assert len(u) == 32
     assert torch.equal(u[:16], u[16:])
     assert torch.equal(queries[:16], queries[16:])
@@ -216,7 +221,7 @@ def test_draws_and_tasks(start):
     torch.testing.assert_close(u[:16], trainer.prompts()[2][:16])
     g = lambda: torch.Generator().manual_seed(0)
     task, cut = start.task, FAILURES["unfinished prompts"].start(start).task
-    whole, short = (t.texts(*t.sample_prompts(6, g()), torch.zeros(6, 0, dtype=torch.long))
+    whole, short = (t.texts(*t.sample_prompts(6, g())[:2], torch.zeros(6, 0, dtype=torch.long))
                     for t in (task, cut))
     assert all(a[0] == f"{b[0]} ." for a, b in zip(whole, short))
     answers = torch.full((2, 16), task.stop_token)
