@@ -254,13 +254,8 @@ def _of_template(row):
     return dict(tools=row.get("tools")) | options
 
 # %% ../../nbs/hub/29_load.ipynb #check-tokens
-def check_tokens(
-    tokenizer,  # of transformers
-    ids: list,  # lists of integers, without padding
-    vocab_size: int,  # rows of the model's embedding
-    name: str,  # of the argument, for the message
-):
-    "ValueError names a token that the model's embedding has no row for."
+def check_tokens(tokenizer, ids: list, vocab_size: int, name: str):
+    "ValueError, about `name`, unless the model's embedding has a row for each token."
     for row in ids:
         if max(row, default=0) >= vocab_size:
             token = tokenizer.convert_ids_to_tokens(max(row))
@@ -301,10 +296,7 @@ def _set_quiet(quiet):
 _QUIET = Setting(lambda: False, _set_quiet)
 
 # %% ../../nbs/hub/29_load.ipynb #trainable
-def check_trainable(
-    lm: nn.Module,  # a causal language model of transformers
-    name: str,  # for the message
-):
+def check_trainable(lm: nn.Module, name: str):
     "ValueError if nothing is trained, half precision, or more than an adapter that is saved holds."
     learned = {n: p.dtype for n, p in lm.named_parameters() if p.requires_grad}
     if not learned:
@@ -339,12 +331,8 @@ def _refuse_router_loss(config, name):
                          f"{name!r}")
 
 # %% ../../nbs/hub/29_load.ipynb #lora
-def add_lora(
-    lm: nn.Module,  # a causal language model of transformers; its matrices are replaced
-    rank: int,  # r; 0 = no adapter
-    seed: int = 0,  # of A
-) -> nn.Module:  # a PeftModel; with rank 0, or an adapter already, `lm` itself
-    "Freeze a model and put an adapter of low rank beside each matrix of its body."
+def add_lora(lm: nn.Module, rank: int, seed: int = 0) -> nn.Module:
+    "Freeze a model, and put an adapter beside each matrix of its body; with rank 0, nothing."
     if not rank or has_adapter(lm): return lm
     peft = _peft("lora must be 0", rank)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear",
@@ -370,17 +358,15 @@ def pad_outside(tokenizer, vocab_size: int):
     return tokenizer
 
 # %% ../../nbs/hub/29_load.ipynb #end-tokens
-def end_tokens(
-    tokenizer,  # of transformers
-    lm=None,  # a causal language model of transformers
-) -> list:  # of integers; empty = nothing ends a response
-    "The tokens that end a response: the tokenizer's and those of the generation config."
+def end_tokens(tokenizer, lm=None) -> list:
+    "Tokens that end a response, of the tokenizer and the generation config; perhaps none."
     config = getattr(lm, "generation_config", None)
     found = []
     for ids in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
         found += ids if isinstance(ids, list) else [ids]
     return sorted(set(found) - {None})
 
+# %% ../../nbs/hub/29_load.ipynb #turns-without-end
 def warn_of_turns_without_end(tokenizer, stop: list):
     "Warn if the chat template ends a turn with a token that does not end a response."
     turn = [dict(role="user", content="a"), dict(role="assistant", content="@turn@")]
@@ -394,10 +380,7 @@ def warn_of_turns_without_end(tokenizer, stop: list):
 
 # %% ../../nbs/hub/29_load.ipynb #check-model
 @torch.no_grad()
-def check_model(
-    lm: nn.Module,  # a causal language model of transformers, without dropout
-    name: str = "this one",  # for the message
-):
+def check_model(lm: nn.Module, name: str = "this one"):
     "ValueError unless padding and a cache leave the model's log-probabilities as they are."
     try:
         errors = _largest_errors(lm)

@@ -17,10 +17,8 @@ from .prompts import Prompts, token_ids
 from ..language.dpo import Choices, chosen_first
 
 
-def pairs_of(
-    rows: list,  # dicts with chosen and rejected: strings, or the assistant's message in a list
-) -> list:  # pairs of strings
-    "The two responses of each row; ValueError names the one that cannot be used."
+def pairs_of(rows: list) -> list:
+    "The two responses of each row, as strings; ValueError names one that cannot be used."
     names, pairs = ("chosen", "rejected"), []
     if not rows: raise ValueError("prompts must not be empty, got none to learn from")
     if not rows[0].keys() >= set(names):
@@ -52,11 +50,8 @@ def _said(response):
     return response[0].get("content") if is_chat else response
 
 
-def own_choices(
-    task: Prompts,  # of the prompts of `rows`, in their order
-    rows: list,  # dicts with chosen and rejected
-) -> Choices:  # without `logp_ref`
-    "Two responses to each prompt as tokens; ValueError names the one that cannot be used."
+def own_choices(task: Prompts, rows: list) -> Choices:
+    "Two responses to each prompt as tokens, without `logp_ref`; `rows` are the task's."
     ids, T = [], task.response_length
     if not task.stop_token:
         raise ValueError("tokenizer must have a token for the end of a text")
@@ -111,11 +106,7 @@ def _by_template(tokenizer, row, response):
     return prompt, whole
 
 
-def continuation(
-    tokenizer,  # of transformers
-    prompt: str,  # text before it, without special tokens
-    response: str,  # text
-) -> list:  # integers
+def continuation(tokenizer, prompt: str, response: str) -> list:
     "The tokens that a response adds to those of its prompt."
     for before in (prompt, "\n"):  # after a newline where a token would reach across the border
         try:

@@ -144,11 +144,8 @@ def _move(new, path, adapter):
             os.replace(new / file, path / file)
 
 
-def to_classifier(
-    model: nn.Module,  # `RewardModel`; not changed
-    tokenizer,  # as `pad_outside` leaves it; not changed
-) -> tuple:  # of AutoModelForSequenceClassification: a model with one label; its tokenizer
-    "A reward model as transformers has it: the raw score, without the bias of its head."
+def to_classifier(model: nn.Module, tokenizer) -> tuple:
+    "A `RewardModel` as transformers has it, without the bias of its head, and its tokenizer."
     from transformers import AutoModelForSequenceClassification
     config, own = copy.deepcopy((model.trunk.config, tokenizer))
     config.num_labels, pad = 1, own.pad_token_id
@@ -163,23 +160,14 @@ def to_classifier(
     return theirs, own
 
 
-def save_classifier(
-    path: Path,  # a directory; other files in it stay
-    model: nn.Module,  # of AutoModelForSequenceClassification
-    tokenizer,  # its own
-):
-    "Write a sequence classifier with its tokenizer."
+def save_classifier(path: Path, model: nn.Module, tokenizer):
+    "Write a sequence classifier with its tokenizer; other files in the directory stay."
     with _moved_into(path) as new, quiet_transformers():
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
 
 
-def save_reward_model(
-    path: Path,  # a directory; other files in it stay
-    model: nn.Module,  # `RewardModel`
-    norm: RewardNorm,  # its gain and bias
-    tokenizer,  # as `pad_outside` leaves it; not changed
-):
+def save_reward_model(path: Path, model: nn.Module, norm: RewardNorm, tokenizer):
     "Write what AutoModelForSequenceClassification loads: one label, the raw score of a text."
     try:
         theirs, own = to_classifier(model, tokenizer)

@@ -25,9 +25,7 @@ from ..training.seeds import global_seed
 
 # %% ../../nbs/language/23_model.ipynb #positions
 @checked(mask="bool (... T)")
-def position_ids(
-    mask: torch.Tensor,  # (..., T) bool, True = a real token, False = padding
-) -> torch.Tensor:  # (..., T) int64; 0 at padding on the left
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
     "Number of real tokens before each token: its position without the padding (detail G3)."
     return mask.long().cumsum(-1) - mask.long() # G3
 
@@ -51,17 +49,12 @@ def _states(trunk, tokens, mask, positions, at):
                  position_ids=positions).last_hidden_state
 
 # %% ../../nbs/language/23_model.ipynb #body
-def body(
-    lm: nn.Module,  # a model of transformers, or a PeftModel around one
-) -> nn.Module:  # what comes before the head; adapters are in it
-    "The model without its head."
+def body(lm: nn.Module) -> nn.Module:
+    "The model, or PeftModel, without its head; adapters are in it."
     return lm.base_model.base_model # PeftModel -> LoRA's model -> body; a body is its own
 
 # %% ../../nbs/language/23_model.ipynb #check-context
-def check_context(
-    lm: nn.Module,  # a model of transformers
-    **lengths: int,  # argument -> tokens, padding included
-):
+def check_context(lm: nn.Module, **lengths: int):
     "ValueError, which names the longest, unless all fit together into the model's context."
     limit = getattr(lm.config, "max_position_embeddings", None)
     rope = getattr(lm.config, "rope_parameters", None) or {}
@@ -72,11 +65,8 @@ def check_context(
                      f"{limit} tokens, got {' + '.join(map(str, lengths.values()))}")
 
 # %% ../../nbs/language/23_model.ipynb #to-logits
-def to_logits(
-    lm: nn.Module,  # a causal language model of transformers
-    hidden: torch.Tensor,  # (..., d) from `hidden_states`
-) -> torch.Tensor:  # (..., V)
-    "The model's head, and what some models do to its logits."
+def to_logits(lm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    "The model's head, and what some models do to its logits: (..., d) to (..., V)."
     logits = lm.get_output_embeddings()(hidden)
     for change, value in _changes(lm):
         logits = change(logits, value)
@@ -139,9 +129,7 @@ def make_gpt2(
         return no_dropout(GPT2LMHeadModel(config)).to(device)
 
 # %% ../../nbs/language/23_model.ipynb #dropout
-def no_dropout(
-    lm: nn.Module,  # a model of transformers; changed in place
-) -> nn.Module:  # the same
+def no_dropout(lm: nn.Module) -> nn.Module:
     "Set every dropout to 0: a model computes the same in training as in sampling (detail P4)."
     for holder in (lm.config, *lm.modules()): # P4
         for name, value in list(vars(holder).items()):
@@ -168,9 +156,7 @@ def response_states(
     return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -length:] # G1
 
 # %% ../../nbs/language/23_model.ipynb #adapters
-def has_adapter(
-    lm: nn.Module,  # a model of transformers, or a PeftModel around one
-) -> bool:
+def has_adapter(lm: nn.Module) -> bool:
     "True for a PeftModel, of which only the adapter is trained."
     return hasattr(lm, "disable_adapter")
 
@@ -298,18 +284,13 @@ class RewardModel(nn.Module):
         return self(torch.cat([prompts, responses], 1), torch.cat([mask, response_mask], 1))  # G1
 
 # %% ../../nbs/language/23_model.ipynb #autocast
-def autocast(
-    device,  # a device or its name
-    precision: str,  # "float32" or "bfloat16"
-):  # a context manager
-    "Matrix products in `precision`."
+def autocast(device, precision: str):
+    "Context of matrix products in `precision`, float32 or bfloat16."
     bfloat16 = precision == "bfloat16"
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=bfloat16)
 
 # %% ../../nbs/language/23_model.ipynb #check-weights
 @torch.no_grad()
-def sum_of_squares(
-    weights,  # tensors, as `parameters()` gives them
-) -> torch.Tensor:  # 0-dim; NaN or infinite if a weight is, or its square
-    "The number that tells of one bad weight among all."
+def sum_of_squares(weights) -> torch.Tensor:
+    "Sum of squares of all weights; NaN or infinite if one is."
     return torch.stack([w.float().square().sum() for w in weights]).sum()
