@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
+from numbers import Real
 from pathlib import Path
 from textwrap import shorten
 
@@ -77,26 +78,39 @@ def _trainer(task, options, run=None, **own):
     if task == "rlhf":
         from rlhf_notes.reviews.pipeline import Training, train
         training = _own(options, **own) if own else Training(_reviews_config(options))
-        _go_on(run, training.load_state_dict)
+        _go_on(run, training, lambda state: state)
         return training.config, partial(train, training), training.accelerator.is_main_process
     from rlhf_notes.control.trainer import PPO, train
     config = TASKS[task][0](**options)
     ppo = PPO.begin(config)
-    _go_on(run, lambda state: ppo.load_state_dict(state["ppo"]))
+    _go_on(run, ppo, lambda state: state["ppo"])
     ppo.envs.close()
     return config, partial(train, config), True
 
 
-def _go_on(run, load):
+def _go_on(run, trainer, part):
     "Load a checkpoint; ValueError if it is one of another training, or nonsense."
     from torch import OutOfMemoryError
     if run is None: return
     try:
-        load(run.checkpoint)
+        state = part(run.checkpoint)
+        _check_kind("state", trainer.state_dict(), state)
+        trainer.load_state_dict(state)
     except (OSError, MemoryError, OutOfMemoryError): raise
     except Exception as e:
         raise ValueError("resume must be a run whose checkpoint fits its options, got "
                          f"{run.path}: {shorten(f'{type(e).__name__}: {e}', 250)}") from e
+
+
+def _check_kind(name, ours, theirs):
+    "TypeError unless a part of a checkpoint is of the kind that the trainer itself would write."
+    if ours is None: return  # as yet
+    number = isinstance(ours, Real) and isinstance(theirs, Real)
+    if not (number or isinstance(theirs, (list, tuple) if isinstance(ours, list) else type(ours))):
+        raise TypeError(f"{name} is a {type(theirs).__name__} in place of a {type(ours).__name__}")
+    if not isinstance(ours, dict): return
+    for key in ours.keys() & theirs.keys():
+        _check_kind(key, ours[key], theirs[key])
 
 
 def _reviews_config(options):

@@ -69,7 +69,7 @@ def _needed(mask, at):  # (B, T) boolean each
 
 
 def states(trunk, tokens, mask, positions, at):
-    "Final hidden states (B, T, d), 0 or undefined where nobody reads, or NotImplemented."
+    "Final hidden states (B, T, d), computed only where `at` is True, or NotImplemented."
     if not is_plain(trunk): return NotImplemented
     if trunk.device.type != "cpu": return _unseen(trunk, tokens, mask, positions)
     (B, T), wanted = tokens.shape, at.flatten()

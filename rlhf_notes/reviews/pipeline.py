@@ -100,7 +100,7 @@ class Training:
                 self.show(0, evaluate(self.stage, self.lm))
 
     def agree(self):
-        "Every process takes what the main process has learned."
+        "Broadcast the main process's weights."
         if self.accelerator.num_processes == 1: return
         from accelerate.utils import broadcast_object_list
         for x in self.learned.values():
@@ -131,7 +131,7 @@ class Training:
         return row
 
     def look(self, row: dict):  # of an iteration of reinforcement learning
-        "Now and then, ask the human."
+        "Every `eval_every` iterations, evaluate with the true reward."
         if not self.done and row["iteration"] % self.config.eval_every: return
         found = evaluate(self.stage)
         row["true_score"] = self.show(row["iteration"], found)
@@ -222,7 +222,7 @@ class OwnTraining(Training):
         self.lm, self.task = trainer.policy.lm, trainer.task
 
     def look(self, row: dict):  # of an iteration
-        "Now and then, keep some samples."
+        "Every `eval_every` iterations, keep some samples."
         i = row["iteration"]
         if i > 1 and not self.done and i % self.config.eval_every: return
         found = sample_table(self.task, self.stage.rollout, SHOWN)

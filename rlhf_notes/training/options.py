@@ -77,7 +77,7 @@ def plain_errors(
     make = cls.__init__
 
     @functools.wraps(make)
-    def init(self, *args, **kwargs):
+    def init(self, /, *args, **kwargs):  # a file may name any option
         try:
             make(self, *args, **kwargs)
         except ValidationError as e:

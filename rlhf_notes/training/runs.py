@@ -110,8 +110,12 @@ def load_checked(
     path: Path,  # from `save_checked`
 ):  # the content, on the CPU
     "Read a file; an error of any kind if it is no such file, or if its content has changed."
-    with zipfile.ZipFile(path) as file:
-        changed = file.testzip()
+    with open(path, "rb") as opened:
+        try:
+            with zipfile.ZipFile(opened) as file:
+                changed = file.testzip()
+        except OSError as e:  # of places that are none, not of the disk
+            raise ValueError(f"{Path(path).name} is damaged: {e}") from e
     if changed: raise ValueError(f"{Path(path).name} is damaged, in {changed}")
     return torch.load(path, weights_only=True, map_location="cpu")
 
