@@ -1,0 +1,118 @@
+"What users' own code may do beside a training, and what it is told."
+import warnings
+
+import pytest
+import torch
+from language.parts import without_times
+from language.test_own_task import SMALL, count, make, own, tokenizer
+
+from rlhf_notes import DPO, RLHF, register_variant
+from rlhf_notes.formulas.advantage import group_advantage
+
+CHATML = ("{% for m in messages %}{% if m['role'] == 'user' %}w3 {{ m['content'] }} w5 {% else %}"
+          "w6 {{ m['content'] }} w2 w4 {% endif %}{% endfor %}{% if add_generation_prompt %}w6"
+          "{% endif %}")
+
+
+def chats(): return [[dict(role="user", content=f"w{i}")] for i in (7, 8)]
+
+
+def test_what_a_reward_does_to_its_arguments_stays_with_it():
+    "Messages that grow, columns that change, responses that are sorted away."
+    seen, mine = [], [dict(prompt=chat, n=[1, 2]) for chat in chats()]
+    def rude(prompts, responses, n):
+        for p in prompts: p.append(dict(role="assistant", content="w9"))
+        for x in n: x.clear()
+        responses.sort()
+        return [0.0] * len(responses)
+    def calm(prompts, responses, n):
+        seen.append((len(prompts[0]), n[0]))
+        return [float(len(r)) for r in responses]
+    torch.manual_seed(0)
+    lm, t = make("GPT2"), tokenizer(CHATML)
+    lm.generation_config.eos_token_id = [2]
+    common = SMALL | dict(iterations=3, device="cpu")
+    both = RLHF(lm, t, mine, [rude, calm], **common).learn()
+    assert seen == [(1, [1, 2])] * 3
+    assert mine == [dict(prompt=chat, n=[1, 2]) for chat in chats()] == both.task.rows
+    torch.manual_seed(0)
+    lm = make("GPT2")
+    lm.generation_config.eos_token_id = [2]
+    alone = RLHF(lm, tokenizer(CHATML), mine, calm, **common).learn()
+    assert [r["score"] for r in alone.rows] == [r["score"] for r in both.rows]
+
+
+def test_an_environment_cannot_change_what_the_reward_sees():
+    heard = []
+    def environment(prompts, responses, n):
+        for x in n: x.append(3)
+        prompts.clear()
+        return [None] * len(responses)
+    def reward(prompts, responses, n):
+        heard.append(n[0])
+        return [0.0] * len(responses)
+    own(prompts=[dict(prompt="w3", n=[1])], reward=reward, environment=environment,
+        iterations=2).learn()
+    assert heard == [[1], [1]]
+
+
+def test_after_the_last_iteration_nothing_moves():
+    t = own(reward=count, iterations=2).learn()
+    pairs = [dict(prompt="w3", chosen="w4", rejected="w5")] * 4
+    dpo = DPO(make("GPT2"), tokenizer(), pairs, max_new_tokens=3, iterations=2, batch=2,
+              minibatches=1, device="cpu").learn()
+    for trainer in (t, dpo):
+        before = trainer.loop.optimizer.vector.detach().clone()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="^iterations must be more than 2 to go on"):
+                trainer.iterate()
+        assert torch.equal(before, trainer.loop.optimizer.vector) and trainer.iteration == 2
+        assert trainer.learn() is trainer  # nothing is left
+
+
+def test_a_policy_of_a_variant_that_is_not_there_generates_and_does_not_learn(
+        own_variant, tmp_path):
+    register_variant(own_variant, lambda r, A, logp, mask, low, high: r * A)
+    t = own(reward=count, variant=own_variant, iterations=1).learn()
+    assert t.rows[0]["clip_fraction"] is None  # it holds nothing that anybody knows of
+    t.save(tmp_path / "x")
+    said = t.generate(["w3 w4"])
+    from rlhf_notes.formulas import grpo
+    del grpo.POLICY_VARIANTS[own_variant]
+    again = RLHF.load(tmp_path / "x")
+    assert again.generate(["w3 w4"]) == said and again.config.variant == own_variant
+    with pytest.raises(ValueError, match="^variant must be one of ppo, .* or registered, got mine"):
+        RLHF.load(tmp_path / "x", ["w3"], count)
+
+
+def test_an_objective_sees_entropy_lengths_and_group(own_variant):
+    seen = []
+    def objective(r, A, logp, mask, low, high, entropy, lengths, group, logp_old):
+        seen.append((entropy.shape, lengths.tolist(), group))
+        return r * A
+    register_variant(own_variant, objective, "prompt-mean")
+    row = own(reward=count, variant=own_variant, iterations=1, microbatches=2).iterate()
+    assert seen[0][0][1] == SMALL["max_new_tokens"] and seen[0][2] == 4
+    assert row["grad_norm"] > 0
+
+
+def test_an_advantage_of_ones_own_takes_the_place_of_grpos():
+    def same(rewards, mask): return group_advantage(rewards, mask=mask)
+    ours, theirs = (own(reward=count, iterations=2, **options).learn()
+                    for options in (dict(), dict(advantage=same)))
+    assert without_times(ours.rows) == without_times(theirs.rows)
+    parts = own(reward=count, iterations=2, microbatches=2, advantage=same).learn()
+    assert parts.rows[1]["policy_loss"] == pytest.approx(theirs.rows[1]["policy_loss"], abs=1e-5)
+    for options, words in ((dict(advantage="std"), "advantage must be a function"),
+                           (dict(advantage=same, algo="ppo"), "advantage must be a function, for")):
+        with pytest.raises(ValueError, match=f"^{words}"): own(reward=count, **options)
+    with pytest.raises(ValueError, match="^advantage must return a tensor of the shape"):
+        own(reward=count, advantage=lambda rewards, mask: rewards[:, :1]).iterate()
+
+
+def test_prompts_that_end_a_text_are_said():
+    with pytest.warns(UserWarning, match="1 of 2 prompts end with a token that ends a text, w3 w2"):
+        own(prompts=["w3 w2", "w4"], reward=count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own(prompts=["w3", "w4"], reward=count)
