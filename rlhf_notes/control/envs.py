@@ -173,7 +173,8 @@ def _check_envs(envs, env):
         after, reward, *_, then = envs.step(act)
         if "action_mask" in then and "action_mask" not in info:
             raise ValueError('its reset must give info["action_mask"], too, as its step does')
-        if np.shape(reward) != (len(obs),): raise ValueError(f"its reward has shape {reward.shape[1:]}")
+        if np.shape(reward) != (len(obs),):
+            raise ValueError(f"its reward has shape {np.shape(reward)[1:]}")
         for name, x in ("observation", obs), ("observation", rows(after)), ("reward", reward):
             if not np.isfinite(x).all(): raise ValueError(f"its {name} is not a finite number")
 
@@ -257,7 +258,8 @@ def identify(env, env_kwargs: dict | None = None) -> tuple:
             same_task(made[0].spec, {}, made[0]))
 
 # %% ../../nbs/control/15_envs.ipynb #same-task
-PRESENTATION = "render_mode", "num_envs", "vectorization_mode", "max_episode_steps"  # arguments that change no task
+# arguments that change no task; the time limit is looked at apart
+PRESENTATION = "render_mode", "num_envs", "vectorization_mode", "max_episode_steps"
 
 def same_task(spec, kwargs: dict, env=None) -> bool:
     "False if arguments, time limit or wrappers have made another task of a registered one."
@@ -278,7 +280,7 @@ def _changes_rewards(kind):
 NORMALIZERS = {"NormalizeObservation": "normalize_obs", "NormalizeReward": "normalize_rewards"}
 
 def wrappers_of(env) -> list:
-    "Classes of the wrappers of an environment, the outermost first; of a VectorEnv, its first's too."
+    "Classes of the wrappers of an environment, the outermost first; of a VectorEnv, its first."
     found = []
     while isinstance(env, (gym.Wrapper, gym.vector.VectorWrapper)):
         found.append(type(env))

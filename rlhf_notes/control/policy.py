@@ -355,7 +355,8 @@ class Agent(nn.Module):
         return act
 
     def _forward(self, copy):
-        if not isinstance(self.policy[0], Body): return numpy_mlp(self.policy, self.activation, copy)
+        if not isinstance(self.policy[0], Body):
+            return numpy_mlp(self.policy, self.activation, copy)
         policy = deepcopy(self.policy) if copy else self.policy
         device = next(policy.parameters()).device
         @torch.no_grad()

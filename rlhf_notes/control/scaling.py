@@ -2,8 +2,8 @@
 
 A network likes inputs and targets of about size 1; but a joint may turn at 30 rad/s, and a reward
 be -16. `normalize_obs` shifts and divides each component of an observation; `normalize_rewards`
-divides rewards by the standard deviation of the discounted return so far, G_t = gamma G_{t-1} + r_t.
-Rewards are not centred: a reward of 1 for standing must not become 0.
+divides rewards by the standard deviation of the discounted return so far,
+G_t = gamma G_{t-1} + r_t. Rewards are not centred: a reward of 1 for standing must not become 0.
 """
 
 __all__ = ['Scaling']
@@ -33,7 +33,7 @@ class Scaling:
         return obs.astype("float32", copy=False)
 
     def __call__(self, rollout):  # a rollout -> one with the policy's observations, scaled rewards
-        "Scale a rollout by the moments of those before it, as the policy saw it; then learn from it."
+        "Scale a rollout by the moments of those before it, then learn from it."
         rows = (x.flatten(0, 1).numpy() for x in (rollout.obs, rollout.next_obs))
         obs, next_obs = (torch.from_numpy(self.obs(x)).view_as(rollout.obs) for x in rows)
         if self.config.normalize_obs:

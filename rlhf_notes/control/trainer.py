@@ -372,7 +372,8 @@ class PPO(Loop):
         alone = isinstance(env, gym.Env) and c.num_envs == 1
         made = make_envs(partial(copy_env, env, 0) if alone else env, c.num_envs, c.vectorization,
                          c.env_kwargs)
-        mine, theirs = ({id(x.unwrapped) for x in getattr(e, "envs", ())} for e in (self.envs, made))
+        mine, theirs = ({id(x.unwrapped) for x in getattr(e, "envs", ())}
+                        for e in (self.envs, made))
         if mine & theirs: raise ValueError("env returns the same environment again")
         return made
 
@@ -526,8 +527,8 @@ def episode_returns(choose, seed: int, episodes: int = 100, env="CartPole-v1",
 def _tell_long(length, done, longest, limit):
     "Warn of an episode that may have no end, before it is given up and when it is."
     if limit is None and (length == longest // 10).any() and longest > 10:
-        warnings.warn(f"an episode goes on after {longest // 10} steps, and no time limit is known: "
-                      f"it is given up after longest={longest}", stacklevel=4)
+        warnings.warn(f"an episode goes on after {longest // 10} steps, and no time limit is "
+                      f"known: it is given up after longest={longest}", stacklevel=4)
     if ((length >= longest) & ~done).any():
         warnings.warn(f"an episode has no end after {longest} steps, and counts as ended",
                       stacklevel=4)
