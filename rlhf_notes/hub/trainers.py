@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch
 
-from ..checks import check_value
+from ..checks import check_value, told_as
 from ..formulas.masking import centre
 from ..language.config import RLHFConfig, check_effect, check_variant
 from ..language.dpo import DPOLoop
@@ -285,7 +285,8 @@ class RLHF(Trainer):
     def _load_teacher(self, teacher):
         "A model to stand where the reference would."
         lm = self.policy.lm
-        found, theirs = load_model(teacher, self.task.tokenizer, self.loop.device)
+        with told_as(dict(model="teacher")):
+            found, theirs = load_model(teacher, self.task.tokenizer, self.loop.device)
         sizes = [len(x.get_output_embeddings().weight) for x in (lm, found)]
         if sizes[0] != sizes[1]:
             raise ValueError(f"teacher must have the model's vocabulary of {sizes[0]} tokens, got "

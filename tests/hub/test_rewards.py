@@ -162,7 +162,7 @@ def test_a_failure_says_who_and_where_none_is_allowed_and_ends_the_others():
         finally: ended.append("slow")
     def breaks(prompts, responses): raise ConnectionError("no route")
     def late(prompts, responses): ended.append("late")
-    for reward in (breaks, raising(ConnectionError("no route"), "at_once")):
+    for reward in (breaks, raising(ConnectionError("no route"), "in_a_task")):
         told = str(all_scores(slow, reward, late) if reward is breaks else all_scores(reward, slow))
         assert "got nothing (ConnectionError: no route, line " in told
         assert told.endswith(f"from {reward.__name__}, which may catch it and return None for the "
