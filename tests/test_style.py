@@ -25,7 +25,7 @@ BY_NBDEV = re.compile(r"^__all__ = \[[^]]*\]$|^- `rlhf_notes\..*$", re.M)  # of 
 
 def wide(source):
     lines = re.sub(BY_NBDEV, "", source).splitlines()
-    return [line for line in lines if len(line) > WIDTH and not line.startswith("# %%")]
+    return [line for line in lines if len(line) > WIDTH and not line.startswith(("# %%", "| "))]
 
 
 def crowded(source):

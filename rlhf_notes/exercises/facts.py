@@ -32,8 +32,8 @@ def told(outcomes: list, least: int = 2) -> bool:
 
 NO_RESULT = "The result is not of the expected kind."
 UNKNOWN = "No mistake that is known here."
-SCALARS = ("Your code takes single numbers, and here it gets tensors of several: compute with whole "
-           "rows, and choose with torch.where(condition, x, y) instead of `if`.")
+SCALARS = ("Your code takes single numbers, and here it gets tensors of several: compute with "
+           "whole rows, and choose with torch.where(condition, x, y) instead of `if`.")
 _ONE = re.compile(r"Boolean value of Tensor with more than one|only one element tensors"
                   r"|to Python scalar|cannot be converted to Scalar")
 

@@ -34,12 +34,7 @@ from torch import Tensor
 
 from ..checks import check_value, checked
 from .kl import KL_KINDS, kl_estimate
-from rlhf_notes.formulas.masking import (
-    AGGREGATION_MODES,
-    aggregate_loss,
-    apply_mask,
-    masked_mean,
-)
+from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
 
@@ -89,7 +84,8 @@ def policy_loss(
     mode = POLICY_VARIANTS[variant][0] if aggregation is None else aggregation
     if not isinstance(mode, Tensor):
         check_value("aggregation", mode, AGGREGATION_MODES)
-    aggregate = partial(aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
+    aggregate = partial(
+        aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
     bounds = _bounds(variant, eps_low, eps_high, dual_clip, tau) | dict(divergence=divergence)
     context = dict(entropy=entropy, logp_ref=logp_ref, group=group)
     A = apply_mask(_per_token("advantage", advantage, logp), mask)

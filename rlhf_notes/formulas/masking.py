@@ -14,7 +14,7 @@ aggregate_loss   of token losses l; B responses with n_b tokens that count:
   "seq-mean-token-mean"    sum_b (sum_t l / n_b) / B, B without empty responses
   "seq-mean-token-sum"     sum_b sum_t l / B, B without empty responses
   "constant"               sum_b sum_t l / (B L_max)
-  "prompt-mean"            sum_p (sum_{b in p} sum_t l / sum_{b in p} n_b) / P, P without empty prompts
+  "prompt-mean"            sum_p (sum_{b in p} sum_t l / sum_{b in p} n_b) / P, P non-empty prompts
 aggregation_weights      w with aggregate_loss = sum w l; a part takes its rows of the whole batch's
 aggregate_count  the sum_b n_b, B or P above, to add up over the parts of a batch
 ```

@@ -115,10 +115,12 @@ class Prompts:
     def __init__(self, tokenizer, prompts, reward, response_length, prompt_length=0, stop_after=0,
                  lm=None, drop_long=False, order="random", seed=0):
         """A tokenizer as `pad_outside` leaves it; `prompts` as for `read_prompts`, `reward` as for
-        `reward_functions`, None to generate alone. Prompts are padded to `prompt_length` tokens, 0 =
+        `reward_functions`, None to generate alone. Prompts are padded to `prompt_length` tokens, 0
+        =
         as many as the longest has; longer ones are left out if `drop_long`. A response may end from
         position `stop_after` on. The policy `lm` may know of more end tokens, and a reward model
-        joins it. In "epochs" all prompts come once, in an order of `seed`, before any comes again."""
+        joins it. In "epochs" all prompts come once, in an order of `seed`, before any comes
+        again."""
         self.tokenizer, self.response_length = tokenizer, response_length
         self.prompt_length, self.stop_after, self.order, self.seed = 0, stop_after, order, seed
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
@@ -211,7 +213,9 @@ class Prompts:
         return dict(zip(TEXTS, (columns.pop("prompt"), self.decode(said), ids))), columns
 
     def whole(self, prompts, responses):
-        "Prompts and responses together as lists of tokens, without padding and the token of an end."
+        """Prompts and responses together as lists of tokens, without padding and the token of
+        an end.
+        """
         rows = torch.cat([prompts, responses], 1).tolist()
         rows = [[t for t in row if t != self.pad_token] for row in rows]
         return [row[:-1] if row[-1] in self.stop_token else row for row in rows]
@@ -241,7 +245,8 @@ class Prompts:
 
 # %% ../../nbs/hub/31_prompts.ipynb #in-epochs
 def in_epochs(total, first, count, *purpose):
-    """The next `count` of `total` rows, after the `first` that came before: all come once before any
+    """The next `count` of `total` rows, after the `first` that came before: all come once before
+    any
     comes again, each epoch in an order of its own, by `seeded_generator(*purpose, epoch)`."""
     epochs = range(first // total, (first + count - 1) // total + 1)
     orders = [torch.randperm(total, generator=seeded_generator(*purpose, epoch))
@@ -256,5 +261,6 @@ def warn_of_ends(task):
     ended &= task.mask.sum(1) > 1
     if ended.any():
         i = int(ended.int().argmax())
-        warnings.warn(f"{int(ended.sum())} of {len(ended)} prompts end with a token that ends a text,"
-                      f" {shorten(str(task.rows[i]['prompt']), 60)} for one: the model goes on after it")
+        about = f"{shorten(str(task.rows[i]['prompt']), 60)} for one: the model goes on after it"
+        warnings.warn(f"{int(ended.sum())} of {len(ended)} prompts end with a token that ends a "
+                      f"text, {about}")

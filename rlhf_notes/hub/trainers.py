@@ -1,7 +1,8 @@
 """A model, prompts and a reward, or pairs of responses: learn, generate, save, load.
 
 A trainer holds [the loop](../../nbs/language/27_loop.ipynb) of its config, and the task in the
-model's tokens. `generate` samples as the training does; `n=4` gives a list of four responses to each
+model's tokens. `generate` samples as the training does; `n=4` gives a list of four responses to
+each
 prompt, another `temperature` is for looking, and 0 takes the likeliest token each time. With
 `environment=` it plays whole dialogues where the prompts bring the columns of the training, and
 shows the next turn alone where they do not.
@@ -133,7 +134,8 @@ class Trainer:
         "Mean score of responses to the held-out prompts, always by the same random numbers."
         task, generator = self.held_out, seeded_generator("evaluation", self.config.seed)
         found = self._respond(task.respond, task.tokens, task.mask, task.rows, generator)
-        scores = [weighted_sum(task.score(*part), task.weights.to(part[0].device)) for part in found]
+        scores = [weighted_sum(task.score(*part), task.weights.to(part[0].device))
+                  for part in found]
         mean = torch.cat(scores).nanmean()[None]
         return self.loop.machine.gather(mean).nanmean().item()  # the same in each process
 

@@ -46,7 +46,8 @@ class Choices:
 
 # %% ../../nbs/language/30_dpo.ipynb #chosen-first
 def chosen_first(prompts, mask, responses, response_mask, best):
-    """Put the chosen response of each prompt first: prompts (n, N, Q), responses (n, N, T) with their
+    """Put the chosen response of each prompt first: prompts (n, N, Q), responses (n, N, T) with
+    their
     masks, `best` (n,) from 0 to N - 1. Without `logp_ref`."""
     tokens = torch.cat([prompts, responses.masked_fill(~response_mask, 0)], -1)
     mask = torch.cat([mask, torch.ones_like(response_mask)], -1)
@@ -100,9 +101,12 @@ class DPOLoop(Loop):
         return masked_sum(logp, part.response_mask, -1)
 
     def loss(self, part, batch):
-        "DPO's loss, and how far the implicit rewards of chosen and rejected are apart: a part's share."
+        """DPO's loss, and how far the implicit rewards of chosen and rejected are apart: a
+        part's share.
+        """
         c, beta, share = self.config, self.config.dpo_beta, len(part) / len(batch)
-        options, logp = dict(kind=c.dpo_kind, label_smoothing=c.label_smoothing), self.log_probs(part)
+        options = dict(kind=c.dpo_kind, label_smoothing=c.label_smoothing)
+        logp = self.log_probs(part)
         if c.dpo_kind == "rpo":
             length = part.response_mask[:, :1].sum(-1)
             options["chosen_length"] = length.expand_as(logp[:, 1:])

@@ -23,12 +23,7 @@ from rlhf_notes.formulas.advantage import (
 from ..formulas.distillation import distillation_advantage
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import apply_mask, centre, masked_mean, masked_sum
-from rlhf_notes.formulas.reward import (
-    PENALTY_MODES,
-    apply_penalty,
-    overlong_penalty,
-    token_rewards,
-)
+from ..formulas.reward import PENALTY_MODES, apply_penalty, overlong_penalty, token_rewards
 from ..formulas.value import explained_variance
 from ..formulas.whitening import whiten
 

@@ -265,7 +265,8 @@ def evaluate(
     prompts, mask = task.held_out(c.eval_responses)
     u = torch.rand(len(prompts), c.response_length, generator=generator)
     inputs = [to_device(x, trainer.device) for x in (prompts, mask, u)]
-    first, *parts = (trainer.collect(lm, *part, []) for part in zip(*(x.split(c.batch) for x in inputs)))
+    split = zip(*(x.split(c.batch) for x in inputs))
+    first, *parts = (trainer.collect(lm, *part, []) for part in split)
     rollout = first.join(*parts)
     responses = task.truncate(rollout.responses)[0].cpu()
     return Evaluation(task.texts(prompts, mask, responses),

@@ -17,7 +17,6 @@ from torch import nn
 from ..checks import check_value, checked
 from ..language.config import RLHFConfig
 from ..language.loop import Loop
-from ..language.loop import Loop
 from ..reviews.pipeline import evaluate, make_world
 from ..reviews.pretraining import Pretraining
 from ..reviews.reward_model import RewardTraining, proxy_reward

@@ -13,8 +13,11 @@ from bridges.verl_losses import CASES, KNOWN, LOSSES, actor, call, worst  # noqa
 from verl.trainer.ppo import core_algos  # noqa: E402
 
 from rlhf_notes.bridges import verl as bridge  # noqa: E402
-from rlhf_notes.formulas.grpo import POLICY_VARIANTS, register_variant  # noqa: E402
-from rlhf_notes.formulas.grpo import policy_loss  # noqa: E402
+from rlhf_notes.formulas.grpo import (  # noqa: E402
+    POLICY_VARIANTS,
+    policy_loss,  # noqa: E402
+    register_variant,
+)
 
 MODES = list(bridge.AGGREGATIONS)
 

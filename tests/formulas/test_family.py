@@ -8,7 +8,6 @@ from strategies import value_and_grad
 
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS, policy_loss, register_variant
 
-
 def spo(ratio, advantage, logp, mask, eps_low, eps_high):
     "r A less a quadratic pull, as in SPO; its gradient has w = r (1 - (r - 1) / eps) where A > 0."
     held = (ratio > 1 + eps_high) & (advantage > 0) | (ratio < 1 - eps_low) & (advantage < 0)

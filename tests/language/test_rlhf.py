@@ -542,7 +542,8 @@ def test_batches_that_processes_do_not_divide_are_refused(options, count):
 def test_one_process_keeps_its_device_and_its_rows():
     with pytest.raises(ValueError, match="^device"): process_device("tpu")
     t, x = trainer(scaled=True), torch.ones(2, 3).T
-    assert torch.equal(t.machine.gather(x), x) and str(process_device("cpu")) == "cpu" == str(t.device)
+    assert torch.equal(t.machine.gather(x), x)
+    assert str(process_device("cpu")) == "cpu" == str(t.device)
 
 
 # --- a user's prompts and reward
