@@ -39,25 +39,15 @@ TESTS = {
              "language/test_own_task.py"),
     "dpo": ("language/test_dpo.py", "language/test_adapters.py"),
     "language.rollout": ("language/test_rollout.py", "language/test_own_task.py")}
-CELLS = {}  # where more of a module's cells stand
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
-def holds(notebook, code):
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    return any(code in "".join(c["source"]) for c in cells)
-
-
-def find(name, code=""):
-    """The module called `name`, its notebook with `code` (or None) and its tests, as paths from the
-    top.
-    """
+def find(name):
+    "The module called `name`, its notebook (or None) and its tests, as paths from the top."
     module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
     folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
     notebook = next((p for p in folder.glob("*.ipynb")
                      if module.stem in (p.stem, p.stem.split("_", 1)[-1])), None)
-    if name in CELLS and not holds(notebook, code):
-        notebook = ROOT / "nbs" / CELLS[name]
     room = module.parent.relative_to(ROOT / "rlhf_notes")
     tests = [next((ROOT / "tests").rglob(t))
              for t in TESTS.get(name, ((room / f"test_{module.stem}.py").as_posix(),))]
@@ -93,7 +83,7 @@ def run(command, cwd, limit):
 
 def try_break(name, change, tests_first, limit):
     "Is this break caught by the notebook, by the tests?"
-    module, notebook, *tests = find(name, change["old"])
+    module, notebook, *tests = find(name)
     with tempfile.TemporaryDirectory() as tmp:
         tree = Path(tmp) / "tree"
         shutil.copytree(ROOT, tree,

@@ -75,12 +75,14 @@ class Spread:
             self.warn_of_kl(row, loop.config.learning_rate)
 
     def warn_of_scores(self, row):
+        "Warn once if nearly no group had a spread in the first three iterations."
         self.so_far += row["same"] / 3
         if row["iteration"] == 3 and self.so_far > 0.95:
             warnings.warn("reward must differ among the responses to a prompt to teach anything; "
                           f"in 3 iterations {self.so_far:.0%} of the groups had no spread")
 
     def warn_of_kl(self, row, rate):
+        "Warn once if the KL per token jumps from one iteration to the next."
         kl = row["kl_k1"] / max(1, row["length"])
         if self.calm and kl - self.kl_before > 1:
             warnings.warn(f"the KL to the reference rose by {kl - self.kl_before:.1f} nats a token "

@@ -25,10 +25,10 @@ divergence of whole responses. A reward is measured, and not learned from.
 *An advantage of your own.* `advantage=f` puts f(rewards, mask) in the place of GRPO's: rewards and
 mask (P, G), of G responses to each of P prompts; False = not scored; it returns a tensor (P, G).
 
-*Pairs.* `kind="ipo"` and the other [losses of a pair](../../nbs/formulas/12_preference.ipynb) take the
-place of DPO's; `label_smoothing=0.1` is for people who err in one pair of ten. `chosen` and
-`rejected` are texts, or the list with one message of the assistant that datasets of chats have
-there; `rlhf_notes.hub.pairs` makes tokens of them.
+*Pairs.* `kind="ipo"` and the other losses of a pair (lesson 12) take the place of DPO's;
+`label_smoothing=0.1` is for people who err in one pair of ten. `chosen` and `rejected` are texts,
+or the list with one message of the assistant that datasets of chats have there;
+`rlhf_notes.hub.pairs` makes tokens of them.
 """
 
 __all__ = ['GREEDY', 'Trainer', 'save_policy', 'own_config', 'taught_options', 'unscored', 'RLHF', 'DPO']
@@ -68,7 +68,7 @@ GREEDY = 1e-6  # so low a temperature leaves the likeliest token alone
 class Trainer:
     "A loop with its model, its tokenizer and its task, as users hold it."
 
-    def load_parts(self, config, model, tokenizer, prompts, reward, environment=None):
+    def _load_parts(self, config, model, tokenizer, prompts, reward, environment=None):
         "Load, check and adapt a model; read the prompts in its tokens; the model and its machine."
         c = config
         lm, tokenizer = load_model(model, tokenizer, process_device(c.device), c.lora, c.seed)
@@ -277,7 +277,7 @@ class RLHF(Trainer):
                teacher=None):
         if config.algo == "dpo" and reward is not None:
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
-        lm, machine = self.load_parts(config, model, tokenizer, prompts, reward, environment)
+        lm, machine = self._load_parts(config, model, tokenizer, prompts, reward, environment)
         warn_of_ends(self.task)
         hooks = [Spread(config, compare is not ADVANTAGES["teacher"])]
         self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare, hooks)
@@ -355,6 +355,6 @@ class DPO(Trainer):
         options |= dict(algo="dpo", iterations=iterations, seed=seed, dpo_kind=kind,
                         label_smoothing=label_smoothing)
         config = own_config(max_new_tokens, **options)
-        lm, machine = self.load_parts(config, model, tokenizer, prompts, None)
+        lm, machine = self._load_parts(config, model, tokenizer, prompts, None)
         choices = own_choices(self.task, self.task.rows)
         self.loop = DPOLoop(config, lm, self.task, choices, machine)

@@ -61,7 +61,7 @@ class Dialogues:
         return tokens.gather(1, order), mask.gather(1, order)
 
     def cut(self, begin=0):
-        "What was said from `begin` on, the rest as padding, (B, T)."
+        "The tokens said from `begin` on, the rest as padding, (B, T)."
         rest = (self.place < begin) | (self.place >= self.end)
         return self.tokens.masked_fill(rest, self.task.pad_token)
 

@@ -32,7 +32,7 @@ class Machine:
     rank, processes, pieces = 0, 1, 1
 
     def prepare(self, policy):
-        "What computes a training step of a policy."
+        "Return the policy in the form that computes a training step."
         return policy
 
     def precision(self):

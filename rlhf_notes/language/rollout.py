@@ -30,7 +30,7 @@ from ..formulas.whitening import whiten
 # %% ../../nbs/language/26_rollout.ipynb #responses
 @dataclass
 class Responses:
-    "What a model said to prompts, one row each, as a task gives it to a loop and to a reward."
+    "Responses of a model, one row each, as a task gives them to a loop and to a reward."
     tokens: torch.Tensor   # After the prompt, as sampled, (B, T)
     logp: torch.Tensor     # log pi of each token when it was sampled, (B, T)
     hidden: torch.Tensor   # States that they were drawn from, (B, T, d): a value head reads them
