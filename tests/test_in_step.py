@@ -119,7 +119,7 @@ def crowded(source):
 
 def faults_of_code(path):
     for cell_id, source, _ in code_cells(path):
-        if source.startswith("%"): continue
+        if source.startswith("%") or "hide-input" in notebooks.directives(source): continue
         if lines := wide(source) + crowded(source): yield cell_id, lines
 
 
