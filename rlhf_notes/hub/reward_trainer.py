@@ -20,7 +20,7 @@ from .load import Classifier, load_model
 from .pairs import continuation, margins_of, pairs_of
 from .prompts import Prompts, in_epochs, read_prompts
 from .save import save_classifier, to_classifier
-from ..language.loop import rate_by_size
+from ..language.loop import check_left, rate_by_size
 from ..language.model import RewardModel
 from ..training.devices import process_device, usual_defaults
 from ..training.fit import fit
@@ -87,6 +87,7 @@ class RewardTrainer(Classifier):
     @usual_defaults("model")
     def iterate(self) -> dict:  # column -> number
         "One gradient step: its row of metrics."
+        check_left(self)
         self.optimizer.tie()
         rows = self.pairs().to(self.tokens.device)
         tokens, mask = (x[rows].flatten(0, 1) for x in (self.tokens, self.mask))

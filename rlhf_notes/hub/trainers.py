@@ -285,14 +285,21 @@ class RLHF(Trainer):
             self.loop.reference = self._load_teacher(teacher)
 
     def _load_teacher(self, teacher):
-        "A model to stand where the reference would."
-        lm = self.policy.lm
+        "A model to stand where the reference would; ValueError if its tokens are others."
+        own, is_model = self.task.tokenizer, isinstance(teacher, torch.nn.Module)
+        alone = is_model or (Path(teacher).is_dir()
+                             and not Path(teacher, "tokenizer_config.json").exists())
         with told_as(dict(model="teacher")):
-            found, theirs = load_model(teacher, self.task.tokenizer, self.loop.device)
-        sizes = [len(x.get_output_embeddings().weight) for x in (lm, found)]
+            found, theirs = load_model(teacher, own if alone else None, self.loop.device)
+        sizes = [len(x.get_output_embeddings().weight) for x in (self.policy.lm, found)]
         if sizes[0] != sizes[1]:
             raise ValueError(f"teacher must have the model's vocabulary of {sizes[0]} tokens, got "
                              f"{sizes[1]}")
+        for i, (ours, its) in enumerate(zip(*(x.convert_ids_to_tokens(range(sizes[0]))
+                                              for x in (own, theirs)))):
+            if ours != its:
+                raise ValueError(f"teacher must have the model's tokens, got {its!r} as number {i}, "
+                                 f"which is {ours!r} to the model")
         return found
 
     def _hold_out(self, prompts, reward, every, keep_best):

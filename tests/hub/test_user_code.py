@@ -116,3 +116,24 @@ def test_prompts_that_end_a_text_are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         own(prompts=["w3", "w4"], reward=count)
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+    torch.manual_seed(1)
+    same = tokenizer()
+    words = dict(same.get_vocab())
+    swapped = {w: {7: 8, 8: 7}.get(i, i) for w, i in words.items()}
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    raw = Tokenizer(models.WordLevel(swapped))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    other = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=same.eos_token)
+    small = {k: v for k, v in SMALL.items() if k != "kl_coef"} | dict(iterations=1)
+    def student(name):
+        return RLHF(make("GPT2"), tokenizer(), ["w3"], teacher=tmp_path / name, **small)
+    for name, its in (("same", same), ("other", other), ("bare", None)):
+        make("GPT2").save_pretrained(tmp_path / name)
+        if its is not None: its.save_pretrained(tmp_path / name)
+    for name in ("same", "bare"): assert student(name).learn().rows[0]["kl_k1"] < 1
+    with pytest.raises(ValueError, match="^teacher must have the model's tokens, got .* as number 7"):
+        student("other")
