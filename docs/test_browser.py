@@ -144,7 +144,7 @@ def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
 
 
 QUERIES = {
-    "what to monitor": "metrics", "multi GPU": "language/scale", "CNN": "control/spaces", "pass@k": "studies/checkable",
+    "what to monitor": "metrics", "multi GPU": "language/machine", "CNN": "control/spaces", "pass@k": "studies/checkable",
     "reward hacking": "hub/real_model", "Goodhart's law": "studies/variants", "LoRA": "hub/load", "my own environment": "control/envs",
     "own prompts": "hub/prompts", "resume a run": "training/runs", "save model": "hub/save", "inside verl": "bridges/verl",
     "TRL": "bridges/trl", "entropy collapse": "why#the-entropy-collapses-or-explodes",
@@ -157,7 +157,7 @@ QUERIES = {
     "how to debug PPO": "doctor", "ratio explodes NaN": "formulas/ratio#the-trap", "critic": "formulas/value", "trajectory": "start",
     "tanh squash action log prob": "control/policy#what-the-log-probability-is-then", "completions truncated max length reward zero": "why#responses-run-to-the-longest-length",
     "GRPO loss starts at 0": "why#grpo-s-loss-is-0-then-it-rises-is-it-learning",
-    "two GPUs": "language/scale", "DPO or PPO": "studies/preferences", "num_generations": "why#how-many-generations-do-i-need",
+    "two GPUs": "language/machine", "DPO or PPO": "studies/preferences", "num_generations": "why#how-many-generations-do-i-need",
 }
 
 
