@@ -15,7 +15,8 @@ TERM = re.compile(r"^\| ([^|$]+?) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 # several whose words are all in the query, the one with the most.
 ABOUT = {
     "monitor": "metrics", "metrics": "metrics", "log": "doctor", "doctor": "doctor",
-    "multi gpu": "language/machine", "two gpus": "language/machine", "several gpus": "language/machine",
+    "multi gpu": "language/machine", "two gpus": "language/machine",
+    "several gpus": "language/machine",
     "deepspeed": "bridges/scale", "fsdp": "bridges/scale", "large scale": "bridges/scale",
     "distributed": "bridges/scale", "cnn": "control/spaces", "images": "control/spaces",
     "pixels": "control/spaces", "dict observation": "control/spaces",

@@ -298,8 +298,8 @@ class RLHF(Trainer):
         for i, (ours, its) in enumerate(zip(*(x.convert_ids_to_tokens(range(sizes[0]))
                                               for x in (own, theirs)))):
             if ours != its:
-                raise ValueError(f"teacher must have the model's tokens, got {its!r} as number {i}, "
-                                 f"which is {ours!r} to the model")
+                raise ValueError(f"teacher must have the model's tokens, got {its!r} as number "
+                                 f"{i}, which is {ours!r} to the model")
         return found
 
     def _hold_out(self, prompts, reward, every, keep_best):

@@ -705,3 +705,10 @@ def test_a_kl_that_weighs_nothing_adds_nothing(variant, kind):
         logp, old, A, m, variant, torch.full_like(old, -math.inf), 0.0, kl_kind=kind)
     # it is still measured
     assert torch.equal(loss, policy_loss(logp, old, A, m, variant)[0]) and stats["kl"] == math.inf
+
+
+def test_the_mean_over_prompts_is_that_of_policy_loss_too():
+    logp, mask = torch.zeros(4, 2), torch.tensor([[1, 1], [1, 0], [1, 0], [1, 0]]).bool()
+    advantage = torch.tensor([3.0, 0.0, 1.0, 1.0])
+    loss, _ = policy_loss(logp, logp, advantage, mask, aggregation="prompt-mean", group=2)
+    assert loss.item() == pytest.approx(-(6 / 3 + 2 / 2) / 2)
