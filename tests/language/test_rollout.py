@@ -7,8 +7,9 @@ from language.parts import TINY, a_batch, handmade, trainer
 from rlhf_notes.formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.hub.prompts import Prompts
-from rlhf_notes.language.rollout import treat_overlong, with_advantages
+from rlhf_notes.language.rollout import gdpo, treat_overlong, with_advantages
 from rlhf_notes.reviews.task import make_tokenizer
+
 
 def test_rows_of_a_rollout():
     b = a_batch(trainer())
@@ -100,3 +101,13 @@ def test_a_soft_punishment_counts_the_place_where_a_dialogue_ends():
     config = replace(TINY, overlong="soft", overlong_buffer=4)
     scores, _ = treat_overlong(config, torch.zeros(2), own, torch.ones(2, dtype=torch.bool))
     assert scores.tolist() == [-1, -0.5]
+
+
+def test_a_reward_that_was_not_given_stays_out_of_its_group():
+    nan = float("nan")
+    parts = torch.tensor([[[1.0, 2.0], [0.0, nan], [1.0, 4.0], [0.0, 6.0]]])
+    score = parts.nansum(-1)
+    A = gdpo(TINY, score, score, torch.ones(1, 4, dtype=torch.bool), parts, torch.ones(2))
+    half = 0.75 ** 0.5  # 0.5 over the deviation of 1, 0, 1, 0
+    by_hand = torch.tensor([[half - 1, -half, half, 1 - half]])  # 2, 4, 6 become -1, 0, 1
+    torch.testing.assert_close(A / A[0, 2], by_hand / half, atol=1e-3, rtol=0)
