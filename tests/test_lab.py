@@ -193,7 +193,7 @@ def imported(path):
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type != "code" or notebooks.is_skipped(cell): continue
         for node in ast.parse("\n".join(line for line in cell.source.splitlines()
-                                        if not line.lstrip().startswith(("%", "!")))).body:
+                                        if not line.startswith(("%", "!")))).body:
             if isinstance(node, ast.Import): found |= {a.name.split(".")[0] for a in node.names}
             if isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module.split(".")[0])

@@ -91,10 +91,10 @@ def masked_var(
 
 # %% ../../nbs/formulas/01_masking.ipynb #aggregate
 _AGGREGATIONS = {  # mode -> n (B,) tokens: what the tokens of each response are divided by; means
-    "token-mean":          lambda n, length, group: (1, n.sum()),
+    "token-mean":          lambda n, length, group: (torch.ones_like(n), n.sum()),
     "seq-mean-token-mean": lambda n, length, group: (n, (n > 0).sum()),
-    "seq-mean-token-sum":  lambda n, length, group: (1, (n > 0).sum()),
-    "constant":            lambda n, length, group: (length, torch.ones_like(n).sum()),
+    "seq-mean-token-sum":  lambda n, length, group: (torch.ones_like(n), (n > 0).sum()),
+    "constant":            lambda n, length, group: (torch.full_like(n, length), torch.ones_like(n).sum()),
     "prompt-mean":         lambda n, length, group: _of_prompts(n, group),
 }
 AGGREGATION_MODES = tuple(_AGGREGATIONS)
@@ -129,9 +129,8 @@ def aggregation_weights(
 ) -> Tensor:  # (B, T); 0 under the mask; a part's weights are those rows of the batch's
     "w with aggregate loss = sum(w l)."
     size, count = _AGGREGATIONS[mode](mask.sum(1), length or mask.shape[1], group)
-    size = torch.as_tensor(size, device=mask.device).clamp(min=1)
     n, dtype = _total(total, count).clamp(min=1), dtype or torch.float32
-    return mask.to(dtype) / size.to(dtype).reshape(-1, 1) / n.to(dtype)
+    return mask.to(dtype) / size.clamp(min=1).to(dtype).unsqueeze(1) / n.to(dtype)
 
 def _total(total, count):
     if total is None: return count

@@ -21,6 +21,7 @@ import warnings
 import torch
 
 from ..language.rollout import weighted_sum
+from ..training.devices import to_device
 
 
 def no_spread(scores, scored, group):
@@ -50,7 +51,7 @@ class Spread:
 
     def same(self, loop, rollout):
         "The groups of a rollout that teach nothing."
-        c, weights = self.config, loop.task.weights.to(rollout.parts)
+        c, weights = self.config, to_device(loop.task.weights, rollout.parts.device)
         scores = rollout.parts * weights
         if c.reward_aggregation == "sum":
             scores = weighted_sum(rollout.parts, weights)[:, None]

@@ -105,7 +105,7 @@ class Loop(Stage):
             seen = torch.cat([mask, torch.ones_like(found.mask)], 1)
             logp_ref = self.reference_logp(tokens, seen, found.mask)  # G1, P1
         parts = self.reward(prompts, mask, found)
-        scores = weighted_sum(parts, task.weights.to(parts))
+        scores = weighted_sum(parts, to_device(task.weights, parts.device))
         scores, response_mask = treat_overlong(c, scores, found.mask, found.has_end)  # P5
         values = self.policy.value(found.hidden)
         return Rollout(tokens, seen, response_mask, found.has_end, scores, found.logp, logp_ref,

@@ -527,7 +527,7 @@ def test_a_routers_loss_is_refused_by_name(kind):
 
 def test_a_turn_that_ends_no_response_is_told():
     chat = [[dict(role="user", content="w3")]]
-    template = "{% for m in messages %}w5 {{ m['content'] }} w6 {% endfor %}"
+    template = "{% for m in messages %}w5 {{ m['content'] }} w6 {% endfor %}w5"
     def own(ends, template=template):
         lm, tok = rough(tiny()), tokenizer()
         tok.add_special_tokens(dict(additional_special_tokens=["w6"]))

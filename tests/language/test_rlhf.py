@@ -634,3 +634,10 @@ def test_a_trainer_resumes_to_the_last_bit():
     assert without_times([t.iterate() for _ in range(2)]) == without_times(
         [other.iterate() for _ in range(2)])
     assert torch.equal(weights(t), weights(other))
+
+
+def test_nothing_is_learned_past_the_last_iteration():
+    t = trainer(replace(TINY, iterations=1))
+    t.iterate()
+    with pytest.raises(ValueError, match="iterations must be more than 1 to go on"):
+        t.iterate()
