@@ -94,7 +94,7 @@ _AGGREGATIONS = {  # mode -> n (B,) tokens: what the tokens of each response are
     "token-mean":          lambda n, length, group: (torch.ones_like(n), n.sum()),
     "seq-mean-token-mean": lambda n, length, group: (n, (n > 0).sum()),
     "seq-mean-token-sum":  lambda n, length, group: (torch.ones_like(n), (n > 0).sum()),
-    "constant":            lambda n, length, group: (torch.full_like(n, length), torch.ones_like(n).sum()),
+    "constant":            lambda n, length, group: (torch.full_like(n, length), (n >= 0).sum()),
     "prompt-mean":         lambda n, length, group: _of_prompts(n, group),
 }
 AGGREGATION_MODES = tuple(_AGGREGATIONS)
