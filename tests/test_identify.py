@@ -4,6 +4,7 @@ import json
 import random
 import sys
 import time
+from collections import namedtuple
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_each_variant_of_ours_is_named(variant):
 
 OURS = ("value_loss gae gae_tokens discounted_returns group_advantage rloo_advantage kl_estimate "
         "kl_loss selective_log_softmax entropy_from_logits aggregate_loss whiten dpo_loss "
-        "bradley_terry_loss simpo_loss").split()
+        "bradley_terry_loss simpo_loss reinforce_pp_advantage").split()
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -134,6 +135,115 @@ def test_ways_of_libraries_are_no_fault():
         return (rewards - mean) / (mean + 1e-6)
     report = identify(maxrl)
     assert report.right and report.facts["scale"] == "mean"
+
+
+# What is like a kind and is none is not accused
+
+@pytest.mark.parametrize("name", "importance_ratio distillation_advantage implicit_reward "
+                         "ppo_stats clip_fraction value_clip_fraction explained_variance".split())
+def test_a_guessed_kind_is_doubted(name):
+    with pytest.raises(ValueError, match=f"kind must be given, as {name} gives") as e:
+        identify(getattr(rlhf_notes, name))
+    assert "\n" not in str(e.value)
+
+
+def test_a_kind_that_was_given_is_not_doubted():
+    report = identify(rlhf_notes.importance_ratio, kind="kl")
+    assert [x.kind for x in report.findings] == ["kl-estimator"]
+
+
+@pytest.mark.parametrize("name", "centre apply_mask apply_penalty masked_var symlog".split())
+def test_other_maps_have_no_finding(name):
+    report = identify(getattr(rlhf_notes, name))
+    assert report.formula is None and not report.findings, report
+
+
+def of_one(rewards, eps=1e-4): return (rewards - rewards.mean()) / (rewards.std() + eps)
+def listed(rewards): return [r - sum(rewards) / len(rewards) for r in rewards]
+def left_out(rewards): return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+def of_one_turned(rewards): return rewards.mean() - rewards
+def of_one_by_variance(rewards): return (rewards - rewards.mean()) / rewards.var()
+def not_exchangeable(rewards): return (rewards - rewards.mean()) / rewards.std(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("f, baseline, deviation, found", [
+    (of_one, "mean", "sample", ""), (listed, "mean", None, ""),
+    (left_out, "leave-one-out", None, ""), (of_one_turned, "mean", None, "sign"),
+    (of_one_by_variance, "mean", None, "deviation"),
+    (not_exchangeable, None, "sample", "baseline")])
+def test_one_group_a_call(f, baseline, deviation, found):
+    report = identify(f)
+    assert {x.kind for x in report.findings} == set(found.split()), report
+    assert report.right == (not found)
+    assert (report.facts["baseline"], report.facts["deviation"]) == (baseline, deviation)
+    assert any("one group a call" in x for x in report.notes) == (f is not not_exchangeable)
+
+
+# A batch in one argument
+
+def core(logp, old, A, m, eps=0.37):
+    r = (logp - old).exp()
+    A = A if A.ndim == 2 else A[:, None]
+    return -masked_mean(torch.min(r * A, r.clamp(1 - eps, 1 + eps) * A), m)
+
+
+def by_key(batch):
+    return core(batch["logprobs"], batch["old_logprobs"], batch["advantages"], batch["mask"])
+
+
+def by_attribute(data, clip=0.37):
+    return core(data.log_prob, data.old_log_prob, data.advantages, data.response_mask, clip)
+
+
+def half_of_it(logprobs, batch):
+    return core(logprobs, batch["old_logprobs"], batch["advantages"], batch.get("loss_mask"))
+
+
+def with_reference(inputs):
+    loss = core(*(inputs[k] for k in ("logps", "old_logps", "advantages", "mask")))
+    if "ref_logps" in inputs:
+        d = inputs["ref_logps"] - inputs["logps"]
+        loss = loss + 0.04 * masked_mean(d.exp() - d - 1, inputs["mask"])
+    return loss
+
+
+Fields = namedtuple("Fields", "logp logp_old adv mask")
+def with_fields(data: Fields): return core(*data)
+
+
+@pytest.mark.parametrize("f", [by_key, by_attribute, half_of_it, with_reference, with_fields])
+def test_a_batch_is_read_by_its_keys(f):
+    report = identify(f)
+    assert report.right and near(report.facts["clip_high"], 0.37), report
+    assert report.facts.get("kl") == ("k3" if f is with_reference else None)
+
+
+def test_a_fault_in_a_batch_is_found():
+    def turned(batch): return -by_key(batch)
+    def no_clip(batch, clip=0.2):
+        r = (batch["logp"] - batch["old_logp"]).exp()
+        return -masked_mean(r * batch["adv"][:, None], batch["mask"])
+    assert [x.kind for x in identify(turned).findings] == ["sign"]
+    found = {x.kind for x in identify(no_clip).findings}
+    assert found == {"clip-missing", "option-without-effect"}
+
+
+def unpacked(data):
+    logp, old, A, m = data
+    return core(logp, old, A, m)
+
+
+def strange_keys(batch): return core(batch["foo"], batch["bar"], batch["adv"], batch["mask"])
+def of_a_model(model, batch): return model(batch["ids"]).sum()
+def of_anything(batch): return batch.sum()
+
+
+@pytest.mark.parametrize("f, says", [
+    (unpacked, "data .* not by position"), (strange_keys, "has foo, bar, adv, mask"),
+    (of_a_model, "model, batch"), (of_anything, "batch are understood as nothing")])
+def test_a_batch_that_tells_no_names_is_refused(f, says):
+    with pytest.raises(ValueError, match=says) as e: identify(f)
+    assert "\n" not in str(e.value)
 
 
 # Cautions

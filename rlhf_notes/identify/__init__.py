@@ -34,11 +34,13 @@ def identify(
     if layout not in (None, "BT", "TN"):
         raise ValueError(f'layout must be "BT", "TN" or None, got {layout!r}')
     subject = Subject(function, names, options)
+    subject.guessed = kind is None
     kind = kind or subject.guess()
     if kind is None:
         raise Unreadable(f"kind must be given, as the names of {subject.name} do not tell it: "
                          f"{', '.join(subject.parameters)} are understood as "
-                         f"{subject.understood()}")
+                         f"{subject.understood()}; a batch is read by keys or attributes, not by "
+                         "position: write a function of its tensors around it")
     subject.layout = layout
     try:
         with time_limit(LIMIT):

@@ -12,6 +12,7 @@ import threading
 import torch
 
 from .names import kind_of_roles, role_of, usual_number, parts_of
+from .packs import opened
 
 
 class Unreadable(ValueError):
@@ -80,16 +81,18 @@ class Subject:
         self.function = function.forward if isinstance(function, torch.nn.Module) else function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.parameters = self._signature(function)
-        self.roles = {}  # role -> parameter
+        self.roles, self.batch = {}, None  # role -> parameter; the one whose keys they are
         for name, x in dict(names=names, options=options).items():
             if x is not None and not isinstance(x, dict):
                 raise TypeError(f"{name} must be a dict or None, got {type(x).__name__}")
+        self._open({*(options or {}), *(names or {}), *(names or {}).values()})
         self.given = dict(options or {})
         for name in self.given.keys() - self.parameters.keys():
             raise Unreadable(f"options must be parameters of {self.name}, got {name!r}; it has "
                              f"{', '.join(self.parameters)}")
         self._assign(names or {})
         self.dialect, self.printed, self.calls, self.changed = {}, "", 0, set()
+        self.guessed = False  # the kind, from the names
         self.filled, self.unset = {}, {}  # options without a number -> the one they get here
 
     def _signature(self, function):
@@ -107,6 +110,15 @@ class Subject:
             raise TypeError(f"function must have named parameters, got {self.name}"
                             f"{inspect.signature(self.function)}; write lambda logp, old: ...")
         return named
+
+    def _open(self, known):
+        "Take the keys of a batch as parameters, where the function takes a batch."
+        with quiet(0), time_limit(LIMIT):
+            try:
+                found = opened(self.function, self.parameters, known)
+            except TimeoutError: return
+        if found:
+            self.function, self.parameters, self.batch = found
 
     def _assign(self, names):
         "Give each role its parameter: as `names` says, then by the parts of the names."
@@ -149,7 +161,15 @@ class Subject:
 
     def guess(self) -> str | None:  # a kind, or None
         "The kind, from the roles."
-        return kind_of_roles(set(self.roles), self.required())
+        kind = kind_of_roles(set(self.roles), self.required())
+        discounted = "rewards" in self.roles and any("gamma" in n.lower() for n in self.parameters)
+        return "group_advantage" if kind == "x" and discounted else kind
+
+    def doubt(self, what: str):
+        "Unreadable if the kind is a guess, and the function does what none of that kind does."
+        if self.guessed:
+            raise Unreadable(f"kind must be given, as {self.name} gives {what}; it has "
+                             f"{', '.join(self.parameters)}, understood as {self.understood()}")
 
     def prepare(self, supplied):
         "Settle what the options without default get; Unreadable if a parameter is not understood."

@@ -4,6 +4,7 @@ __all__ = ["read_group_advantage"]
 
 import torch
 
+from ..formulas.advantage import reinforce_pp_advantage
 from .calls import Unreadable, result_tensors
 from .masks import group_of
 from .probing import DTYPES, check_repeatable, noise, report_dead, same
@@ -17,9 +18,16 @@ class Groups:
         self.subject, self.report, self.roles = subject, report, subject.roles
         subject.prepare(("rewards", "index", "mask", "padding", "lengths", "logp"))
         self.G = group_of(subject) or 4
+        self.single = False  # one group a call, (G,)
+        self.told = "index" in self.roles or "group_size" in self.roles or any(
+            isinstance(x, int) and x > 1 for x in subject.numbers.values())  # which group
 
     def __call__(self, rewards, **options):
         "(P, G) -> (P, G)."
+        if not self.single: return self._together(rewards, **options)
+        return torch.cat([self._together(row, **options) for row in rewards[:, None]])
+
+    def _together(self, rewards, **options):
         how, (P, G) = self.subject.dialect, rewards.shape
         flat = rewards.reshape(-1).to(how["dtype"])
         last = torch.nn.functional.pad(flat[:, None], (2, 0))
@@ -33,20 +41,25 @@ class Groups:
                     lengths=torch.full((P * G,), 3))
         case = {r: v for r, v in case.items() if r in self.roles}
         out = result_tensors(self.subject.run(case, **options))
+        if len(out) == P * G > 1 and all(y.numel() == 1 for y in out.values()):  # a list
+            return torch.stack([y.detach().double().reshape(()) for y in out.values()]).view(P, G)
         named = [n for n in out if "adv" in str(n).lower()] + list(out)
         for n in named:
             y = out[n].detach().double()
             if how["form"] == "tokens" and y.ndim == 2 and len(y) == P * G:
+                self.each = y
                 return y[:, -1].reshape(P, G)
             if y.numel() == P * G and y.ndim in (1, 2): return y.reshape(P, G)
         shapes = ", ".join(str(tuple(y.shape)) for y in out.values()) or "nothing"
         raise Unreadable(f"{self.subject.name} returned {shapes}, expected an advantage for each "
                          f"reward, {tuple(x.shape)}")
 
+    def tokens(self, rewards):  # (P, G) on the last of three tokens -> (P G, 3)
+        self(rewards)
+        return self.each
+
     def tune(self):
-        flat_first = "index" in self.roles or "group_size" in self.roles or any(
-            isinstance(x, int) and x > 1 for x in self.subject.numbers.values())
-        forms = ("flat", "PG") if flat_first else ("PG", "flat")
+        forms = ("flat", "PG") if self.told else ("PG", "flat")
         token = any(w in self.roles["rewards"].lower() for w in ("token", "level"))
         forms = (("tokens", *forms) if token or {"mask", "index"} <= self.roles.keys()
                  else (*forms, "tokens"))
@@ -57,6 +70,21 @@ class Groups:
                                mask=("bool", "float")),
                           lambda dialect: self(R))
         check_repeatable(self.subject.name, lambda: [self(R)])
+        self._alone(R)
+
+    def _alone(self, R):
+        "One group a call, if all rewards of a call are alike and (G,) is taken."
+        if self.told or self.subject.dialect["form"] == "tokens": return
+        order = torch.randperm(R.numel(), generator=torch.Generator().manual_seed(1))
+        def mixed(x): return x.flatten()[order].view_as(x)
+        if not same([self(mixed(R))], [mixed(self(R))]): return
+        form, self.single = self.subject.dialect["form"], True
+        try:
+            self.subject.dialect["form"] = "flat"
+            self(R)
+            self.report.notes.append(f"read with the rewards of one group a call, ({self.G},)")
+        except Unreadable:
+            self.subject.dialect["form"], self.single = form, False
 
     def rewards(self, P=6, seed=0):
         "Groups of different means and spreads."
@@ -72,6 +100,7 @@ def read_group_advantage(subject) -> Report:
     groups.tune()
     R = groups.rewards()
     A = groups(R)
+    if _without_groups(report, groups, R): return report
     centred, G = R - R.mean(1, keepdim=True), groups.G
     slope = (1e3 * (groups(1e3 * R) * centred).sum(1) / (1e3 * centred).square().sum(1))
     order = centred[0].argsort()
@@ -103,6 +132,24 @@ def read_group_advantage(subject) -> Report:
         report.formula = ("rloo_advantage" if loo and not facts["deviation"] else None if loo
                           else "group_advantage")
     return _group_options(report, groups, R)
+
+
+def _without_groups(report, groups, R):
+    "Whether token rewards come in and nothing says which responses are of one prompt: REINFORCE++."
+    if groups.told or groups.subject.dialect["form"] != "tokens": return False
+    got = groups.tokens(R)
+    slopes = ((got - got.mean(0)) * (R.flatten() - R.mean())[:, None]).sum(0)
+    gamma = (slopes[1] / slopes[2]).item()
+    if not 0 < gamma <= 1.001: return False
+    x = torch.nn.functional.pad(R.reshape(-1, 1), (2, 0))
+    expected = reinforce_pp_advantage(x, gamma=min(gamma, 1.0))
+    n = x.numel()
+    for name, factor in (("population", 1.0), ("sample", ((n - 1) / n) ** 0.5)):
+        if same([got], [factor * expected], 1e-4):
+            report.facts.update(baseline=None, deviation=name, over="batch", gamma=number(gamma))
+            report.formula = "reinforce_pp_advantage"
+            return True
+    return False
 
 
 def groups_slope(groups, R):

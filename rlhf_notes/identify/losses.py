@@ -44,8 +44,7 @@ def read_value_loss(subject) -> Report:
         return losses(dict(value=V, value_old=V, returns=0 * V, mask=m))[1] / e
     weights = [(slopes(m, 1.0), m) for m, *_ in batches]
     if not any(w.any() for w, _ in weights):
-        report.find("no-gradient", "V = 1, R = 0: the gradient at V is 0, the formula gives V - R")
-        return report
+        return _without_gradient(report, subject, losses, batches[0][0])
     masked_apart(report, losses, _values(*SHAPES[0], batches[0][0]),
                  ("value", "value_old", "returns"))
     factor = mode_facts(report, losses, weights) / 2
@@ -70,6 +69,17 @@ def read_value_loss(subject) -> Report:
     report_dead(report, subject, lambda **o: [y for c in rich for y in losses(c, **o)])
     if subject.roles.keys() & {"mask", "padding", "lengths"}:
         empty_rows(report, losses, case, mask)
+    return report
+
+
+def _without_gradient(report, subject, losses, mask):
+    "No gradient at V: a fault where the number is a square of V - R, else no loss of values."
+    V = torch.ones(SHAPES[0], dtype=torch.float64)
+    one, three = (losses(dict(value=k * V, value_old=k * V, returns=0 * V, mask=mask))[0]
+                  for k in (1, 3))
+    if not one or not same([three], [9 * one]):
+        subject.doubt("a number without gradient that is no square of V - R, a statistic")
+    report.find("no-gradient", "V = 1, R = 0: the gradient at V is 0, the formula gives V - R")
     return report
 
 
@@ -146,7 +156,14 @@ def read_kl(subject) -> Report:
         v = v / full.numel() if per_token else v
         masked_apart(report, losses, case(noise(*SHAPES[0]), ragged(*SHAPES[0])),
                      ("logp", "logp_ref", "logp_old"))
+    if abs(v[4] - 1) < 1e-3 and any(
+            abs(v[i] - math.exp(s * D[i])) < 1e-4 for i in (3, 5) for s in (1, -1)):
+        subject.doubt("1 where both log-probs are equal, and exp of their difference near it: a "
+                      "ratio, no KL")
     _estimator(report, subject, D, v, reverse=other == "logp_old")
+    if report.findings and not losses.graded and report.facts["estimator"] == "k1":
+        subject.doubt("a multiple of logp - logp_ref without gradient, a KL, an advantage or a "
+                      "reward")
     rich = case(noise(*SHAPES[0], seed=4), ragged(*SHAPES[0]))
     report_dead(report, subject, lambda **o: list(losses(rich, **o)))
     if losses.reduced and subject.roles.keys() & {"mask", "padding"}:

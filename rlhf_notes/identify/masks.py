@@ -142,7 +142,7 @@ def read_aggregate(subject) -> Report:
                 scale - 1 / x) < 1e-3 * scale for x in subject.numbers.values()):
             report.find("scale", f"all token losses 1: the result is {scale:.4g} times that of "
                                  f"{report.facts['aggregation']}")
-    elif not has(report, "mask-ignored") and not has(report, "mask-leak"):
+    elif linear and not has(report, "mask-ignored") and not has(report, "mask-leak"):
         _uneven(report, got)
     report_dead(report, subject, lambda **o: [y for b in batches for y in losses(b, **o)])
     if subject.roles.keys() & {"mask", "padding", "lengths"}:
@@ -208,6 +208,10 @@ def _moments(report, subject, run, x, y, m):
     sample = ((n - 1) / n) ** 0.5
     deviations = {"population": 1.0, "sample": sample}
     facts["deviation"] = next((d for d, r in deviations.items() if abs(ratio - r) < 3e-4), None)
+    first, second = run(2 * x) - y, run(3 * x) - run(2 * x)
+    if facts["deviation"] is None and subject.guessed and first.any() and same([first], [second]):
+        report.nearest = "whiten"
+        return report.notes.append("a linear map of its numbers: nothing is divided by a deviation")
     if facts["deviation"] is None:
         report.find("deviation", f"the deviation of the result is {ratio:.4g}, the formula gives 1")
     mean, kept = z.mean().item(), x0.mean().item()

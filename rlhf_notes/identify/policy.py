@@ -112,6 +112,10 @@ def _flows(policy):
     A, mask = _advantages(B), ragged(B, T)
     every = [policy.grad(logr, A, mask) for logr in (torch.zeros(B, T).double(), _rich(B, T))]
     if any(g.abs().max() > 1e-12 for g in every): return True
+    one, two = (policy.losses(policy.case(_rich(B, T), k * A, mask))[0] for k in (1, 2))
+    if not policy.losses.graded and not (one and same([two], [2 * one])):
+        policy.subject.doubt("numbers without gradient that do not grow with the advantages, a "
+                             "statistic")
     policy.report.find("no-gradient", "logp = -1, logp_old = -1, A = 1: the gradient at logp is 0 "
                                       "for every token; the formula gives -A times the weight")
     return False

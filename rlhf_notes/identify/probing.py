@@ -54,7 +54,9 @@ class Losses:
         values = self._values(case, x, dtype)
         out = self.subject.run(values, **options)
         loss = self._loss(out, x)
-        if not loss.requires_grad: return loss.detach().double(), torch.zeros_like(x).double()
+        self.graded = loss.requires_grad
+        if not self.graded:
+            return loss.sum().detach().double(), torch.zeros_like(x).double()
         grad, = torch.autograd.grad(loss.sum(), x, allow_unused=True)
         grad = torch.zeros_like(x) if grad is None else grad
         return loss.sum().detach().double(), grad.double()

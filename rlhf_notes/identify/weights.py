@@ -4,6 +4,8 @@ __all__ = ["mode_weights", "read_mode", "SHAPES", "ragged"]
 
 import torch
 
+from ..formulas.masking import aggregation_weights
+
 SHAPES = ((48, 7), (96, 11))  # (B, T): B has many divisors, so that many group sizes fit
 GROUPS = (2, 3, 4, 6, 8, 12, 16, 24)
 
@@ -19,18 +21,11 @@ def ragged(B: int, T: int, seed: int = 0):  # -> (B, T) bool
 def mode_weights(
     mask: torch.Tensor,  # (B, T) bool, a token in each row
     mode: str,  # "token-mean", "seq-mean-token-mean", ..., "prompt-mean" or "sum"
-    group: int = 1,  # for "prompt-mean": rows of one prompt, which lie together
+    group: int | None = None,  # for "prompt-mean": rows of one prompt, which lie together
 ) -> torch.Tensor:  # (B, T), what each token's loss is multiplied by
     "Weights of an aggregation."
-    m, n = mask.double(), mask.sum(1, keepdim=True).double()
-    B, T = mask.shape
-    if mode == "token-mean": return m / n.sum()
-    if mode == "seq-mean-token-mean": return m / n / B
-    if mode == "seq-mean-token-sum": return m / B
-    if mode == "constant": return m / (B * T)
-    if mode == "sum": return m
-    tokens = n.view(-1, group).sum(1).repeat_interleave(group)[:, None]
-    return m / tokens / (B // group)
+    if mode == "sum": return mask.double()
+    return aggregation_weights(mask, mode, group=group, dtype=torch.float64)
 
 
 def read_mode(
@@ -44,7 +39,7 @@ def read_mode(
     modes = [(mode, None) for mode in
              ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "sum")]
     for mode, g in modes + [("prompt-mean", g) for g in groups if g > 1]:
-        factors = [_factor(w, mode_weights(m, mode, g or 1), m) for w, m in found]
+        factors = [_factor(w, mode_weights(m, mode, g), m) for w, m in found]
         if any(f is None for f in factors) or not _same(tolerance, *factors): continue
         factor = sum(factors) / len(factors)
         longest = max(m.shape[1] for _, m in found)
