@@ -206,7 +206,7 @@ def test_links_within_the_site_lead_somewhere(built, pages):
     for name, page in pages.items():
         for tag, a in page.tags:
             href = a.get("href") or ""
-            if tag != "a" or re.match(r"\w+:|//", href) or not href: continue
+            if tag != "a" or re.match(r"\w+:|//|#cartpole:", href) or not href: continue
             file, _, anchor = href.partition("#")
             to = Path(name.parent, file) if file else name
             to = Path(*[p for p in (built / to).resolve().relative_to(built.resolve()).parts])
@@ -475,7 +475,9 @@ def test_programs_find_every_page(built):
 def test_a_docstring_leads_to_its_page(built):
     for page in map(site_pages.Page, notebooks.notebooks()):
         markdown = f"{page.page.as_posix()}.html.md"
-        assert (built / markdown).read_text(encoding="utf-8").startswith(f"# {page.title}\n")
+        # the site's front page speaks to people, the README names the package
+        title = "How machines learn from rewards" if page.page.name == "index" else page.title
+        assert (built / markdown).read_text(encoding="utf-8").startswith(f"# {title}\n")
         if module := page.exports_to:
             text = ast.get_docstring(
                 ast.parse((notebooks.ROOT

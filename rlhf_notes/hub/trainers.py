@@ -19,7 +19,7 @@ dpo = DPO("path/or/name", prompts=pairs).learn()
 ```
 
 *A teacher.* With `teacher=`, the advantage of a token is the teacher's log-probability less the
-student's ([distillation](../../nbs/formulas/39_distillation.ipynb)); `kl_k1` in the log is then the
+student's (lesson 39, distillation); `kl_k1` in the log is then the
 divergence of whole responses. A reward is measured, and not learned from.
 
 *An advantage of your own.* `advantage=f` puts f(rewards, mask) in the place of GRPO's: rewards and
