@@ -31,7 +31,7 @@ or the list with one message of the assistant that datasets of chats have there;
 `rlhf_notes.hub.pairs` makes tokens of them.
 """
 
-__all__ = ['GREEDY', 'Trainer', 'save_policy', 'own_config', 'taught_options', 'unscored', 'RLHF', 'DPO']
+__all__ = ['GREEDY', 'Trainer', 'task_of', 'save_policy', 'own_config', 'taught_options', 'unscored', 'RLHF', 'DPO']
 
 import json
 from dataclasses import asdict
@@ -73,10 +73,9 @@ class Trainer:
         c = config
         lm, tokenizer = load_model(model, tokenizer, process_device(c.device), c.lora, c.seed)
         machine = make_machine(c, torch.device(lm.device))
-        kind = Prompts if environment is None else partial(Turns, environment=environment)
-        self.task = kind(tokenizer, prompts, reward, c.response_length, c.prompt_length,
-                         c.stop_after, lm=lm, drop_long=c.long_prompts == "filter",
-                         order=c.prompt_order, seed=c.seed)
+        self.task = task_of(environment)(
+            tokenizer, prompts, reward, c.response_length, c.prompt_length, c.stop_after, lm=lm,
+            drop_long=c.long_prompts == "filter", order=c.prompt_order, seed=c.seed)
         if self.task.rows:
             self.task.widen(machine.largest(self.task.prompt_length))
         lengths = {"prompt_length" if c.prompt_length else "prompts": self.task.prompt_length}
@@ -182,6 +181,11 @@ class Trainer:
         save_policy(path, self.config, self.policy.lm, self.task.tokenizer, merge, dtype)
 
 
+def task_of(environment):
+    "The kind of task: prompts that are answered, or dialogues with an environment."
+    return Prompts if environment is None else partial(Turns, environment=environment)
+
+
 def save_policy(path, config, lm, tokenizer, merge=False, dtype=None):
     "Write a policy with what it was sampled with, and the options of its training, rlhf.json."
     files = {"rlhf.json": json.dumps(asdict(config), indent=1) + "\n"}
@@ -256,10 +260,10 @@ class RLHF(Trainer):
         if teacher is not None:
             options, reward = taught_options(options), reward or unscored
         config = own_config(max_new_tokens, **options)
-        name = "gdpo" if config.reward_aggregation == "normalise" else config.algo
-        compare = ADVANTAGES.get("teacher" if teacher is not None else name)
+        compare = None if teacher is None else ADVANTAGES["teacher"]
         if advantage is not None:
-            if not callable(advantage) or (name, teacher) != ("grpo", None):
+            plain = (config.algo, config.reward_aggregation, teacher) == ("grpo", "sum", None)
+            if not (callable(advantage) and plain):
                 raise ValueError("advantage must be a function, for algo grpo and the sum of the "
                                  f"rewards, got {advantage!r}")
             compare = partial(group_advantages, partial(own_advantage, advantage))
@@ -305,8 +309,7 @@ class RLHF(Trainer):
     def _hold_out(self, prompts, reward, every, keep_best):
         "Evaluate on prompts of their own."
         c, vector, lm = self.config, self.loop.optimizer.vector, self.policy.lm
-        environment = getattr(self.task, "environment", None)
-        kind = Prompts if environment is None else partial(Turns, environment=environment)
+        kind = task_of(getattr(self.task, "environment", None))
         self.held_out = kind(self.task.tokenizer, prompts, reward, c.response_length, 0,
                              c.stop_after, lm=lm)
         self.held_out.reward_timeout = self.task.reward_timeout

@@ -38,7 +38,6 @@ from rlhf_notes.language.model import (
     sum_of_squares,
 )
 from rlhf_notes.language.rollout import (
-    ADVANTAGES,
     Rollout,
     rollout_stats,
     treat_overlong,
@@ -61,7 +60,7 @@ class Loop(Stage):
         self.task, self.reward, self.hooks = task, reward, hooks
         self.device = next(lm.parameters()).device
         self.machine = machine or make_machine(c, self.device)
-        self.compare = advantages or ADVANTAGES.get(c.algo)
+        self.compare = advantages  # None = those of the config
         self.reference = no_dropout(lm)  # P4
         start = lm if has_adapter(lm) else copy.deepcopy(lm)
         self.policy = Policy(start, learn_value=c.algo == "ppo")  # P2

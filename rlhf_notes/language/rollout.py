@@ -137,7 +137,8 @@ def with_advantages(config, rollout, kl_coef, compare=None, reward_weights=None)
     rewards, _ = token_rewards(rollout.scores, rollout.logp, rollout.logp_ref, beta,
                                rollout.response_mask)  # P8
     rollout = replace(rollout, rewards=rewards)
-    compare = compare or ADVANTAGES[config.algo]
+    name = "gdpo" if config.reward_aggregation == "normalise" else config.algo
+    compare = compare or ADVANTAGES[name]
     advantages, returns = compare(config, rollout, reward_weights)
     return replace(rollout, advantages=advantages, returns=returns)
 

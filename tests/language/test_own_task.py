@@ -29,6 +29,7 @@ from rlhf_notes.language.loop import Loop, rate_by_size, with_weights
 from rlhf_notes.language.machine import Scaled
 from rlhf_notes.language.model import make_gpt2, no_dropout
 from rlhf_notes.language.rollout import (
+    ADVANTAGES,
     Responses,
     rollout_stats,
     sample_table,
@@ -124,6 +125,19 @@ def test_a_policy_that_an_earlier_version_saved_is_loaded(tmp_path):
     (tmp_path / "checksums.json").unlink()  # which an earlier version did not write
     again = RLHF.load(tmp_path, prompts=["w3"], reward=count)
     assert again.config.prompt_length == 5 == again.task.prompt_length
+
+
+def test_a_loaded_policy_compares_its_rewards_as_it_did(tmp_path):
+    def size(prompts, responses): return [len(r) for r in responses]
+    kind = dict(algo="grpo", group=4, reward_aggregation="normalise")
+    own(reward=[count, size], **kind).save(tmp_path)
+    again = RLHF.load(tmp_path, prompts=["w3 w4", "w5"], reward=[count, size])
+    again.iterate()
+    x, loop = again.rollout, again.loop
+    expected, _ = ADVANTAGES["gdpo"](again.config, loop.advantages(), again.task.weights)
+    assert torch.equal(loop.advantages().advantages, expected)
+    plain, _ = ADVANTAGES["grpo"](again.config, loop.advantages(), again.task.weights)
+    assert not torch.equal(plain, expected) and x.parts.shape[1] == 2
 
 
 def test_numbers_of_numpys_are_options():

@@ -10,7 +10,6 @@ from rlhf_notes.hub.prompts import Prompts
 from rlhf_notes.language.rollout import gdpo, treat_overlong, with_advantages
 from rlhf_notes.reviews.task import make_tokenizer
 
-
 def test_rows_of_a_rollout():
     b = a_batch(trainer())
     assert len(b) == 16
