@@ -116,10 +116,9 @@ class Prompts:
                  lm=None, drop_long=False, order="random", seed=0):
         """A tokenizer as `pad_outside` leaves it; `prompts` as for `read_prompts`, `reward` as for
         `reward_functions`, None to generate alone. Prompts are padded to `prompt_length` tokens, 0
-        =
-        as many as the longest has; longer ones are left out if `drop_long`. A response may end from
-        position `stop_after` on. The policy `lm` may know of more end tokens, and a reward model
-        joins it. In "epochs" all prompts come once, in an order of `seed`, before any comes
+        = as many as the longest has; longer ones are left out if `drop_long`. A response may end
+        from position `stop_after` on. The policy `lm` may know of more end tokens, and a reward
+        model joins it. In "epochs" all prompts come once, in an order of `seed`, before any comes
         again."""
         self.tokenizer, self.response_length = tokenizer, response_length
         self.prompt_length, self.stop_after, self.order, self.seed = 0, stop_after, order, seed
@@ -246,8 +245,8 @@ class Prompts:
 # %% ../../nbs/hub/31_prompts.ipynb #in-epochs
 def in_epochs(total, first, count, *purpose):
     """The next `count` of `total` rows, after the `first` that came before: all come once before
-    any
-    comes again, each epoch in an order of its own, by `seeded_generator(*purpose, epoch)`."""
+    any comes again, each epoch in an order of its own, by
+    `seeded_generator(*purpose, epoch)`."""
     epochs = range(first // total, (first + count - 1) // total + 1)
     orders = [torch.randperm(total, generator=seeded_generator(*purpose, epoch))
               for epoch in epochs]

@@ -91,8 +91,8 @@ def called(function, given):  # an environment, from `reward_arguments`
 
 def _begin(function, given, timeout=None):
     "A future of (result, error): all that is async runs in one thread; with a timeout, all does."
-    if timeout is None: return _outcome_of(function, given)
-    if inspect.iscoroutinefunction(function): return _outcome_of(function, given)
+    if timeout is None or inspect.iscoroutinefunction(function):
+        return _outcome_of(function, given)
     future = Future()
 
     def run():

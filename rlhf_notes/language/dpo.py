@@ -47,8 +47,7 @@ class Choices:
 # %% ../../nbs/language/30_dpo.ipynb #chosen-first
 def chosen_first(prompts, mask, responses, response_mask, best):
     """Put the chosen response of each prompt first: prompts (n, N, Q), responses (n, N, T) with
-    their
-    masks, `best` (n,) from 0 to N - 1. Without `logp_ref`."""
+    their masks, `best` (n,) from 0 to N - 1. Without `logp_ref`."""
     tokens = torch.cat([prompts, responses.masked_fill(~response_mask, 0)], -1)
     mask = torch.cat([mask, torch.ones_like(response_mask)], -1)
     order = (torch.arange(mask.shape[1]) != best[:, None]).int().argsort(dim=1, stable=True)

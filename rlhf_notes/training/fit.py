@@ -6,7 +6,7 @@ called after each iteration with the trainer and its row of metrics; it may add 
 draw, or end the training by returning False.
 
 The last policy is not always the best. An `Evaluator` is a hook: every so often it scores the
-policy on what no training sees, and keeps a copy of the best one, which `restore` puts back.
+policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
 """
 
 __all__ = ['CHECKPOINT_EVERY', 'fit', 'Evaluator', 'Stage']
