@@ -10,8 +10,10 @@ __all__ = ['Scaling']
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
+from ..formulas.advantage import accumulate
 from ..formulas.whitening import RunningMoments
 
 
@@ -24,13 +26,21 @@ class Scaling:
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
         self.running = torch.zeros(config.num_envs)  # and that return
+        self._kept = None, None, None                # see `moments`
 
     def obs(self, obs):  # (N, obs_size) array -> the same, float32
         "Observations for the policy; those of the first rollout are left as they are."
         if self.config.normalize_obs and self.seen.count:
-            white = self.seen.whiten(torch.from_numpy(obs))
-            obs = white.clamp(-self.LIMIT, self.LIMIT).numpy()
+            mean, std = self.moments()
+            obs = ((obs - mean) / std).clip(-self.LIMIT, self.LIMIT)
         return obs.astype("float32", copy=False)
+
+    def moments(self):  # two arrays (obs_size,), float64
+        "Mean and standard deviation of observations, kept until `seen` changes."
+        if self._kept[0] is not self.seen.m2:  # each change makes a new tensor
+            std = (self.seen.var + 1e-8).sqrt()
+            self._kept = self.seen.m2, self.seen.mean.numpy(), std.numpy()
+        return self._kept[1:]
 
     def __call__(self, rollout):  # a rollout -> one with the policy's observations, scaled rewards
         "Scale a rollout by the moments of those before it, then learn from it."
@@ -44,11 +54,17 @@ class Scaling:
         "Rewards over the standard deviation of the return so far, this rollout's included."
         c, rewards = self.config, rollout.rewards * self.config.reward_scale
         if not c.normalize_rewards: return rewards
-        for reward, done, step in zip(rewards, rollout.done, rollout.is_step):
-            self.running = torch.where(step, c.gamma * self.running + reward, self.running)
-            if not self.running.isfinite().all():
-                raise FloatingPointError("the discounted return of scaled rewards is infinite")
-            self.earned.update(self.running, step)
-            self.running = torch.where(done, 0.0, self.running)
+        earned = self.discounted(rewards, rollout.done, rollout.is_step)
+        if not earned.isfinite().all():
+            raise FloatingPointError("the discounted return of scaled rewards is infinite")
+        self.earned.update(earned, rollout.is_step)
+        self.running = torch.where(rollout.done[-1], 0.0, earned[-1])
         scale = (self.earned.var + 1e-8).rsqrt().to(rewards)
         return (rewards * scale).clamp(-self.LIMIT, self.LIMIT)
+
+    def discounted(self, rewards, done, is_step):  # (T, N)
+        "The discounted return so far, G_t = gamma G_{t-1} + r_t; a reset step leaves it as it is."
+        gains, keeps = torch.where(is_step, rewards, 0), torch.where(is_step, self.config.gamma, 1.0)
+        gains[0] += keeps[0] * self.running
+        keeps[1:] *= ~done[:-1]  # an end starts anew
+        return accumulate(gains.flip(0), keeps.flip(0)).flip(0)

@@ -32,6 +32,7 @@ from rlhf_notes.control.rollout import Collector, Rollout
 from rlhf_notes.control.scaling import Scaling
 from rlhf_notes.control.trainer import PPO, episode_returns, train
 from rlhf_notes.formulas import ppo as losses
+from rlhf_notes.formulas.whitening import RunningMoments
 from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
@@ -340,6 +341,30 @@ def test_scaling_equals_the_loops(seed, normalize_obs, normalize_rewards, reward
         assert got.obs[r.is_step].abs().max() < 10 and (got.obs[~r.is_step] == 10).all()
     if not (normalize_obs or normalize_rewards) and reward_scale == 1:
         assert torch.equal(got.obs, r.obs) and torch.equal(got.rewards, r.rewards)
+
+
+def test_one_update_of_the_moments_for_each_rollout(monkeypatch):
+    "Not one for each step: there a rollout of 2048 steps took 0.2 s, a fifth of an iteration."
+    scaling = Scaling(replace(SMALL, num_envs=3, normalize_obs=True, normalize_rewards=True), 2)
+    seen, update = [], RunningMoments.update
+    monkeypatch.setattr(RunningMoments, "update",
+                        lambda self, x, mask: seen.append(x.shape) or update(self, x, mask))
+    scaling(some_rollout(0, T=40))
+    assert seen == [(40, 3, 2), (40, 3)]
+
+
+def test_moments_are_kept_until_they_change():
+    scaling = Scaling(replace(SMALL, normalize_obs=True), 2)
+    obs = np.float32([[3.0, -1.0]])
+    scaling.seen.update(torch.rand(9, 2))
+    first = scaling.obs(obs)
+    assert scaling.moments()[1] is scaling.moments()[1]
+    other = RunningMoments((2,)).update(torch.randn(9, 2))  # as many observations as before
+    scaling.seen.load_state_dict(other.state_dict())
+    expected = other.whiten(torch.from_numpy(obs)).clamp(-10, 10).numpy()
+    assert (scaling.obs(obs) == expected).all() and (expected != first).all()
+    scaling.seen.update(torch.ones(1, 2))
+    assert (scaling.obs(obs) != expected).all()
 
 
 @pytest.mark.parametrize("reward", [3.0, -3.0])
