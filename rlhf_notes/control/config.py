@@ -104,6 +104,8 @@ class PPOConfig:
     "steps from one evaluation of the greedy policy to the next while it trains; 0 = none"
     keep_best: bool = False
     "end with the policy of the best evaluation, not with the last"
+    recent_episodes: Count = 20
+    "last episodes in return_mean and length_mean; papers take 100"
 
     def __post_init__(self):
         wanted = f"num_envs * num_steps = {self.batch}"

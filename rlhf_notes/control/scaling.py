@@ -64,7 +64,8 @@ class Scaling:
 
     def discounted(self, rewards, done, is_step):  # (T, N)
         "The discounted return so far, G_t = gamma G_{t-1} + r_t; a reset step leaves it as it is."
-        gains, keeps = torch.where(is_step, rewards, 0), torch.where(is_step, self.config.gamma, 1.0)
+        gains = torch.where(is_step, rewards, 0)
+        keeps = torch.where(is_step, self.config.gamma, 1.0)
         gains[0] += keeps[0] * self.running
         keeps[1:] *= ~done[:-1]  # an end starts anew
         return accumulate(gains.flip(0), keeps.flip(0)).flip(0)

@@ -36,7 +36,7 @@ from rlhf_notes.control.envs import (
 )
 from .export import WholePolicy
 from .policy import Agent
-from .ppo import RECENT, Loop, seeds
+from .ppo import Loop, seeds
 from .rollout import Collector, can_stagger
 from rlhf_notes.control.saved import (
     check_kept,
@@ -297,7 +297,8 @@ class PPO(Loop):
         "Add to the clock; note when the recent episodes first reached the threshold."
         clock, solve = self.clock, self.threshold
         clock["wall_seconds"] += seconds
-        if clock["steps_to_solve"] or solve is None or len(self.recent) < RECENT: return
+        if clock["steps_to_solve"] or solve is None: return
+        if len(self.recent) < self.recent.maxlen: return
         if row["return_mean"] >= solve:
             clock.update(steps_to_solve=row["steps"], seconds_to_solve=clock["wall_seconds"])
 

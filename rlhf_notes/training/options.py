@@ -64,6 +64,7 @@ ELSEWHERE = dict(  # what stable-baselines3 and TRL call it -> what it is called
     total_timesteps="steps", n_envs="num_envs", n_steps="num_steps", n_epochs="epochs",
     batch_size="minibatches (how many)", gae_lambda="lam", clip_range="clip",
     clip_range_vf="value_clip", ent_coef="entropy_coef", vf_coef="value_coef",
+    stats_window_size="recent_episodes",
     per_device_train_batch_size="batch (responses in all)", num_generations="group",
     num_iterations="epochs", max_steps="iterations", max_completion_length="max_new_tokens",
     max_prompt_length="prompt_length", beta="kl_coef (dpo_beta for DPO)", epsilon="clip",

@@ -748,9 +748,8 @@ def test_an_episode_ends_where_its_environment_ends_it(monkeypatch, registered, 
 
 def test_the_summary_says_what_was_promised(tmp_path, monkeypatch):
     monkeypatch.setattr(control, "threshold", lambda env_id: 22.0)
-    monkeypatch.setattr(control, "RECENT", 10)
     run = Run.create(tmp_path / "run", {"task": "cartpole"})
-    _, rows, s = train(SMALL, run)
+    _, rows, s = train(replace(SMALL, recent_episodes=10), run)
     assert {"task", "env", "algo", "seed", "device", "steps", "wall_seconds", "eval_return_mean",
             "eval_return_std", "eval_episodes", "solved", "steps_to_solve", "seconds_to_solve",
             "interrupted",
@@ -856,13 +855,13 @@ def test_a_disk_that_is_full_at_the_end_costs_no_summary(tmp_path, monkeypatch):
 
 
 def test_too_few_episodes_solve_nothing(monkeypatch):
-    """With a threshold that the first episode passes, `steps_to_solve` still waits until RECENT
-    episodes have ended.
+    """With a threshold that the first episode passes, `steps_to_solve` still waits until
+    `recent_episodes` have ended.
     """
     monkeypatch.setattr(control, "threshold", lambda env_id: 1.0)
     _, rows, s = train(SMALL)
-    waited = [r["steps"] for r in rows if r["episodes"] >= control.RECENT]
-    assert rows[0]["episodes"] < control.RECENT
+    waited = [r["steps"] for r in rows if r["episodes"] >= SMALL.recent_episodes]
+    assert rows[0]["episodes"] < SMALL.recent_episodes
     assert s["steps_to_solve"] == waited[0] > rows[0]["steps"]
 
 
