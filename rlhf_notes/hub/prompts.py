@@ -24,7 +24,7 @@ from rlhf_notes.hub.load import (
     end_tokens,
     warn_of_turns_without_end,
 )
-from .rewards import TEXTS, call_rewards, fresh, reward_arguments, reward_functions
+from .rewards import TEXTS, bind, call_rewards, fresh, reward_functions
 from ..language.rollout import Responses
 from ..language.sampling import sample
 from ..training.options import read_json
@@ -124,18 +124,10 @@ class Prompts:
         self.prompt_length, self.stop_after, self.order, self.seed = 0, stop_after, order, seed
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
         self.until = dict(stop=self.stop_token, stop_after=stop_after)  # no G4
-        device = getattr(lm, "device", "cpu")
-        self.rewards = [] if reward is None else reward_functions(reward, device)
-        models = (f.model for f, _ in self.rewards if isinstance(f, Classifier))
-        self.reward_models = nn.ModuleList(models)
-        self.weights = torch.tensor([float(weight) for _, weight in self.rewards] or [1.0])
         self.vocab_size = math.inf if lm is None else len(lm.get_output_embeddings().weight)
         self.rows = read_prompts(prompts)
+        self.use(reward, getattr(lm, "device", "cpu"))
         if not self.rows: return
-        columns = dict.fromkeys(self.rows[0].keys() - {"prompt"}, [])
-        for f, _ in self.rewards:
-            if not isinstance(f, Classifier):
-                reward_arguments(f, {name: [] for name in TEXTS}, columns)
         self.tokens, self.mask = self.encode(self.rows, prompt_length)
         if drop_long:
             self._drop(self.mask.sum(1) > prompt_length, prompt_length)
@@ -145,6 +137,19 @@ class Prompts:
                              f"tokens of the longest prompt, got {prompt_length}")
         if not isinstance(self.rows[0]["prompt"], str):
             warn_of_turns_without_end(tokenizer, self.stop_token)
+
+    def use(self, reward, device="cpu"):
+        "Take the rewards of `reward_functions`, None = none, and bind what each asks for."
+        self.rewards = [] if reward is None else reward_functions(reward, device)
+        models = (f.model for f, _ in self.rewards if isinstance(f, Classifier))
+        self.reward_models = nn.ModuleList(models)
+        self.weights = torch.tensor([float(weight) for _, weight in self.rewards] or [1.0])
+        self.own = [f for f, _ in self.rewards if not isinstance(f, Classifier)]
+        self.bound = [bind(f, self.columns()) for f in self.own if self.rows]
+
+    def columns(self):
+        "The names of the prompts' columns beside the prompt."
+        return [name for name in self.rows[0] if name != "prompt"]
 
     def _drop(self, long, length):
         "Leave out the rows where `long` is True, and say how many."
@@ -206,31 +211,27 @@ class Prompts:
         return truncate_at_stop(responses, self.stop_token, self.pad_token, self.stop_after)  # P5
 
     def as_arguments(self, rows, said):
-        "Arguments of a reward: a list by each name in `TEXTS`, and by that of each column."
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        "Return all that a reward may ask for: a list by each name in `TEXTS`, and of each column."
+        known = {name: [row[name] for row in rows] for name in rows[0]}
         ids = [[t for t in row if t != self.pad_token] for row in said.tolist()]
-        return dict(zip(TEXTS, (columns.pop("prompt"), self.decode(said), ids))), columns
+        return known | dict(zip(TEXTS, (known["prompt"], self.decode(said), ids)))
 
-    def whole(self, prompts, responses):
-        """Prompts and responses together as lists of tokens, without padding and the token of
-        an end.
-        """
+    def read_by(self, model, known, prompts, responses):
+        "The scores of a reward model, which reads tokens without padding and the token of an end."
         rows = torch.cat([prompts, responses], 1).tolist()
         rows = [[t for t in row if t != self.pad_token] for row in rows]
-        return [row[:-1] if row[-1] in self.stop_token else row for row in rows]
+        rows = [row[:-1] if row[-1] in self.stop_token else row for row in rows]
+        return model(model.read(self.tokenizer, known["prompts"], known["responses"], rows))
 
     def score(self, prompts, mask, found):
         "Each of the user's rewards, (B, R); NaN where there is none."
         if not self.rewards:
             raise ValueError("reward must be a function to learn from, got none (DPO learns from "
                              "pairs)")
-        arguments = self.as_arguments(found.rows, found.said.cpu())
-        given, said = arguments[0]["prompts"], arguments[0]["responses"]
-        whole = self.whole(prompts, found.whole)
-        own = [f for f, _ in self.rewards if not isinstance(f, Classifier)]
-        numbers = iter(call_rewards(own, *arguments, self.reward_timeout))
-        scores = [f(f.read(self.tokenizer, given, said, whole)) if isinstance(f, Classifier) else
-                  next(numbers) for f, _ in self.rewards]
+        known = self.as_arguments(found.rows, found.said.cpu())
+        numbers = iter(call_rewards(self.own, self.bound, known, self.reward_timeout))
+        scores = [self.read_by(f, known, prompts, found.whole) if isinstance(f, Classifier)
+                  else next(numbers) for f, _ in self.rewards]
         return torch.stack(scores, 1).to(prompts.device)
 
     def reward_stats(self, rollout):

@@ -84,7 +84,6 @@ class RewardTrainer(Classifier):
         first = self.iteration * self.batch
         return in_epochs(len(self.tokens), first, self.batch, "pairs", self.seed)
 
-    @usual_defaults("model")
     def iterate(self) -> dict:  # column -> number
         "One gradient step: its row of metrics."
         check_left(self)
@@ -106,6 +105,7 @@ class RewardTrainer(Classifier):
         self.rows.append(row)
         return row
 
+    @usual_defaults("model")
     def learn(
         self,
         callback=None,  # callback(trainer, row) after each iteration; False ends the training

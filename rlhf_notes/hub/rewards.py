@@ -15,7 +15,7 @@ An exception ends the training, None leaves a response out. Several rewards come
 weights or without; a directory or a name is that of a reward model.
 """
 
-__all__ = ['TEXTS', 'STARRED', 'fresh', 'reward_arguments', 'called', 'call_rewards', 'call_reward', 'reward_functions']
+__all__ = ['TEXTS', 'STARRED', 'fresh', 'bind', 'begin', 'called', 'call_rewards', 'reward_functions']
 
 import asyncio
 import copy
@@ -30,6 +30,7 @@ from collections.abc import Mapping, Set
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -50,28 +51,24 @@ def fresh(x):
     except Exception: return x  # a lock, a module, a client
 
 
-def reward_arguments(
-    function,  # a reward
-    texts: dict,  # a list by each name in `TEXTS`
-    columns: dict,  # name -> list: the other columns of the prompts
-    kind: str = "reward",  # what the function is, for the message
-) -> inspect.BoundArguments:
-    "Arguments by name where a function names them; prompts and responses in turn for the others."
-    if clash := columns.keys() & texts.keys():
+def bind(function, columns=(), kind="reward") -> inspect.BoundArguments:
+    """Where each of `TEXTS` and the columns goes, by its name: to the parameter of that name, and
+    prompts and responses in turn to those of others; `kind` is what the function is."""
+    if clash := {*columns} & {*TEXTS}:
         raise ValueError(f"prompts must have no column {min(clash)}, which a reward gets already")
     try:
         signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):  # written in C
         signature = inspect.signature(lambda *texts, **columns: None)
-    known = dict(completions=texts["responses"]) | columns | texts
+    known = dict(completions="responses") | {x: x for x in (*columns, *TEXTS)}
     bound, parameters = signature.bind_partial(), signature.parameters.items()
     named = {k: known[k] for k, p in parameters if k in known and p.kind not in STARRED}
-    left = [texts[k] for k in TEXTS[:2] if not any(x is texts[k] for x in named.values())]
+    left = [x for x in TEXTS[:2] if x not in named.values()]
     for name, p in parameters:
         if name in named:
             bound.arguments[name] = named[name]
         elif p.kind is p.VAR_KEYWORD:
-            bound.arguments[name] = {k: x for k, x in columns.items() if k not in named}
+            bound.arguments[name] = {x: x for x in columns if x not in named}
         elif p.kind is p.VAR_POSITIONAL:
             bound.arguments[name], left = tuple(left), []
         elif p.default is p.empty:
@@ -79,40 +76,46 @@ def reward_arguments(
                 raise ValueError(f"{kind} must take prompts, responses and columns of the prompts, "
                                  f"got the argument {name!r} beside the columns {[*columns]}")
             bound.arguments[name] = left.pop(0)
-    if "completion_ids" not in named and any(x is texts["responses"] for x in left):
+    if "completion_ids" not in named and "responses" in left:
         raise ValueError(f"{kind} must take prompts and responses, got a function of {signature}")
     return bound
 
 
-def called(function, given):  # an environment, from `reward_arguments`
+def begin(function, bound, known, timeout=None):
+    """The result of a function of `known`, name -> list; or a future of (result, error) if it is
+    async or has a time limit."""
+    known = fresh(known)
+    named = {k: known[x] for k, x in bound.kwargs.items()}
+    work = partial(function, *(known[x] for x in bound.args), **named)
+    if timeout is not None and not inspect.iscoroutinefunction(function): return _in_thread(work)
+    result = work()
+    return _in_loop(result) if inspect.isawaitable(result) else result
+
+
+def called(function, bound, known):  # an environment
     "The result of a function that may be async."
-    return _result(_begin(function, given))
+    result = begin(function, bound, known)
+    return _result(result) if isinstance(result, Future) else result
 
 
-def _begin(function, given, timeout=None):
-    "A future of (result, error): all that is async runs in one thread; with a timeout, all does."
-    if timeout is None or inspect.iscoroutinefunction(function):
-        return _outcome_of(function, given)
+def _in_loop(awaitable):
+    "All that is async runs in one thread."
+    return asyncio.run_coroutine_threadsafe(_outcome(awaitable), _loop())
+
+
+def _in_thread(work):
+    "A thread for each, which the end of the program does not wait for."
     future = Future()
 
     def run():
-        outcome = _outcome_of(function, given).result()
+        try:
+            result = work()
+            outcome = _in_loop(result).result() if inspect.isawaitable(result) else (result, None)
+        except BaseException as e:
+            outcome = None, e
         with suppress(InvalidStateError):  # nobody waits any more
             future.set_result(outcome)
     threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def _outcome_of(function, given):
-    "Call a function: the future of an async one is under way, others have ended."
-    future = Future()
-    try:
-        values = function(*given.args, **given.kwargs)
-        if inspect.isawaitable(values):
-            return asyncio.run_coroutine_threadsafe(_outcome(values), _loop())
-        future.set_result((values, None))
-    except BaseException as e:
-        future.set_result((None, e))
     return future
 
 
@@ -178,42 +181,32 @@ if hasattr(os, "register_at_fork"):  # a thread that held it is not in the child
     os.register_at_fork(after_in_child=_new_lock)
 
 
-def call_rewards(functions, texts, columns, timeout=None) -> list:  # (B,) each, NaN = no score
+def call_rewards(functions, bound, known, timeout=None) -> list:  # (B,) each, NaN = no score
     """The numbers that reward functions return; async ones run at the same time.
 
-    `texts` and `columns` are as for `reward_arguments`; `timeout` is in seconds, for each call.
+    `bound` is of `bind`, `known` has a list by each name; `timeout` is in seconds, for each call.
     ValueError tells what else a function does.
     """
-    begun, found, count = [], {}, len(texts["responses"])
-    until = None if timeout is None else time.monotonic() + timeout
-
-    def look(i):
-        found[i] = _numbers(functions[i], begun[i], count, until, timeout)
-
+    found, count, end = [], len(known["responses"]), time.monotonic() + (timeout or 0)
     try:
-        for i, function in enumerate(functions):
-            given = reward_arguments(function, *fresh((texts, columns)))
-            begun.append(_begin(function, given, timeout))
-            if begun[i].done():  # if it has failed, no other begins
-                look(i)
-        for i in sorted({*range(len(functions))} - {*found}):
-            look(i)
-        return [found[i] for i in range(len(functions))]
+        for f, b in zip(functions, bound):  # if one fails at once, no other begins
+            found.append(_numbers(f, count, begin, f, b, known, timeout))
+        for i, x in enumerate(found):
+            if isinstance(x, Future):
+                found[i] = _numbers(functions[i], count, _result, x, timeout and end, timeout)
+        return found
     finally:
-        for future in begun:
-            future.cancel()
+        for x in found:
+            if isinstance(x, Future):
+                x.cancel()
 
 
-def call_reward(function, texts, columns) -> torch.Tensor:  # (B,), NaN = no score
-    "The numbers that one reward function returns, as `call_rewards`."
-    return call_rewards([function], texts, columns)[0]
-
-
-def _numbers(function, future, count, until, timeout):
-    "The numbers that a reward has returned, as a tensor."
+def _numbers(function, count, step, *args):
+    "The numbers that `step(*args)` of a reward returns, as a tensor; or the future of them."
     values = "nothing"
     try:
-        values = _result(future, until, timeout)
+        values = step(*args)
+        if isinstance(values, Future): return values
         if isinstance(values, (Mapping, Set)) or hasattr(values, "iterrows"):
             raise TypeError(f"a {type(values).__name__} is no list")
         # + 0.0, since float takes strings
@@ -221,16 +214,18 @@ def _numbers(function, future, count, until, timeout):
     except KeyboardInterrupt: raise
     except BaseException as e:
         place, hint = _place(e)
-        raise ValueError("reward must return a list of numbers, with None where there is no score, "
-                         f"got {shorten(str(values), 80)} ({place}) from {_name(function)}"
-                         f"{hint}") from e
+        raise _refused("a list of numbers, with None where there is no score", values, function,
+                       f" ({place})", hint) from e
     if len(numbers) != count:
-        raise ValueError(f"reward must return a number for each of the {count} responses, got "
-                         f"{len(numbers)} from {_name(function)}")
+        raise _refused(f"a number for each of the {count} responses", len(numbers), function)
     if numbers.isinf().any():
-        raise ValueError("reward must return finite numbers, or None where there is no score, got "
-                         f"{shorten(str(values), 80)} from {_name(function)}")
+        raise _refused("finite numbers, or None where there is no score", values, function)
     return numbers
+
+
+def _refused(expected, got, function, place="", hint=""):
+    return ValueError(f"reward must return {expected}, got {shorten(str(got), 80)}{place} from "
+                      f"{_name(function)}{hint}")
 
 
 def _name(function): return getattr(function, "__name__", type(function).__name__)

@@ -15,7 +15,7 @@ import torch
 
 from .load import as_text, check_tokens
 from .prompts import Prompts, token_ids
-from .rewards import TEXTS, called, fresh, reward_arguments
+from .rewards import bind, called
 from ..language.model import check_context
 from ..language.rollout import Responses
 
@@ -68,14 +68,13 @@ class Dialogues:
     def reply(self, asked):
         "Let the environment reply to rows whose turn has ended; those that go on."
         task, rows, going = self.task, [self.rows[i] for i in asked.tolist()], []
-        texts, columns = task.as_arguments(rows, self.cut(self.begin)[asked].cpu())
-        given = reward_arguments(task.environment, *fresh((texts, columns)), "environment")
-        replies = called(task.environment, given)
-        known = isinstance(replies, list) and all(isinstance(x, str | None) for x in replies)
-        if not known or len(replies) != len(rows):
+        known = task.as_arguments(rows, self.cut(self.begin)[asked].cpu())
+        replies = called(task.environment, task.asked, known)
+        texts = isinstance(replies, list) and all(isinstance(x, str | None) for x in replies)
+        if not texts or len(replies) != len(rows):
             raise ValueError(f"environment must return a list of {len(rows)} texts, with None "
                              f"where a dialogue is over, got {shorten(str(replies), 80)}")
-        for i, row, turn, reply in zip(asked.tolist(), rows, texts["responses"], replies):
+        for i, row, turn, reply in zip(asked.tolist(), rows, known["responses"], replies):
             self.has_end[i] = reply is None
             if reply is None: continue
             ids, begin = reply_tokens(task, row, reply), int(self.end[i])
@@ -99,8 +98,7 @@ class Turns(Prompts):
         self.environment, T = environment, self.response_length
         check_context(lm, prompts=self.prompt_length, max_new_tokens=T, environment=T)
         for row in self.rows[:1]:  # the others have the same columns and template
-            columns, texts = dict.fromkeys(row.keys() - {"prompt"}, []), {x: [] for x in TEXTS}
-            reward_arguments(environment, texts, columns, "environment")
+            self.asked = bind(environment, self.columns(), "environment")
             reply_tokens(self, row, "")
 
     def respond(self, lm, prompts, mask, u, rows, temperature):

@@ -17,7 +17,6 @@ import torch
 from ..formulas.masking import masked_sum
 from ..formulas.preference import dpo_loss, implicit_reward
 from .loop import Loop, check_left, end_iteration
-from ..training.devices import usual_defaults
 from ..training.seeds import seeded_generator
 
 # %% ../../nbs/language/30_dpo.ipynb #choice-loss
@@ -64,7 +63,6 @@ class DPOLoop(Loop):
         super().__init__(config, lm, task, self.implicit_reward, machine)
         self.learn_from(choices)
 
-    @usual_defaults("policy")
     @torch.no_grad()
     def learn_from(self, choices):
         "Compute the reference's log-probs, once, and the order of the prompts."
@@ -76,7 +74,6 @@ class DPOLoop(Loop):
         order = torch.cat([torch.randperm(n, generator=generator) for _ in range(passes)])
         self.order = order.split(c.batch)
 
-    @usual_defaults("policy")
     def iterate(self):
         "One iteration: `batch` prompts in `minibatches` gradient steps; its row."
         check_left(self)

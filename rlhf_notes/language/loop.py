@@ -44,7 +44,7 @@ from rlhf_notes.language.rollout import (
     weighted_sum,
     with_advantages,
 )
-from ..training.devices import to_device, usual_defaults
+from ..training.devices import to_device
 from ..training.fit import Stage
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite
@@ -68,7 +68,6 @@ class Loop(Stage):
         self.optimizer, self.kl = Adam(self.policy, c.adam_eps), kl_controller(c)
         self.iteration, self.iterations, self.steps = 0, c.iterations, 0
 
-    @usual_defaults("policy", "task.reward_models")
     def iterate(self):
         "One iteration: sample responses, score them, learn from them; its row, column -> number."
         check_left(self)

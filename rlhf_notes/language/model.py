@@ -11,7 +11,7 @@ __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_co
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -196,10 +196,14 @@ class Policy(nn.Module):
         return logp, entropy, self.value(hidden)
 
 # %% ../../nbs/language/23_model.ipynb #checkpointing
-@contextmanager
 def checkpointing(lm: nn.Module):
-    "Let transformers compute its blocks again; inside of them eval mode lasts, both times."
+    "Let transformers compute its blocks again, where the model is to do so."
     marked = [m for m in lm.modules() if vars(m).get("gradient_checkpointing")]
+    return _computed_again(marked) if marked else nullcontext()
+
+@contextmanager
+def _computed_again(marked):
+    "Training mode for these modules alone; inside of blocks eval mode lasts, both times."
     inside = {x for m in filter(_is_block, marked) for x in m.modules() if x is not m}
     for m in marked:
         m.training = m not in inside
@@ -231,9 +235,12 @@ def _float32(head, hidden):
         return head(hidden.float()).squeeze(-1)
 
 # %% ../../nbs/language/23_model.ipynb #as-reference
-@contextmanager
 def as_reference(lm: nn.Module):
-    "Inside, a model with an adapter computes, without gradient, what it did when `Policy` took it."
+    "Inside, a model computes without gradient; one with an adapter as when `Policy` took it."
+    return _at_start(lm) if has_adapter(lm) else torch.no_grad()
+
+@contextmanager
+def _at_start(lm):
     start, weights = vars(lm).get("start", {}), dict(lm.named_parameters())
     now = {name: weights[name].data for name in start}
     try:

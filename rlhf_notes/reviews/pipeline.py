@@ -117,7 +117,6 @@ class Training:
         "True if the last stage is complete."
         return self.name == "rl" and self.stage.iteration >= self.stage.iterations
 
-    @usual_defaults("lm", "task.reward_models")
     def iterate(self) -> dict:  # column -> number
         "One step of the stage: its row."
         self.advance()
@@ -273,6 +272,7 @@ def evaluate(
                       task.true_rewards(prompts, mask, responses), rollout)
 
 # %% ../../nbs/reviews/28_pipeline.ipynb #train
+@usual_defaults("lm", "task.reward_models")
 def train(
     training: Training,  # at its beginning
     run: Run | None = None,  # where to write, and perhaps continue; None = nowhere

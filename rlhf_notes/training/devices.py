@@ -7,8 +7,9 @@ Several processes may train one language model; the launcher gives each a device
 whole model, so a launcher that is to shard it is refused.
 
 A training computes in float32, and on one thread if the largest of its models is small: threads
-wait for one another at the end of every operation. Both are settings of the process, and trainings
-may overlap: the first one saves what it finds, and the last one restores it.
+wait for one another at the end of every operation. Both are settings of the process, made once for
+a training, by `learn`; a single `iterate()` computes with those of its caller. Trainings may
+overlap: the first one saves what it finds, and the last one restores it.
 """
 
 __all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'SMALL', 'pick_device', 'to_device', 'make_accelerator', 'process_device',

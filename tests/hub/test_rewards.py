@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rlhf_notes.hub import rewards
-from rlhf_notes.hub.rewards import TEXTS, call_reward
+from rlhf_notes.hub.rewards import TEXTS, bind, call_rewards
 
 GIVEN = dict(zip(TEXTS, (["a", "b"], ["x", "y"], [[1], [2]])))
 
@@ -29,7 +29,9 @@ def within(seconds, function, *args):
     return found[0]
 
 
-def scores(reward): return within(20, call_reward, reward, GIVEN, {})
+def scores(reward):
+    found = all_scores(reward)
+    return found if isinstance(found, BaseException) else found[0]
 
 
 async def fine(prompts, responses):
@@ -121,7 +123,7 @@ def blocking(seconds):
 
 
 def all_scores(*functions, timeout=None):
-    return within(20, rewards.call_rewards, functions, GIVEN, {}, timeout)
+    return within(20, call_rewards, functions, [*map(bind, functions)], GIVEN, timeout)
 
 
 def test_async_rewards_run_at_the_same_time():

@@ -168,7 +168,8 @@ def test_what_environment_and_reward_get():
 
 class Reader(Classifier):
     "A reward model that notes what it reads."
-    def __init__(self, tokenizer): self.texts, self.tokenizer = [], tokenizer
+    def __init__(self, tokenizer):
+        self.texts, self.tokenizer, self.model = [], tokenizer, torch.nn.Identity()
 
     def __call__(self, texts):
         self.texts += texts
@@ -179,7 +180,7 @@ def test_a_reward_model_reads_whole_dialogues():
     for prompts, template in ((("w3 w4", "w5"), None), (ASKED, CHATML)):
         t = talking(prompts=prompts, template=template)
         reader = Reader(t.task.tokenizer)
-        t.task.rewards = [(reader, 1.0)]
+        t.task.use(reader)
         t.iterate()
         shown = sample_table(t.task, t.rollout, 16)
         for text, row in zip(reader.texts, shown):

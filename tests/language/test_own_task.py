@@ -193,9 +193,8 @@ def test_a_large_reward_model_computes_on_all_threads(monkeypatch, tmp_path):
             t = RLHF(lm, tokenizer(), prompts=["w3"], reward=reward, algo="ppo", iterations=2,
                      **SMALL)
             assert t.kl is t.loop.kl
-            t.iterate()
             t.learn()
-        assert threads == [1, 1, 2, 2]
+        assert threads == [1, 1, 2, 2]  # in both iterations
     finally: torch.set_num_threads(before)
 
 
@@ -570,7 +569,7 @@ def test_rewards_add_up_and_none_is_no_score(half):
     tokens, mask = task.encode(rows, task.prompt_length)
     parts = task.score(tokens, mask, answers(task, ["w9 w9"] * 2, rows))
     assert weighted_sum(parts, task.weights).tolist() == [3, 1]
-    task.rewards = reward_functions(some)
+    task.use(some)
     scores = task.score(tokens, mask, answers(task, ["w9 w9"] * 2, rows))[:, 0]
     assert scores[0] == 2 and scores[1].isnan()
 
@@ -585,7 +584,7 @@ def test_a_reward_may_be_async_where_a_loop_runs_already():
     assert awaited.rows[0]["score"] == plain.rows[0]["score"]
     async def kept(): return asyncio.get_running_loop()
     nothing = inspect.signature(kept).bind()
-    assert called(kept, nothing) is called(kept, nothing)  # whatever keeps a client
+    assert called(kept, nothing, {}) is called(kept, nothing, {})  # whatever keeps a client
     async def wrong(prompts, responses): return {}["x"]
     with pytest.raises(ValueError, match="^reward must return a list .*KeyError: 'x', line"):
         own(reward=wrong).learn()
@@ -671,9 +670,10 @@ def test_rewards_get_what_they_name():
         (lambda completions, scale=2, *, completion_ids, m=0: seen(scale, completion_ids, m),
          (2, ids, [2], {})),
     ):
-        got, task.rewards = [], reward_functions(reward)
+        got = []
+        task.use(reward)
         assert task.score(task.tokens, task.mask, found).tolist() == [[1]] and got == [expected]
-    task.rewards = reward_functions(max)                                       # has no signature
+    task.use(max)                                                       # has no signature
     with pytest.raises(ValueError, match="reward must return"):
         task.score(task.tokens, task.mask, found)
 
