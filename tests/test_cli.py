@@ -435,12 +435,15 @@ def test_output_that_cannot_be_written_ends_no_training(tmp_path, redirect, code
 
 
 @pytest.mark.skipif(os.name != "posix", reason="ulimit")
-def test_a_full_disk_is_told_in_a_line(tmp_path):
-    line = f"ulimit -f 16; {sys.executable} -m rlhf_notes.cli cartpole {' '.join(QUICK)} --out run"
+@pytest.mark.parametrize("kilobytes, full", [(16, "/checkpoint.pt"), (2, "")])
+def test_a_full_disk_is_told_in_a_line(tmp_path, kilobytes, full):
+    "With 2 the file of TensorBoard is full, whose thread has an error of its own."
+    line = (f"ulimit -f {kilobytes}; {sys.executable} -m rlhf_notes.cli cartpole "
+            f"{' '.join(QUICK)} --out run")
     env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=env)
     assert ((done.returncode, done.stderr)
-            == (1, f"rlhf-notes: cannot use {tmp_path}/run/checkpoint.pt: File too large\n"))
+            == (1, f"rlhf-notes: cannot use {tmp_path}/run{full}: File too large\n"))
 
 
 def test_a_training_that_diverges_says_so(capsys):

@@ -57,7 +57,7 @@ from rlhf_notes.control.spaces import (
 )
 from ..training.devices import pick_device, usual_defaults
 from ..training.fit import Evaluator, fit
-from ..training.options import versions
+from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
 from ..training.signals import FIRST_LINE, check_finite, diverged, end_later, progress_bar
 
@@ -71,6 +71,7 @@ class PPO(Loop):
     "PPO for a user's environment: learn, predict, evaluate, save and load."
     out = run = _rows = None
 
+    @our_names
     @usual_defaults()
     def __init__(
         self,
@@ -222,6 +223,7 @@ class PPO(Loop):
         self._note_time(row, time.perf_counter() - start)
         return row
 
+    @our_names
     @checked(steps="int [1, 1e12]?")
     def learn(
         self,
@@ -501,7 +503,7 @@ def episode_returns(choose, seed: int, episodes: int = 100, env="CartPole-v1",
     if not isinstance(env, gym.vector.VectorEnv):
         with closing(make_envs(env, episodes)) as envs:
             return episode_returns(choose, seed, episodes, envs, longest)
-    N, done, bar = env.num_envs, False, _LateBar(episodes)
+    N, done, bar = env.num_envs, False, progress_bar(episodes, 0, "evaluation", FIRST_LINE)
     limit = getattr(env.spec, "max_episode_steps", None)
     longest = longest or limit or LONGEST
     left = (episodes + np.arange(N)) // N  # for each its share: the first to end are the short ones
@@ -520,7 +522,7 @@ def episode_returns(choose, seed: int, episodes: int = 100, env="CartPole-v1",
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
         resetting = done & (autoreset_mode(env) == "NextStep")
-        bar.show(len(returns))
+        bar.update(len(returns) - bar.n)
     bar.close()
     return torch.from_numpy(np.float32(returns))
 
@@ -533,22 +535,6 @@ def _tell_long(length, done, longest, limit):
     if ((length >= longest) & ~done).any():
         warnings.warn(f"an episode has no end after {longest} steps, and counts as ended",
                       stacklevel=4)
-
-
-class _LateBar:
-    "A progress bar for what takes longer than a few seconds."
-    def __init__(self, total):
-        self.total, self.bar, self.start = total, None, time.perf_counter()
-
-    def show(self, done):
-        if self.bar is None:
-            if time.perf_counter() - self.start < FIRST_LINE: return
-            self.bar = progress_bar(self.total, 0, "evaluation")
-        self.bar.update(done - self.bar.n)
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
 
 
 def finish(

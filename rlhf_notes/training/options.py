@@ -8,9 +8,10 @@ unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
 """
 
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'plain_errors', 'read_json', 'read_options', 'versions']
+           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'plain_errors', 'our_names', 'read_json', 'read_options', 'versions']
 
 import functools
+import inspect
 import json
 import sys
 from difflib import get_close_matches
@@ -61,6 +62,8 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attrib
 
 
 ELSEWHERE = dict(  # what stable-baselines3 and TRL call it -> what it is called here
+    lr="learning_rate", policy="network (of PPO)", policy_kwargs="network (of PPO)",
+    tensorboard_log="out",
     total_timesteps="steps", n_envs="num_envs", n_steps="num_steps", n_epochs="epochs",
     batch_size="minibatches (how many)", gae_lambda="lam", clip_range="clip",
     clip_range_vf="value_clip", ent_coef="entropy_coef", vf_coef="value_coef",
@@ -86,6 +89,25 @@ def plain_errors(
 
     cls.__init__ = init
     return cls
+
+
+def our_names(
+    method,  # called by users who may know another library
+):  # the same
+    "Make a TypeError about the arguments say what they are called here."
+    expected = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        try:
+            expected.bind(*args, **kwargs)
+        except TypeError as e:
+            said = [f"{x} is {ELSEWHERE[x]} here" for x in ELSEWHERE if x in kwargs]
+            said += [f"{x} is left out here: env comes first, and network= tells of networks"
+                     for x in args if isinstance(x, str) and x.endswith("Policy")]
+            raise TypeError("; ".join([f"{method.__qualname__}: {e}", *said])) from None
+        return method(*args, **kwargs)
+    return call
 
 
 def _line(cls, fault):

@@ -122,13 +122,14 @@ def progress_bar(
     total: int,  # units in all
     initial: int = 0,  # units that are done already
     label: str = "",  # what is in progress
+    delay: float = 0.0,  # seconds before a terminal shows it; elsewhere it is FIRST_LINE
 ):  # a tqdm bar: `.update(n)`, `.set_postfix(...)`, `.close()`
     "Return a progress bar on stderr; a line now and then if that is not a terminal."
     from tqdm import tqdm
     options = dict(total=total, initial=initial, desc=label, unit_scale=True)
     if sys.stderr is None: return tqdm(**options, disable=True)
     if sys.stderr.isatty():
-        return tqdm(**options, bar_format=BAR, dynamic_ncols=True, mininterval=0.2)
+        return tqdm(**options, bar_format=BAR, dynamic_ncols=True, mininterval=0.2, delay=delay)
     lines = _Lines(sys.stderr)
     lines.bar = tqdm(**options, bar_format=BAR.replace("{bar}|", ""), file=lines, miniters=1,
                      mininterval=FIRST_LINE, delay=FIRST_LINE)

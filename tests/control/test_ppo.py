@@ -1,15 +1,19 @@
 import copy
 import gc
 import importlib.util
+import io
 import json
 import math
+import os
 import pickle
 import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -17,11 +21,12 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+import tqdm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import SEEDS
 
-from rlhf_notes import fast
+from rlhf_notes import cli, fast
 from rlhf_notes.control import ppo as inner
 from rlhf_notes.control import trainer as control
 from rlhf_notes.control.config import RECIPES, PendulumConfig, PPOConfig
@@ -33,7 +38,7 @@ from rlhf_notes.control.scaling import Scaling
 from rlhf_notes.control.trainer import PPO, episode_returns, train
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.formulas.whitening import RunningMoments
-from rlhf_notes.training import fit
+from rlhf_notes.training import fit, signals
 from rlhf_notes.training.runs import Run
 
 # eight iterations in a moment
@@ -823,6 +828,17 @@ def test_ended_episodes_do_not_play_on():
             == pytest.approx(sorted(torch.cat(one_each).tolist())))
 
 
+@pytest.mark.parametrize("call, words", [
+    (lambda: PPO(lr=1e-3), "^lr must be an option of PPOConfig: did you mean learning_rate\\?$"),
+    (lambda: PPO("MlpPolicy", "CartPole-v1"), "MlpPolicy is left out here: env comes first"),
+    (lambda: PPO("CnnPolicy", gym.make("CartPole-v1")), "CnnPolicy is left out here"),
+    (lambda: PPO(policy="MlpPolicy", env="CartPole-v1"), "^policy must be .* mean network "),
+    (lambda: PPO(steps=2048).learn(total_timesteps=1000), "total_timesteps is steps here$"),
+    (lambda: PPO(steps=2048).learn(1000, verbose=1), "^PPO.learn: got an unexpected .*'verbose'$")])
+def test_a_call_in_the_manner_of_another_library_is_told_our_names(call, words):
+    with pytest.raises((TypeError, ValueError), match=words): call()
+
+
 def test_a_finished_run_can_be_loaded(tmp_path):
     run = Run.create(tmp_path / "run", {"task": "pendulum"})
     ppo, _, _ = train(replace(PENDULUM, eval_episodes=2), run)
@@ -947,6 +963,51 @@ def interrupt_after(monkeypatch, iteration, error=None):
             signal.raise_signal(signal.SIGINT)
         return row
     monkeypatch.setattr(PPO, "iterate", interrupted)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are sent to a process")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_a_signal_that_ends_the_program_leaves_a_run_that_goes_on(tmp_path, number):
+    "The class writes all that the command would, then ends as who sent the signal expects."
+    code = ("import sys; from rlhf_notes import PPO; PPO('CartPole-v1', steps=200 * 128, "
+            "num_envs=4, num_steps=32, epochs=1, seed=2, out='cut').learn(); print('went on')")
+    p = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
+    metrics, deadline = tmp_path / "cut" / "metrics.csv", time.time() + 120
+    while p.poll() is None and time.time() < deadline and not (
+        metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
+        time.sleep(0.005)
+    p.send_signal(getattr(signal, number))
+    out, err = p.communicate(timeout=120)
+    assert (p.returncode, out) == (-getattr(signal, number), ""), err
+    assert re.fullmatch(r"stopping after \d+ of 200 iterations; .*\n", err)
+    summary, before = json.loads((tmp_path / "cut/summary.json").read_text()), metrics.read_text()
+    assert summary["interrupted"] and 0 < before.count("\n") - 1 < 200
+    assert cli.main(["train", "--resume", str(tmp_path / "cut")]) == 0
+    assert metrics.read_text().startswith(before) and metrics.read_text().count("\n") == 201
+    assert not json.loads((tmp_path / "cut/summary.json").read_text())["interrupted"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_evaluation_that_takes_long_shows_a_bar(monkeypatch, slow, terminal):
+    "After five seconds from its start (here 0.2), until all episodes have ended; else nothing."
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(tqdm, "tqdm", partial(tqdm.tqdm, disable=False))  # conftest turns it off
+    if slow:
+        for module in control, signals: monkeypatch.setattr(module, "FIRST_LINE", 0.2)
+    seen = []
+    def left(obs):
+        time.sleep(0.01 * slow)
+        seen.append((time.time(), stream.getvalue()))
+        return np.ones(len(obs), int)
+    assert len(episode_returns(left, 0, 30, make_envs("CartPole-v1", 3))) == 30
+    first = [t - seen[0][0] for t, text in seen if "evaluation:" in text][:1]
+    assert all(t >= 0.2 for t in first) and bool(first) == slow
+    assert not slow or "evaluation: 100%" in stream.getvalue()
+    assert control.FIRST_LINE == signals.FIRST_LINE == (0.2 if slow else 5)
 
 
 def test_an_interrupted_run_leaves_a_whole_directory_and_goes_on(tmp_path, monkeypatch):
