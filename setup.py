@@ -34,7 +34,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["rlhf_notes", "rlhf_notes.*"]),
-    package_data={"rlhf_notes": ["py.typed", "*.pyi", "studies/*.csv"]},
+    package_data={"rlhf_notes": ["py.typed", "*.pyi", "studies/*.csv", "viz/*.js", "viz/*.css", "viz/*.html"]},
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
     entry_points={

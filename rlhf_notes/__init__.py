@@ -38,6 +38,7 @@ Modules:
 - `rlhf_notes.formulas.value`: The value loss and its clip, explained variance, and two exact ways to squash returns.
 - `rlhf_notes.formulas.whitening`: Rewards and advantages at unit scale, padding left out; and moments that add up.
 - `rlhf_notes.hub.pairs`: Preferences as texts, or as chats, and the tokens of both responses after their prompt.
+- `rlhf_notes.hub.recorder`: Keeps for `rlhf-notes view` some responses of a run, token by token.
 - `rlhf_notes.hub.rewards`: Reward functions and models: what they get by name, what they may return, and their weights.
 - `rlhf_notes.hub.save`: Write a policy or a reward model so that other programs load it, and nothing is lost.
 - `rlhf_notes.hub.spread`: Groups whose responses all have the same score: counted, drawn again, warned of.
@@ -50,6 +51,7 @@ Modules:
 - `rlhf_notes.training.runs`: The directory of a run: it holds everything, survives Ctrl-C and can be continued.
 - `rlhf_notes.training.seeds`: A random generator for each purpose.
 - `rlhf_notes.training.signals`: Ctrl-C, numbers that have become NaN, a progress bar, and output that nothing reads.
+- `rlhf_notes.view`: A run, token by token, in one HTML file that needs no network.
 - `rlhf_notes.viz.slider`: A picture that moves: sliders that need no kernel.
 - `rlhf_notes.viz.strip`: An episode as a film, a response token by token.
 - `rlhf_notes.viz.style`: One style for every figure, and an objective beside its gradient."""

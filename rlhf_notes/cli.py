@@ -16,6 +16,7 @@ rlhf-notes cartpole --resume DIR           # continue after Ctrl-C
 rlhf-notes compare --task pendulum         # race against other implementations
 rlhf-notes bench                           # time the fast formulas against others
 rlhf-notes doctor FILE                     # name what is wrong with a log
+rlhf-notes view RUN                        # its responses, token by token, as a page
 ```
 
 The options of a run are the fields of its config. `--help` shows the everyday ones first and the
@@ -37,7 +38,7 @@ which a line says how to continue.
 __all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'CONVERTERS', 'Out', 'Overwrite', 'Resume', 'Trust', 'Prompts',
            'Reward', 'Directory', 'FEW', 'Few', 'Whole', 'Seeds', 'Track', 'Chat', 'From', 'Named', 'BenchTask', 'main',
            'options_of', 'training', 'command', 'demo', 'generate', 'aligned', 'compare', 'bench', 'doctor',
-           'identify']
+           'view', 'identify']
 
 import errno
 import inspect
@@ -459,6 +460,21 @@ def doctor(
     columns = ", ".join(x.column for x in series(rows).values())
     print(*found or [f"nothing found in {len(rows)} rows, by {columns}"], sep="\n")
     return int(bool(found))
+
+
+@command
+def view(
+    run: Path,  # of rlhf, or completions that TRL or verl has logged: a directory or a file
+    *,
+    out: From = None,  # an .html file to write; by default view.html in the run, or beside the file
+):
+    """Write a page that shows the responses of a run token by token, without a network.
+
+    With log pi of sampler, policy and reference, ratio, advantage and weight in the gradient.
+    """
+    from rlhf_notes.view import view
+    with _usage_errors():
+        print(view(run, out))
 
 
 @command

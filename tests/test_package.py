@@ -101,9 +101,9 @@ PATHS = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__in
 ARROWS = {
     "checks": "", "formulas": "checks fast", "fast": "checks", "compat": "checks formulas",
     "bridges": "checks formulas",
-    "training": "checks viz", "viz": "", "identify": "formulas checks viz",
+    "training": "checks viz", "viz": "", "view": "training", "identify": "formulas checks viz",
     "control": "checks formulas fast training viz", "language": "checks formulas fast training viz",
-    "hub": "language formulas training fast checks",
+    "hub": "language formulas training fast checks view",
     "reviews": "hub language formulas training fast checks", "exercises": "formulas viz identify"}
 
 

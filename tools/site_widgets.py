@@ -15,6 +15,7 @@ from notebooks import ROOT
 from rlhf_notes.studies import failures
 
 FOLDER = ROOT / "docs" / "widgets"
+SHARED = ROOT / "rlhf_notes" / "viz"                          # also in `rlhf-notes view`
 # What a widget reads first.
 DATA = {"cartpole": "cartpole-train.js", "diagnosis": "dials.js", "policy": "policy-data.js"}
 SHOWN = 6                                                     # dials of a case
@@ -34,7 +35,8 @@ def place(asked, page):
 def copy(to):
     "Copy scripts and styles to where the pages look for them; write the data of the game."
     to.mkdir(parents=True)
-    for file in [*FOLDER.glob("*.js"), *FOLDER.glob("*.css")]: shutil.copy(file, to)
+    for file in [*FOLDER.glob("*.js"), *SHARED.glob("*.js"), *SHARED.glob("*.css")]:
+        shutil.copy(file, to)
     (to / "dials.js").write_text(f"const DIALS = {json.dumps(dials())};\n", encoding="utf-8")
 
 

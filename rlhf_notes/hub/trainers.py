@@ -54,9 +54,11 @@ from ..training.options import read_options
 from ..training.runs import check_sums
 from ..training.seeds import seeded_generator
 from ..training.signals import end_later, progress_bar
+from ..view import View, own_run
 from .load import load_model
 from .pairs import own_choices
 from .prompts import Prompts, read_prompts, warn_of_ends
+from .recorder import Recorder
 from .save import save_model
 from .spread import Spread
 from .turns import Turns
@@ -283,7 +285,8 @@ class RLHF(Trainer):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
         lm, machine = self._load_parts(config, model, tokenizer, prompts, reward, environment)
         warn_of_ends(self.task)
-        hooks = [Spread(config, compare is not ADVANTAGES["teacher"])]
+        self.recorder = Recorder()
+        hooks = [Spread(config, compare is not ADVANTAGES["teacher"]), self.recorder]
         self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare, hooks)
         if teacher is not None:
             self.loop.reference = self._load_teacher(teacher)
@@ -318,6 +321,16 @@ class RLHF(Trainer):
         self.evaluator = Evaluator(self.evaluate, every,
                                    keep=(lambda: vector.detach().clone()) if keep_best else None,
                                    put=vector.detach().copy_)
+
+    def view(
+        self,
+        path=None,  # an .html file to write; None = none
+    ) -> View:  # shows in a notebook
+        "Look at the responses of the training, token by token; the page needs no network."
+        view = View(own_run(self.recorder.state_dict(), self.rows))
+        if path is not None:
+            view.save(path)
+        return view
 
     @property
     def kl(self):  # `AdaptiveKLController` or `FixedKLController`

@@ -76,7 +76,7 @@ class Loop(Stage):
             rollout = hook.collected(self, rollout)
         self.optimizer.tie()
         self.rollout = rollout.map(self.machine.gather)
-        batch = self.advantages()
+        batch = self.batch = self.advantages()
         logs = [self.step(with_weights(self.config, batch[rows])) for rows in self.minibatches()]
         return self.log(batch, logs, start)
 

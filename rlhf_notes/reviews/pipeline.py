@@ -20,6 +20,7 @@ from torch import nn
 
 from ..formulas.reward import RewardNorm
 from ..hub.load import load_model, pad_outside
+from ..hub.recorder import FILE, Recorder, write_records
 from ..hub.save import save_reward_model
 from ..hub.trainers import RLHF, save_policy
 from ..language.config import RLHFConfig
@@ -71,7 +72,7 @@ class Training:
     def _begin(self, config, steps):
         self.config, self.steps, self.accelerator = config, steps, make_accelerator()
         config.check_processes(self.accelerator.num_processes)
-        self.learned, self.samples = {}, []
+        self.learned, self.samples, self.recorder = {}, [], Recorder()
         self.rows = {name: [] for name in STAGES}
         self.seconds, self.started = dict.fromkeys(STAGES, 0.0), time.perf_counter()
 
@@ -82,7 +83,8 @@ class Training:
             self.stage = DPOLoop(c, self.lm, self.task, choices_of(c, self.lm, self.task))
         elif name == "rl":
             parts = self.learned["reward_model"], self.learned["norm"]
-            self.stage = Loop(c, self.lm, self.task, proxy_reward(*parts, c.precision))
+            self.stage = Loop(c, self.lm, self.task, proxy_reward(*parts, c.precision),
+                              hooks=[self.recorder])
         else:
             kind = Pretraining if name == "sft" else RewardTraining
             self.stage = kind(c, self.lm, self.task)
@@ -147,7 +149,8 @@ class Training:
     def state_dict(self) -> dict:  # tensors, numbers, strings, and lists and dicts of those
         "All on which the future depends, and all that was logged."
         state = dict(name=self.name, stage=self.stage.state_dict(), rows=self.rows,
-                     samples=self.samples, seconds=self.seconds,
+                     samples=self.samples, recorder=self.recorder.state_dict(),
+                     seconds=self.seconds,
                      wall_seconds=time.perf_counter() - self.started)
         return state | {name: x.state_dict() for name, x in self.learned.items()}
 
@@ -162,6 +165,8 @@ class Training:
             self.enter(state["name"])
         self.stage.load_state_dict(state["stage"])
         self.rows, self.samples, self.seconds = state["rows"], state["samples"], state["seconds"]
+        if "recorder" in state: # earlier versions kept none
+            self.recorder.load_state_dict(state["recorder"])
         self.started = time.perf_counter() - state["wall_seconds"]
 
     def summary(self) -> dict:  # for summary.json
@@ -219,6 +224,7 @@ class OwnTraining(Training):
         self._begin(trainer.config, trainer.config.iterations)
         self.stage, self.name = trainer.loop, "rl"
         self.lm, self.task = trainer.policy.lm, trainer.task
+        self.recorder = trainer.recorder
 
     def look(self, row: dict):  # of an iteration
         "Every `eval_every` iterations, keep some samples."
@@ -313,6 +319,7 @@ def _save(training, run):
         if training.rows[name]:
             write_table(run.path / f"{name}.csv", training.rows[name])
     write_table(run.path / "samples.csv", training.samples)
+    write_records(run.path / FILE, training.recorder)
 
 def _finish(training, run, summary):
     "Write models, curve and summary."

@@ -7,6 +7,7 @@
 | `events.out.tfevents.*` | the same numbers, and samples, for TensorBoard |
 | `checkpoint.pt` | all that is needed to continue |
 | `curve.svg` | the learning curve |
+| `responses.json` | of language models: responses token by token, for `rlhf-notes view` |
 | `summary.json` | the result, with the seconds it took |
 
 **A file is whole or absent.** Each file but the growing `metrics.csv` is written under another
@@ -177,7 +178,8 @@ def _cell(value):
 
 
 FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "ppo.pt", "seeds.csv",
-         "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv", "config.json")
+         "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv",
+         "responses.json", "view.html", "config.json")
 
 
 @dataclass
