@@ -3,19 +3,21 @@ import faulthandler
 import multiprocessing
 import os
 import resource
+import sys
+import sysconfig
 from functools import cache
 
-LIBRARIES = ["IPython.core.interactiveshell", "fastcore.test", "gymnasium", "matplotlib.pyplot",
+LIBRARIES = ["IPython.core.interactiveshell", "gymnasium", "matplotlib.pyplot",
              "matplotlib_inline.backend_inline", "torch",
              "transformers.models.gpt2.modeling_gpt2"]  # what most notebooks wait for
 
 
 @cache
-def processes():
-    "Where processes come from: on POSIX, one that has the libraries already."
-    on_posix = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if on_posix else "spawn")
-    if on_posix: context.set_forkserver_preload(LIBRARIES)
+def processes(python):
+    "Where processes of this interpreter come from: one that has the libraries already."
+    context = multiprocessing.get_context("forkserver")
+    context.set_executable(str(python))
+    context.set_forkserver_preload(LIBRARIES)
     return context
 
 
@@ -27,6 +29,9 @@ def processor_seconds():
 
 def inside(cells, folder, log, seconds):
     start = processor_seconds()
+    # multiprocessing has brought the paths of the tests
+    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)
+                   and "site-packages" not in p] + [sysconfig.get_path("purelib")]
     os.chdir(folder)
     for stream in (1, 2): os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     faulthandler.enable(open(2, "w", closefd=False))  # a crash says where
@@ -38,12 +43,12 @@ def inside(cells, folder, log, seconds):
     seconds.value = processor_seconds() - start
 
 
-def run(cells, folder, log, timeout):
+def run(python, cells, folder, log, timeout):
     """Run `cells` in `folder`; what they print goes to the file `log`. Return the seconds of the
     processor that they took, None if a cell failed or `timeout` seconds went by.
     """
-    seconds = processes().Value("d", -1.0)
-    process = processes().Process(target=inside, args=(cells, folder, log, seconds))
+    seconds = processes(python).Value("d", -1.0)
+    process = processes(python).Process(target=inside, args=(cells, folder, log, seconds))
     process.start()
     process.join(timeout)
     process.kill()

@@ -1,6 +1,7 @@
-"""Every notebook runs from top to bottom in a process of its own, in a minute of processor time,
-and changes no file of the repository. Two run in a kernel of Jupyter, as in JupyterLab.
+"""Every notebook runs from top to bottom from the wheel alone: in a process of its own, in an empty
+folder, in a minute of processor time. Two run in a kernel of Jupyter, as in JupyterLab.
 """
+import os
 import subprocess
 from importlib.util import find_spec
 
@@ -8,6 +9,8 @@ import cells
 import nbformat
 import notebooks
 import pytest
+from environments import make_environment
+from filelock import FileLock
 
 LIMIT_S, HANGS_S = 60, 1200  # for a notebook: of the processor, of the clock
 SLOWEST_FIRST = ["19_ppo", "08_advantage", "06_kl"]
@@ -30,11 +33,21 @@ def code(path):
             if cell.cell_type == "code" and not notebooks.is_skipped(cell)]
 
 
-def in_a_kernel(path):
+def in_a_kernel(path, python, folder):
     "Run as JupyterLab does; return the seconds of the processor."
     before = cells.processor_seconds()
-    notebooks.execute(path, timeout=HANGS_S)
+    notebooks.execute(path, timeout=HANGS_S, python=python, folder=folder)
     return cells.processor_seconds() - before
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    "An environment with the wheel, for all the workers of pytest."
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ: folder = folder.parent
+    with FileLock(folder / "wheel.lock"):
+        if (made := folder / "wheel" / "bin" / "python").exists(): return made
+        return make_environment(folder / "wheel")
 
 
 @pytest.fixture(autouse=True)
@@ -44,21 +57,26 @@ def always_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
-def test_runs(path, tmp_path):
+def test_runs(path, python, tmp_path):
     if path.stem == "kernels" and find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    before = changes()
+    before, folder = changes(), tmp_path / "empty"
+    folder.mkdir()
     if path.stem in IN_A_KERNEL:
-        spent = in_a_kernel(path)
+        spent = in_a_kernel(path, python, folder)
     else:
-        spent = cells.run(code(path), path.parent, log := tmp_path / "log", HANGS_S)
+        spent = cells.run(python, code(path), folder, log := tmp_path / "log", HANGS_S)
         assert spent is not None, log.read_text()[-5000:]
     assert not changes() - before, f"{path.name} leaves a trace"
     assert spent < LIMIT_S, f"{path.name} takes {spent:.0f} s"
 
 
-def test_a_cell_that_fails_is_told(tmp_path):
+def test_a_cell_that_fails_is_told(python, tmp_path):
     log = tmp_path / "log"
-    assert cells.run(["x = 1", "print(x)", "assert x == 2", "x = 3"], tmp_path, log, 60) is None
+    def run(*source, limit=60): return cells.run(python, source, tmp_path, log, limit)
+    assert run("x = 1", "print(x)", "assert x == 2", "x = 3") is None
     assert "1\n" in log.read_text() and "AssertionError" in log.read_text()
-    assert cells.run(["import time", "time.sleep(60)"], tmp_path, log, 1) is None
+    assert run("import time", "time.sleep(60)", limit=1) is None
+    assert run("import rlhf_notes", f"assert {str(python.parent.parent)!r} in rlhf_notes.__file__")
+    for name in ("fastcore", "peft", "nbdev", "pytest"):
+        assert run(f"import {name}") is None, f"{name} is there"

@@ -272,7 +272,7 @@ def distributions(tmp_path_factory):
     files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"],
                            cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for f in files:
-        if not f.startswith(("nbs/", "tests/")) and (ROOT / f).exists():
+        if (ROOT / f).exists() and (not f.startswith("tests/") or f.endswith("peers.py")):
             (source / f).parent.mkdir(parents=True, exist_ok=True)
             (source / f).write_bytes((ROOT / f).read_bytes())
     subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp / "out"),
@@ -291,6 +291,9 @@ def test_wheel_works_away_from_the_project(distributions, tmp_path):
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "rlhf_notes").rglob("*.py*")
                if p.suffix in (".py", ".pyi")}
     assert modules <= shipped and not any(n.startswith(("tests", "nbs", "tools")) for n in shipped)
+    lessons = {f"rlhf_notes/{p.relative_to(ROOT)}" for p in notebooks.notebooks()}
+    assert lessons <= shipped and "rlhf_notes/nbs/studies/results/failures.csv" in shipped
+    assert wheel.stat().st_size < 3e6, "outputs of the notebooks?"
     assert "rlhf-notes = rlhf_notes.cli:main" in entry or "rlhf-notes=rlhf_notes.cli:main" in entry
     assert "rlhf_notes = rlhf_notes._modidx:d" in entry, "other projects of nbdev link to our names"
     wheel_agrees_with_nbdev(metadata)
@@ -353,7 +356,8 @@ def test_help_says_the_comments_of_what_users_call():
 def test_sdist_holds_what_building_needs(distributions):
     _, sdist = distributions
     with tarfile.open(sdist) as t: names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
-    assert not any(n.startswith("tests") for n in names), "all tests or none"
+    tests = {n for n in names if re.match(r"tests/.*\w\.py", n)}
+    assert tests == {"tests/crosscheck/peers.py"}, "all or none, but for what a lesson imports"
     assert {"rlhf_notes/__init__.pyi", "setup.py", "settings.ini", "pyproject.toml", "README.md",
             "LICENSE"} <= names
 

@@ -84,19 +84,19 @@ class _Client(NotebookClient):
         return await super().async_execute_cell(cell, cell_index, **kwargs)
 
 
-def execute(path, also=(), timeout=None):
+def execute(path, also=(), timeout=None, python=sys.executable, folder=None):
     """Run the notebook at `path` in a kernel of its own and return it with its new outputs; no cell
     takes longer than `timeout` seconds.
     """
     nb = nbformat.read(path, as_version=4)
     client = _Client(
         nb, timeout=timeout, kernel_name="python3", coalesce_streams=True, store_widget_state=False,
-        resources={"metadata": {"path": str(path.parent)}})
+        resources={"metadata": {"path": str(folder or path.parent)}})
     client.also = also
     with tempfile.TemporaryDirectory() as sockets:
-        if os.name == "posix":
-            kernel = client.create_kernel_manager()
-            kernel.transport, kernel.ip = "ipc", f"{sockets}/kernel"
+        kernel = client.create_kernel_manager()
+        kernel.kernel_spec.argv[0] = str(python)
+        if os.name == "posix": kernel.transport, kernel.ip = "ipc", f"{sockets}/kernel"
         client.execute()
     return nb
 

@@ -419,7 +419,8 @@ def _largest_errors(lm):
 
 def _check_body(lm, name):
     "ValueError for what has no cache of keys and values, and no states before its head."
-    if "past_key_values" not in inspect.signature(body(lm).forward).parameters:
+    takes = inspect.signature(body(lm).forward).parameters
+    if not {"past_key_values", "cache"} & takes.keys():  # so it is called from transformers 5.24 on
         raise ValueError("model must be a decoder with a cache of what it has read, keys and "
                          f"values, got {name!r}, which takes no past_key_values (as Mamba)")
     if body(lm).get_output_embeddings() is not None:
