@@ -43,6 +43,7 @@ Modules:
 - `rlhf_notes.hub.save`: Write a policy or a reward model so that other programs load it, and nothing is lost.
 - `rlhf_notes.hub.spread`: Groups whose responses all have the same score: counted, drawn again, warned of.
 - `rlhf_notes.hub.trainers`: A model, prompts and a reward, or pairs of responses: learn, generate, save, load.
+- `rlhf_notes.lab`: Exercises for a course: lessons without their solutions, and marks for what is handed in.
 - `rlhf_notes.language.machine`: Where a loop runs: one device in float32, or several processes, bfloat16, microbatches.
 - `rlhf_notes.launch`: Begin a run, continue one, train many seeds, or train by a reward of your own.
 - `rlhf_notes.training.devices`: The device to compute on, and the settings to compute with.

@@ -17,6 +17,8 @@ rlhf-notes compare --task pendulum         # race against other implementations
 rlhf-notes bench                           # time the fast formulas against others
 rlhf-notes doctor FILE                     # name what is wrong with a log
 rlhf-notes view RUN                        # its responses, token by token, as a page
+rlhf-notes lab make FOLDER                 # lessons without solutions, for a course
+rlhf-notes lab grade FOLDER                # FOLDER/marks.csv: marks, and mistakes by name
 ```
 
 The options of a run are the fields of its config. `--help` shows the everyday ones first and the
@@ -497,6 +499,39 @@ def identify(
                           _pairs("options", options), layout)
     print(json.dumps(report.as_dict(), indent=1) if as_json else report)
     return int(bool(report.findings))
+
+
+lab = App(name="lab", help="Hand out lessons without solutions, and mark what comes back.")
+app.command(lab)
+
+
+@lab.command(name="make")
+def make_lab(
+    folder: Path,  # to write
+    *,
+    lessons: str | None = None,  # a,b: their names, as 04_surrogate; by default all
+):
+    "Write lessons without solutions, and exercises.csv, the table of what to write."
+    from rlhf_notes.lab import make
+    with _usage_errors():
+        rows = make(folder, lessons.split(",") if lessons is not None else None)
+    print(aligned([("exercise", "lesson", "minutes"), *((a, b, str(c)) for a, b, c, _ in rows)]))
+    print(f"{len(rows)} exercises, about {sum(row[2] for row in rows)} minutes, in {folder}")
+
+
+@lab.command(name="grade")
+def grade_lab(
+    folder: Path,  # with the notebooks of one student
+):
+    "Run what a student has written, and write marks.csv: exercise, right, mistake."
+    from rlhf_notes.lab import grade
+    with _usage_errors():
+        marks = grade(folder)
+    wrong = [m for m in marks if m.says and not m.right]
+    print(*(m.says.split("\n  input:")[0] for m in wrong), sep="\n")
+    print(aligned([("exercise", "right", "mistake"),
+                   *((m.exercise, str(m.right), m.mistake) for m in marks)]))
+    print(f"{sum(m.right for m in marks)} of {len(marks)} right; {folder / 'marks.csv'}")
 
 
 def _function(path):
