@@ -46,7 +46,7 @@ def accumulate(
     return torch.stack(out[::-1]) if out else x
 
 # %% ../../nbs/formulas/08_advantage.ipynb #returns
-@checked(rewards="float (T ...)", done="bool (T ...)", gamma="[0, 1]")
+@checked(rewards="number (T ...)", done="bool (T ...)", gamma="[0, 1]")
 def discounted_returns(
     rewards: Tensor,  # (T, N) or (T,), time first
     done: Tensor,  # (T, N) or (T,) bool: the episode ended in this step
@@ -56,7 +56,7 @@ def discounted_returns(
     return accumulate(rewards, gamma * (~done).to(rewards))
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae
-@checked(rewards="float (T ...)", values="float (T ...)", next_values="float (T ...)",
+@checked(rewards="number (T ...)", values="float (T ...)", next_values="float (T ...)",
          terminated="bool (T ...)", done="bool (T ...)", gamma="[0, 1]", lam="[0, 1]",
          fast=scan.gae)
 def gae(
@@ -74,7 +74,7 @@ def gae(
     return advantages, advantages + values
 
 # %% ../../nbs/formulas/08_advantage.ipynb #gae-tokens
-@checked(rewards="float (B T)", values="float (B T)", mask="bool (B T)?", gamma="[0, 1]")
+@checked(rewards="number (B T)", values="float (B T)", mask="bool (B T)?", gamma="[0, 1]")
 def gae_tokens(
     rewards: Tensor,  # (B, T)
     values: Tensor,  # (B, T), V before each token
@@ -182,7 +182,7 @@ def _weights(weights, R):  # -> R numbers, or (R,)
 
 
 # %% ../../nbs/formulas/08_advantage.ipynb #reinforce-pp
-@checked(token_rewards="float (B T)", mask="bool (B T)?", gamma="[0, 1]", baseline="float (B)?")
+@checked(token_rewards="number (B T)", mask="bool (B T)?", gamma="[0, 1]", baseline="number (B)?")
 def reinforce_pp_advantage(
     token_rewards: Tensor,  # (B, T), KL penalty included
     mask: Tensor | None = None,  # (B, T) bool, True = counts; None = everything counts

@@ -37,7 +37,7 @@ from .logprob import selective_log_softmax
 from .masking import masked_mean
 
 # %% ../../nbs/formulas/12_preference.ipynb #bradley-terry
-@checked(chosen="float (...)", rejected="float (...)", centre="[0, inf)")
+@checked(chosen="number (...)", rejected="number (...)", centre="[0, inf)")
 def bradley_terry_loss(
     chosen: Tensor,  # (...) rewards of the preferred responses
     rejected: Tensor,  # (...) rewards of the others
@@ -54,7 +54,7 @@ def bradley_terry_loss(
     return loss + centre * masked_mean((chosen + rejected).square()) if centre else loss
 
 # %% ../../nbs/formulas/12_preference.ipynb #best-of-n
-@checked(rewards="float (B N)", best="int (B)")
+@checked(rewards="number (B N)", best="int (B)")
 def best_of_n_loss(
     rewards: Tensor,  # (B, N) rewards of N responses to each prompt
     best: Tensor,  # (B,) integers in [0, N): the response that was preferred

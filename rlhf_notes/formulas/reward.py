@@ -37,7 +37,7 @@ class RewardNorm:
     ):
         self.gain, self.bias = float(gain), float(bias)
 
-    @checked(rewards="float (...)", mean="(-inf, inf)", std="(0, inf)")
+    @checked(rewards="number (...)", mean="(-inf, inf)", std="(0, inf)")
     def fit(
         self,
         rewards: Tensor,  # (...) RAW rewards of the reference policy
@@ -54,7 +54,7 @@ class RewardNorm:
         self.bias = float(mean - self.gain * mean_D)
         return self
 
-    @checked(r="float (...)")
+    @checked(r="number (...)")
     def __call__(self, r: Tensor) -> Tensor:  # (...) raw rewards -> (...)
         "Normalised rewards, gain * r + bias."
         return self.gain * r + self.bias
@@ -71,7 +71,7 @@ class RewardNorm:
 
 # %% ../../nbs/formulas/09_reward.ipynb #token-rewards
 @torch.no_grad()
-@checked(scores="float (B)", logp="float (B T)", logp_ref="float (B T)", kl_coef="[0, inf)",
+@checked(scores="number (B)", logp="float (B T)", logp_ref="float (B T)", kl_coef="[0, inf)",
          mask="bool (B T)?")
 def token_rewards(
     scores: Tensor,  # (B,) score of each response
@@ -117,7 +117,7 @@ def _stops(stop_token, device):  # -> (K,)
 # %% ../../nbs/formulas/09_reward.ipynb #penalty
 PENALTY_MODES = ("replace", "subtract")
 
-@checked(scores="float (...)", valid="bool (...)", penalty="(-inf, inf)", mode=PENALTY_MODES)
+@checked(scores="number (...)", valid="bool (...)", penalty="(-inf, inf)", mode=PENALTY_MODES)
 def apply_penalty(
     scores: Tensor,  # (...) scores of responses
     valid: Tensor,  # (...) bool, True = the score stands

@@ -25,7 +25,7 @@ from ..checks import check_value, checked
 from .masking import apply_mask, centre, masked_mean, masked_sum
 
 # %% ../../nbs/formulas/07_whitening.ipynb #whiten
-@checked(x="float (...)", mask="bool (...)?", shift_mean="flag", unbiased="flag", eps="[0, inf)")
+@checked(x="number (...)", mask="bool (...)?", shift_mean="flag", unbiased="flag", eps="[0, inf)")
 def whiten(
     x: Tensor,  # (...)
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts

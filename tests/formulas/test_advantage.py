@@ -537,10 +537,10 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     (lambda: accumulate(torch.zeros(2), torch.zeros(3)), ValueError,
      r"decay must have the shape of x, \(2,\)|decay must have .*T = 2"),
     (lambda: gae(F, F, F, B.float(), B), TypeError,
-     "terminated must be boolean .*, got torch.float32"),
+     r"terminated must be boolean \(True = it ended\), got torch.float32; terminated.bool\(\) is"),
     (lambda: gae(F, F, F, B, B.long()), TypeError, "done must be boolean .*, got torch.int64"),
     (lambda: gae(F, F, F, B, None), TypeError, "done must be a torch.Tensor, got NoneType"),
-    (lambda: gae(F.long(), F, F, B, B), TypeError, "rewards must have a floating-point dtype"),
+    (lambda: gae(F * 1j, F, F, B, B), TypeError, "rewards must be real, got torch.complex64"),
     (lambda: gae(F, F.tolist(), F, B, B), TypeError, "values must be a torch.Tensor, got list"),
     (lambda: gae(F, F, F.long(), B, B), TypeError, "next_values must have a floating-point dtype"),
     (lambda: gae(F, F[:3], F, B, B), ValueError,
@@ -560,8 +560,7 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     (lambda: discounted_returns(F, B.float(), 0.9), TypeError, "done must be boolean"),
     (lambda: discounted_returns(F, B[:2], 0.9), ValueError, "done must have the shape of rewards"),
     (lambda: discounted_returns(F, B, math.nan), ValueError, "gamma must be in"),
-    (lambda: discounted_returns(F.long(), B, 0.9), TypeError,
-     "rewards must have a floating-point dtype"),
+    (lambda: discounted_returns(F * 1j, B, 0.9), TypeError, "rewards must be real"),
     (lambda: gae_tokens(F[0], F[0]), ValueError,
      r"rewards must have the shape \(B, T\), got \(2,\)"),
     (lambda: gae_tokens(F, F[:1]), ValueError, "values must have the shape of rewards"),
@@ -593,8 +592,7 @@ B, F = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     (lambda: reinforce_pp_advantage(F, baseline=0.5), TypeError,
      "baseline must be a torch.Tensor, got float"),
     (lambda: reinforce_pp_advantage(F, gamma=2.0), ValueError, "gamma must be in"),
-    (lambda: reinforce_pp_advantage(F.long()), TypeError,
-     "token_rewards must have a floating-point dtype"),
+    (lambda: reinforce_pp_advantage(F * 1j), TypeError, "token_rewards must be real"),
 ])
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):

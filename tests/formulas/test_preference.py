@@ -498,7 +498,7 @@ R, B, L, S = (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64),
 
 
 @pytest.mark.parametrize("call, error, words", [
-    (lambda: best_of_n_loss(R.long(), B), TypeError, "rewards must have a floating-point dtype"),
+    (lambda: best_of_n_loss(R * 1j, B), TypeError, "rewards must be real"),
     (lambda: best_of_n_loss(R[0], B), ValueError,
      r"rewards must have the shape \(B, N\), got \(3,\)"),
     (lambda: best_of_n_loss(R, B.float()), TypeError, "best must have an integer dtype"),
