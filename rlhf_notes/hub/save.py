@@ -134,7 +134,8 @@ EARLIER = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-
 
 def _move(new, path, adapter):
     os.replace(new / SUMS, path / SUMS)
-    files = {p.relative_to(new) for p in new.rglob("*") if p.is_file()}
+    files = sorted(p.relative_to(new) for p in new.rglob("*") if p.is_file())
+    files.sort(key=lambda file: file.name != "rlhf.json")  # tells first whose directory it is
     for old in () if adapter else (p for name in EARLIER for p in path.glob(name)):
         if old.relative_to(path) not in files:
             old.unlink()
