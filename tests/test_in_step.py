@@ -175,6 +175,21 @@ def test_imports_stand_in_cells_of_their_own():
     assert not broken(lambda p: [i for i, source, _ in code_cells(p) if mixed(source)], PATHS)
 
 
+INSTALL = """#| hide
+try:
+    import rlhf_notes
+except ImportError:
+    get_ipython().run_line_magic("pip", "install -q rlhf_notes")"""
+
+
+def test_a_notebook_brings_the_package_where_it_is_missing():
+    "On Colab, for example: its first cell of code has the id `install` and this source."
+    def missing(path):
+        code = [(i, source) for i, source, _ in code_cells(path) if "default_exp" not in source]
+        return code and code[0] != ("install", INSTALL)
+    assert not broken(missing, PATHS)
+
+
 # Lessons on none of the front page's three paths.
 BESIDE = ("02 05 07 09 10 12 13 14 16 17 18 20 21 22 23 24 25 26 28 30 32 33 34 36 38 39 41 42 "
           "43 48 49").split()

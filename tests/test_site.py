@@ -273,6 +273,8 @@ def test_a_module_without_a_notebook_stands_open(built):
     assert "where to" in where[:where.index("</dl>")]
     # a lesson leads to it
     lesson = (built / "control" / "ppo.html").read_text(encoding="utf-8")
+    for host in ("mybinder.org", "colab.research.google.com"):
+        assert re.search(f"https://{host}/.*nbs/control/19_ppo.ipynb", lesson), host
     assert 'href="../training/runs.html"' in lesson
 
 

@@ -222,7 +222,8 @@ class Page:
             at = NBDEV.git_url.removeprefix("https://github.com/")
             path = self.path.relative_to(ROOT).as_posix()
             binder = f"https://mybinder.org/v2/gh/{at}/{NBDEV.branch}?labpath={path}"
-            links.append(f'run it on <a href="{binder}">Binder</a>')
+            colab = f"https://colab.research.google.com/github/{at}/blob/{NBDEV.branch}/{path}"
+            links.append(f'run it on <a href="{colab}">Colab</a> or <a href="{binder}">Binder</a>')
         title = urlencode({"title": f"Question on {self.page.as_posix()}: "})
         links.append(f'<a href="{NBDEV.git_url}/issues/new?{title}">ask about it</a>')
         return '\n\n<p class="sources">' + " · ".join(links) + "</p>\n"
