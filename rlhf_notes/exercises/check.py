@@ -9,42 +9,8 @@ __all__ = ['check', 'Table', 'Checks']
 
 # %% ../../nbs/exercises/00_check.ipynb #export-imports
 import difflib
-import math
 
-import torch
-
-from .engine import EXERCISES, exercise
-from rlhf_notes.exercises.given import (
-    INF,
-    NAN,
-    always_clipped,
-    clip,
-    curves,
-    flags,
-    k3,
-    keep,
-    mean,
-    normal,
-    over_rows,
-    pessimistic,
-    row_means,
-    steps,
-    variance,
-    vec,
-)
-from rlhf_notes.formulas import (
-    advantage,
-    distillation,
-    grpo,
-    kl,
-    logprob,
-    masking,
-    ratio,
-    reward,
-    surrogate,
-    value,
-    whitening,
-)
+from .engine import EXERCISES
 
 # %% ../../nbs/exercises/00_check.ipynb #table
 class Table(str):
@@ -76,6 +42,23 @@ class Checks:
     def __dir__(self): return sorted({*super().__dir__(), *EXERCISES})
 
 check = Checks()
+
+# %% ../../nbs/formulas/01_masking.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from rlhf_notes.exercises.given import (
+    NAN,
+    flags,
+    keep,
+    mean,
+    normal,
+    over_rows,
+    row_means,
+    variance,
+    vec,
+)
+from ..formulas import masking
 
 # %% ../../nbs/formulas/01_masking.ipynb #exercise-checks
 exercise("masked_mean", "01_masking", masking.masked_mean,
@@ -119,6 +102,15 @@ exercise("mean_of_answers", "01_masking",
         "You average the responses' sums: divide each by its number of tokens."),
     empty_is_zero=(lambda x, m: row_means(x, m).mean(),
         "Right, but a response without tokens counts as 0. Leave it out."))
+
+# %% ../../nbs/formulas/02_logprob.ipynb #exercise-checks-imports
+import math
+
+import torch
+
+from .engine import exercise
+from .given import INF, mean, normal, variance, vec
+from ..formulas import logprob
 
 # %% ../../nbs/formulas/02_logprob.ipynb #exercise-checks
 def _pick(x, i): return x.gather(-1, i.unsqueeze(-1)).squeeze(-1)
@@ -169,6 +161,13 @@ exercise("gaussian_logprob", "02_logprob", lambda mu, s, a: logprob.gaussian_log
     std_as_variance=(lambda mu, s, a: _density(mu, s.sqrt(), a),
         "You take std for the variance: the deviation is divided by std, then squared."))
 
+# %% ../../nbs/formulas/03_ratio.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import NAN, flags, keep, mean, normal, row_means, vec
+from ..formulas import ratio
+
 # %% ../../nbs/formulas/03_ratio.ipynb #exercise-checks
 exercise("importance_ratio", "03_ratio", ratio.importance_ratio,
     "f(logp, logp_old) -> pi / pi_old, elementwise; no gradient flows into logp_old",
@@ -204,6 +203,22 @@ exercise("sequence_ratio", "03_ratio",
         "That is the product of the token ratios. Take the mean of the log-ratios."),
     arithmetic=(lambda a, b, m: row_means((a - b.detach()).exp(), m),
         "You average the ratios; GSPO averages their logarithms, a geometric mean."))
+
+# %% ../../nbs/formulas/04_surrogate.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from rlhf_notes.exercises.given import (
+    always_clipped,
+    clip,
+    curves,
+    keep,
+    mean,
+    normal,
+    pessimistic,
+    vec,
+)
+from ..formulas import advantage, surrogate
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #exercise-checks
 _CLIP_CASES = [(vec([r]), vec([A]), 0.2) for A in (2., -2.) for r in (1.5, 0.5)]
@@ -266,6 +281,13 @@ exercise("clip_fraction", "04_surrogate", surrogate.clip_fraction,
     above_only=(lambda r, A, eps: ((A > 0) & (r > 1 + eps)).float().mean(),
         "You count good actions only: bad ones below 1 - eps are clipped too."))
 
+# %% ../../nbs/formulas/05_value.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import clip, curves, mean, normal, pessimistic, variance, vec
+from ..formulas import value
+
 # %% ../../nbs/formulas/05_value.ipynb #exercise-checks
 def _clipped_value(V, V_old, c): return V_old + (V - V_old).clamp(-c, c)
 
@@ -299,6 +321,13 @@ exercise("explained_variance", "05_value", value.explained_variance,
     edges=[(vec([1., 2.]), vec([3., 3.])), (_THIRDS, _THIRDS)],
     squared_error=(lambda V, R: (1 - ((R - V) ** 2).mean() / variance(R)) * (R.amax() > R.amin()),
         "You use the mean squared error: a constant offset then counts as unexplained."))
+
+# %% ../../nbs/formulas/06_kl.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import NAN, curves, flags, k3, mean, normal, vec
+from ..formulas import kl, ratio
 
 # %% ../../nbs/formulas/06_kl.ipynb #exercise-checks
 exercise("kl_k3", "06_kl", lambda a, b: kl.kl_estimate(a, b, "k3"),
@@ -348,6 +377,13 @@ exercise("adaptive_kl", "06_kl", _adapt,
     unclipped=(lambda c, k, t, n, h: c * (1 + (k / t - 1) * n / h),
         "The error is not clipped to [-0.2, 0.2]."))
 
+# %% ../../nbs/formulas/07_whitening.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import NAN, flags, keep, mean, normal, variance, vec
+from ..formulas import whitening
+
 # %% ../../nbs/formulas/07_whitening.ipynb #exercise-checks
 def _biased(x, m): return mean((x - mean(x, m)) ** 2, m)
 
@@ -391,6 +427,13 @@ exercise("merge_moments", "07_whitening", _merge,
         "The variance between the batches is missing."),
     unweighted=(lambda n, a, v, k, b, w: (n + k, (a + b) / 2, (v + w) / 2),
         "You weigh both batches alike: weigh each by its count."))
+
+# %% ../../nbs/formulas/08_advantage.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import flags, mean, normal, steps, variance, vec
+from ..formulas import advantage
 
 # %% ../../nbs/formulas/08_advantage.ipynb #exercise-checks
 def _gae(*x): return advantage.gae(*x)[0]
@@ -466,6 +509,13 @@ exercise("rloo_advantage", "08_advantage", advantage.rloo_advantage,
     over_all=(lambda r: r - (r.sum(1, keepdim=True) - r) / r.shape[1],
         "You divide the sum of the others by G: they are G - 1."))
 
+# %% ../../nbs/formulas/09_reward.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import NAN, flags, keep, mean, normal, steps, variance, vec
+from ..formulas import reward
+
 # %% ../../nbs/formulas/09_reward.ipynb #exercise-checks
 def _last(m): return m & (m.flip(1).cumsum(1).flip(1) == 1)
 def _paid(s, where): return torch.where(where, s[:, None], 0.0)
@@ -540,6 +590,24 @@ exercise("reward_norm", "09_reward",
     by_variance=(lambda r, m, s: (s / variance(r), m - s / variance(r) * r.mean()),
         "You divide by the variance, not by its square root."))
 
+# %% ../../nbs/formulas/10_ppo.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from rlhf_notes.exercises.given import (
+    NAN,
+    always_clipped,
+    clip,
+    flags,
+    k3,
+    keep,
+    mean,
+    normal,
+    pessimistic,
+    vec,
+)
+from ..formulas import kl, masking
+
 # %% ../../nbs/formulas/10_ppo.ipynb #exercise-checks
 def _ppo(a, b, A, V, R, H, m, eps, vc, ec, objective=pessimistic):
     gain = objective(keep(a - b, m).exp(), A, eps)
@@ -580,6 +648,27 @@ exercise("approx_kl", "10_ppo", lambda a, b, m: masking.masked_mean(kl.kl_estima
         "10_ppo, Where implementations differ"),
     no_one=(lambda a, b, m: mean((a - b).exp() - (a - b), m),
         "The -1 is missing: without a change of the policy this must be 0."))
+
+# %% ../../nbs/formulas/11_grpo.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from rlhf_notes.exercises.given import (
+    INF,
+    NAN,
+    always_clipped,
+    clip,
+    flags,
+    k3,
+    keep,
+    mean,
+    normal,
+    over_rows,
+    pessimistic,
+    row_means,
+    vec,
+)
+from ..formulas import grpo
 
 # %% ../../nbs/formulas/11_grpo.ipynb #exercise-checks
 def _by_response(x, m): return over_rows(row_means(x, m), m)
@@ -654,6 +743,12 @@ exercise("off_policy_sequence_mask", "11_grpo",
     total=(lambda *x: _kept(*x, mean=lambda d, m: keep(d, m).sum(1)),
         "That is the sum over the tokens, by which long responses are always far: take the mean."))
 
+# %% ../../nbs/formulas/12_preference.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import normal, vec
+
 # %% ../../nbs/formulas/12_preference.ipynb #exercise-checks
 _log_sigmoid = torch.nn.functional.logsigmoid
 _FAR = ("Right, but a lead of -200 is too much for float32: its sigmoid is 0, and exp(200) "
@@ -709,6 +804,12 @@ exercise("robust_dpo_loss", "12_preference", _robust,
     underflow=(lambda lead, eps: -((1 - eps) * torch.sigmoid(lead).log()
         - eps * torch.sigmoid(-lead).log()).mean() / (1 - 2 * eps), _FAR))
 
+# %% ../../nbs/control/16_rollout.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import NAN, flags, vec
+
 # %% ../../nbs/control/16_rollout.ipynb #exercise-checks
 _DONE = [(vec([[False], [True], [False], [False]]), vec([False])),
          (flags("001", "100", "010", "000", "001"), vec([True, False, False]))]
@@ -735,6 +836,12 @@ exercise("one_step_target", "16_rollout", lambda r, v, e, c, g: r + g * torch.wh
     edges=[(vec([1., 2.]), vec([NAN, 3.]), flags("10"), flags("00"), 0.9)],
     done_cuts=(lambda r, v, e, c, g: r + g * v * ~(e | c),
         "You treat truncation as termination: after it the next value counts."))
+
+# %% ../../nbs/control/19_ppo.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import always_clipped, clip, mean, normal, pessimistic, vec
 
 # %% ../../nbs/control/19_ppo.ipynb #exercise-checks
 def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=pessimistic):
@@ -771,6 +878,13 @@ exercise("annealed_rate", "19_ppo", lambda i, n, start, power: start * (1 - i / 
         "That is the share that has passed: the rate would begin at 0 and grow."),
     power_inside=(lambda i, n, s, p: s * (1 - (i / n) ** p),
         "You raise the share that has PASSED to the power."))
+
+# %% ../../nbs/language/27_loop.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import NAN, flags, keep, mean, normal, vec
+from ..formulas import masking, reward
 
 # %% ../../nbs/language/27_loop.ipynb #exercise-checks
 exercise("position_ids", "27_loop", lambda m: m.cumsum(1) - m.long(),
@@ -812,6 +926,10 @@ exercise("answer_penalty", "27_loop", reward.apply_penalty,
     subtracts=(lambda s, e, p: torch.where(e, s, s + p),
         "You lower the score: the penalty takes its place."))
 
+# %% ../../nbs/language/30_dpo.ipynb #exercise-checks-imports
+from .engine import exercise
+from .given import vec
+
 # %% ../../nbs/language/30_dpo.ipynb #exercise-checks
 def _pairwise(logp, logp_ref, beta, others=slice(1, None)):
     reward = beta * (logp - logp_ref)
@@ -831,6 +949,13 @@ exercise("choice_loss", "30_dpo", _pairwise,
         "That is the likelihood of a choice among all N, not the loss of pairs."),
     first=(lambda p, q, beta: _pairwise(p, q, beta, slice(1, 2)),
         "You compare with one of the others: all are rejected."))
+
+# %% ../../nbs/formulas/39_distillation.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import NAN, flags, keep, normal, vec
+from ..formulas import distillation
 
 # %% ../../nbs/formulas/39_distillation.ipynb #exercise-checks
 def _kl_rows(p, q): return (p.exp() * (p - q)).sum(-1)
@@ -873,6 +998,12 @@ exercise("distillation_advantage", "39_distillation", distillation.distillation_
     probabilities=(lambda s, t, m: keep(t.exp() - s.exp(), m).detach(),
         "That is the difference of the probabilities; take that of their logarithms."))
 
+# %% ../../nbs/studies/40_checkable.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import vec
+
 # %% ../../nbs/studies/40_checkable.ipynb #exercise-checks
 def _all_of(c, n, k):
     return torch.stack([(c - i).clamp(min=0) / (n - i) for i in range(k)]).prod(0)
@@ -897,6 +1028,12 @@ exercise("no_spread", "40_checkable", lambda r: (r.amax(1) == r.amin(1)).float()
             (vec([[0.5, 0.25, 0.75], [0.3, 0.3, 0.3], [0.4, 0.4, 0.4]]),)],
     all_failed=(lambda r: (r == 0).all(1).float().mean(),
         "You count groups of zeros: a group that is right throughout has no spread either."))
+
+# %% ../../nbs/fast/kernels.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import INF, NAN, normal, vec
 
 # %% ../../nbs/fast/kernels.ipynb #exercise-checks
 exercise("online_logsumexp", "kernels", lambda z: z.logcumsumexp(0),
@@ -928,6 +1065,12 @@ exercise("combine_steps", "kernels",
     edges=[(vec([1., 2., 3.]), vec([0., 0.5, 0.5]), vec([NAN, 4., NAN]), vec([0.5, 0.5, 0.5]))],
     swapped=(lambda x, d, X, D: (X + D * x, d * D),
         "Here and later are swapped: the later step is multiplied."))
+
+# %% ../../nbs/fast/row_loops.ipynb #exercise-checks-imports
+import torch
+
+from .engine import exercise
+from .given import normal, vec
 
 # %% ../../nbs/fast/row_loops.ipynb #exercise-checks
 def _i(*n): return torch.tensor(n, dtype=torch.int32)

@@ -11,12 +11,13 @@ import subprocess
 import sys
 
 import matplotlib
+import nbformat
 import notebooks
 import pytest
 import torch
 
 from rlhf_notes import check, kl_loss
-from rlhf_notes.exercises import outcomes
+from rlhf_notes.exercises import engine, outcomes
 from rlhf_notes.exercises.engine import EXERCISES, LEAK, Exercise
 from rlhf_notes.exercises.given import pessimistic
 from rlhf_notes.exercises.outcomes import ATOL, RTOL, Outcome, attempt, difference, show
@@ -743,3 +744,26 @@ def test_folded_cells_stay_folded():
     cleaned = json.loads(notebooks.cleaned(json.loads(path.read_text(encoding="utf-8"))))
     assert [c["metadata"] for c in cleaned["cells"]
             if c["id"].endswith("-solution")] == [{"jupyter": {"source_hidden": True}}] * 3
+
+
+def checks_of_lessons():
+    "The cells that define the exercises of a lesson: those of its imports, and the checks."
+    for path in notebooks.notebooks():
+        found = {c.id: c.source for c in nbformat.read(path, as_version=4).cells}
+        if "exercise-checks" in found:
+            yield path.stem, [found["exercise-checks-imports"], found["exercise-checks"]]
+
+
+def test_an_exercise_brings_its_imports(monkeypatch):
+    "Whatever its lesson and the others import, and no name means two things in `check`."
+    monkeypatch.setattr(engine, "EXERCISES", {})
+    names = {}
+    for lesson, cells in checks_of_lessons():
+        assert all(cell.startswith("#| export exercises.check") for cell in cells), lesson
+        alone = {}
+        exec(cells[0], alone)
+        for name in alone.keys() - {"__builtins__"}:
+            assert names.setdefault(name, alone[name]) is alone[name], f"{lesson}: {name}"
+        exec(cells[1], alone)
+    for e in engine.EXERCISES.values(): e.known()
+    assert engine.EXERCISES.keys() == EXERCISES.keys()
