@@ -16,10 +16,10 @@ from dataclasses import replace
 import torch
 from jobs import RESULTS, options, read, text, write
 
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.rollout import ADVANTAGES
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.pretraining import Pretraining
 from rlhf_notes.studies.variants import prepare
@@ -70,7 +70,7 @@ def looker(start, teacher):
 
 def study(seed):
     "Yield the rows of a seed."
-    start = prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=512))
+    start = prepare(ReviewsConfig(seed=seed, device="cpu", eval_responses=512))
     taught = finish(start.trainer())
     found = evaluate(taught).worth(evaluate(taught, start.lm))
     found |= dict(seed=seed, way="the teacher", samples=taught.config.batch * taught.iterations)

@@ -29,15 +29,15 @@ from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.hub import prompts
 from rlhf_notes.language import loop, model, rollout
 from rlhf_notes.language import sampling as sample
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import reward_model
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.reward_model import RewardTraining
 from rlhf_notes.studies import variants
 from rlhf_notes.studies.variants import measure, prepare
 
 PRETRAINED = "pretrained"
-BASES = {  # the intact trainings: options of `RLHFConfig`
+BASES = {  # the intact trainings: options of `ReviewsConfig`
     "ppo": {},
     "cooler": dict(temperature=0.7),
     "grpo": dict(algo="grpo", kl_target=0.0),
@@ -429,7 +429,7 @@ def attempt(name, start):
 
 
 @lru_cache(maxsize=1)
-def started(seed): return prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=512))
+def started(seed): return prepare(ReviewsConfig(seed=seed, device="cpu", eval_responses=512))
 
 
 def run(name, seed):

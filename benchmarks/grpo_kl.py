@@ -8,7 +8,7 @@ and more on held-out prompts. A run that was stopped goes on with the first choi
 import torch
 from jobs import RESULTS, options, read, text, write
 
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.studies.variants import measure, prepare
 
 COLUMNS = ("seed", "algo", "kl_coef", "learning_rate", "proxy", "true", "kl", "valid", "win")
@@ -25,7 +25,7 @@ def main():
     for seed in args.seeds:
         todo = [x for x in CHOICES if (str(seed), *map(text, x)) not in done]
         if not todo: continue
-        start = prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=1024))
+        start = prepare(ReviewsConfig(seed=seed, device="cpu", eval_responses=1024))
         for algo, coef, rate in todo:
             trainer = start.trainer(algo=algo, kl_coef=coef, learning_rate=rate)
             while trainer.iteration < trainer.iterations:

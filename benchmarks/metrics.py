@@ -77,7 +77,7 @@ def reinforce(start, change):
 def main():
     import torch
 
-    from rlhf_notes.language.config import RLHFConfig
+    from rlhf_notes.reviews.config import ReviewsConfig
     from rlhf_notes.reviews.pipeline import make_world
     from rlhf_notes.reviews.pretraining import Pretraining
     from rlhf_notes.reviews.reward_model import RewardTraining
@@ -105,13 +105,13 @@ def main():
 
     made = {}
     def sft(change):
-        c = RLHFConfig(**base | change)
+        c = ReviewsConfig(**base | change)
         lm, task = make_world(c, torch.device("cpu"))
         rows = finish(Pretraining(c, lm, task))
         if not change: made.update(config=c, lm=lm, task=task)
         return rows
     def reward_model(change):
-        stage = RewardTraining(RLHFConfig(**base | change), made["lm"], made["task"])
+        stage = RewardTraining(ReviewsConfig(**base | change), made["lm"], made["task"])
         rows = finish(stage)
         if not change: made.update(reward_model=stage.model, norm=stage.norm)
         return rows

@@ -4,9 +4,9 @@
     python benchmarks/reward_model.py --labels 8192 --seeds 3 --out /tmp
 
 Each seed pretrains a language model of its own, draws labels of its own, and trains on them in an
-order of its own; any option of `RLHFConfig` may be given. Writes reward_model.csv, a row for each
-seed and each of some eleven moments, all measured on the same number of responses of that language
-model to held-out prompts, four to each:
+order of its own; any option of `ReviewsConfig` may be given. Writes reward_model.csv, a row for
+each seed and each of some eleven moments, all measured on the same number of responses of that
+language model to held-out prompts, four to each:
 
     labels          how many the model was trained on by then
     pairs           share of the pairs of responses to one prompt, unequal in truth, that the reward
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from jobs import text, write
 
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 
 OUT = Path(__file__).resolve().parent.parent / "nbs" / "reviews" / "results"
 COLUMNS = ("seed", "labels", "pairs", "best", "correlation", "foreseen", "twice", "ceiling", "gain",
@@ -75,7 +75,7 @@ def run(config, held_out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in dataclasses.fields(RLHFConfig):
+    for f in dataclasses.fields(ReviewsConfig):
         if f.name in ("seed", "device", "model") or type(f.default) not in (int, float, str):
             continue
         parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default),
@@ -87,7 +87,7 @@ def main():
                         help="where it goes (default: nbs/reviews/results)")
     given = vars(parser.parse_args())
     seeds, held_out, out = (given.pop(name) for name in ("seeds", "held_out", "out"))
-    try: configs = [RLHFConfig(seed=seed, **given) for seed in range(seeds)]
+    try: configs = [ReviewsConfig(seed=seed, **given) for seed in range(seeds)]
     except (ValueError, TypeError) as e: sys.exit(f"reward_model.py: {e}")
     torch.set_num_threads(1)
     rows = []

@@ -12,7 +12,7 @@ with the first seed that is missing.
 import torch
 from jobs import RESULTS, options, read, text, write
 
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.task import HELD_OUT
 from rlhf_notes.studies.variants import best_of_n, best_of_n_kl, measure, prepare
@@ -52,7 +52,7 @@ def main():
     done = {int(row[0]) for row in looks}
     for seed in args.seeds:
         if seed in done: continue
-        start = prepare(RLHFConfig(seed=seed, device="cpu", kl_target=0.0, eval_responses=1024))
+        start = prepare(ReviewsConfig(seed=seed, device="cpu", kl_target=0.0, eval_responses=1024))
         look = start.trainer(eval_responses=256)
         def worth(found): return [text(found[c]) for c in WORTH]
         frontier.append([seed, "pretrained", "", *worth(measure(start.trainer(), start.lm))])

@@ -79,13 +79,13 @@ def measure(device, size, precision, batch, length, iterations, trl):
 
     import torch
 
-    from rlhf_notes.language.config import RLHFConfig
+    from rlhf_notes.reviews.config import ReviewsConfig
     from rlhf_notes.studies import benchmark_rlhf as compare
     from rlhf_notes.studies.variants import prepare
     cuda = device.startswith("cuda")
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     with tempfile.TemporaryDirectory() as folder:
-        start = prepare(RLHFConfig(**options(size, folder), device=device, precision=precision,
+        start = prepare(ReviewsConfig(**options(size, folder), device=device, precision=precision,
                                    batch=batch, response_length=length, sft_steps=0, labels=16,
                                    norm_samples=16, eval_responses=16, kl_target=0.0))
     known = compare.contenders()

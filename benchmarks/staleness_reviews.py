@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from jobs import RESULTS, options, resume, text
 
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.staleness import CORRECTIONS, stale_reviews
 from rlhf_notes.studies.variants import prepare
@@ -28,7 +28,7 @@ SECONDS = 14  # of one training, on a quiet core
 @lru_cache(maxsize=1)
 def started(seed):
     "Both models, a trainer that looks at policies, and what it sees of the pretrained model."
-    start = prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=1024))
+    start = prepare(ReviewsConfig(seed=seed, device="cpu", eval_responses=1024))
     looker = start.trainer()
     return start, looker, evaluate(looker, start.lm)
 

@@ -11,8 +11,8 @@ from the policy; beyond them it is free. Rows that are there are not made again.
 import torch
 from jobs import RESULTS, options, read, text, write
 
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.loop import Loop
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.studies.variants import measure, prepare
 
 COLUMNS = ("seed", "warmup", "iterations", "proxy", "true", "kl", "valid", "win", "explained")
@@ -50,7 +50,7 @@ def main():
     for seed in args.seeds:
         todo = [choice for choice in CHOICES if (seed, *choice) not in done]
         if not todo: continue
-        start = prepare(RLHFConfig(seed=seed, device="cpu", eval_responses=1024))
+        start = prepare(ReviewsConfig(seed=seed, device="cpu", eval_responses=1024))
         for choice in todo:
             rows.append(run(start, *choice))
             write(args.out, COLUMNS, rows)

@@ -37,6 +37,7 @@ Modules:
 - `rlhf_notes.formulas.surrogate`: PPO's clipped objective, clip-higher and dual clip, and two ways to count what was clipped.
 - `rlhf_notes.formulas.value`: The value loss and its clip, explained variance, and two exact ways to squash returns.
 - `rlhf_notes.formulas.whitening`: Rewards and advantages at unit scale, padding left out; and moments that add up.
+- `rlhf_notes.hub.config`: Options of a training with a model, prompts and a reward of one's own.
 - `rlhf_notes.hub.pairs`: Preferences as texts, or as chats, and the tokens of both responses after their prompt.
 - `rlhf_notes.hub.recorder`: Keeps for `rlhf-notes view` some responses of a run, token by token.
 - `rlhf_notes.hub.rewards`: Reward functions and models: what they get by name, what they may return, and their weights.

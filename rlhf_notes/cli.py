@@ -62,7 +62,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError, validators
 
 from . import __version__
-from .launch import TASKS, many_seeds, new_training, old_training, versions
+from .launch import LANGUAGE, TASKS, config_of, many_seeds, new_training, old_training, versions
 from .training.options import TRACKERS, read_json
 from .training.signals import Lenient, handle_signals
 
@@ -158,41 +158,48 @@ def _usage_errors():
 
 
 SECTIONS = dict(  # first field -> title
-    vectorization="Environments", preset="Model", prompt_length="Prompts and responses",
-    sft_steps="Pretraining", labels="Reward model", batch="Rollouts", num_envs="Rollouts",
-    epochs="Updates", gamma="Advantages", clip="Loss", variant="Loss", max_grad_norm="Updates",
+    vectorization="Environments", precision="Model", preset="Model", lora="Model",
+    response_length="Prompts and responses", prompt_length="Prompts and responses",
+    long_prompts="Prompts and responses", sft_steps="Pretraining", labels="Reward model",
+    rm_batch="Reward model", batch="Rollouts", num_envs="Rollouts", group="Rollouts",
+    prompt_order="Rollouts", minibatches="Updates", epochs="Updates", gamma="Advantages",
+    clip="Loss", variant="Loss", dpo_beta="Loss", max_grad_norm="Updates",
     whiten_rewards="Advantages", kl_coef="KL penalty", normalize_obs="Scales", hidden="Networks",
-    penalty="Responses without an end", eval_every="Evaluation", eval_episodes="Evaluation")
+    overlong="Responses without an end", eval_every="Evaluation", eval_episodes="Evaluation")
 GROUPS = {title: Group(title, sort_key=i)
           for i, title in enumerate(dict.fromkeys(SECTIONS.values()), 1)}
 GROUPS |= dict.fromkeys("algo model env env_kwargs seed device steps iterations".split(), EVERYDAY)
 ALIASES = dict(learning_rate="--lr", response_length="--max-new-tokens")
 
 
-def options_of(
-    config: type,  # a dataclass of options
-    without: tuple = (),  # options that the command does not offer
-):  # a decorator
-    "Give a command an option for each field; those on the command line come in as **options."
+def options_of(*configs: type, without: tuple = ()):
+    """A decorator: give a command an option for each field of some dataclasses but those `without`;
+    those on the command line come in as **options."""
     def decorate(command):
         *own, _ = inspect.signature(command).parameters.values()
-        fields, title = [], None
-        for name, field in config.__pydantic_fields__.items():
-            title = SECTIONS.get(name, title)
-            group = GROUPS.get(name) or GROUPS.get(title)
-            fields.append(_option(config, name, field, group))
-        offered = [p for p in (*fields, *own) if p.name not in without]
+        fields, title = {}, None
+        for config in configs:
+            for name, field in config.__pydantic_fields__.items():
+                title = SECTIONS.get(name, title)
+                group = GROUPS.get(name) or GROUPS.get(title)
+                if name not in fields:
+                    fields[name] = _option(config, name, field, group, configs)
+        offered = [p for p in (*fields.values(), *own) if p.name not in without]
         command.__signature__ = inspect.Signature(offered)
         return command
     return decorate
 
 
-def _option(config, name, field, group):
+def _option(config, name, field, group, configs):
     bases = (c.__pydantic_fields__ for c in config.__mro__[:-1])
     infos = [fields[name] for fields in bases if name in fields]  # those of a base explain
     help = next(info.description for info in infos if info.description)
     help = re.sub(r" \([PRG]\d+\)", "", help)  # numbers of the details, which the lessons explain
-    kind = _bare(field.annotation) if field.annotation != dict | None else object
+    kinds = [_bare(x.__pydantic_fields__[name].annotation) for x in configs
+             if name in x.__pydantic_fields__]
+    kind = reduce(or_, kinds) if field.annotation != dict | None else object
+    if all(get_origin(k) is Literal for k in kinds):  # the choices of all
+        kind = Literal[tuple(dict.fromkeys(choice for k in kinds for choice in get_args(k)))]
     given = next((x for x in get_args(kind) if x in CONVERTERS), kind)  # if it is not None
     how = Parameter(help=help, group=group, converter=CONVERTERS.get(given),
                     alias=ALIASES.get(name))
@@ -259,7 +266,7 @@ def training(
     fixed = {"rlhf": (), "train": ("prompts", "reward")}.get(task, ("env", "prompts", "reward"))
 
     @app.command(name=task, help=about)
-    @options_of(config, without=fixed)
+    @options_of(*(LANGUAGE if task == "rlhf" else [config]), without=fixed)
     def command(*, out: Out = None, overwrite: Overwrite = False, resume: Resume = None,
                 seeds: Seeds = None, track: Track = "tensorboard", prompts: Prompts = None,
                 reward: Reward = None, trust: Trust = False, **options):
@@ -393,7 +400,7 @@ def compare(
     from rlhf_notes.training.runs import Run
     with _usage_errors():
         for s in (seed, seed + seeds - 1):
-            TASKS[task][0](seed=s)
+            config_of(task)(seed=s)
         about = dict(task="compare", of=task, seed=seed, seeds=seeds, versions=versions(),
                      device=pick_device(device, auto="cuda"))
         run = Run.create(out or Path("runs", f"compare-{task}"), about, overwrite)

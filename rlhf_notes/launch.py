@@ -14,7 +14,7 @@ may come from someone else, so `--resume` imports a module only if it is given a
 `--trust`.
 """
 
-__all__ = ['TASKS', 'new_training', 'old_training', 'report', 'many_seeds']
+__all__ = ['TASKS', 'LANGUAGE', 'config_of', 'new_training', 'old_training', 'report', 'many_seeds']
 
 import csv
 import json
@@ -22,7 +22,7 @@ import os
 import random
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from numbers import Real
@@ -30,7 +30,9 @@ from pathlib import Path
 from textwrap import shorten
 
 from .control.config import RECIPES, PendulumConfig, PPOConfig
-from .language.config import RLHFConfig, check_effect
+from .hub.config import OwnRunConfig
+from .language.config import LoopConfig, check_variant
+from .reviews.config import ReviewsConfig, ReviewsDPOConfig
 from .training.options import read_options, versions
 from .training.signals import end_later
 
@@ -39,8 +41,15 @@ TASKS = {
     "cartpole": (PPOConfig, "Balance a pole: a random policy lasts 20 steps; 475 is solved."),
     "pendulum": (PendulumConfig, "Swing up a pendulum: random earns -1200; -200 is solved."),
     "train": (PPOConfig, "Train on any Gymnasium environment, --env."),
-    "rlhf": (RLHFConfig, "Teach a GPT-2 what a human likes, or a model of yours by --reward."),
+    "rlhf": (ReviewsConfig, "Teach a GPT-2 what a human likes, or a model of yours by --reward."),
 }
+LANGUAGE = ReviewsConfig, ReviewsDPOConfig, OwnRunConfig  # of rlhf, in three cases
+
+
+def config_of(task, algo="ppo", own=False):
+    "The class of a training's options; `own` is for prompts and a reward of one's own."
+    if task != "rlhf": return TASKS[task][0]
+    return OwnRunConfig if own else ReviewsDPOConfig if algo == "dpo" else ReviewsConfig
 
 
 def new_training(
@@ -77,7 +86,7 @@ def _trainer(task, options, run=None, **own):
     "The config, a function of a run that trains, and whether this process is to write."
     if task == "rlhf":
         from rlhf_notes.reviews.pipeline import Training, train
-        training = _own(options, **own) if own else Training(_reviews_config(options))
+        training = _own(options, **own) if own else Training(_of_reviews(options))
         _go_on(run, training, lambda state: state)
         return training.config, partial(train, training), training.accelerator.is_main_process
     from rlhf_notes.control.trainer import PPO, train
@@ -113,9 +122,9 @@ def _check_kind(name, ours, theirs):
         _check_kind(key, ours[key], theirs[key])
 
 
-def _reviews_config(options):
-    config = RLHFConfig(**options)
-    check_effect(config, options, own=False)
+def _of_reviews(options):
+    config = config_of("rlhf", options.get("algo"))(**options)
+    check_variant(config)
     return config
 
 
@@ -123,7 +132,7 @@ def _train(config, train, run, is_main):
     import numpy as np
     random.seed(config.seed)  # for an environment or reward that draws from these
     np.random.seed(config.seed % 2**32)
-    if is_main and isinstance(config, RLHFConfig):
+    if is_main and isinstance(config, LoopConfig):
         from rlhf_notes.training.devices import make_accelerator
         print("processes:", make_accelerator().num_processes, flush=True)
     path = _as_typed(run.path)
@@ -167,14 +176,12 @@ def old_training(
     run = Run.resume(path)
     if (found := run.config.get("task")) != task:
         raise ValueError(f"resume must be a run of {task}, got {path}, a run of {found}")
-    names = TASKS[task][0].__dataclass_fields__
-    if missing := [name for name in names if name not in run.config]:
-        raise ValueError(f"resume must be a run with all options, got {path} without {missing[0]}")
+    own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
+    names = config_of(task, run.config.get("algo"), bool(own)).__dataclass_fields__
     if not trust:
         _check_code(run.config, path, given, {"train": "env", "rlhf": "reward"}.get(task))
     run.check_config()
-    options = {name: run.config[name] for name in names}
-    own = {name: run.config[name] for name in ("prompts", "reward") if name in run.config}
+    options = {name: run.config[name] for name in names if name in run.config}
     for name, value in own.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a text in {path / 'config.json'}, got {value!r}")
@@ -264,7 +271,7 @@ def many_seeds(
     from rlhf_notes.training.runs import Run
     options = _with_recipe(task, options)
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
-    TASKS[task][0](**{**options, "seed": first + count - 1})
+    config_of(task, options.get("algo"))(**{**options, "seed": first + count - 1})
     with _same_directory():
         _trainer(task, options)
     Run.check(out, overwrite)
@@ -329,13 +336,12 @@ def _own(options, prompts=None, reward=None):
         raise ValueError("reward must come with --model and --prompts")
     kept = {name: options[name] for name in ("model", "eval_every") if name in options}
     rest = {k: x for k, x in options.items() if k not in (*kept, "response_length")}
+    OwnRunConfig(**options)  # refuses those of other trainings
     trainer = RLHF(options["model"], prompts=prompts, reward=_reward(reward),
                    max_new_tokens=options.get("response_length", 16), **rest)
     loop = trainer.loop  # a reward that fails, fails before anything is written
     loop.collect(loop.policy.lm, *loop.prompts())
-    training = OwnTraining(trainer)
-    training.config = replace(trainer.config, **kept)
-    return training
+    return OwnTraining(trainer, OwnRunConfig(**asdict(trainer.config), **kept))
 
 
 def _reward(path):

@@ -19,7 +19,7 @@ import torch
 from rlhf_notes import __version__, cli
 from rlhf_notes.control import trainer as control
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.studies import benchmark
 from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
@@ -108,7 +108,7 @@ BAD = [
     ("cartpole --resume run", "--resume must be a run directory with a checkpoint, got run"),
     ("cartpole --resume other", "--resume must be a run of cartpole, got other, a run of pendulum"),
     ("cartpole --resume listed", "--resume must be a run directory with a checkpoint, got listed"),
-    ("cartpole --resume short", "--resume must be a run with all options, got short without env"),
+    ("cartpole --resume short", "--env must be 'CartPole-v1' in "),
     ("cartpole --resume changed", "the options are not those of the saved networks"),
     ("cartpole --resume run --seed 3", "--resume must stand alone"),
     ("cartpole --resume run --out x", "--resume must stand alone"),
@@ -162,12 +162,10 @@ BAD = [
     ("generate --run run word", "--run must be a run of rlhf, or"),
     ("generate --run run --model x word", "either --run or --model"),
     ("generate --run file word", "--run must be a run of rlhf, or"),
-    ("rlhf --algo dpo --variant grpo",
-     "--variant must be left out for dpo, where it has no effect, got 'grpo'"),
-    ("rlhf --algo dpo --group 8",
-     "--group must be left out for algorithms other than grpo and rloo"),
-    ("rlhf --algo dpo --group 8 --seeds 2", "--group must be left out for algorithms other"),
-    ("rlhf --algo grpo --lam 0.9", "--lam must be left out for algorithms other than ppo"),
+    ("rlhf --algo dpo --variant grpo", "--variant must be an option of ReviewsDPOConfig"),
+    ("rlhf --algo dpo --group 8", "--group must be an option of ReviewsDPOConfig"),
+    ("rlhf --algo dpo --group 8 --seeds 2", "--group must be an option of ReviewsDPOConfig"),
+    ("rlhf --algo grpo --lam 0.9", "--lam must be left out for algo grpo"),
     (f"generate --run {'x' * 300} word",
      "--run must be a run of rlhf, or a directory in which RLHF has saved, " "got xxx"),
     ("generate", 'requires an argument'),
@@ -276,7 +274,7 @@ def test_the_command_needs_no_docstrings():
     assert b"trainer_state.json" in subprocess.run(line, capture_output=True, check=True).stdout
 
 
-@pytest.mark.parametrize("config", [PPOConfig, PendulumConfig, RLHFConfig])
+@pytest.mark.parametrize("config", [PPOConfig, PendulumConfig, ReviewsConfig])
 def test_every_option_of_a_config_is_offered(config):
     app = cli.App()
     app.default(cli.options_of(config)(lambda **options: options))
@@ -574,7 +572,7 @@ def test_a_model_learns_by_a_reward_of_ones_own_and_generates(
                          "--reward must be MODULE:FUNCTION, got 'nowhere:size': No module"),
                         (["--reward", "own_reward.size"], "(on the command line: own_reward:size)"),
                         (["--reward", "own_reward:size", "--labels", "8"],
-                         "--labels must be left out for prompts of your own"),
+                         "--labels must be an option of OwnRunConfig"),
                         ([], "--reward must come with --model and --prompts"),
                         (["--reward", "own_reward:bad"], "--reward must return a list of numbers"),
                         (["--reward", "own_reward:size", "--seeds", "2"], "--seeds cannot go"),

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.trainer import train as train_control
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import Training
 from rlhf_notes.reviews.pipeline import train as train_language
 
@@ -39,7 +39,7 @@ def refused(config, **options):
         return str(e)
 
 
-@pytest.mark.parametrize("config", [PPOConfig, PendulumConfig, RLHFConfig])
+@pytest.mark.parametrize("config", [PPOConfig, PendulumConfig, ReviewsConfig])
 def test_a_number_that_float32_cannot_hold_is_refused_by_name(config):
     assert len(numbers(config)) > 12
     assert {"clip", "learning_rate", "value_coef"} <= {*numbers(config)}
@@ -64,12 +64,12 @@ def test_a_huge_number_in_control_runs_or_diverges_by_name(name):
     runs(train_control, PendulumConfig, name, CONTROL)
 
 
-@pytest.mark.parametrize("name", numbers(RLHFConfig))
+@pytest.mark.parametrize("name", numbers(ReviewsConfig))
 def test_a_huge_number_in_language_runs_or_diverges_by_name(name):
     more = dict(
         dpo_beta=dict(algo="dpo"), kl_coef=dict(algo="grpo"), penalty=dict(overlong="subtract"))
     for options in ({}, more[name]) if name in more else ({},):
-        runs(lambda c: train_language(Training(c)), RLHFConfig, name, LANGUAGE | options)
+        runs(lambda c: train_language(Training(c)), ReviewsConfig, name, LANGUAGE | options)
 
 
 def test_a_clip_that_falls_below_what_float32_holds_is_refused_before_anything_begins():

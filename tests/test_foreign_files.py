@@ -10,7 +10,7 @@ from language_models import make, tokenizer
 
 from rlhf_notes import PPO, RLHF, cli
 from rlhf_notes.control.config import PPOConfig
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.training.runs import load_checked, save_checked
 
 PAYLOADS = ("payload", "payload.x", "payload:x", "payload/x-v0", "payload:Name-v0", ["payload.x"],
@@ -57,7 +57,7 @@ def test_a_name_of_a_tracker_is_never_looked_up(capsys):
         PPO("CartPole-v1", out="other", track="payload.x").learn()
 
 
-@pytest.mark.parametrize("task, config", [("train", PPOConfig()), ("rlhf", RLHFConfig())])
+@pytest.mark.parametrize("task, config", [("train", PPOConfig()), ("rlhf", ReviewsConfig())])
 def test_no_field_of_a_run_imports_a_module(task, config, capsys):
     from rlhf_notes.training.runs import Run
     whole = {"task": task, "algo": "ppo", "prompts": "p.txt", "reward": "rm",

@@ -14,8 +14,8 @@ from test_words import NBS, code_names, linked, module_of, tables
 
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.trainer import PPO
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import pipeline
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.training.runs import Run
 
 FILES = {"control": "control", "`sft.csv`": "sft", "`reward_model.csv`": "reward_model",
@@ -38,7 +38,7 @@ def logged(tmp_path_factory):
         run.log(ppo.iterate(), 64)
         run.finish({})
         found |= {("control", c) for c in header(run.path / "metrics.csv")}
-    config = RLHFConfig(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4,
+    config = ReviewsConfig(device="cpu", sft_steps=2, sft_batch=4, labels=8, rm_batch=4,
                         norm_samples=8, batch=8, minibatches=2, iterations=1, eval_responses=4)
     run = Run.create(tmp / "rlhf", dict(task="rlhf") | asdict(config))
     pipeline.train(pipeline.Training(config), run)
@@ -102,9 +102,9 @@ def test_the_stored_curves_are_those_of_the_command(logged):
     "The runs that the command makes, whole, with the columns that trainings log today."
     for file, changes, rows in (
         ("control", metrics.CONTROL, PPOConfig().iterations),
-        ("sft", metrics.SFT, RLHFConfig().sft_steps),
-        ("reward_model", metrics.REWARD_MODEL, RLHFConfig().labels // RLHFConfig().rm_batch),
-        ("rl", metrics.RL, RLHFConfig().iterations)):
+        ("sft", metrics.SFT, ReviewsConfig().sft_steps),
+        ("reward_model", metrics.REWARD_MODEL, ReviewsConfig().labels // ReviewsConfig().rm_batch),
+        ("rl", metrics.RL, ReviewsConfig().iterations)):
         with open(RESULTS / f"metrics_{file}.csv", newline="", encoding="utf-8") as f:
             stored = list(csv.DictReader(f))
         assert ({("run" if c == "run" else (file, c)) for c in stored[0]} == {"run"}

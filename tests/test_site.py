@@ -329,7 +329,7 @@ def test_backticks_are_links_where_they_name_something():
 def test_every_option_has_its_meaning():
     page = next(
         p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "21_config")
-    params = {name: comment for t in page.things if t.name == "RLHFConfig"
+    params = {name: comment for t in page.things if t.name == "ReviewsConfig"
               for name, *_, comment in t.params}
     assert params["lora"].startswith("rank") and all(params.values()), params
 

@@ -42,8 +42,8 @@ def test_an_option_that_may_be_none_is_told_as_any_other(line, words, capsys):
 
 def test_every_number_that_may_be_none_is_told_in_one_sentence(capsys):
     from rlhf_notes.control.config import PPOConfig
-    from rlhf_notes.language.config import RLHFConfig
-    for task, config in (("rlhf", RLHFConfig), ("train", PPOConfig)):
+    from rlhf_notes.reviews.config import ReviewsConfig
+    for task, config in (("rlhf", ReviewsConfig), ("train", PPOConfig)):
         for name, field in config.__pydantic_fields__.items():
             if "None" not in str(field.annotation) or name == "env_kwargs": continue
             if "bool" in str(field.annotation): continue

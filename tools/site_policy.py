@@ -15,8 +15,8 @@ import json
 import torch
 from notebooks import ROOT
 
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import task
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import Training, evaluate
 
 FILE = ROOT / "docs" / "widgets" / "policy-data.js"
@@ -48,7 +48,7 @@ def read(path=FILE):
 
 def trained(seed):
     "A training with all its stages behind it."
-    training = Training(RLHFConfig(seed=seed))
+    training = Training(ReviewsConfig(seed=seed))
     while training.left: training.iterate()
     return training
 

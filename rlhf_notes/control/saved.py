@@ -6,7 +6,7 @@ is imported that it names. A step size of one's own is stored as its value at th
 loading warns of that; of a module the weights are stored, and loading asks for the module again.
 """
 
-__all__ = ['step_size', 'split_options', 'options_again', 'read_saved', 'check_sizes', 'check_kept']
+__all__ = ['split_options', 'options_again', 'read_saved', 'check_sizes', 'check_kept']
 
 import io
 import math
@@ -20,18 +20,8 @@ from torch import nn
 from .. import __version__
 from .config import PPOConfig
 from .policy import Agent
+from ..training.fit import step_size
 from ..training.runs import load_checked
-
-
-def step_size(
-    name: str,  # of the option, "learning_rate" or "clip"
-    schedule,  # the user's function of the fraction of the training that is left
-    left: float,  # that fraction, in (0, 1]
-) -> float:  # > 0
-    "A step size by a user's schedule; ValueError if it is none."
-    x = schedule(left)
-    if isinstance(x, Real) and 0 < x < math.inf: return float(x)
-    raise ValueError(f"{name} must be a function to numbers > 0, got {x!r}")
 
 
 def split_options(

@@ -16,9 +16,9 @@ from . import door
 # %% ../../nbs/fast/adam.ipynb #fused
 BETAS = 0.9, 0.999
 
-def _fused(theta, m, v, g, t, learning_rate, eps):
-    torch._fused_adam_([theta], [g], [m], [v], [], [t], lr=learning_rate, beta1=BETAS[0],
-                       beta2=BETAS[1], eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
+def _fused(theta, m, v, g, t, learning_rate, eps, betas=BETAS):
+    torch._fused_adam_([theta], [g], [m], [v], [], [t], lr=learning_rate, beta1=betas[0],
+                       beta2=betas[1], eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
 
 # %% ../../nbs/fast/adam.ipynb #plain
 @door(_fused)
@@ -27,11 +27,12 @@ def adam_step(
     g,  # the gradient
     t,  # number of this step, from 1: a float32 tensor
     learning_rate, eps,  # alpha and epsilon
+    betas=BETAS,  # beta_1 and beta_2
 ):
     "A step of Adam (Kingma and Ba 2015, algorithm 1)."
-    m.lerp_(g, 1 - BETAS[0])
-    v.lerp_(g * g, 1 - BETAS[1])
-    m_hat, v_hat = (x / (1 - beta ** t.double()) for x, beta in zip((m, v), BETAS))
+    m.lerp_(g, 1 - betas[0])
+    v.lerp_(g * g, 1 - betas[1])
+    m_hat, v_hat = (x / (1 - beta ** t.double()) for x, beta in zip((m, v), betas))
     theta -= learning_rate * m_hat / (v_hat.sqrt() + eps)
 
 # %% ../../nbs/fast/adam.ipynb #vector
@@ -60,10 +61,13 @@ class Adam:
         self,
         module: nn.Module,  # its parameters with `requires_grad` are learned
         eps: float,  # epsilon
+        betas: tuple = BETAS,  # shares of the moments that a step keeps
+        weight_decay: float = 0.0,  # taken off each weight, per learning rate (AdamW)
     ):
         self.module, self.vector = module, one_vector(module)
         self.shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         self.weights, self.eps = [self.vector], eps
+        self.betas, self.weight_decay = betas, weight_decay
         self.m, self.v = (torch.zeros_like(self.vector.detach()) for _ in range(2))
         self.steps = torch.zeros((), dtype=torch.float32, device=self.vector.device)
 
@@ -116,8 +120,10 @@ class Adam:
     def step(self, learning_rate: float):  # step size
         "Take a step against the gradient."
         self.steps += 1
-        grad = self.vector.grad
-        adam_step(self.vector, self.m, self.v, grad, self.steps, learning_rate, self.eps)
+        moments = self.vector.grad, self.steps, learning_rate, self.eps, self.betas
+        if self.weight_decay:  # decoupled (Loshchilov and Hutter 2019)
+            self.vector *= 1 - learning_rate * self.weight_decay
+        adam_step(self.vector, self.m, self.v, *moments)
 
     def state_dict(self) -> dict:  # for a checkpoint
         "Both moments and the number of steps."

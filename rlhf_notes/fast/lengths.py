@@ -50,6 +50,7 @@ def _in_groups(mask, T, compute):
 
 def sample(lm, prompts, mask, u, *rest):  # as `_sample` of language.sampling
     "A response to each prompt: as one graph on a GPU, else rows of like length together."
-    if mask.is_cuda: return gpt2.replay(sample.plain, lm, prompts, mask, u, rest[0])
+    if mask.is_cuda and rest[3:] in ((), (1.0, 0)):  # from all tokens
+        return gpt2.replay(sample.plain, lm, prompts, mask, u, rest[0])
     return _in_groups(mask, u.shape[1], lambda rows, Q: sample.plain(
         lm, prompts[rows, -Q:], mask[rows, -Q:], u[rows], *rest))

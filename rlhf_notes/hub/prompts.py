@@ -113,7 +113,8 @@ class Prompts:
     reward_timeout = None  # seconds for each call of a reward function
 
     def __init__(self, tokenizer, prompts, reward, response_length, prompt_length=0, stop_after=0,
-                 lm=None, drop_long=False, order="random", seed=0):
+                 lm=None, drop_long=False, order="random", seed=0,
+                 top_p=1.0, top_k=0):
         """A tokenizer as `pad_outside` leaves it; `prompts` as for `read_prompts`, `reward` as for
         `reward_functions`, None to generate alone. Prompts are padded to `prompt_length` tokens, 0
         = as many as the longest has; longer ones are left out if `drop_long`. A response may end
@@ -123,7 +124,7 @@ class Prompts:
         self.tokenizer, self.response_length = tokenizer, response_length
         self.prompt_length, self.stop_after, self.order, self.seed = 0, stop_after, order, seed
         self.pad_token, self.stop_token = tokenizer.pad_token_id, end_tokens(tokenizer, lm)
-        self.until = dict(stop=self.stop_token, stop_after=stop_after)  # no G4
+        self.how = dict(stop=self.stop_token, stop_after=stop_after, top_p=top_p, top_k=top_k)
         self.vocab_size = math.inf if lm is None else len(lm.get_output_embeddings().weight)
         self.rows = read_prompts(prompts)
         self.use(reward, getattr(lm, "device", "cpu"))
@@ -201,7 +202,7 @@ class Prompts:
 
     def respond(self, lm, prompts, mask, u, rows, temperature):
         "A response to each prompt, sampled by `u` (B, T) and cut at its end, as `Responses`."
-        samples = sample(lm, prompts, mask, u, temperature, **self.until)
+        samples = sample(lm, prompts, mask, u, temperature, **self.how)
         cut, own, has_end = self.truncate(samples.tokens)
         return Responses(*samples, cut, cut, own, has_end, rows)
 

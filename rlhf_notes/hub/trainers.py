@@ -31,7 +31,7 @@ or the list with one message of the assistant that datasets of chats have there;
 `rlhf_notes.hub.pairs` makes tokens of them.
 """
 
-__all__ = ['GREEDY', 'Trainer', 'task_of', 'save_policy', 'own_config', 'taught_options', 'unscored', 'RLHF', 'DPO']
+__all__ = ['GREEDY', 'Trainer', 'task_of', 'save_policy', 'unscored', 'own_advantage', 'RLHF', 'DPO']
 
 import json
 from dataclasses import asdict
@@ -42,12 +42,12 @@ import torch
 
 from ..checks import check_value, told_as
 from ..formulas.masking import centre
-from ..language.config import RLHFConfig, check_effect, check_variant
+from ..language.config import LoopConfig, check_variant
 from ..language.dpo import DPOLoop
 from ..language.loop import Loop
 from ..language.machine import make_machine
 from ..language.model import autocast, check_context
-from ..language.rollout import ADVANTAGES, group_advantages, weighted_sum
+from ..language.rollout import group_advantages, weighted_sum
 from ..training.devices import make_accelerator, process_device, stopped_anywhere, usual_defaults
 from ..training.fit import Evaluator, fit
 from ..training.options import read_options
@@ -55,7 +55,8 @@ from ..training.runs import check_sums
 from ..training.seeds import seeded_generator
 from ..training.signals import end_later, progress_bar
 from ..view import View, own_run
-from .load import load_model
+from .config import OwnConfig, OwnDPOConfig, known_options
+from .load import load_model, other_tokens
 from .pairs import own_choices
 from .prompts import Prompts, read_prompts, warn_of_ends
 from .recorder import Recorder
@@ -72,12 +73,13 @@ class Trainer:
 
     def _load_parts(self, config, model, tokenizer, prompts, reward, environment=None):
         "Load, check and adapt a model; read the prompts in its tokens; the model and its machine."
-        c = config
+        c, order = config, getattr(config, "prompt_order", "random")
         lm, tokenizer = load_model(model, tokenizer, process_device(c.device), c.lora, c.seed)
         machine = make_machine(c, torch.device(lm.device))
         self.task = task_of(environment)(
             tokenizer, prompts, reward, c.response_length, c.prompt_length, c.stop_after, lm=lm,
-            drop_long=c.long_prompts == "filter", order=c.prompt_order, seed=c.seed)
+            drop_long=c.long_prompts == "filter", order=order, seed=c.seed, top_p=c.top_p,
+            top_k=c.top_k)
         if self.task.rows:
             self.task.widen(machine.largest(self.task.prompt_length))
         lengths = {"prompt_length" if c.prompt_length else "prompts": self.task.prompt_length}
@@ -86,7 +88,7 @@ class Trainer:
         return lm, machine
 
     @property
-    def config(self) -> RLHFConfig:
+    def config(self) -> LoopConfig:
         "The options, with all that was left to the trainer."
         return self.loop.config
 
@@ -195,26 +197,11 @@ def save_policy(path, config, lm, tokenizer, merge=False, dtype=None):
                max_new_tokens=config.response_length)
 
 
-def own_config(max_new_tokens, **options):
-    "The options for a model and prompts of one's own."
-    check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
-    own = dict(response_length=max_new_tokens, stop_after=0, overlong="keep", adam="pytorch",
-               adam_eps=1e-8, learning_rate=None)
-    config = RLHFConfig(**own | options)
-    check_effect(config, options, own=True)
-    return config
-
-
-def taught_options(options):
-    """The options for a teacher, without a price of the KL; ValueError names one that would have no
-    effect."""
-    if options["algo"] == "ppo":
-        raise ValueError("algo must be grpo or rloo with a teacher, which needs no values, got ppo")
-    for name in ("kl_coef", "kl_in_loss", "group_scale", "dynamic_sampling", "reward_aggregation"):
-        if name in options:
-            raise ValueError(f"{name} must be left out with a teacher, where it has no effect, got "
-                             f"{options[name]!r}")
-    return options | dict(kl_coef=0.0)
+def own_schedule(options):
+    "The options, and a learning rate that is a function of the iterations that are left, or None."
+    rate = options.get("learning_rate")
+    if not callable(rate): return options, None
+    return {k: x for k, x in options.items() if k != "learning_rate"}, rate
 
 
 def unscored(prompts, responses):
@@ -255,22 +242,28 @@ class RLHF(Trainer):
         eval_every: int | None = None,  # iterations from one evaluation to the next; None = 10
         keep_best: bool = False,  # end with the policy of the best evaluation, not with the last
         reward_timeout: float | None = None,  # seconds for each call of a reward; None = no limit
-        **options,  # of `RLHFConfig`
+        **options,  # of `OwnConfig`; learning_rate as a function of the iterations that are left
     ):
         check_value("reward_timeout", reward_timeout, "(0, inf)?")
-        options |= dict(algo=algo, iterations=iterations, seed=seed)
+        check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
         if teacher is not None:
-            options, reward = taught_options(options), reward or unscored
-        config = own_config(max_new_tokens, **options)
-        compare = None if teacher is None else ADVANTAGES["teacher"]
+            if algo == "ppo":
+                raise ValueError("algo must be grpo or rloo with a teacher, which needs no values, "
+                                 "got ppo")
+            algo, reward = "teacher", reward or unscored
+        options, schedule = own_schedule(options)
+        config = OwnConfig(algo=algo, iterations=iterations, seed=seed,
+                           response_length=max_new_tokens, **options)
+        check_variant(config)
+        compare = None
         if advantage is not None:
-            plain = (config.algo, config.reward_aggregation, teacher) == ("grpo", "sum", None)
+            plain = (config.algo, config.reward_aggregation) == ("grpo", "sum")
             if not (callable(advantage) and plain):
                 raise ValueError("advantage must be a function, for algo grpo and the sum of the "
                                  f"rewards, got {advantage!r}")
             compare = partial(group_advantages, partial(own_advantage, advantage))
         self._begin(config, model, tokenizer, prompts, reward, environment, compare, teacher)
-        self.task.reward_timeout = reward_timeout
+        self.task.reward_timeout, self.loop.schedule = reward_timeout, schedule
         check_value("eval_every", eval_every, "int [1, inf)?")
         if len(eval_prompts):
             self._hold_out(eval_prompts, eval_reward or reward, eval_every or 10, keep_best)
@@ -281,12 +274,13 @@ class RLHF(Trainer):
     @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward, environment=None, compare=None,
                teacher=None):
-        if config.algo == "dpo" and reward is not None:
-            raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got dpo")
+        if config.algo in ("dpo", "teacher") and teacher is None and reward is not None:
+            raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got "
+                             f"{config.algo}")
         lm, machine = self._load_parts(config, model, tokenizer, prompts, reward, environment)
         warn_of_ends(self.task)
         self.recorder = Recorder()
-        hooks = [Spread(config, compare is not ADVANTAGES["teacher"]), self.recorder]
+        hooks = [Spread(config, warns=teacher is None), self.recorder]
         self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare, hooks)
         if teacher is not None:
             self.loop.reference = self._load_teacher(teacher)
@@ -302,11 +296,10 @@ class RLHF(Trainer):
         if sizes[0] != sizes[1]:
             raise ValueError(f"teacher must have the model's vocabulary of {sizes[0]} tokens, got "
                              f"{sizes[1]}")
-        for i, (ours, its) in enumerate(zip(*(x.convert_ids_to_tokens(range(sizes[0]))
-                                              for x in (own, theirs)))):
-            if ours != its:
-                raise ValueError(f"teacher must have the model's tokens, got {its!r} as number "
-                                 f"{i}, which is {ours!r} to the model")
+        if unlike := other_tokens(own, theirs):
+            token, number, its = unlike
+            raise ValueError(f"teacher must have the model's tokens, got {its} as the number of "
+                             f"{token!r}, which is {number} to the model")
         return found
 
     def _hold_out(self, prompts, reward, every, keep_best):
@@ -350,7 +343,8 @@ class RLHF(Trainer):
         except (OSError, ValueError) as e:
             raise ValueError("path must be a directory that RLHF.save has written, got "
                              f"{path}: {e}") from e
-        trainer, config = cls.__new__(cls), RLHFConfig(**saved)
+        kind = OwnDPOConfig if saved.get("algo") == "dpo" else OwnConfig
+        trainer, config = cls.__new__(cls), kind(**known_options(kind, saved))
         check_sums(path)
         if reward is not None:
             check_variant(config)
@@ -373,11 +367,13 @@ class DPO(Trainer):
         *,
         kind: str = "sigmoid",  # the loss of a pair, one of `DPO_KINDS`
         label_smoothing: float = 0.0,  # share of the pairs taken to be the wrong way round
-        **options,  # of `RLHFConfig`
+        **options,  # of `OwnDPOConfig`; learning_rate as a function of the iterations left
     ):
-        options |= dict(algo="dpo", iterations=iterations, seed=seed, dpo_kind=kind,
-                        label_smoothing=label_smoothing)
-        config = own_config(max_new_tokens, **options)
+        check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
+        options, schedule = own_schedule(options)
+        config = OwnDPOConfig(iterations=iterations, seed=seed, response_length=max_new_tokens,
+                              dpo_kind=kind, label_smoothing=label_smoothing, **options)
         lm, machine = self._load_parts(config, model, tokenizer, prompts, None)
         choices = own_choices(self.task, self.task.rows)
         self.loop = DPOLoop(config, lm, self.task, choices, machine)
+        self.loop.schedule = schedule

@@ -10,7 +10,7 @@ __all__ = ['choice_loss', 'Choices', 'chosen_first', 'DPOLoop']
 # %% ../../nbs/language/30_dpo.ipynb #export-imports
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -59,7 +59,6 @@ class DPOLoop(Loop):
 
     def __init__(self, config, lm, task, choices, machine=None):
         "The task is for evaluations; `choices` come without `logp_ref`."
-        config = replace(config, overlong="keep")  # the implicit reward stays as it is
         super().__init__(config, lm, task, self.implicit_reward, machine)
         self.learn_from(choices)
 

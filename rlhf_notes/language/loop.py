@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ..fast.adam import BETAS, Adam
+from ..fast.adam import Adam
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from rlhf_notes.formulas.masking import (
@@ -45,7 +45,7 @@ from rlhf_notes.language.rollout import (
     with_advantages,
 )
 from ..training.devices import to_device
-from ..training.fit import Stage
+from ..training.fit import Stage, step_size
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite
 
@@ -53,6 +53,7 @@ from ..training.signals import check_finite
 class Loop(Stage):
     "Reinforcement learning of a language model (Ziegler et al. 2019), iteration by iteration."
     PARTS = "policy", "optimizer", "kl"
+    schedule = None  # learning rate by the share of iterations left; None = of the config
 
     def __init__(self, config, lm, task, reward, machine=None, advantages=None, hooks=()):
         "The policy begins as `lm`, which loses its dropout and becomes the reference."
@@ -63,9 +64,10 @@ class Loop(Stage):
         self.compare = advantages  # None = those of the config
         self.reference = no_dropout(lm)  # P4
         start = lm if has_adapter(lm) else copy.deepcopy(lm)
-        self.policy = Policy(start, learn_value=c.algo == "ppo")  # P2
-        self.model = self.machine.prepare(self.policy)
-        self.optimizer, self.kl = Adam(self.policy, c.adam_eps), kl_controller(c)
+        self.policy = Policy(start, c.algo == "ppo", getattr(c, "entropy_coef", 0) > 0)  # P2
+        self.model, betas = self.machine.prepare(self.policy), (c.adam_beta1, c.adam_beta2)
+        self.optimizer = Adam(self.policy, c.adam_eps, betas, c.weight_decay)
+        self.kl = kl_controller(c)
         self.iteration, self.iterations, self.steps = 0, c.iterations, 0
 
     def iterate(self):
@@ -155,9 +157,14 @@ class Loop(Stage):
         c, self.steps = self.config, self.steps + 1
         norm = self.optimizer.clip(c.max_grad_norm)
         if c.adam == "tensorflow":
-            self.optimizer.eps = tensorflow_eps(c.adam_eps, BETAS[1], self.steps)  # P12
-        self.optimizer.step(learning_rate(c, self.iteration))  # G5
+            self.optimizer.eps = tensorflow_eps(c.adam_eps, c.adam_beta2, self.steps)  # P12
+        self.optimizer.step(self.rate())
         return norm
+
+    def rate(self):
+        "The learning rate of this iteration (G5)."
+        if self.schedule is None: return learning_rate(self.config, self.iteration)
+        return step_size("learning_rate", self.schedule, 1 - self.iteration / self.iterations)
 
     def log(self, batch, logs, start):
         "Steer the KL coefficient; return the row of this iteration."
@@ -189,6 +196,8 @@ def rl_loss(config, part, logp, entropy, values, kl_coef, whole=None):
         sums["value_loss"] = aggregate_loss(value_loss(*fit), mask, w)
         loss = loss + c.value_coef * sums["value_loss"]
         log["value_clip_fraction"] = value_clip_fraction(*fit)
+    if c.entropy_coef:
+        loss = loss - c.entropy_coef * aggregate_loss(entropy, mask, w)
     log = {name: x * share for name, x in log.items()} | sums
     return loss, {name: x.detach() for name, x in log.items()}
 
@@ -228,8 +237,9 @@ def with_rate(config, lm):
 
 # %% ../../nbs/language/27_loop.ipynb #learning-rate
 def learning_rate(config, iteration):
-    "Linear decay to 0; iterations count from 0."
-    return config.learning_rate * (1 - iteration / config.iterations)  # G5
+    "A warm-up, and a decay by a power of the share that is left; iterations count from 0."
+    left, rise = 1 - iteration / config.iterations, (iteration + 1) / (config.lr_warmup + 1)
+    return config.learning_rate * left ** config.lr_anneal * min(1.0, rise)  # G5
 
 # %% ../../nbs/language/27_loop.ipynb #check-left
 def check_left(loop):
@@ -252,7 +262,7 @@ def end_iteration(loop, logs, stats, tokens, start):
     found = dict(zip(means, torch.stack([*means.values()]).tolist()))
     check_finite(f"stage rl, iteration {loop.iteration + 1}", found)
     del found["weights"]
-    rate, seconds = learning_rate(loop.config, loop.iteration), time.perf_counter() - start
+    rate, seconds = loop.rate(), time.perf_counter() - start
     loop.iteration += 1
     return {name: found.get(name) for name in COLUMNS} | found | dict(
         iteration=loop.iteration, learning_rate=rate, tokens_per_second=tokens / seconds)

@@ -90,17 +90,18 @@ def head_log_probs(
     hidden: torch.Tensor,  # (..., d) from `hidden_states`
     tokens: torch.Tensor,  # (...) tokens that were chosen there
     temperature: float = 1.0,  # what the logits are divided by
-) -> tuple:  # (log pi (...), entropy (...) without gradient), float32
+    learn_entropy: bool = False,  # True = the entropy has a gradient, too
+) -> tuple:  # (log pi (...), entropy (...)), float32
     "Log-probability of `tokens` and entropy; a large vocabulary's logits are not kept."
     head = lm.get_output_embeddings()
     plain = type(head) is nn.Linear and not _changes(lm)
     if plain and tokens.numel() * len(head.weight) > LEAN:
         logp, entropy = linear_log_probs(hidden, head.weight, tokens, head.bias, temperature,
                                          entropy=True)
-        return logp, entropy.detach()
+        return logp, entropy if learn_entropy else entropy.detach()
     logits = to_logits(lm, hidden)
-    return (selective_log_softmax(logits, tokens, temperature),
-            entropy_from_logits(logits.detach(), temperature))
+    entropy = entropy_from_logits(logits if learn_entropy else logits.detach(), temperature)
+    return selective_log_softmax(logits, tokens, temperature), entropy
 
 LEAN = 2**22 # logits; more than these are not kept
 
@@ -167,8 +168,10 @@ class Policy(nn.Module):
         self,
         lm: nn.Module,  # a causal language model of transformers; kept, not copied
         learn_value: bool = True,  # False = the value head stays as it is
+        learn_entropy: bool = False,  # True = the entropy has a gradient
     ):
         super().__init__()
+        self.learn_entropy = learn_entropy
         self.lm, self.value_head = lm, _head(lm)
         nn.init.zeros_(self.value_head.weight)  # P2
         self.value_head.requires_grad_(learn_value)
@@ -188,11 +191,12 @@ class Policy(nn.Module):
         length: int,  # T
         temperature: float = 1.0,  # what the logits are divided by
         response_mask: torch.Tensor | None = None,  # (B, T) True = counts; None = all
-    ) -> tuple:  # (log pi, entropy without gradient, values), (B, T) each, float32
+    ) -> tuple:  # (log pi, entropy, values), (B, T) each, float32
         "Log-probabilities of the response; entropy and value *before* each of its tokens."
         with checkpointing(self.lm):
             hidden = response_states(self.lm, tokens, mask, length, response_mask) # G1
-        logp, entropy = head_log_probs(self.lm, hidden, tokens[:, -length:], temperature)
+        logp, entropy = head_log_probs(self.lm, hidden, tokens[:, -length:], temperature,
+                                       self.learn_entropy)
         return logp, entropy, self.value(hidden)
 
 # %% ../../nbs/language/23_model.ipynb #checkpointing

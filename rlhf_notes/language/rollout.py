@@ -138,8 +138,7 @@ def with_advantages(config, rollout, kl_coef, compare=None, reward_weights=None)
                                rollout.response_mask)  # P8
     rollout = replace(rollout, rewards=rewards)
     name = "gdpo" if config.reward_aggregation == "normalise" else config.algo
-    compare = compare or ADVANTAGES[name]
-    advantages, returns = compare(config, rollout, reward_weights)
+    advantages, returns = (compare or ADVANTAGES[name])(config, rollout, reward_weights)
     return replace(rollout, advantages=advantages, returns=returns)
 
 # %% ../../nbs/language/26_rollout.ipynb #overlong

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from ..formulas.reward import RewardNorm
+from ..hub.config import OwnRunConfig
 from ..hub.load import load_model, pad_outside
 from ..hub.recorder import FILE, Recorder, write_records
 from ..hub.save import save_reward_model
 from ..hub.trainers import RLHF, save_policy
-from ..language.config import RLHFConfig
 from ..language.dpo import DPOLoop
 from ..language.loop import Loop
 from rlhf_notes.language.model import (
@@ -34,6 +34,7 @@ from rlhf_notes.language.model import (
     sum_of_squares,
 )
 from ..language.rollout import Rollout, rollout_stats, sample_table
+from .config import ReviewsConfig, ReviewsDPOConfig
 from .pretraining import Pretraining
 from .reward_model import RewardTraining, choices_of, proxy_reward
 from .task import WORDS, Reviews, make_tokenizer
@@ -58,10 +59,7 @@ class Training:
     OUTCOME = ("true_score_sft", "true_score", "win_rate_vs_sft", "proxy_score_sft", "proxy_score",
                "kl", "valid", "tokens_per_second")
 
-    def __init__(
-        self,
-        config: RLHFConfig,  # hyperparameters of all stages
-    ):
+    def __init__(self, config: ReviewsConfig | ReviewsDPOConfig):
         c = config
         reward_model = 0 if c.algo == "dpo" else math.ceil(c.labels * c.rm_epochs / c.rm_batch)
         self._begin(c, c.sft_steps + reward_model + c.iterations)
@@ -189,13 +187,8 @@ class Training:
 # %% ../../nbs/reviews/28_pipeline.ipynb #world
 GPT2_VOCAB = 50257
 
-def make_world(
-    config: RLHFConfig,  # model, preset, seed, lengths
-    device: torch.device,  # where the model is to live
-) -> tuple:  # (language model, task)
-    "A language model, and the task in its tokens; ValueError if they do not fit."
-    if config.lora:
-        raise ValueError(f"lora must be 0 for the reviews, got {config.lora}")
+def make_world(config: ReviewsConfig, device: torch.device) -> tuple:
+    "A language model on a device, and the task in its tokens; ValueError if they do not fit."
     if config.model:
         lm, tokenizer = load_model(config.model, device=device)
         if has_adapter(lm):
@@ -208,7 +201,8 @@ def make_world(
                        device=device)
     lengths = dict(response_length=config.response_length)
     check_context(lm, prompt_length=config.prompt_length, **lengths)
-    task = Reviews(tokenizer, config.response_length, config.stop_after, config.prompt_length)
+    task = Reviews(tokenizer, config.response_length, config.stop_after, config.prompt_length,
+                   top_p=config.top_p, top_k=config.top_k)
     check_context(lm, prompt_length=task.prompt_length, **lengths)
     return lm, task
 
@@ -217,11 +211,9 @@ class OwnTraining(Training):
     "The last stage alone, by a reward of your own, without a human to ask."
     OUTCOME = "score_first", "score", "kl", "unscored"
 
-    def __init__(
-        self,
-        trainer: RLHF,  # before its first iteration
-    ):
-        self._begin(trainer.config, trainer.config.iterations)
+    def __init__(self, trainer: RLHF, config: OwnRunConfig):
+        "A trainer before its first iteration."
+        self._begin(config, config.iterations)
         self.stage, self.name = trainer.loop, "rl"
         self.lm, self.task = trainer.policy.lm, trainer.task
         self.recorder = trainer.recorder

@@ -69,7 +69,7 @@ class Pretraining(Stage):
 
     def __init__(
         self,
-        config,  # seed, precision, sft_steps, sft_batch, sft_learning_rate of `RLHFConfig`
+        config,  # seed, precision, sft_steps, sft_batch, sft_learning_rate of `ReviewsConfig`
         lm: nn.Module,  # a causal language model of transformers; trained in place
         task,  # has `train_texts(n, seed) -> (tokens, mask)`
     ):

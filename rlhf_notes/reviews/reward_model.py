@@ -39,7 +39,7 @@ def proxy_reward(model, norm, precision="float32"):
 # %% ../../nbs/reviews/25_reward_model.ipynb #write-responses
 @torch.no_grad()
 def write_responses(
-    config,  # temperature and precision of `RLHFConfig`
+    config,  # temperature and precision of `ReviewsConfig`
     lm,  # a causal language model of transformers
     task,  # `Reviews`, or what looks like it
     prompts: torch.Tensor,  # (n, Q), on the CPU
@@ -59,7 +59,7 @@ def write_responses(
 CHOICES = 4
 
 def ask_human(
-    config,  # labels, human_temperature, temperature and precision of `RLHFConfig`
+    config,  # labels, human_temperature, temperature and precision of `ReviewsConfig`
     lm,  # writes the responses that are compared
     task,  # `Reviews`, or what looks like it
     generator: torch.Generator,  # on the CPU
@@ -74,7 +74,7 @@ def ask_human(
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #choices-of
 def choices_of(
-    config,  # `RLHFConfig`
+    config,  # `ReviewsConfig`
     lm,  # writes the responses that are compared
     task,  # `Reviews`, or what looks like it
 ) -> Choices:  # without `logp_ref`
@@ -98,7 +98,7 @@ class RewardTraining(Stage):
 
     def __init__(
         self,
-        config,  # `RLHFConfig`
+        config,  # `ReviewsConfig`
         lm,  # the pretrained language model; not changed
         task,  # `Reviews`, or what looks like it
     ):

@@ -196,15 +196,16 @@ class Reviews(Prompts):
     "The task as tokens: prompts of one length, responses of another, and their true rewards."
     special_tokens = False
 
-    def __init__(self, tokenizer, response_length, stop_after=8, prompt_length=0):
+    def __init__(self, tokenizer, response_length, stop_after=8, prompt_length=0, **how):
         """A tokenizer with a padding token of its own; a full stop ends a response from position
-        `stop_after` on. Prompts are padded to `prompt_length`, 0 = as many as the longest has."""
+        `stop_after` on. Prompts are padded to `prompt_length`, 0 = as many as the longest has;
+        top_p and top_k are those of `sample`."""
         check_value("stop_after", stop_after, "[0, inf)")
         check_value("response_length", response_length, f"[{stop_after + 1}, inf)")
         check_value("prompt_length", prompt_length, "[0, inf)")
         self.tokenizer, self.pad_token = tokenizer, tokenizer.pad_token_id
         stop_token = self._check_tokenizer()
-        super().__init__(tokenizer, PROMPTS, None, response_length, prompt_length)
+        super().__init__(tokenizer, PROMPTS, None, response_length, prompt_length, **how)
         self.stop_token, self.stop_after = stop_token, stop_after
         train = torch.tensor([prompt not in HELD_OUT for prompt in PROMPTS])
         self._held_out = self.tokens[~train], self.mask[~train]

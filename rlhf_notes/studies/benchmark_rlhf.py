@@ -23,7 +23,7 @@ import torch
 
 from ..formulas.reward import apply_penalty
 from ..hub.load import quiet_transformers
-from ..language.config import RLHFConfig
+from ..reviews.config import ReviewsConfig
 from ..reviews.pipeline import evaluate
 from ..reviews.task import review_prompts
 from .variants import Start, prepare
@@ -31,7 +31,7 @@ from ..training.devices import THREADS
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #contenders
-def trl_grpo(start: Start, config: RLHFConfig) -> tuple:
+def trl_grpo(start: Start, config: ReviewsConfig) -> tuple:
     "TRL's GRPOTrainer: the seconds at which iterations ended, and the model."
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -95,7 +95,7 @@ def _shared(c, tmp):
                 adam_epsilon=c.adam_eps, max_grad_norm=c.max_grad_norm)
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #race
-def ours(start: Start, config: RLHFConfig) -> tuple:
+def ours(start: Start, config: ReviewsConfig) -> tuple:
     "Our loop: the seconds at which iterations ended, and the model."
     trainer, ends = replace(start, config=config).trainer(), []
     while trainer.iteration < trainer.iterations:
@@ -135,12 +135,12 @@ def race(name: str, start: Start, iterations: int) -> dict:
 def compare(seeds: int, iterations: int, done=lambda row: None, first: int = 0, **options) -> list:
     """By turns: for each seed all contenders, and each seed begins with another one.
 
-    `options` are those of `RLHFConfig`; `done(row)` is called after each training.
+    `options` are those of `ReviewsConfig`; `done(row)` is called after each training.
     """
     rows, names = [], list(contenders())
     for seed in range(first, first + seeds):
         # TRL's coefficient of the KL does not change
-        start = prepare(RLHFConfig(seed=seed, kl_target=0.0, **{"device": "cpu"} | options))
+        start = prepare(ReviewsConfig(seed=seed, kl_target=0.0, **{"device": "cpu"} | options))
         for i in range(len(names)):
             rows.append(race(names[(seed + i) % len(names)], start, iterations))
             done(rows[-1])

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..checks import check_value, checked
-from ..language.config import RLHFConfig
 from ..language.loop import Loop
+from ..reviews.config import ReviewsConfig
 from ..reviews.pipeline import evaluate, make_world
 from ..reviews.pretraining import Pretraining
 from ..reviews.reward_model import RewardTraining, proxy_reward
@@ -26,7 +26,7 @@ from ..training.devices import pick_device
 @dataclass(frozen=True)
 class Start:
     "Model, reward and norm that compared trainings share."
-    config: RLHFConfig       # Hyperparameters, seed included
+    config: ReviewsConfig       # Hyperparameters, seed included
     lm: nn.Module            # The pretrained model
     reward_model: nn.Module  # Trained on choices between its responses
     norm: object             # The `RewardNorm` of its scores
@@ -39,7 +39,7 @@ class Start:
         return Loop(config, self.lm, self.task, reward)
 
 # %% ../../nbs/studies/35_variants.ipynb #prepare
-def prepare(config: RLHFConfig) -> Start:
+def prepare(config: ReviewsConfig) -> Start:
     "Pretrain a language model and train a reward model, as the first two stages of `train` do."
     lm, task = make_world(config, torch.device(pick_device(config.device, auto="cuda")))
     for kind in (Pretraining, RewardTraining):

@@ -9,12 +9,13 @@ The last policy is not always the best. An `Evaluator` is a hook: every so often
 policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
 """
 
-__all__ = ['CHECKPOINT_EVERY', 'fit', 'Evaluator', 'Stage']
+__all__ = ['CHECKPOINT_EVERY', 'fit', 'Evaluator', 'step_size', 'Stage']
 
 import math
 import threading
 import time
 import warnings
+from numbers import Real
 
 from .signals import note, stop_on_interrupt
 
@@ -98,6 +99,13 @@ class Evaluator:
         "Continue from a checkpoint."
         self.times, self.best, self.kept = state["times"], state["best"], state["kept"]
         self.last = state.get("last")
+
+
+def step_size(name, schedule, left):
+    "A step size by a user's schedule of the share that is left; ValueError if it is none."
+    x = schedule(left)
+    if isinstance(x, Real) and 0 < x < math.inf: return float(x)
+    raise ValueError(f"{name} must be a function to numbers > 0, got {x!r}")
 
 
 class Stage:

@@ -8,7 +8,7 @@ unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
 """
 
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'plain_errors', 'our_names', 'read_json', 'read_options', 'versions']
+           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'Only', 'config_class', 'plain_errors', 'our_names', 'read_json', 'read_options', 'versions']
 
 import functools
 import inspect
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from .. import __version__
@@ -72,6 +73,37 @@ ELSEWHERE = dict(  # what stable-baselines3 and TRL call it -> what it is called
     num_iterations="epochs", max_steps="iterations", max_completion_length="max_new_tokens",
     max_prompt_length="prompt_length", beta="kl_coef (dpo_beta for DPO)", epsilon="clip",
     epsilon_high="clip_high", loss_type="variant (dpo_kind for DPO)", scale_rewards="group_scale")
+
+
+class Only:
+    "Beside a field: it is read only where another option has one of these values."
+
+    def __init__(self, option, *values):
+        self.option, self.values = option, values
+
+    def check(self, config, name, default):
+        "ValueError if an option that is not read has another value than its default."
+        x, why = getattr(config, name), getattr(config, self.option)
+        if x != default and why not in self.values:
+            raise ValueError(f"{name} must be left out for {self.option} {why}, where it has no "
+                             f"effect, got {x!r}")
+
+
+def config_class(cls):
+    "A decorator: a frozen dataclass of options, checked by pydantic, with plain errors."
+    made = plain_errors(dataclass(cls, frozen=True, config=STRICT))
+    rules = [(rule, name, field.default) for name, field in made.__pydantic_fields__.items()
+             for rule in field.metadata if isinstance(rule, Only)]
+    make = made.__init__
+
+    @functools.wraps(make)
+    def init(self, /, *args, **kwargs):
+        make(self, *args, **kwargs)
+        for rule, name, default in rules:
+            rule.check(self, name, default)
+
+    made.__init__ = init
+    return made
 
 
 def plain_errors(

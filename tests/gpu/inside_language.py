@@ -12,10 +12,10 @@ from pretend import STATE, counted, inner, on_cpu, to_gpu
 from same import assert_rows
 
 from rlhf_notes import RLHF
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import autocast, make_gpt2
 from rlhf_notes.language.sampling import draw, sample
 from rlhf_notes.reviews import pipeline
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.training.runs import Run
 
 SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_responses=16,
@@ -26,7 +26,7 @@ slow = pytest.mark.slow  # `make test-all` alone
 second = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
 
 
-def config(**changes): return RLHFConfig(**SMALL | changes)
+def config(**changes): return ReviewsConfig(**SMALL | changes)
 
 
 @pytest.mark.parametrize("algo", [pytest.param("ppo", marks=slow), "grpo"])

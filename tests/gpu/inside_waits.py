@@ -7,8 +7,8 @@ import pytest
 from pretend import counted
 
 from rlhf_notes.control.trainer import PPO
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import pipeline
+from rlhf_notes.reviews.config import ReviewsConfig
 
 EXPECTED = {
     "pretraining": {"D2H reviews/pretraining": 1},  # loss and norm
@@ -30,8 +30,8 @@ def waits(f):
 
 def test_rlhf_waits_here_and_nowhere_else():
     training = pipeline.Training(
-        RLHFConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4, batch=16,
-                   eval_responses=16, eval_every=100))
+        ReviewsConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4,
+                      batch=16, eval_responses=16, eval_every=100))
     found = {}
     for name, key in (("sft", "pretraining"), ("reward_model", "reward model"), ("rl", "rl")):
         while training.name != name: training.iterate()

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import torch
 
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.loop import Loop, with_weights
 from rlhf_notes.language.machine import Scaled
 from rlhf_notes.language.model import RewardModel, make_gpt2
 from rlhf_notes.language.rollout import Rollout, with_advantages
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.reward_model import proxy_reward
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer
 
-TINY = RLHFConfig(
+TINY = ReviewsConfig(
     device="cpu", seed=3, sft_steps=3, sft_batch=8, labels=8, rm_batch=4, norm_samples=16,
     iterations=4, batch=16, epochs=2, minibatches=2, group=4, eval_every=2, eval_responses=10)
 TIMES = {"tokens_per_second"}

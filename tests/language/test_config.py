@@ -8,16 +8,23 @@ import pytest
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.formulas.advantage import GROUP_SCALES as FORMULA_SCALES
 from rlhf_notes.formulas.grpo import POLICY_VARIANTS
+from rlhf_notes.hub.config import DROPPED, OwnConfig, OwnDPOConfig, OwnRunConfig, known_options
 from rlhf_notes.language import config as module
-from rlhf_notes.language.config import UNREAD, RLHFConfig, Variant, check_effect, check_variant
+from rlhf_notes.language.config import DPOConfig, LoopConfig, RLHFConfig, Variant, check_variant
 from rlhf_notes.language.model import PRESETS as MODEL_PRESETS
+from rlhf_notes.reviews.config import ReviewsConfig, ReviewsDPOConfig, dpo_config
+
+ALL = ReviewsConfig, ReviewsDPOConfig, OwnConfig, OwnDPOConfig, OwnRunConfig
+
 
 def test_defaults_are_whole():
     c = RLHFConfig()
     assert c.batch % c.minibatches == 0 and c.algo == "ppo" and c.responses_per_prompt == 1
-    explained = [f.description for f in RLHFConfig.__pydantic_fields__.values()]
-    assert len(explained) == len(RLHFConfig.__pydantic_fields__)
-    assert all(len(text) > 8 for text in explained) and len(set(explained)) == len(explained)
+    explained = {name: f.description for config in ALL for base in config.__mro__[-2::-1]
+                 for name, f in base.__pydantic_fields__.items() if f.description}
+    assert explained.keys() == {name for config in ALL for name in config.__dataclass_fields__}
+    texts = [*explained.values()]
+    assert all(len(text) > 8 for text in texts) and len(set(texts)) == len(texts)
 
 
 def test_defaults_are_those_of_the_details():
@@ -25,7 +32,8 @@ def test_defaults_are_those_of_the_details():
     assert c.kl_target == 6 and c.kl_horizon == 10_000  # P11
     assert c.penalty == -1 and c.temperature == 1 and c.gamma == 1  # P5, P1, P6
     assert c.whiten_rewards and c.whiten_advantages and c.value_clip == 0.2  # P9, P10
-    assert (c.adam, c.adam_eps, c.rm_epochs) == ("tensorflow", 1e-5, 1)  # P12, R4
+    assert (c.adam, c.adam_eps) == ("tensorflow", 1e-5)  # P12
+    assert ReviewsConfig().rm_epochs == 1  # R4
 
 
 @pytest.mark.parametrize("bad, name", [
@@ -62,20 +70,25 @@ def test_defaults_are_those_of_the_details():
     (dict(clip_high=0.0), "clip_high"),
     (dict(dpo_kind="x"), "dpo_kind"),
     (dict(label_smoothing=0.6), "label_smoothing"),
+    (dict(lr_anneal=-1.0), "lr_anneal"), (dict(lr_warmup=-1), "lr_warmup"),
+    (dict(weight_decay=-0.1), "weight_decay"), (dict(adam_beta1=1.0), "adam_beta1"),
+    (dict(adam_beta2=1.5), "adam_beta2"), (dict(entropy_coef=-0.1), "entropy_coef"),
+    (dict(top_p=0.0), "top_p"), (dict(top_k=-1), "top_k"),
     (dict(dpo_beta=0.0), "dpo_beta")])
 def test_what_cannot_be_is_refused_by_name(bad, name):
-    with pytest.raises(ValueError, match=rf"^{name}\b"): RLHFConfig(**bad)
+    kind = ReviewsDPOConfig if name in ReviewsDPOConfig.__dataclass_fields__ else ReviewsConfig
+    with pytest.raises(ValueError, match=rf"^{name}\b"): kind(**bad)
 
 
 @pytest.mark.parametrize("good",
-                         [dict(algo="ppo", group=3), dict(sft_steps=0),
+                         [dict(sft_steps=0), dict(lr_anneal=0.0), dict(top_p=1.0, top_k=0),
                           dict(kl_coef=0.0, kl_horizon=1), dict(kl_target=0.0, kl_horizon=1),
                           dict(kl_horizon=26), dict(microbatches=32), dict(stop_after=15)])
 def test_what_can_be_is_taken(good):
-    RLHFConfig(**good)
+    ReviewsConfig(**good)
 
 
-@pytest.mark.parametrize("config", [RLHFConfig, PPOConfig, PendulumConfig])
+@pytest.mark.parametrize("config", [*ALL, PPOConfig, PendulumConfig])
 def test_a_seed_is_one_that_every_source_of_chance_takes(config):
     import numpy
     import torch
@@ -89,37 +102,67 @@ def test_a_seed_is_one_that_every_source_of_chance_takes(config):
 
 
 @pytest.mark.parametrize("options, name", [
-    (dict(algo="dpo", variant="grpo"), "variant"), (dict(algo="dpo", group=8), "group"),
-    (dict(algo="ppo", group=8), "group"), (dict(algo="dpo", rm_epochs=2), "rm_epochs"),
-    (dict(algo="grpo", dpo_beta=0.1), "dpo_beta"),
-    (dict(algo="rloo", group_scale="none"), "group_scale"),
+    (dict(algo="ppo", group=8), "group"), (dict(algo="rloo", group_scale="none"), "group_scale"),
     (dict(algo="grpo", whiten_rewards=False), "whiten_rewards"),
+    (dict(algo="grpo", gamma=0.5), "gamma"), (dict(algo="rloo", lam=0.5), "lam"),
     (dict(penalty=-2.0, overlong="keep"), "penalty"),
     (dict(algo="grpo", variant="dapo", clip=0.1), "clip"),
-    (dict(algo="grpo", variant="sapo", clip_high=0.3), "clip_high"),
-    (dict(label_smoothing=0.1), "label_smoothing"),
-    (dict(overlong_buffer=2), "overlong_buffer"),
-    (dict(model="x", preset="gpt2-small"), "preset")])
+    (dict(algo="teacher", kl_coef=0.1), "kl_coef"),
+    (dict(algo="teacher", kl_in_loss=True), "kl_in_loss"),
+    (dict(overlong_buffer=2), "overlong_buffer")])
 def test_an_option_without_effect_is_refused(options, name):
     with pytest.raises(ValueError, match=f"^{name} must be left out for .*, got "):
-        check_effect(RLHFConfig(**options), options, own=False)
-    taken = options | {name: getattr(RLHFConfig(), name)}                      # its default
-    check_effect(RLHFConfig(**taken), taken, own=False)
+        RLHFConfig(**options)
+    RLHFConfig(**options | {name: getattr(RLHFConfig(), name)})  # its default
 
 
-def test_options_of_the_reviews_are_for_them():
-    given = dict(preset="gpt2-small", sft_steps=1, labels=8, eval_every=1, norm_samples=2)
-    check_effect(RLHFConfig(**given), given, own=False)
-    for name, x in given.items():
-        with pytest.raises(ValueError, match=f"^{name} must be left out for prompts of your own"):
-            check_effect(RLHFConfig(**given), {name: x}, own=True)
-    fields = RLHFConfig.__dataclass_fields__
-    assert all(name in fields for names, *_ in UNREAD for name in names.split())
+def test_a_range_is_for_variants_that_have_one():
+    with pytest.raises(ValueError, match="^clip_high must be left out for variant sapo.* got 0.3"):
+        check_variant(RLHFConfig(algo="grpo", variant="sapo", clip_high=0.3))
+    check_variant(RLHFConfig(algo="grpo", variant="dapo", clip_high=0.3))
+
+
+@pytest.mark.parametrize("config, given", [
+    (OwnConfig, "preset"), (OwnConfig, "sft_steps"), (OwnConfig, "eval_responses"),
+    (OwnConfig, "dpo_beta"), (OwnDPOConfig, "clip"), (OwnDPOConfig, "prompt_order"),
+    (OwnDPOConfig, "kl_coef"), (ReviewsConfig, "lora"), (ReviewsConfig, "dynamic_sampling"),
+    (ReviewsConfig, "label_smoothing"), (ReviewsDPOConfig, "rm_epochs"),
+    (ReviewsDPOConfig, "epochs"), (LoopConfig, "algo"), (OwnRunConfig, "labels")])
+def test_an_option_that_a_training_does_not_read_is_none(config, given):
+    with pytest.raises(ValueError, match=f"^{given} must be an option of {config.__name__}"):
+        config(**{given: 1})
+    assert any(given in other.__dataclass_fields__ for other in ALL)
+
+
+def test_a_loop_has_no_options_but_those_it_reads():
+    "Each is read in its modules; a new one that nothing reads is seen here."
+    from pathlib import Path
+    code = "".join((Path(module.__file__).parent / f"{name}.py").read_text()
+                   for name in ("loop", "machine", "rollout", "dpo"))
+    code += Path(module.__file__).read_text().partition("@property")[2]
+    for config in (LoopConfig, RLHFConfig, DPOConfig):
+        for name in config.__dataclass_fields__:
+            assert any(f"{x}.{name}" in code for x in ("c", "config", "self")), name
+
+
+def test_what_other_versions_saved_is_read_by_a_table():
+    saved = dict(vars(OwnConfig()), sft_steps=400, preset="tiny", dpo_beta=0.3, rm_batch=8)
+    assert OwnConfig(**known_options(OwnConfig, saved)) == OwnConfig()
+    assert not DROPPED & OwnConfig.__dataclass_fields__.keys()
+    with pytest.raises(ValueError, match="^colour must be an option of OwnConfig"):
+        OwnConfig(**known_options(OwnConfig, saved | dict(colour="red")))
+
+
+def test_dpo_takes_over_what_it_reads():
+    given = ReviewsConfig(seed=3, batch=16, kl_coef=0.5, sft_steps=2, learning_rate=1e-2)
+    c = dpo_config(given, dpo_beta=0.2)
+    assert (c.algo, c.seed, c.batch, c.sft_steps, c.dpo_beta) == ("dpo", 3, 16, 2, 0.2)
 
 
 def test_groups_are_for_those_without_a_value_head():
     assert [RLHFConfig(algo=a, group=8).responses_per_prompt
-            for a in ("ppo", "grpo", "rloo", "dpo")] == [1, 8, 8, 1]
+            for a in ("grpo", "rloo", "teacher")] == [8, 8, 8]
+    assert RLHFConfig().responses_per_prompt == DPOConfig().responses_per_prompt == 1
 
 
 def test_the_kl_stands_where_the_paper_of_the_algorithm_has_it():
@@ -139,7 +182,8 @@ def test_the_coefficient_adapts_only_if_it_can():
 
 
 def test_names_are_those_of_the_modules_that_use_them():
-    def choices(name): return set(get_args(RLHFConfig.__dataclass_fields__[name].type))
+    def choices(name):
+        return set(get_args(ReviewsConfig.__pydantic_fields__[name].annotation))
     assert set(get_args(Variant)) == set(POLICY_VARIANTS)
     assert choices("preset") == set(MODEL_PRESETS)
     assert {None if s == "none" else s for s in choices("group_scale")} == set(FORMULA_SCALES)
@@ -168,6 +212,7 @@ def test_frozen_and_checked_again():
 
 def test_imports_nothing_heavy():
     code = ("import sys, rlhf_notes.language.config; sys.exit(bool({'torch', "
-            "'transformers', 'tokenizers', 'accelerate', 'numpy'} & " "set(sys.modules)))")
+            "'transformers', 'tokenizers', 'accelerate', 'numpy'} & set(sys.modules)))")
+    code = code.replace("rlhf_notes.language.config", "rlhf_notes.reviews.config")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert module.__doc__

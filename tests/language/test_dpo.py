@@ -16,12 +16,13 @@ from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language import dpo as D
 from rlhf_notes.language.machine import Machine
 from rlhf_notes.reviews import pipeline as P
+from rlhf_notes.reviews.config import dpo_config
 from rlhf_notes.reviews.reward_model import RewardTraining, choices_of
 from rlhf_notes.reviews.task import Reviews, make_tokenizer
 from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
-DPO = replace(TINY, algo="dpo", batch=4)
+DPO = dpo_config(TINY, batch=4)
 TASK = Reviews(make_tokenizer(), 16, 8)
 OWN = [dict(prompt="about the hotel .", chosen="it was good .", rejected="it was bad ."),
        dict(prompt="about the film .", chosen="it was superb .", rejected="the plot was dull .")]
@@ -64,7 +65,7 @@ def test_the_chosen_response_comes_first():
 
 
 def test_the_choices_are_those_of_the_reward_model():
-    t, other = trainer(), RewardTraining(DPO, noisy_lm(), TASK)
+    t, other = trainer(), RewardTraining(TINY, noisy_lm(), TASK)
     prompts, mask, responses, response_mask, best = other.labels
     for i in range(DPO.labels):
         assert torch.equal(t.choices.tokens[i, 0, -16:][response_mask[i, best[i]]],
@@ -312,12 +313,12 @@ def test_a_response_has_tokens_of_the_model():
 
 @pytest.mark.parametrize("options", [dict(variant="gspo"), dict(kl_coef=1.0), dict(labels=8)])
 def test_what_preferences_do_not_use_is_refused(options):
-    with pytest.raises(ValueError, match=f"^{min(options)} must be left out for "): own(**options)
+    with pytest.raises(ValueError, match=f"^{min(options)} must be an option of "): own(**options)
 
 
 def test_dpo_does_not_learn_from_a_reward():
     with pytest.raises(
-        ValueError, match="^algo must be ppo, grpo or rloo to learn from a reward, got dpo"):
+        ValueError, match="^algo must be 'ppo', 'grpo', 'rloo' or 'teacher', got 'dpo'"):
         RLHF(tiny_lm(), make_tokenizer(), ["about"], lambda p, r: [0.0] * len(r), algo="dpo")
 
 

@@ -170,7 +170,8 @@ def test_loss_by_hand():
 
 @pytest.mark.parametrize("algo", ["ppo", "rloo"])
 def test_both_bounds_of_the_ratio_reach_the_loss(algo):
-    c = replace(TINY, algo=algo, group=2, clip_low=0.1, clip_high=0.4)
+    group = {} if algo == "ppo" else dict(group=2)
+    c = replace(TINY, algo=algo, clip_low=0.1, clip_high=0.4, **group)
     x = with_advantages(c, handmade(), 0.1)
     logp = x.logp + 0.3 * torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     found = R.rl_loss(c, x, logp, x.values, x.values, 0.1)[1]
@@ -180,13 +181,14 @@ def test_both_bounds_of_the_ratio_reach_the_loss(algo):
     torch.testing.assert_close(found["policy_loss"], -objective[x.response_mask].mean())
     assert found["clip_fraction"] == held[x.response_mask].float().mean() > 0
     def loss(**options): return R.rl_loss(
-        replace(TINY, algo=algo, group=2, **options), x, logp, x.values, x.values, 0.1)[0]
+        replace(TINY, algo=algo, **group, **options), x, logp, x.values, x.values, 0.1)[0]
     assert loss(clip_low=0.1, clip_high=0.1) == loss(clip=0.1) != loss(clip=0.1, clip_high=0.4)
 
 
 @pytest.mark.parametrize("algo", ["ppo", "grpo", "rloo"])
 def test_the_kl_in_the_loss_is_k3_times_the_ratio(algo):
-    x = with_advantages(replace(TINY, algo=algo, group=2), handmade(), 0.1)
+    group = {} if algo == "ppo" else dict(group=2)
+    x = with_advantages(replace(TINY, algo=algo, **group), handmade(), 0.1)
     logp = x.logp + 0.1 * torch.arange(4)
     def loss(**options):
         return R.rl_loss(replace(TINY, algo=algo, **options), x, logp, x.values, x.values, 0.4)[0]
@@ -641,3 +643,63 @@ def test_nothing_is_learned_past_the_last_iteration():
     t.iterate()
     with pytest.raises(ValueError, match="iterations must be more than 1 to go on"):
         t.iterate()
+
+
+# --- options of the update and of the samples
+
+def test_the_rate_is_a_warm_up_and_a_power_of_what_is_left():
+    def rates(n=8, **options):
+        c = replace(TINY, iterations=n, learning_rate=2.0, **options)
+        return [R.learning_rate(c, i) for i in range(n)]
+    assert rates() == [2 * (1 - i / 8) for i in range(8)]
+    assert rates(lr_anneal=0.0) == [2.0] * 8
+    assert rates(lr_anneal=2.0)[4] == 0.5
+    assert rates(lr_anneal=0.0, lr_warmup=3) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]
+    t = trainer(replace(TINY, lr_anneal=0.0))
+    assert [t.iterate()["learning_rate"] for _ in range(3)] == [TINY.learning_rate] * 3
+
+
+def test_a_rate_of_ones_own_is_a_function_of_what_is_left():
+    t, seen = trainer(replace(TINY, iterations=4)), []
+    t.schedule = lambda left: seen.append(left) or 1e-3 * left ** 2
+    rows = [t.iterate() for _ in range(4)]
+    assert {*seen} == {1.0, 0.75, 0.5, 0.25}
+    assert [r["learning_rate"] for r in rows] == [1e-3 * x ** 2 for x in (1.0, 0.75, 0.5, 0.25)]
+    t = trainer()
+    t.schedule = lambda left: 0.0
+    with pytest.raises(ValueError, match="^learning_rate must be a function to numbers > 0"):
+        t.iterate()
+
+
+def test_adam_takes_its_betas_and_decays_the_weights():
+    "One step on the same gradient, beside torch's AdamW."
+    options = dict(epochs=1, minibatches=1, adam="pytorch", adam_eps=1e-8, adam_beta1=0.5,
+                   adam_beta2=0.7, weight_decay=0.3, learning_rate=0.01, max_grad_norm=1e9)
+    t = trainer(replace(TINY, **options))
+    before, step = weights(t).clone(), t.optimizer.step
+    learned = torch.nn.Parameter(t.optimizer.vector.detach().clone())
+    theirs = torch.optim.AdamW([learned], lr=0.01, betas=(0.5, 0.7), weight_decay=0.3)
+
+    def both(rate):
+        learned.grad = t.optimizer.vector.grad.clone()
+        theirs.step()
+        step(rate)
+    t.optimizer.step = both
+    t.iterate()
+    torch.testing.assert_close(t.optimizer.vector.detach(), learned.detach())
+    assert not torch.equal(before, weights(t))
+
+
+def test_an_entropy_bonus_pulls_towards_entropy():
+    def grad(**options):
+        t = trainer(replace(TINY, algo="grpo", **options))
+        batch = a_batch(t)
+        assert t.forward(batch)[1].requires_grad == bool(options)
+        t.optimizer.zero_grad()
+        t.loss(batch, batch)[0].backward()
+        return t, batch, t.optimizer.vector.grad.clone()
+    (_, _, plain), (t, batch, found) = grad(), grad(entropy_coef=0.5)
+    t.optimizer.zero_grad()
+    entropy, mask = t.forward(batch)[1], batch.response_mask
+    ((entropy * mask).sum() / mask.sum()).backward()
+    torch.testing.assert_close(found, plain - 0.5 * t.optimizer.vector.grad, atol=1e-6, rtol=1e-4)

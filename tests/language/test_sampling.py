@@ -273,3 +273,32 @@ def test_a_response_without_an_end_is_sampled_to_the_last_token(monkeypatch):
     lm, (prompts, mask), steps = gpt2(), texts(3, 6, 4), counted_steps(monkeypatch)
     sample(lm, prompts, mask, uniform(1, 6, 9), 1.0, [40])
     assert len(steps) == 9
+
+
+@pytest.mark.parametrize("how", [dict(top_k=3), dict(top_p=0.6), dict(top_p=0.8, top_k=4),
+                                 dict(top_p=1e-6), dict(top_k=1)])
+def test_the_likeliest_tokens_are_those_of_the_definition(how):
+    logits, t = normal(3, (4, 5, 9)) * 2, 0.7
+    found = sampling.likeliest(logits, t, **how)
+    for z, kept in zip(logits.flatten(0, 1), found.flatten(0, 1)):
+        k, p = how.get("top_k", 9), how.get("top_p", 1.0)
+        order = sorted(range(9), key=lambda i: -z[i])[:k]
+        shares = (z[order] / t).softmax(0).tolist()
+        n = next((i for i in range(1, k + 1) if sum(shares[:i]) >= p), k)
+        assert {i for i in range(9) if kept[i] > -math.inf} == {*order[:n]}
+        assert all(kept[i] == z[i] for i in order[:n])
+
+
+@pytest.mark.parametrize("how", [dict(top_k=2), dict(top_p=0.5)])
+def test_a_truncated_draw_keeps_the_log_probability_of_the_whole(how):
+    "So the first ratio is 1, and the tokens are the likeliest at each place."
+    lm, prompts = gpt2(), torch.arange(12).view(3, 4)
+    mask, u = torch.ones(3, 4, dtype=torch.bool), uniform(1, 3, 6)
+    got = sample(lm, prompts, mask, u, 1.3, **how)
+    logp, h = fresh(lm, prompts, mask, got.tokens, 1.3)
+    torch.testing.assert_close(got.logp, logp, atol=1e-5, rtol=1e-5)
+    kept = sampling.likeliest(to_logits(lm, h), 1.3, **how)
+    assert (kept.gather(-1, got.tokens[..., None]) > -math.inf).all()
+    assert not torch.equal(got.tokens, sample(lm, prompts, mask, u, 1.3).tokens)
+    for bad in (dict(top_p=0.0), dict(top_p=1.5), dict(top_k=-1)):
+        with pytest.raises(ValueError, match="^top_"): sample(lm, prompts, mask, u, **bad)

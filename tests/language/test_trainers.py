@@ -222,10 +222,10 @@ def test_long_prompts_are_left_out_and_counted():
 
 
 @pytest.mark.parametrize("options, words", [
-    (dict(dynamic_sampling=True, algo="ppo"), "dynamic_sampling must be left out for algorithms"),
+    (dict(dynamic_sampling=True, algo="ppo"), "dynamic_sampling must be left out for algo ppo"),
     (dict(reward_aggregation="normalise", algo="rloo"), "reward_aggregation must be left out"),
     (dict(reward_aggregation="normalise", group_scale="batch"), "group_scale must be left out"),
-    (dict(reward_aggregation="normalise", overlong="soft"), "overlong must be left out"),
+    (dict(reward_aggregation="normalise", overlong="soft"), "overlong must be keep or filter"),
     (dict(reward_aggregation="mean"), "reward_aggregation must be"),
     (dict(prompt_order="sorted"), "prompt_order must be"),
     (dict(long_prompts="filter"), "long_prompts must be refuse where prompt_length is 0")])
@@ -273,6 +273,6 @@ def test_a_teacher_that_cannot_teach_is_refused():
     for options, words in (
             (dict(teacher=large), "teacher must have the model's vocabulary of .*60"),
             (dict(algo="ppo"), "algo must be grpo or rloo with a teacher"),
-            (dict(kl_coef=0.1), "kl_coef must be left out with a teacher")):
+            (dict(kl_coef=0.1), "kl_coef must be left out for algo teacher")):
         with pytest.raises(ValueError, match=words):
             taught(**options)

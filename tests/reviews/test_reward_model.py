@@ -12,8 +12,8 @@ from strategies import SEEDS
 
 from rlhf_notes.formulas.preference import best_of_n_loss
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import RewardModel, make_gpt2
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pretraining import Pretraining
 from rlhf_notes.reviews.reward_model import (
     CHOICES,
@@ -26,7 +26,7 @@ from rlhf_notes.reviews.reward_model import (
 )
 from rlhf_notes.reviews.task import WORDS, Reviews, make_tokenizer, review_prompts
 
-CONFIG = RLHFConfig(sft_steps=40, sft_batch=32, sft_learning_rate=2e-2, labels=40, rm_batch=8,
+CONFIG = ReviewsConfig(sft_steps=40, sft_batch=32, sft_learning_rate=2e-2, labels=40, rm_batch=8,
                     rm_epochs=1, rm_learning_rate=2e-3, norm_samples=48)
 
 

@@ -10,7 +10,7 @@ import rlhf_gpu
 import torch
 
 from rlhf_notes import cli
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies import benchmark_rlhf as compare
 from rlhf_notes.studies.variants import prepare
@@ -20,7 +20,7 @@ SMALL = dict(device="cpu", sft_steps=2, sft_batch=8, labels=16, norm_samples=16,
 
 
 @pytest.fixture(scope="module")
-def start(): return prepare(RLHFConfig(**SMALL))
+def start(): return prepare(ReviewsConfig(**SMALL))
 
 
 def made_up(contender, seed, seconds):
@@ -109,13 +109,13 @@ def test_the_start_of_a_race_is_what_the_command_says(monkeypatch):
     monkeypatch.setattr(compare, "prepare", begun.append)
     monkeypatch.setattr(compare, "race", lambda *args: {})
     compare.compare(1, 1, first=4, precision="bfloat16")
-    assert begun == [RLHFConfig(seed=4, device="cpu", precision="bfloat16", kl_target=0.0)]
+    assert begun == [ReviewsConfig(seed=4, device="cpu", precision="bfloat16", kl_target=0.0)]
 
 
 def test_ours_is_told_what_theirs_is_told(start, monkeypatch):
     told, done = [], SimpleNamespace(iteration=0, iterations=0, policy=SimpleNamespace(lm=None))
     monkeypatch.setattr(compare.Start, "trainer", lambda self: told.append(self.config) or done)
-    compare.ours(start, config := RLHFConfig(**SMALL | dict(learning_rate=0.5)))
+    compare.ours(start, config := ReviewsConfig(**SMALL | dict(learning_rate=0.5)))
     assert told == [config]
 
 

@@ -20,8 +20,8 @@ from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.language import loop, model
 from rlhf_notes.language import rollout as rollouts
 from rlhf_notes.language import sampling as sample
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.reviews import reward_model
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.studies import failures as game
 from rlhf_notes.studies.failures import _choices as choices
 from rlhf_notes.studies.failures import _puzzles as puzzles
@@ -34,7 +34,7 @@ SAME = {"values unclipped"}          # in a moment no value moves as far as 0.2
 
 
 @pytest.fixture(scope="module")
-def start(): return prepare(RLHFConfig(seed=1, **SMALL))
+def start(): return prepare(ReviewsConfig(seed=1, **SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_every_detail_has_a_row_and_options_are_changes():
     assert numbers - {""} == {*(f"G{i}" for i in range(1, 7)), *(f"R{i}" for i in range(1, 5)),
                               *(f"P{i}" for i in range(1, 13))}
     for name, f in FAILURES.items():
-        intact = RLHFConfig(**BASES[f.base])
+        intact = ReviewsConfig(**BASES[f.base])
         assert f.options or f.swaps or f.start, name
         assert all(getattr(intact, k) != v for k, v in f.options.items()), name
         replace(intact, **f.options)
@@ -177,7 +177,7 @@ def test_losses_by_hand():
                              old, torch.tensor([[4.0, 0.0]]), old)
     for algo in ("ppo", "grpo"):
         (right, _), (padded, stats) = (
-            loss(RLHFConfig(algo=algo), batch if algo == "ppo" else replace(batch, returns=None),
+            loss(ReviewsConfig(algo=algo), batch if algo == "ppo" else replace(batch, returns=None),
                  logp, logp, old, 0.1) for loss in (loop.rl_loss, wrong("mean over padding", -1)))
         assert (padded - right).item() == 2 and stats["policy_loss"] == -2
     rewards, best = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 5.0, 2.0]]), torch.tensor([3, 1])
@@ -185,7 +185,7 @@ def test_losses_by_hand():
         wrong("pairs")(rewards, best),
         bradley_terry_loss(torch.tensor([4.0, 1.0]), torch.tensor([1.0, 5.0])))
     parts = [replace(batch, returns=None), replace(batch, returns=None, advantages=3 * old.abs())]
-    now, config = (logp, logp, old, 0.1), RLHFConfig(microbatches=2)
+    now, config = (logp, logp, old, 0.1), ReviewsConfig(microbatches=2)
     alone = [loop.rl_loss(config, part, *now)[0] for part in parts]
     alike = [wrong("microbatches alike")(config, part, *now, mask)[0] for part in parts]
     torch.testing.assert_close(sum(alike), sum(alone) / 2)
@@ -207,7 +207,7 @@ def test_sampling_by_hand():
     assert model.position_ids(mask).tolist() == [[0, 0, 0, 1]]
     torch.testing.assert_close(wrong("temperature forgotten")(logits[0], torch.tensor(4), 0.5),
                                (logits[0].log_softmax(-1))[4])
-    assert wrong("constant rate")(RLHFConfig(), 59) == RLHFConfig().learning_rate
+    assert wrong("constant rate")(ReviewsConfig(), 59) == ReviewsConfig().learning_rate
 
 
 def test_draws_and_tasks(start):
@@ -409,7 +409,7 @@ def test_what_is_recorded():
         [n, f.number, f.what, f.changed(), f.base] for n, f in FAILURES.items()]
     assert {n for n, s in runs if s == 0} == {*BASES, *FAILURES}
     assert {n for n, s in runs if s} == set(BASES)
-    assert all(list(run) == list(DIALS) and len(values) == RLHFConfig().iterations
+    assert all(list(run) == list(DIALS) and len(values) == ReviewsConfig().iterations
                for run in runs.values() for values in run.values()), "a training is shorter"
     assert len({s for _, s in runs}) >= 5 and len(puzzles()) == 41
     for name in puzzles():

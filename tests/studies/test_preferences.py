@@ -4,7 +4,7 @@ import pytest
 import torch
 from preferences import METHODS, best_of_n_curve, curve
 
-from rlhf_notes.language.config import RLHFConfig
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.task import HELD_OUT
 from rlhf_notes.studies.preferences import selection_kl
@@ -12,7 +12,7 @@ from rlhf_notes.studies.variants import best_of_n_kl, prepare
 
 @pytest.fixture(scope="module")
 def start():
-    return prepare(RLHFConfig(device="cpu", sft_steps=5, labels=16, rm_batch=8, norm_samples=16,
+    return prepare(ReviewsConfig(device="cpu", sft_steps=5, labels=16, rm_batch=8, norm_samples=16,
                               batch=16, minibatches=2, iterations=4, eval_responses=12, seed=2))
 
 

@@ -5,9 +5,9 @@ import pytest
 import staleness_reviews
 import torch
 
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.language.sampling import sample
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.checkable import make_questions, pretrain
 from rlhf_notes.studies.staleness import (
@@ -33,7 +33,7 @@ def lm(questions): return pretrain(questions, seed=1, steps=3)
 
 
 @pytest.fixture(scope="module")
-def start(): return prepare(RLHFConfig(seed=1, device="cpu", iterations=3, **TINY))
+def start(): return prepare(ReviewsConfig(seed=1, device="cpu", iterations=3, **TINY))
 
 
 def odd(prompts, responses, solution):

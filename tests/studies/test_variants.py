@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_frontier import best_of_n_win, measure_best_of_n
 
-from rlhf_notes.language.config import RLHFConfig
 from rlhf_notes.language.rollout import rollout_stats
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.variants import best_of_n, best_of_n_kl, measure, prepare
 
@@ -17,7 +17,7 @@ SMALL = dict(device="cpu", sft_steps=4, sft_batch=8, labels=16, norm_samples=16,
 
 
 @pytest.fixture(scope="module")
-def start(): return prepare(RLHFConfig(seed=1, **SMALL))
+def start(): return prepare(ReviewsConfig(seed=1, **SMALL))
 
 
 @given(N=st.integers(1, 6), seed=st.integers(0, 10**6), data=st.data())
@@ -98,7 +98,7 @@ def test_trainings_begin_alike_and_leave_the_start_alone(start):
 def test_prepare_is_the_beginning_of_a_training():
     "The same two stages, the same numbers as `train`'s."
     from rlhf_notes.reviews.pipeline import Training
-    config = RLHFConfig(seed=1, **SMALL)
+    config = ReviewsConfig(seed=1, **SMALL)
     training, start = Training(config), prepare(config)
     while training.name != "rl": training.iterate()
     assert all(torch.equal(x, y) for x, y in zip(training.lm.parameters(), start.lm.parameters()))
