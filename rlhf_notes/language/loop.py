@@ -242,11 +242,11 @@ def learning_rate(config, iteration):
     return config.learning_rate * left ** config.lr_anneal * min(1.0, rise)  # G5
 
 # %% ../../nbs/language/27_loop.ipynb #check-left
-def check_left(loop):
-    "ValueError after the last iteration, where the learning rate would fall below 0."
+def check_left(loop, name="iterations"):
+    "ValueError, by the option that counts them, after the last: the rate would fall below 0."
     if loop.iteration >= loop.iterations:
-        raise ValueError(f"iterations must be more than {loop.iterations} to go on, since all of "
-                         "them are done")
+        raise ValueError(f"{name} must be more than {loop.iterations} to go on, since all of them "
+                         "are done")
 
 # %% ../../nbs/language/27_loop.ipynb #columns
 COLUMNS = ("iteration", "score", "true_score", "kl_k1", "kl_k3", "kl_coef", "entropy", "length",

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ..formulas.logprob import selective_log_softmax
 from ..formulas.masking import masked_mean
+from ..language.loop import check_left
 from ..language.model import autocast, hidden_states, to_logits
 from ..training.fit import Stage
 from ..training.signals import check_finite
@@ -86,6 +87,7 @@ class Pretraining(Stage):
 
     def iterate(self) -> dict:  # step, loss (nats per token), grad_norm, learning_rate
         "One gradient step on a batch of texts."
+        check_left(self, "sft_steps")
         c, step = self.config, self.iteration + 1
         rate = c.sft_learning_rate * warm_cosine(self.iteration, self.iterations)
         with autocast(self.device, c.precision):

@@ -18,6 +18,7 @@ from ..formulas.masking import masked_mean
 from ..formulas.preference import best_of_n_loss
 from ..formulas.reward import RewardNorm
 from ..language.dpo import Choices, chosen_first
+from ..language.loop import check_left
 from ..language.model import RewardModel, autocast
 from ..language.sampling import sample
 from .pretraining import gradient_step
@@ -133,6 +134,7 @@ class RewardTraining(Stage):
 
     def iterate(self) -> dict:  # step, loss (nats), accuracy, grad_norm, learning_rate
         "One gradient step on a batch of labels; gain and bias are set anew after the last."
+        check_left(self, "labels * rm_epochs / rm_batch")
         c, step = self.config, self.iteration + 1
         rate = c.rm_learning_rate * warm_linear(self.iteration, self.iterations) # G5
         *texts, best = (x[self.order[self.iteration]] for x in self.labels)

@@ -19,6 +19,7 @@ from rlhf_notes.hub.load import add_lora, load_model
 from rlhf_notes.hub.save import save_model
 from rlhf_notes.hub.trainers import DPO
 from rlhf_notes.language.model import as_reference, head_log_probs, response_states
+from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import make_world
 from rlhf_notes.studies.checkable import exact_match
 
@@ -433,5 +434,5 @@ def test_an_adapter_by_an_option(tmp_path):
 
 
 def test_the_reviews_train_all_weights():
-    with pytest.raises(ValueError, match="lora must be 0 for the reviews, got 4"):
-        make_world(replace(TINY, lora=4), "cpu")
+    with pytest.raises(ValueError, match="^lora must be an option of ReviewsConfig"):
+        ReviewsConfig(lora=4)

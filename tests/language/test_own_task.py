@@ -411,7 +411,7 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
      "^prompts must have tokens among the 37 of the model, got 'w99', number " "37$"),
     (lambda: own(tok=with_token("w99")).generate(["w99"]), "prompts must have tokens among the 37"),
     (lambda: own(eval_every=1), "^eval_prompts must be given with eval_every, .* got none$"),
-    (lambda: own(sft_steps=9), "^sft_steps must be left out for prompts of your own"),
+    (lambda: own(sft_steps=9), "^sft_steps must be an option of OwnConfig"),
     (lambda: own(reward="of_mine.size"),
      r"a text with a dot, of_mine.size \(on the command line: of_mine:size\)$"),
     (lambda: own(reward=lambda p, r, word: r),
@@ -527,7 +527,8 @@ ENDS = torch.tensor([3, 7, 8, 8])
     ("subtract", [2, 2, -3, None], [3, 7, 8, 0]), ("filter", [2, 2, 2, None], [3, 7, 0, 0]),
     ("soft", [2, 1.25, 1, None], [3, 7, 8, 0])])
 def test_responses_without_an_end(overlong, scores, kept):
-    c = replace(TINY, response_length=8, stop_after=0, penalty=-5.0, overlong=overlong)
+    price = dict(penalty=-5.0) if overlong in ("replace", "subtract") else {}
+    c = replace(TINY, response_length=8, stop_after=0, overlong=overlong, **price)
     mask, has_end = torch.arange(8) < ENDS[:, None], torch.tensor([True, True, False, False])
     found, left = treat_overlong(c, torch.tensor([2.0, 2.0, 2.0, math.nan]), mask, has_end)
     assert found[:3].tolist() == scores[:3] and found[3].isnan()
@@ -1008,7 +1009,7 @@ sys.path.insert(0, "TESTS")
 from language.test_own_task import own, ragged, tokenizer
 from language.parts import Pretend
 from language_models import make
-from rlhf_notes import DPO
+from rlhf_notes import DPO, RLHF
 from rlhf_notes.language.loop import Loop
 
 sample = Loop.prompts
@@ -1026,6 +1027,16 @@ for algo, variant in (("ppo", "ppo"), ("grpo", "grpo"), ("rloo", "dapo")):
             kl_coef=0.1).learn()
     assert t.loop.machine.processes == int(sys.argv[1])
     found[algo] = t.rows, [p.detach() for p in t.policy.parameters()]
+
+class Halved(Loop):
+    def loss(self, part, batch):
+        loss, log = super().loss(part, batch)
+        return loss / 2, log
+RLHF.LOOP = Halved
+t = own(reward=ragged, algo="grpo", batch=32, microbatches=2, group=4, kl_coef=0.1,
+        adam_eps=1e-5).learn()
+assert type(t.loop) is Halved
+found["a loop of one's own"] = t.rows, [p.detach() for p in t.policy.parameters()]
 torch.manual_seed(0)
 choices = [dict(prompt=f"w{i} w{j}", chosen="w9 " * (1 + i % 3), rejected="w8 " * (1 + j % 2))
            for i in range(3, 7) for j in range(3, 7)]

@@ -11,6 +11,8 @@ from rlhf_notes.formulas.advantage import multi_reward_advantage
 from rlhf_notes.hub.prompts import in_epochs
 from rlhf_notes.hub.spread import no_spread, refill
 from rlhf_notes.hub.trainers import RLHF
+from rlhf_notes.language.loop import Loop
+from rlhf_notes.language.machine import Machine, Scaled
 from rlhf_notes.language.model import make_gpt2
 from rlhf_notes.language.rollout import Rollout
 
@@ -276,3 +278,37 @@ def test_a_teacher_that_cannot_teach_is_refused():
             (dict(kl_coef=0.1), "kl_coef must be left out for algo teacher")):
         with pytest.raises(ValueError, match=words):
             taught(**options)
+
+
+# --- a loop of one's own, on any machine
+
+class Counting(Loop):
+    "Takes half of the loss, and counts its parts."
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.parts = 0
+
+    def loss(self, part, batch):
+        self.parts += 1
+        loss, log = super().loss(part, batch)
+        return loss / 2, log | dict(half=loss.detach() / 2)
+
+
+class Halved(RLHF):
+    LOOP = Counting
+
+
+@pytest.mark.parametrize("options, kind, parts", [
+    ({}, Machine, 1), (dict(microbatches=2), Scaled, 2), (dict(precision="bfloat16"), Scaled, 1)])
+def test_a_loop_of_ones_own_runs_on_every_machine(options, kind, parts):
+    def made(kind):
+        return kind(make("GPT2"), tokenizer(), ["w3 w4", "w5"], count, iterations=2,
+                    **SMALL | options)
+    own, plain = made(Halved), made(RLHF)
+    mine, theirs = own.iterate(), plain.iterate()
+    assert type(own.loop.machine) is kind and type(own.loop) is Counting
+    assert own.loop.parts == parts * own.config.epochs * own.config.minibatches
+    assert mine["grad_norm"] < theirs["grad_norm"] and "half" in mine
+    first = own.loop.config.epochs * own.loop.config.minibatches == 1
+    assert not first or mine["half"] == pytest.approx(theirs["policy_loss"] / 2, rel=1e-3)
+    assert own.iterate()["iteration"] == 2

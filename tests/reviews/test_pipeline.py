@@ -429,3 +429,13 @@ def test_other_tokenizers_will_do(tmp_path):
     save_model(tmp_path / "p", tiny_lm(), tokenizer)
     assert P.train(
         P.Training(replace(TINY, model=str(tmp_path / "p"), iterations=1)))[2]["steps"] == 16
+
+
+def test_a_stage_that_is_complete_says_so():
+    training = P.Training(TINY)
+    for name, option in (("sft", "sft_steps"), ("reward_model", "labels"), ("rl", "iterations")):
+        while training.stage.iteration < training.stage.iterations: training.stage.iterate()
+        with pytest.raises(ValueError, match=f"^{option}.* must be more than .* are done$"):
+            training.stage.iterate()
+        assert training.name == name
+        training.advance()
