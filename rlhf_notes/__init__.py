@@ -58,14 +58,14 @@ Modules:
 - `rlhf_notes.viz.strip`: An episode as a film, a response token by token.
 - `rlhf_notes.viz.style`: One style for every figure, and an objective beside its gradient."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 import re as _re
+import sys as _sys
 from difflib import get_close_matches as _get_close_matches
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
-from sys import _getframe
 
 
 def _read(file): return (_Path(__file__).parent / file).read_text(encoding="utf-8")
@@ -86,7 +86,21 @@ def _names():
 _MODULE_OF = _names()
 __all__ = [*_MODULE_OF, "fast"]
 _REMOVED = {  # name -> what to use now
-    "microbatch_weight": "aggregation_weights, or policy_loss(total=)"}
+    "microbatch_weight": "aggregation_weights, or policy_loss(total=)",
+    "rlhf_notes.formulas.family": "rlhf_notes.formulas.grpo",
+    "rlhf_notes.language.scale": "rlhf_notes.language.machine",
+    "rlhf_notes.hub.own_loop": "rlhf_notes.hub.trainers"}
+
+
+class _Removed:
+    "Tell what took the place of a module that is gone."
+    @staticmethod
+    def find_spec(name, *_):
+        if name in _REMOVED:
+            raise ModuleNotFoundError(f"{name} was removed, use {_REMOVED[name]}", name=name)
+
+
+_sys.meta_path.append(_Removed)
 
 
 def __getattr__(name):
@@ -96,7 +110,7 @@ def __getattr__(name):
         value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)
         _import_module("._docstrings", __name__).explain(value)
     else:
-        raise _missing(name, _getframe(1).f_code.co_name == "_handle_fromlist")
+        raise _missing(name, _sys._getframe(1).f_code.co_name == "_handle_fromlist")
     globals()[name] = value
     return value
 

@@ -129,7 +129,7 @@ def refused(python):
     return found, looked_at
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_what_is_pinned_installs_on_the_first_release_too(python):
     "Systems come with 3.11.2, too."
     assert f'"{python}"' in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
@@ -178,7 +178,7 @@ def test_binder_says_what_settings_and_constraints_say():
                               ("peft", "3.11", "in constraints"),
                               ("numpy==2.4.6", "3.11", "no requirement"),
                               ("", "3.9", "too old"),
-                              ("", "3.14", "not tested")):
+                              ("", "3.15", "not tested")):
         assert any(
             why in p
             for p

@@ -68,6 +68,34 @@ def test_a_name_that_is_not_there_is_told_with_its_neighbour_by_import_too(monke
     assert python("from rlhf_notes import formulas, cli; print(cli.main.__name__)") == "main"
 
 
+def test_a_removed_module_is_told_with_what_took_its_place():
+    gone = [name for name in rlhf_notes._REMOVED if name.startswith("rlhf_notes.")]
+    for name in gone:
+        with pytest.raises(ImportError, match=f"{name} was removed, use rlhf_notes"):
+            importlib.import_module(name)
+        assert importlib.import_module(rlhf_notes._REMOVED[name])
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module("rlhf_notes.formulas.never_there")
+    with pytest.raises(ImportError, match="it was removed, use aggregation_weights"):
+        from rlhf_notes import microbatch_weight
+
+
+def test_all_places_say_the_same_version():
+    places = {"CITATION.cff": r"^version: (.+)$", "conda/recipe.yaml": r'^  version: "(.+)"$',
+              "CHANGELOG.md": r"^## ([\d.]+)$"}
+    for name, pattern in places.items():
+        assert re.search(pattern, text(ROOT / name), re.M)[1] == rlhf_notes.__version__, name
+
+
+def test_the_conda_recipe_asks_for_what_the_wheel_does():
+    recipe = text(ROOT / "conda" / "recipe.yaml").split("  run:\n")[1].split("tests:")[0]
+    conda = {"pytorch": "torch", "matplotlib-base": "matplotlib"}
+    found = re.findall(r"- (\S+) (\S+)", recipe)
+    python = f"python>={notebooks.NBDEV.min_python}"
+    assert ({conda.get(name, name) + spec for name, spec in found}
+            == {python, *notebooks.settings()["requirements"].split()})
+
+
 def test_the_package_is_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "rlhf_notes", "--version"], capture_output=True, text=True)
