@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_notes.training.statistics import bootstrap_interval, wilson_interval
+from rlhf_notes.training.statistics import bootstrap_interval, paired_interval, wilson_interval
 
 def every_resample(values, statistic):
     """The exact bootstrap: the statistic of each of the n ** n resamples, in order; as a function
@@ -93,3 +93,24 @@ def test_none_of_twenty_by_hand():
 ])
 def test_share_refuses(bad, error, words):
     with pytest.raises(error, match=words): wilson_interval(**bad)
+
+
+@pytest.mark.parametrize("n, t", [(2, 12.706205), (3, 4.302653), (5, 2.776445), (10, 2.262157),
+                                  (20, 2.093024), (100, 1.984217)])  # tables of Student's t
+def test_a_difference_has_students_interval(n, t):
+    rng = np.random.default_rng(n)
+    a, b = rng.standard_normal(n) + 3, rng.standard_normal(n)
+    mean, low, high = paired_interval(list(a), b)
+    d = a - b
+    half = t * math.sqrt(((d - d.mean()) ** 2).sum() / (n - 1) / n)
+    assert (mean, low, high) == pytest.approx((d.mean(), d.mean() - half, d.mean() + half), 1e-6)
+    assert paired_interval(b, a) == pytest.approx((-mean, -high, -low), 1e-12)
+    assert paired_interval(a, a) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("a, b, words", [
+    ([1.0], [2.0], "a must be finite numbers, at least two, got"),
+    ([1.0, 2.0], [1.0, math.inf], "b must be finite numbers, at least two, got"),
+    ([1.0, 2.0], [1.0, 2.0, 3.0], "b must have a number for each of the 2 in a, got 3")])
+def test_a_pair_that_is_none_is_named(a, b, words):
+    with pytest.raises(ValueError, match=f"^{words}"): paired_interval(a, b)
