@@ -94,6 +94,8 @@ class PPOConfig:
     "of the hidden layers"
     init: Literal["orthogonal", "default"] = "orthogonal"
     "of the weights: orthogonal, or PyTorch's default"
+    shared: bool = False
+    "one network for policy and value function up to their last layers; pictures are read once"
     log_std: Annotated[Number, Field(ge=-10, le=10)] = 0.0
     "first log standard deviation of a Gaussian policy, in units of the action (before the tanh)"
     squash: bool = False

@@ -29,7 +29,7 @@ class WholePolicy(nn.Module):
     def __init__(self, agent, scaling, spaces):
         super().__init__()
         observations, _ = spaces
-        self.net = copy.deepcopy(agent.policy).eval()
+        self.net = copy.deepcopy(agent.whole_policy()).eval()
         self.columns = nn.ModuleList(map(Columns, parts(observations).values()))
         self.names = [*parts(observations)]
         self.limit, self.scales = scaling.LIMIT, False

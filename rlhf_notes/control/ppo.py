@@ -23,7 +23,9 @@ from ..fast.adam import Adam
 from ..formulas.advantage import gae
 from ..formulas.kl import kl_estimate
 from ..formulas.masking import masked_mean
-from ..formulas.ppo import ppo_loss, ppo_stats
+from ..formulas.ppo import ppo_loss
+from ..formulas.ratio import importance_ratio
+from ..formulas.surrogate import clip_fraction
 from ..formulas.value import explained_variance
 from ..formulas.whitening import whiten
 
@@ -81,7 +83,7 @@ class Loop:
         self.config, self.agent, self._collector = config, agent, collector
         self.device = next(agent.parameters()).device
         self.optimizer = Adam(agent, config.adam_eps)
-        self.scaling = Scaling(config, agent.obs_size)
+        self.scaling = Scaling(config, agent.obs_size, agent.byte_scale)
         self.iteration, self.last = 0, config.iterations  # the rate falls to 0 at the last
         self.schedules = dict(  # functions of the fraction of the training that is left
             learning_rate=partial(decayed, config.learning_rate, config.lr_anneal),
@@ -106,6 +108,7 @@ class Loop:
         rollout, episodes = self.collect()
         self.optimizer.tie()
         batch = make_batch(self.agent, rollout, c)
+        del rollout  # as large as the batch: pictures take hundreds of megabytes
         for _ in range(c.epochs):
             for rows in minibatches(len(batch), c.minibatches, self.generator, self.device):
                 logs.append(self.step(batch[rows]))
@@ -173,8 +176,8 @@ def health(agent: Agent, batch: Batch, config: PPOConfig, clip: float) -> dict: 
     "Entropy, distance from the old policy, share of clipped steps, and fit of the old values."
     out = agent.outputs(batch.obs, batch.mask)
     logp, advantage = agent.head.logp(out, batch.actions), _loss_advantage(batch, config)
-    stats = ppo_stats(logp, batch.logp, advantage, eps_low=clip)
-    kl = masked_mean(kl_estimate(batch.logp, logp, "k3"))
+    ratio = importance_ratio(logp, batch.logp)
     return dict(entropy=masked_mean(agent.head.entropy(out)).item(),
-                kl_k3=kl.item(), clip_fraction=stats["clip_fraction"].item(),
+                kl_k3=masked_mean(kl_estimate(batch.logp, logp, "k3")).item(),
+                clip_fraction=clip_fraction(ratio, advantage, clip).item(),
                 explained_variance=explained_variance(batch.values, batch.returns).item())

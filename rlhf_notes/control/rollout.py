@@ -60,7 +60,8 @@ class Collector:
         self.until_cut = (limit if stagger else 0) * np.arange(1, N + 1) // N
 
     def _see(self, obs, info, done=False):
-        return self.rows(obs), read_mask(info, self.mask_shape, done)
+        mask = read_mask(info, self.mask_shape, done) if self.mask_shape else None
+        return _check_finite("observation", self.rows(obs)), mask
 
     def collect(self, act, num_steps: int, for_env=lambda actions: actions) -> tuple:
         """T steps of each environment, from where the last rollout stopped: a `Rollout`, and
@@ -68,38 +69,46 @@ class Collector:
         are masks; `for_env` turns them into the environments'.
         """
         T, N = num_steps, self.envs.num_envs
-        obs, next_obs = np.empty((2, T, *self.obs.shape), self.obs.dtype)
+        obs = np.empty((T + 1, *self.obs.shape), self.obs.dtype)
+        obs[0] = self.obs
         rewards, ends = np.empty((T, N), np.float32), np.empty((3, T, N), bool)
         terminated, truncated, is_step = ends
-        actions, masks, episodes = [], [], []
+        actions, masks, episodes, last = [], [], [], []
         for t in range(T):
             seen = (self.obs,) if self.mask is None else (self.obs, self.mask)
             actions.append(np.asarray(act(*seen)))
-            obs[t], is_step[t] = self.obs, ~self.resetting
+            is_step[t] = ~self.resetting
             masks.append(self.mask)
             told = for_env(actions[t].copy())  # the environment may write into it
             after, rewards[t], *ended, info = self.envs.step(told)
             terminated[t], truncated[t] = ended
             done = terminated[t] | truncated[t]
             self.obs, self.mask = self._see(after, info, done)
-            next_obs[t] = self.obs
             if self.mode == "NextStep":
                 self.resetting = done
             elif done.any():
-                next_obs[t, done] = self._last_seen(info, done)
-            for name, x in ("observation", next_obs[t]), ("reward", rewards[t]):
-                if not np.isfinite(x).all():
-                    raise FloatingPointError(f"the environment gave no finite number as {name}")
+                last.append((t, done, self._last_seen(info, done)))
+            _check_finite("reward", rewards[t])
             episodes += self._count(rewards[t], is_step[t], done)
-            truncated[t] |= self._cut(is_step[t] & ~done)
-        columns = obs, np.stack(actions), rewards, next_obs, terminated, truncated, is_step
+            due = is_step[t] & ~done & (self.until_cut == t + 1)
+            if due.any():
+                last.append((t, due, self.obs[due].copy()))
+                self._cut(due)
+                truncated[t] |= due
+            obs[t + 1] = self.obs
+        self.until_cut -= T
+        next_obs = obs[1:].copy() if last else obs[1:]
+        for t, which, seen in last:
+            next_obs[t, which] = seen
+        columns = obs[:-1], np.stack(actions), rewards, next_obs, terminated, truncated, is_step
         columns += () if self.mask is None else (np.stack(masks),)
         return Rollout(*map(torch.from_numpy, columns)), episodes
 
     def _last_seen(self, info, done):
         "The last observation of the episodes that have ended, where those now show the next ones."
         last = create_empty_array(self.space, int(done.sum()))
-        return self.rows(concatenate(self.space, info["final_obs"][done], last))
+        last = self.rows(concatenate(self.space, info["final_obs"][done], last))
+        return _check_finite("observation", last)
 
     def _count(self, rewards, is_step, done):
         "Add a step to the unfinished episodes; (return, length) of those that ended."
@@ -111,14 +120,14 @@ class Collector:
         self.episode_return[done] = self.episode_length[done] = 0
         return ended
 
-    def _cut(self, running):
+    def _cut(self, due):
         "Reset the environments that are due; their unfinished episodes are not reported."
-        self.until_cut -= 1
-        due = running & (self.until_cut == 0)
-        if due.any():
-            self.obs, self.mask = self._see(*self.envs.reset(options={"reset_mask": due}))
-            self.episode_return[due] = self.episode_length[due] = 0
-        return due
+        self.obs, self.mask = self._see(*self.envs.reset(options={"reset_mask": due}))
+        self.episode_return[due] = self.episode_length[due] = 0
+
+def _check_finite(name, x):
+    if np.isfinite(x).all(): return x
+    raise FloatingPointError(f"the environment gave no finite number as {name}")
 
 # %% ../../nbs/control/16_rollout.ipynb #can-stagger
 def can_stagger(envs) -> bool:

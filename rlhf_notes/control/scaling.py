@@ -21,19 +21,21 @@ class Scaling:
     "Observations and rewards at unit scale, if the config says so."
     LIMIT = 10.0  # in standard deviations
 
-    def __init__(self, config, obs_size: int):
-        self.config = config
+    def __init__(self, config, obs_size: int, byte_scale=1.0):  # as of `byte_scale`
+        self.config, self.byte_scale = config, byte_scale
         self.seen = RunningMoments((obs_size,))      # of observations
         self.earned = RunningMoments(())             # of the discounted return so far,
         self.running = torch.zeros(config.num_envs)  # and that return
         self._kept = None, None, None                # see `moments`
 
-    def obs(self, obs):  # (N, obs_size) array -> the same, float32
+    def obs(self, obs):  # (N, obs_size) array -> the same, float32, or bytes as they came
         "Observations for the policy; those of the first rollout are left as they are."
         if self.config.normalize_obs and self.seen.count:
             mean, std = self.moments()
-            obs = ((obs - mean) / std).clip(-self.LIMIT, self.LIMIT)
-        return obs.astype("float32", copy=False)
+            obs = ((self._fractions(obs) - mean) / std).clip(-self.LIMIT, self.LIMIT)
+        return obs if obs.dtype == "uint8" else obs.astype("float32", copy=False)
+
+    def _fractions(self, obs): return obs / self.byte_scale if obs.dtype == "uint8" else obs
 
     def moments(self):  # two arrays (obs_size,), float64
         "Mean and standard deviation of observations, kept until `seen` changes."
@@ -47,13 +49,16 @@ class Scaling:
         rows = (x.flatten(0, 1).numpy() for x in (rollout.obs, rollout.next_obs))
         obs, next_obs = (torch.from_numpy(self.obs(x)).view_as(rollout.obs) for x in rows)
         if self.config.normalize_obs:
-            self.seen.update(rollout.obs, rollout.is_step)
+            obs_seen = torch.from_numpy(self._fractions(rollout.obs.numpy()))
+            self.seen.update(obs_seen, rollout.is_step)
         return replace(rollout, obs=obs, next_obs=next_obs, rewards=self.rewards(rollout))
 
     def rewards(self, rollout):  # (T, N)
         "Rewards over the standard deviation of the return so far, this rollout's included."
-        c, rewards = self.config, rollout.rewards * self.config.reward_scale
-        if not c.normalize_rewards: return rewards
+        rewards = rollout.rewards * self.config.reward_scale
+        return self._normalized(rewards, rollout) if self.config.normalize_rewards else rewards
+
+    def _normalized(self, rewards, rollout):
         earned = self.discounted(rewards, rollout.done, rollout.is_step)
         if not earned.isfinite().all():
             raise FloatingPointError("the discounted return of scaled rewards is infinite")

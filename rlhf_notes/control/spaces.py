@@ -3,23 +3,26 @@
 | space | its part of the row |
 |---|---|
 | `Box` | its numbers; bytes from 0 to 255 divided by 255 |
-| `Box` of bytes with 2 or 3 axes: a picture | the same, channels first |
+| a picture: `Box` of bytes or bools with 2 or 3 axes, `MultiBinary` with 2 or 3, `Box` from 0.0 to 1.0 with 3 | its numbers, channels first |
 | `Discrete(n)` | n numbers, a 1 at the value |
 | `MultiDiscrete` | the same for each of its values |
 | `MultiBinary` | zeros and ones |
 | `Dict` of these | its entries, one after the other |
 | `info["action_mask"]` | at the end, a 1 for each possible action |
 
-A picture has two or three axes, each at least three long; of three axes, the channels are the
-shorter of the first and the last. What cannot become a row is refused by name, with the wrapper of
-Gymnasium that helps.
+Where all that is seen are pictures of bytes or bools, rows are of bytes, as they came: the network
+divides by 255. With other entries beside them, rows are of floats.
+
+The sides of a picture are at least three long. Its channels are the first axis or the last: the
+one that differs from two equal others, or else the shorter (the last, where they are alike). What
+cannot become a row is refused by name, with the wrapper of Gymnasium that helps.
 
 stable-baselines3 divides pictures by 255 too, asks for at least 36 pixels, has an extractor for
 each entry of a dict, and masks in its contrib package; CleanRL has a script of its own for
 pictures and one for masks; RLlib flattens dicts and takes masks from an entry of the observation.
 """
 
-__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'picture_is_last', 'scale_of', 'mask_shape', 'read_mask', 'as_batch', 'space_to_numbers', 'space_from_numbers', 'same_space']
+__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'picture_is_last', 'scale_of', 'byte_scale', 'mask_shape', 'read_mask', 'as_batch', 'space_to_numbers', 'space_from_numbers', 'same_space']
 
 import math
 
@@ -43,11 +46,26 @@ def picture_shape(
     space: gym.Space,  # an entry of an observation
 ) -> tuple | None:  # (channels, height, width); None = no picture
     "The shape of a picture, channels first, as PyTorch wants it."
-    if not _is_bytes(space) or space.dtype != np.uint8: return None
-    if len(space.shape) not in (2, 3): return None
-    shape = space.shape if len(space.shape) == 3 else (1, *space.shape)
-    channels, *sides = shape[-1:] + shape[:-1] if shape[-1] < shape[0] else shape
+    axes, shape = len(space.shape or ()), space.shape
+    if not (_is_small(space) and axes in (2, 3) or _is_unit(space) and axes == 3): return None
+    first, middle, last = shape if axes == 3 else (1, *shape)
+    if first != middle and (middle == last or first < last):
+        channels, *sides = first, middle, last
+    else:
+        channels, *sides = last, first, middle
     return (channels, *sides) if min(sides) >= 3 else None
+
+
+def _is_small(space):
+    "True for bytes and bools: numbers that lose nothing as bytes."
+    is_bool = isinstance(space, MultiBinary) or isinstance(space, Box) and space.dtype == bool
+    return is_bool or _is_bytes(space) and space.dtype == np.uint8
+
+
+def _is_unit(space):
+    "True for floats from 0 to 1."
+    floats = isinstance(space, Box) and space.dtype.kind == "f"
+    return floats and bool((space.low == 0).all() and (space.high == 1).all())
 
 
 def _is_bytes(space):
@@ -62,7 +80,8 @@ def remedy(
         shape = part.shape or ()
         if not isinstance(part, (Box, Discrete, MultiDiscrete, MultiBinary)) or 0 in shape:
             return "FlattenObservation" if _can_be_flat(space) and 0 not in shape else ""
-        if _is_bytes(part) and len(shape) > 3: return "GrayscaleObservation below the stack"
+        pictures = _is_bytes(part) or _is_unit(part) or _is_small(part)
+        if pictures and len(shape) > 3: return "GrayscaleObservation below the stack"
         if _is_bytes(part) and len(shape) > 1 and part.dtype != np.uint8:
             return "DtypeObservation to uint8"
     return None
@@ -75,21 +94,24 @@ def _can_be_flat(space):
 
 
 def row_maker(space):  # of one observation -> rows(obs of N environments): (N, numbers)
-    "Observations as rows of float32, or float64 where float32 loses digits; bytes from 0 to 1."
-    makers = {name: _columns(part) for name, part in parts(space).items()}
+    """Observations as rows of float32, or float64 where float32 loses digits, bytes from 0 to 1;
+    of uint8 where all are pictures of bytes or bools.
+    """
+    raw = all(_is_small(part) and picture_shape(part) for part in parts(space).values())
+    makers = {name: _columns(part, raw) for name, part in parts(space).items()}
     def rows(obs):
         columns = [make(_entry(obs, name)) for name, make in makers.items()]
         return columns[0] if len(columns) == 1 else np.concatenate(columns, 1)
     return rows
 
 
-def _columns(space):
-    "A function from values of a space, (N, ...), to (N, numbers)."
+def _columns(space, raw):
+    "A function from values of a space, (N, ...), to (N, numbers); `raw` = bytes, undivided."
     if isinstance(space, Discrete): return _one_hot(np.array([space.n]), space.start)
     if isinstance(space, MultiDiscrete): return _one_hot(space.nvec.ravel(), space.start.ravel())
     # C-contiguous: the last digits of a matrix product depend on the order in memory
-    size, dtype = math.prod(space.shape), np.result_type(space.dtype, np.float32)
-    is_bytes, last = _is_bytes(space), picture_is_last(space)
+    size, dtype = math.prod(space.shape), np.uint8 if raw else np.result_type(space.dtype, "f4")
+    is_bytes, last = _is_bytes(space) and not raw, picture_is_last(space)
     def columns(x):
         turned = np.moveaxis(x, -1, 1) if last else x
         flat = np.ascontiguousarray(turned, dtype).reshape(len(x), size)
@@ -106,6 +128,12 @@ def picture_is_last(space) -> bool:
 def scale_of(space) -> int:
     "The number by which `row_maker` divides: 255 for bytes."
     return 255 if _is_bytes(space) else 1
+
+
+def byte_scale(space) -> np.ndarray:  # (numbers,), float32
+    "Divisors of a row of bytes, as of `row_maker`: 255 for bytes, 1 for bools."
+    entries = parts(space).values()
+    return np.repeat(np.float32([*map(scale_of, entries)]), [*map(gym.spaces.flatdim, entries)])
 
 
 def _one_hot(nvec, start):
@@ -126,9 +154,8 @@ def mask_shape(info):  # of N environments, from their reset
     return np.shape(info["action_mask"]) if "action_mask" in info else None
 
 
-def read_mask(info, shape, done=False):  # (N, n) or None; (N,) bool: nothing follows
-    "Possible actions, (N, n) bool: all, where an environment gives no mask; None without a shape."
-    if shape is None: return None
+def read_mask(info, shape, done=False):  # (N, n); (N,) bool: nothing follows
+    "Possible actions, (N, n) bool: all, where an environment gives no mask."
     mask = np.ones(shape, bool)
     if "action_mask" not in info: return mask
     given = np.asarray(info["action_mask"])

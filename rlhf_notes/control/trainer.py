@@ -219,7 +219,8 @@ class PPO(Loop):
             raise diverged(where, e) from e
         check_finite(where, row)
         self.rows.append(row)
-        self._note_size(row)
+        if self.iteration == 1:
+            self._note_size(row)
         self._note_time(row, time.perf_counter() - start)
         return row
 
@@ -289,9 +290,9 @@ class PPO(Loop):
             self.evaluator.take_best()
 
     def _note_size(self, row):
-        "Warn, at the first iteration, of rewards that the value function will never reach."
+        "Warn of rewards that the value function will never reach."
         size = (2 * row["value_loss"]) ** 0.5  # the loss is half the mean square
-        if row["iteration"] == 1 and size > LARGE:
+        if size > LARGE:
             warnings.warn(f"the first advantages are around {size:.0f}, and a value function "
                           "learns numbers around 1: try normalize_rewards=True", stacklevel=6)
 

@@ -25,7 +25,8 @@ from rlhf_notes.control.policy import (
 
 BOX = gym.spaces.Box(np.array([-1, 10, -0.3], np.float32), np.array([3, 20, 0.7], np.float32))
 CART = gym.spaces.Box(-1, 1, (4,))
-OPTIONS = dict(hidden=16, activation="tanh", init="orthogonal", log_std=-0.5, squash=False)
+OPTIONS = dict(hidden=16, activation="tanh", init="orthogonal", log_std=-0.5, squash=False,
+               shared=False)
 
 
 def generator(seed=0): return torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from strategies import SEEDS
 
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.rollout import Collector, Rollout, minibatches
-from rlhf_notes.control.spaces import row_maker
+from rlhf_notes.control.spaces import byte_scale, picture_shape, row_maker
 
 FIELDS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated", "is_step")
 
@@ -400,8 +400,11 @@ def test_a_number_that_is_none_ends_the_rollout(name):
 def test_numbers_of_bytes_become_fractions_whatever_their_shape_and_dtype(shape, dtype):
     "As the space says: RAM, grey and coloured pictures, and as whichever dtype they are handed in."
     for low, high, scale in (0, 255, 255), (0, 9, 1), (-255, 255, 1):
-        rows = row_maker(gym.spaces.Box(low, high, shape, np.float32 if low else np.uint8))
-        got = rows(np.full((2, *shape), 9, dtype))
+        space = gym.spaces.Box(low, high, shape, np.float32 if low else np.uint8)
+        got = row_maker(space)(np.full((2, *shape), 9, dtype))
+        if picture_shape(space) is not None:  # the network divides them
+            assert got.dtype == np.uint8
+            got = got / byte_scale(space)
         assert got.shape == (2, np.prod(shape)) and got.dtype == np.float32
         assert got.flags.c_contiguous and (got == np.float32(9) / np.float32(scale)).all()
 
@@ -415,3 +418,29 @@ def test_no_digit_is_lost_before_the_observations_are_normalised(dtype, kept):
     if kept is np.float64:
         times = np.array([[1_700_000_000, 1_700_000_001]], dtype)
         assert np.diff(row_maker(space)(times)) == 1
+
+
+class Screen(gym.Env):
+    "Shows bytes that tell how many steps were made since the reset, channels last."
+    observation_space = gym.spaces.Box(0, 255, (6, 6, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+    def look(self): return np.full((6, 6, 3), self.t, np.uint8)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.look(), {}
+    def step(self, action):
+        self.t += 1
+        return self.look(), 1.0, self.t == 4, False, {}
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_pictures_are_stored_as_bytes_and_once(mode):
+    "Where the next step resets, what follows a row is the next row: the same memory."
+    envs = SyncVectorEnv([Screen] * 2, autoreset_mode=AutoresetMode(mode))
+    r, _ = Collector(envs, 0).collect(lambda obs: np.zeros(2, np.int64), 9)
+    assert r.obs.dtype == r.next_obs.dtype == torch.uint8 and r.obs.shape == (9, 2, 108)
+    after = [1, 2, 3, 4, 0, 1, 2, 3, 4] if mode == "NextStep" else [1, 2, 3, 4, 1, 2, 3, 4, 1]
+    assert r.next_obs[:, 1, 107].tolist() == after
+    shared = np.shares_memory(r.obs.numpy(), r.next_obs.numpy())
+    assert shared == (mode == "NextStep")

@@ -1,4 +1,5 @@
 "Every space, from a row of numbers to a policy that has learned."
+import copy
 import re
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from strategies import SEEDS
 from rlhf_notes import PPO
 from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.envs import make_envs
-from rlhf_notes.control.policy import Agent, picture_net
+from rlhf_notes.control.policy import Agent, Body, picture_net
 from rlhf_notes.control.rollout import Collector
 from rlhf_notes.control.spaces import (
     as_batch,
@@ -173,11 +174,89 @@ def test_which_box_is_a_picture(shape, channels_first):
     assert picture_shape(Box(0, 9, shape, np.uint8)) is None
 
 
-def test_the_network_sees_the_picture_as_it_is():
-    space, eye = Box(0, 255, (5, 7, 2), np.uint8), np.zeros((1, 5, 7, 2), np.uint8)
-    eye[0, 3, 4, 1] = 51
-    seen = picture_net((2, 5, 7))[0](torch.from_numpy(row_maker(space)(eye)))
-    assert seen.shape == (1, 2, 5, 7) and seen[0, 1, 3, 4] == 0.2 and seen.sum() == seen.max()
+@pytest.mark.parametrize("space, channels_first", [
+    (Box(0, 1, (10, 10, 4), bool), (4, 10, 10)), (Box(0, 1, (9, 8), bool), (1, 9, 8)),
+    (MultiBinary((10, 10, 7)), (7, 10, 10)), (MultiBinary((4, 9)), (1, 4, 9)),
+    (Box(0, 1, (84, 84, 3)), (3, 84, 84)), (Box(0, 1, (3, 84, 84), np.float64), (3, 84, 84)),
+    (Box(0, 1, (4, 4, 16)), (16, 4, 4)), (Box(0, 1, (16, 4, 4)), (16, 4, 4)),
+    (Box(0, 1, (10, 10, 10)), (10, 10, 10)), (Box(0, 255, (5, 5, 7), np.uint8), (7, 5, 5)),
+    (Box(0, 1, (9, 8)), None), (Box(0, 1, (9,)), None), (MultiBinary(9), None),
+    (Box(-1, 1, (9, 8, 3)), None), (Box(0, 1, (2, 2, 3), bool), None)])
+def test_bools_and_fractions_are_pictures_as_well(space, channels_first):
+    "Small ones with many channels last too: equal sides tell them."
+    assert picture_shape(space) == channels_first
+
+
+@pytest.mark.parametrize("space", [Box(0, 1, (4, 9, 9, 3)), Box(0, 1, (4, 9, 9, 3), bool)])
+def test_stacks_of_coloured_pictures_are_refused_whatever_their_dtype(space):
+    with pytest.raises(ValueError, match="GrayscaleObservation below the stack"):
+        make_envs(lambda: Guess(space, Discrete(2), lambda x: 0), 1)
+
+
+@pytest.mark.parametrize("kind, value", [((0, 255, np.uint8), 51), ((0, 1, bool), True),
+                                         ((0, 1, np.float32), 0.2)])
+def test_the_network_sees_the_picture_as_it_is(kind, value):
+    low, high, dtype = kind
+    space, eye = Box(low, high, (5, 7, 2), dtype), np.zeros((1, 5, 7, 2), dtype)
+    eye[0, 3, 4, 1] = value
+    seen = []
+    body = Body(space, network=torch.nn.Flatten())
+    body.nets[0][1].register_forward_hook(lambda module, x, out: seen.append(x[0]))
+    body(torch.from_numpy(row_maker(space)(eye)))
+    seen, = seen
+    assert seen.shape == (1, 2, 5, 7) and seen.dtype == torch.float32
+    assert seen[0, 1, 3, 4] == (1 if dtype is bool else np.float32(0.2))
+    assert seen.sum() == seen.max()
+
+
+def test_many_pictures_are_read_piece_by_piece():
+    space = Box(0, 255, (8, 8, 1), np.uint8)
+    body, sizes = Body(space, generator=torch.Generator().manual_seed(0)), []
+    body.nets[0].register_forward_hook(lambda module, x, out: sizes.append(len(x[0])))
+    rows = torch.randint(0, 256, (3, 200, 64), dtype=torch.uint8)
+    whole = body(rows)
+    with torch.no_grad(): pieces = body(rows)
+    assert sizes == [600, 256, 256, 88] and pieces.shape == (3, 200, body.outputs)
+    torch.testing.assert_close(pieces, whole)
+
+
+@pytest.mark.parametrize("space, network", [
+    (Box(-1, 1, (3,)), None), (Box(-1, 1, (3,)), (8, 4)), (Box(0, 255, (9, 9, 2), np.uint8), (16,)),
+    (Dict(a=Box(0, 1, (9, 9, 2), bool), b=Box(-1, 1, (2,))), None)])
+def test_one_trunk_for_policy_and_value(space, network):
+    "Read once; learned from both losses; saved, copied and exported as two networks are."
+    make = lambda: Guess(space, Discrete(2), lambda x: 0)
+    options = dict(seed=1, steps=256, num_envs=2, num_steps=32, minibatches=2, network=network)
+    p, two = PPO(make, shared=True, **options), PPO(make, **options)
+    calls = []
+    p.agent.trunk[0].register_forward_hook(lambda *_: calls.append(1))
+    rows = p.collector.rows({name: np.stack([x] * 2) for name, x in space.sample().items()}
+                            if isinstance(space, Dict) else np.stack([space.sample()] * 2))
+    rows = torch.from_numpy(rows)
+    out, value = p.agent(rows)
+    assert len(calls) == 1 and out.shape == (2, 2) and value.shape == (2,)
+    torch.testing.assert_close(out, p.agent.outputs(rows))
+    torch.testing.assert_close(value, p.agent.value(rows))
+    torch.testing.assert_close(out, two.agent.outputs(rows))  # the same weights are drawn
+    assert len(p.optimizer.vector) < len(two.optimizer.vector)
+    for loss in (out[:, 0].sum(), value.sum()):
+        grads = torch.autograd.grad(loss, list(p.agent.trunk.parameters()), retain_graph=True)
+        assert any(g.abs().sum() > 0 for g in grads)
+    p.learn()
+    again = copy.deepcopy(p)
+    obs = space.sample()
+    assert np.array_equal(again.predict(obs), p.predict(obs)) and again.learn(64).rows[-1:]
+
+
+def test_a_shared_trunk_comes_back_from_a_file(tmp_path):
+    p = PPO("CartPole-v1", shared=True, seed=2, steps=2048).learn()
+    p.save(tmp_path / "p.pt")
+    q = PPO.load(tmp_path / "p.pt")
+    obs = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    assert np.array_equal(p.predict(obs), q.predict(obs)) and q.config.shared
+    assert np.array_equal(p.export()(torch.from_numpy(obs)).numpy(), p.predict(obs))
+    with pytest.raises(ValueError, match="must fit the options"):
+        PPO.load(tmp_path / "p.pt", shared=False)
 
 
 @pytest.mark.parametrize("side, filters", [(16, [16]), (36, [32, 64, 64]), (84, [32, 64, 64])])
