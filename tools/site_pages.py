@@ -37,8 +37,8 @@ FLOORS = {"Start": ".", "Formulas": "formulas", "CartPole and Pendulum": "contro
           "How it is made": "."}
 PACE = {"words": 120, "lines of code": 15, "formulas": 2, "pictures": 2}  # a minute
 # Of their floors: what a reader looks for.
-FIRST = ("start", "rlhf", "ladder", "why", "metrics", "words", "notation", "map", "course", "cli",
-         "runs", "check", "devices")
+FIRST = ("start", "rlhf", "ladder", "why", "settings", "metrics", "words", "notation", "map",
+         "course", "cli", "runs", "check", "devices")
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch", "identify")
 LEAVES = "On the way to CartPole"        # from there on a lesson is not for the first path
 LINES = 9                               # code of a picture that is longer is folded
@@ -339,7 +339,7 @@ def timed(front, pages):
         lessons = re.findall(r"(?<=\]\()[^)]+ipynb(?=\))", m[0])
         line = re.sub(r"\]\(([^)]+ipynb)\)", lambda link: f"{link[0]} ({minutes[link[1]]})", m[0])
         total = sum(minutes[x] for x in lessons)
-        line = line.replace(":*", f'* <span class="minutes">({total} minutes):</span>', 1)
+        line = line.replace(":*", f'* <span class="minutes">{total} minutes</span>', 1)
         return re.sub(r"(?<=<br>)\*([^*<]+):\*([^<]*)", part, line)
 
     def part(m):

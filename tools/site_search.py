@@ -60,6 +60,14 @@ ABOUT = {
     "completion truncated": "why#responses", "max length": "why#responses",
     "grpo loss 0": "why#grpo", "loss start 0": "why#grpo", "from scratch": "ladder",
     "laboratory": "ladder#in-the-page", "without clip": "ladder#without-the-clip",
+    "hyperparameter": "settings", "published setting": "settings", "r1": "settings",
+    "dapo setting": "settings", "tulu": "settings", "gamma 1": "settings#why-is-gamma",
+    "discount language": "settings#why-is-gamma", "gamma language": "settings#why-is-gamma",
+    "share actor critic": "settings#one-network", "shared network": "settings#one-network",
+    "critic cost": "settings#one-network", "credit turn": "hub/turns",
+    "greedy worse": "why#the-greedy", "deterministic worse": "why#the-greedy",
+    "falls back": "why#it-was-solved", "collapse solved": "why#it-was-solved",
+    "collapse after": "why#it-was-solved", "cap": "why#responses", "lora rate": "why#lora",
 }
 
 

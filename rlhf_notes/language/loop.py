@@ -224,16 +224,17 @@ def tensorflow_eps(eps, beta2, step):
     return eps / math.sqrt(1 - beta2 ** step)
 
 # %% ../../nbs/language/27_loop.ipynb #rate-by-size
-def rate_by_size(weights):
-    "Learning rate of Adam for a model in which so many weights learn, to two digits."
-    return min(1e-3, float(f"{1e-3 * (1e5 / weights) ** 0.6:.1e}"))
+def rate_by_size(weights, adapter=False):
+    "Learning rate of Adam where so many weights learn, to two digits; an adapter's is higher."
+    rate = min(1e-3, 1e-3 * (1e5 / weights) ** 0.6)
+    return float(f"{7 * rate if adapter else rate:.1e}")
 
 # %% ../../nbs/language/27_loop.ipynb #with-rate
 def with_rate(config, lm):
     "The config, with the learning rate of the model's size where none is named."
     if config.learning_rate is not None: return config
     learned = sum(p.numel() for p in lm.parameters() if p.requires_grad)
-    return replace(config, learning_rate=rate_by_size(learned))
+    return replace(config, learning_rate=rate_by_size(learned, has_adapter(lm)))
 
 # %% ../../nbs/language/27_loop.ipynb #learning-rate
 def learning_rate(config, iteration):

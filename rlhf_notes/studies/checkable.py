@@ -83,9 +83,9 @@ def _response_loss(lm, tokens):
     targets = tokens.masked_fill(~counts, -100)[:, 1:]  # ignored by the cross-entropy
     return nn.functional.cross_entropy(lm(tokens).logits[:, :-1].flatten(0, 1), targets.flatten())
 
-def pretrain(questions: list, seed: int = 0, steps: int = 700) -> nn.Module:
-    "A tiny GPT-2 that has read many solutions, most of them wrong, in steps of 64 texts."
-    rng, lm = random.Random(seed), make_gpt2("tiny", len(TOKENS), eos_token_id=0, seed=seed)
+def pretrain(questions: list, seed: int = 0, steps: int = 700, lm=None) -> nn.Module:
+    "A tiny GPT-2, or `lm`, that has read many solutions, most of them wrong, 64 texts a step."
+    rng, lm = random.Random(seed), lm or make_gpt2("tiny", len(TOKENS), eos_token_id=0, seed=seed)
     optimizer, tokenizer = torch.optim.AdamW(lm.parameters()), digit_tokenizer()
     tokenizer.pad_token = "<eos>"
     def text(q):

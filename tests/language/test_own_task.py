@@ -19,7 +19,7 @@ import transformers
 from language.parts import TINY, After, handmade, trainer, without_times
 from language_models import WORDS, make
 
-from rlhf_notes import RLHF, cli, register_variant
+from rlhf_notes import DPO, RLHF, cli, register_variant
 from rlhf_notes.formulas.advantage import group_advantage, rloo_advantage
 from rlhf_notes.hub.load import check_model, end_tokens
 from rlhf_notes.hub.prompts import Classifier, Prompts, read_prompts
@@ -138,6 +138,20 @@ def test_a_loaded_policy_compares_its_rewards_as_it_did(tmp_path):
     assert torch.equal(loop.advantages().advantages, expected)
     plain, _ = ADVANTAGES["grpo"](again.config, loop.advantages(), again.task.weights)
     assert not torch.equal(plain, expected) and x.parts.shape[1] == 2
+
+
+def test_an_adapter_takes_a_higher_rate_than_as_many_weights_of_a_model():
+    pytest.importorskip("peft")
+    for rank in (2, 8):
+        t = bare(lora=rank)
+        learned = sum(p.numel() for p in t.policy.lm.parameters() if p.requires_grad)
+        assert t.config.learning_rate == rate_by_size(learned, True) > 5 * rate_by_size(learned)
+    assert rate_by_size(2_442_240, True) == 1e-3  # rank 8 of SmolLM2-135M, whose best it is
+    assert bare(lora=2, learning_rate=2e-4).config.learning_rate == 2e-4
+    pairs = [dict(prompt="w3 w4", chosen="w5 .", rejected="w6 .")]
+    lm = make_gpt2("tiny", len(WORDS), n_layer=1, n_embd=128, n_head=2)
+    taught = DPO(lm, tokenizer(), pairs, lora=2, max_new_tokens=4)
+    assert taught.config.learning_rate == rate_by_size(1, True) == 7e-3
 
 
 def test_numbers_of_numpys_are_options():
