@@ -1,13 +1,11 @@
-"""LoRA's rate and rank, the clip's upper bound, a reference that is reset: the checkable world.
+"""LoRA's rate, and a reference that is renewed, on the checkable world.
 
-    python benchmarks/why.py           # half an hour of one core
+    python benchmarks/why.py           # ten minutes of one core
 
 Appends to nbs/results/why.csv, for each study, choice, value and seed: the share of right responses
 to held-out prompts before the training and after it; the entropy of a token, mean over the last ten
 iterations; the nats of a response from the first policy, in the last iteration.
     rate       Adam's learning rate for LoRA of rank 8; "" = the default
-    rank       LoRA's rank, at the default rate
-    clip       the upper bound of the ratio, less 1; four passes over each rollout
     reference  iterations after which the policy becomes its own reference; 0 = never, "" = no KL
 """
 import copy
@@ -35,9 +33,6 @@ BASE = dict(batch=128, group=8, iterations=40)
 STUDIES = {
     "rate": [(kind, rate, dict(lora=8, learning_rate=rate)) for kind in KINDS
              for rate in (None, 1e-3, 1e-2, 3e-2) if rate is None or kind != "GPT-2"],
-    "rank": [("GPT-2", rank, dict(lora=rank, learning_rate=None)) for rank in (1, 8, 64)],
-    "clip": [("GPT-2", high, dict(clip_high=high, epochs=4, minibatches=4))
-             for high in (0.1, 0.2, 0.4)],
     "reference": [("GPT-2", every, dict(kl_coef=coef, kl_target=0.0))
                   for every, coef in ((0, 0.2), (10, 0.2), (None, 0.0))]}
 SEEDS = {"rate": 5}

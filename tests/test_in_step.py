@@ -163,7 +163,7 @@ def test_outputs_are_stored_and_are_those_of_the_site():
 def test_every_question_of_why_has_its_picture():
     sources = ["".join(c["source"]) for c in load(NBS / "why.ipynb")["cells"]]
     questions = "\n".join(sources).split("\n## ")[1:-1]
-    assert len(questions) == 15
+    assert len(questions) == 17
     assert not [q.splitlines()[0] for q in questions if "#| fig-alt" not in q]
 
 

@@ -36,7 +36,8 @@ class Links:
                     (names, year): url for names, year, url in PAPER.findall(cell.source)}
         papers = "|".join(rf"{re.escape(n)},? (?:\({y}\)|\(?{y})" for n, y in self.papers)
         self.pattern = "|".join([
-            ROW.pattern, LEAVE, r"\b[Ll]esson (?P<lesson>\d\d)\b", r"(?<!-)\b(?P<code>[GRP]\d+)\b",
+            ROW.pattern, LEAVE, r"\b[Ll]esson (?P<lesson>\d\d)\b",
+            r"(?<!-)\b(?P<code>[GRP]\d+)\b(?!-)",
             f"(?P<paper>{papers or '$^'})",
         ])
 

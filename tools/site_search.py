@@ -68,6 +68,10 @@ ABOUT = {
     "greedy worse": "why#the-greedy", "deterministic worse": "why#the-greedy",
     "falls back": "why#it-was-solved", "collapse solved": "why#it-was-solved",
     "collapse after": "why#it-was-solved", "cap": "why#responses", "lora rate": "why#lora",
+    "update reference": "settings#should-the", "reset reference": "settings#should-the",
+    "dpo chosen": "language/dpo", "clip tanh": "control/policy#what-the-log",
+    "top p": "studies/staleness", "autoreset": "control/envs", "value loss": "formulas/value",
+    "truncation": "formulas/advantage", "ended": "formulas/reward",
 }
 
 
