@@ -52,15 +52,10 @@ def config_of(task, algo="ppo", own=False):
     return OwnRunConfig if own else ReviewsDPOConfig if algo == "dpo" else ReviewsConfig
 
 
-def new_training(
-    task: str,  # a name in TASKS
-    options: dict,  # of its config
-    out: Path | None = None,  # the run directory; None = in runs
-    overwrite: bool = False,  # may it replace a run?
-    track: str = "tensorboard",  # the tracker
-    **own,  # prompts, a file, and reward, module:function or a reward model
-):  # a function that trains and returns the exit code
-    "Begin a run directory; ValueError if the training cannot begin here."
+def new_training(task: str, options: dict, out: Path | None=None, overwrite: bool=False, track:
+                 str='tensorboard', **own):
+    """Begin a run directory: the function that trains and returns the exit code; `own` has prompts,
+    a file, and reward, module:function or a reward model. ValueError if it cannot begin here."""
     from rlhf_notes.training.runs import Run
     options = _with_recipe(task, options)
     with _same_directory():
@@ -165,13 +160,10 @@ def _as_typed(path):
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def old_training(
-    task: str,  # a name in TASKS
-    path: Path,  # the directory of an interrupted run
-    trust: bool = False,  # True = import the modules that the run names
-    **given,  # env or reward, as the run names it: that module is imported too
-):  # a function that trains and returns the exit code
-    "Continue a run with the options it began with; ValueError if it cannot go on here."
+def old_training(task: str, path: Path, trust: bool=False, **given):
+    """Continue a run with the options it began with: the function that trains. `given` is env or
+    reward as the run names it: that module is imported, with `trust` any. ValueError if it cannot
+    go on here."""
     from rlhf_notes.training.runs import Run
     run = Run.resume(path)
     if (found := run.config.get("task")) != task:
@@ -216,11 +208,8 @@ def _texts(x):
     return [text for part in parts for text in _texts(part)]
 
 
-def report(
-    s: dict,  # the summary of a run
-    path: Path,  # its directory
-):
-    "Print what came of a run."
+def report(s: dict, path: Path):
+    "Print what came of a run, by its summary and directory."
     print(f"{s['task']}, seed {s['seed']}: {s['steps']} steps in {s['wall_seconds']:.1f} s", end="")
     if s["interrupted"]:
         print(", interrupted", _next_command(s["task"], path), sep="\n")
@@ -259,15 +248,10 @@ def _reviews(s, path):
            f"better in {s['win_rate_vs_sft']:.1%}; KL {s['kl']:.1f} nats")
 
 
-def many_seeds(
-    task: str,  # a name in TASKS
-    options: dict,  # of its config
-    out: Path | None = None,  # the directory of them all; None = in runs
-    overwrite: bool = False,  # may it replace a run?
-    track: str = "tensorboard",  # the tracker
-    count: int = 1,  # seeds, from that in `options`, or 0, on
-):  # a function that trains and returns the exit code
-    "Train with many seeds, one after the other; ValueError if that cannot begin here."
+def many_seeds(task: str, options: dict, out: Path | None=None, overwrite: bool=False, track:
+               str='tensorboard', count: int=1):
+    """Train with `count` seeds, from that in the options on, one after the other: the function that
+    trains. ValueError if that cannot begin here."""
     from rlhf_notes.training.runs import Run
     options = _with_recipe(task, options)
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)

@@ -25,11 +25,9 @@ from operator import attrgetter
 import torch
 
 
-def pick_device(
-    name: str,  # "auto", "cpu", "cuda", "cuda:1" or "mps"
-    auto: str = "cpu",  # meaning of "auto": "cpu", or "cuda" = a GPU if there is one
-) -> str:  # a name that torch understands
-    "Return the device to compute on; ValueError if torch does not see it."
+def pick_device(name: str, auto: str='cpu') -> str:
+    """Return the name of the device to compute on: "auto" is `auto`, "cpu" or "cuda" = a GPU if
+    there is one; ValueError if torch does not see it."""
     mps = int(torch.backends.mps.is_available())
     seen = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": mps}
     if name == "auto": return auto if seen[auto] else "cpu"
@@ -43,11 +41,8 @@ def pick_device(
     return name
 
 
-def to_device(
-    x: torch.Tensor,  # on the CPU
-    device: torch.device,  # where it is needed
-) -> torch.Tensor:  # a copy there, or `x` itself on the CPU
-    "Send a tensor to a device; nobody waits for a GPU."
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    "Send a tensor of the CPU to a device; nobody waits for a GPU."
     if device.type != "cuda": return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 
@@ -73,20 +68,15 @@ def make_accelerator():  # accelerate.Accelerator
     return accelerator
 
 
-def process_device(
-    name: str,  # "auto", "cpu", "cuda", "cuda:1" or "mps"
-) -> torch.device:
+def process_device(name: str) -> torch.device:
     "The device that the launcher gave to this process; alone, the one that is asked for."
     accelerator = make_accelerator()
     if accelerator.num_processes > 1: return accelerator.device
     return torch.device(pick_device(name, auto="cuda"))
 
 
-def stopped_anywhere(
-    accelerator,  # of `make_accelerator`
-    stop: threading.Event,  # of this process
-) -> bool:  # the same in each process
-    "True if one of the processes is to stop, so that none waits for another."
+def stopped_anywhere(accelerator, stop: threading.Event) -> bool:
+    "True, in each process, if one of them is to stop, so that none waits for another."
     if stop.is_set():
         accelerator.set_trigger()
     return accelerator.check_trigger()
@@ -95,21 +85,15 @@ def stopped_anywhere(
 class Setting:
     "A setting of the process: the first to hold it saves it, the last to let go restores it."
 
-    def __init__(
-        self,
-        get,  # get() -> its value
-        set,  # set(value)
-        owner=lambda: None,  # () -> whose it is; threading.get_ident if each thread has its own
-    ):
+    def __init__(self, get, set, owner=lambda: None):
+        """get() and set(value) are the setting; owner() tells whose it is: threading.get_ident if
+        each thread has its own."""
         self.get, self.set, self.owner = get, set, owner
         self.holders, self.lock = [], threading.Lock()
 
     @contextmanager
-    def held(
-        self,
-        value,  # the same for everyone who holds it at the same time
-    ):
-        "Inside, the setting has this value."
+    def held(self, value):
+        "Inside, the setting has this value, the same for all who hold it at the same time."
         owner = self.owner()
         with self.lock:
             now = self.get()  # a thread's own from here on: PyTorch looks it up at the first use
@@ -131,10 +115,9 @@ THREADS = Setting(torch.get_num_threads, torch.set_num_threads, threading.get_id
 SMALL = 1_000_000  # weights; a model with fewer computes on one thread
 
 
-def usual_defaults(
-    *models: str,  # for a method, attributes with the models that run; none = no model yet
-):  # a decorator
-    "Inside, a new tensor is float32 and on the CPU; small models compute on one thread."
+def usual_defaults(*models: str):
+    """A decorator: inside, a new tensor is float32 and on the CPU, and small models compute on one
+    thread; `models` are attributes of a method's object, none = no model yet."""
     def decorate(function):
         @wraps(function)
         def inside(*args, **kwargs):

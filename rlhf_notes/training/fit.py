@@ -23,16 +23,15 @@ from .signals import note, stop_on_interrupt
 CHECKPOINT_EVERY = 10.0  # seconds
 
 
-def fit(
-    trainer,  # `left`: True while iterations are left; `iterate()` -> a row, column -> number
-    bar,  # of `progress_bar`
-    size: int = 1,  # units of the bar in an iteration
-    shown: dict | None = None,  # name beside the bar -> column
-    hooks: list = (),  # hook(trainer, row) after each iteration, or None; False ends the training
-    save=None,  # save(): writes a checkpoint; called now and then, and at the end
-    stopped=threading.Event.is_set,  # stopped(event) -> True: Ctrl-C was pressed
-):
-    "Iterate until nothing is left, a hook returns False, or Ctrl-C."
+def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save=None,
+        stopped=threading.Event.is_set):
+    """Iterate until nothing is left, a hook returns False, or Ctrl-C.
+
+    The trainer has `left` and iterate() -> a row, column -> number. `size` is what an iteration is
+    on the bar, beside which `shown` puts columns, name -> column. hook(trainer, row) comes after
+    each iteration; save() writes a checkpoint now and then and at the end; stopped(event) is True
+    once Ctrl-C was pressed.
+    """
     saved, done, total = time.perf_counter(), bar.n // size, bar.total // size
 
     def say():
@@ -56,15 +55,11 @@ def fit(
 
 class Evaluator:
     "A hook that scores the policy now and then, and keeps the best."
-    def __init__(
-        self,
-        evaluate,  # evaluate() -> number, the more the better
-        every: int,  # units of `column` from one evaluation to the next
-        column: str = "iteration",  # of the row
-        name: str = "eval_score",  # column for the score; None in between
-        keep=None,  # keep() -> a copy of the policy; None = none is kept
-        put=None,  # put(copy): makes it the policy
-    ):
+    def __init__(self, evaluate, every: int, column: str='iteration', name: str='eval_score',
+                 keep=None, put=None):
+        """`evaluate` gives a number, the more the better, each `every` units of a column; `name` is
+        its own column, None in between. keep() gives a copy of the policy, put(copy) makes it the
+        policy; without them none is kept."""
         self.evaluate, self.every, self.column, self.name = evaluate, every, column, name
         self.keep, self.put, self.times, self.best = keep, put, 0, -math.inf
         self.kept = self.last = None

@@ -53,11 +53,9 @@ from filelock import FileLock, Timeout
 from .options import TRACKERS, read_options
 
 
-def write_atomically(
-    path: Path,  # where to
-    write,  # text, or a function that writes to the binary file it is given
-):
-    "Write a file so that it is there whole or not at all, on the disk too."
+def write_atomically(path: Path, write):
+    """Write text, or what write(file) puts into a binary file, so that it is there whole or not at
+    all, on the disk too."""
     path = Path(path)
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -82,9 +80,7 @@ def _sync_directory(path):
 
 
 @contextmanager
-def disk_errors(
-    path: Path,  # of what is written inside
-):
+def disk_errors(path: Path):
     "Raise what the disk refuses as an OSError with the path, which libraries leave out or hide."
     try:
         yield
@@ -99,18 +95,15 @@ def disk_errors(
         raise error from e
 
 
-def save_checked(
-    path: Path,  # where to
-    content,  # tensors, numbers, strings, and lists and dicts of those
-):
-    "Write a file for `load_checked`, whole or not at all."
+def save_checked(path: Path, content):
+    """Write tensors, numbers, strings, and lists and dicts of those for `load_checked`, whole or
+    not at all."""
     write_atomically(path, lambda file: torch.save(content, file))
 
 
-def load_checked(
-    path: Path,  # from `save_checked`
-):  # the content, on the CPU
-    "Read a file; an error of any kind if it is no such file, or if its content has changed."
+def load_checked(path: Path):
+    """Read a file of `save_checked` to the CPU; an error of any kind if it is no such file, or if
+    its content has changed."""
     with open(path, "rb") as opened:
         try:
             with zipfile.ZipFile(opened) as file:
@@ -124,21 +117,16 @@ def load_checked(
 SUMS = "checksums.json"
 
 
-def write_sums(
-    folder: Path,  # with the files, those in folders below too
-    without: tuple = (),  # names that are left out
-):
-    "Write the checksums of a folder's files beside them, for `check_sums`."
+def write_sums(folder: Path, without: tuple=()):
+    "Write the checksums of a folder's files but those `without` beside them, for `check_sums`."
     files = sorted(p for p in Path(folder).rglob("*") if p.is_file() and p.name not in without)
     sums = {p.relative_to(folder).as_posix(): _sum(p) for p in files}
     write_atomically(Path(folder) / SUMS, json.dumps(sums, indent=1) + "\n")
 
 
-def check_sums(
-    folder,  # what `write_sums` was called with, perhaps moved; without its file, all is well
-    name: str = "path",  # of the argument, for the message
-):
-    "ValueError unless the files are those whose checksums stand beside them."
+def check_sums(folder, name: str='path'):
+    """ValueError, about the argument `name`, unless the files are those whose checksums stand
+    beside them; without checksums all is well."""
     folder = Path(folder)
     if not (folder / SUMS).is_file(): return
     for file, expected in read_options(folder / SUMS).items():
@@ -157,11 +145,8 @@ def _sum(path):
     return f"{total:08x}"
 
 
-def write_table(
-    path: Path,  # where to
-    rows: list,  # dicts with the same keys: number, string or None
-):
-    "Write a CSV file, whole or not at all."
+def write_table(path: Path, rows: list):
+    "Write a CSV file of dicts with the same keys, whole or not at all."
     lines = *rows[:1], *(row.values() for row in rows)
     write_atomically(path, "".join(map(_line, lines)))
 
@@ -196,13 +181,9 @@ class Run:
         self.path = Path(self.path).absolute()  # an environment may change the directory
 
     @classmethod
-    def create(
-        cls,
-        path: Path,  # a directory that is new, empty, or holds a run to overwrite
-        config: dict,  # goes to config.json; has a "task", and perhaps a "track"
-        overwrite: bool = False,  # may the run that is there be deleted?
-    ) -> "Run":  # ready to `log`
-        "Begin a run directory; ValueError if something else is there."
+    def create(cls, path: Path, config: dict, overwrite: bool=False) -> 'Run':
+        """Begin a run directory for a config with a "task", and perhaps a "track"; ValueError if
+        something else is there."""
         cls.check(path, overwrite)
         _check_tracker(config)
         run = cls(path, config)
@@ -218,10 +199,7 @@ class Run:
         return run
 
     @staticmethod
-    def check(
-        path: Path,  # as for `create`
-        overwrite: bool = False,  # as for `create`
-    ):
+    def check(path: Path, overwrite: bool=False):
         "Raise the ValueError with which `create` would refuse."
         path = Path(path)
         with _usable(path):
@@ -238,10 +216,7 @@ class Run:
                              f"continue it with --resume {path}, or replace it with --overwrite")
 
     @classmethod
-    def resume(
-        cls,
-        path: Path,  # a directory with config.json and checkpoint.pt
-    ) -> "Run":  # ready to `log` what comes after
+    def resume(cls, path: Path) -> 'Run':
         "Open an interrupted run at its last checkpoint; ValueError if there is none."
         path = Path(path)
         try:
@@ -274,13 +249,9 @@ class Run:
         for file in _unfinished(self.path):
             file.unlink()
 
-    def log(
-        self,
-        row: dict,  # column -> number; None where there is none yet
-        step: int,  # where the tracker draws it
-        samples: list = (),  # dicts with the same keys, for the tracker alone
-    ):
-        "Append a row to metrics.csv and to the tracker."
+    def log(self, row: dict, step: int, samples: list=()):
+        """Append a row, column -> number or None, to metrics.csv and, with samples, to the tracker,
+        which draws it at `step`."""
         path, values = self.path / "metrics.csv", {k: x for k, x in row.items() if x is not None}
         if samples:
             values["samples"] = _as_text(samples)
@@ -297,20 +268,14 @@ class Run:
         with disk_errors(self.path):
             self.tracker.log(values, step=step)
 
-    def save_checkpoint(
-        self,
-        state: dict,  # tensors, numbers, strings, and lists and dicts of those
-    ):
+    def save_checkpoint(self, state: dict):
         "Replace the checkpoint."
         saved = {"metrics": self.rows, "state": state, "config": _as_json(self.config)}
         save_checked(self.path / "checkpoint.pt", saved)
 
-    def save_figure(
-        self,
-        draw,  # draw(figure): draws on a matplotlib figure
-        figsize: tuple = (7.2, 4.4),  # inches
-    ):
-        "Draw curve.svg in the style of the project; warn if that fails. Needs no display."
+    def save_figure(self, draw, figsize: tuple=(7.2, 4.4)):
+        """Draw curve.svg by draw(figure) in the style of the project, `figsize` in inches; warn if
+        that fails. Needs no display."""
         try:
             import matplotlib  # which may find a backend that is not there
             from matplotlib.figure import Figure
@@ -325,10 +290,7 @@ class Run:
         except Exception as e:
             warnings.warn(f"could not draw curve.svg: {e}", stacklevel=2)
 
-    def finish(
-        self,
-        summary: dict,  # goes to summary.json
-    ):
+    def finish(self, summary: dict):
         "Write the summary and close the tracker."
         if self.rows:
             write_table(self.path / "metrics.csv", self.rows)

@@ -78,10 +78,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 @contextmanager
-def handle_signals(
-    handler,  # handler(signum, frame), as for signal.signal
-):
-    "Handle Ctrl-C, SIGTERM and SIGHUP, except under nohup, which ignores SIGHUP."
+def handle_signals(handler):
+    "Handle Ctrl-C, SIGTERM and SIGHUP by handler(signum, frame); under nohup SIGHUP stays ignored."
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can handle signals
         return
@@ -96,19 +94,13 @@ def handle_signals(
             signal.signal(s, old or signal.SIG_DFL)
 
 
-def diverged(
-    where: str,  # stage and iteration
-    why,  # the name of what is NaN or infinite, or an exception
-) -> FloatingPointError:  # to be raised before anything is saved
-    "Return the error to raise when training produces NaN or infinity."
+def diverged(where: str, why) -> FloatingPointError:
+    "Return the error to raise, before anything is saved, when training gives NaN or infinity."
     left = "the last checkpoint, if there is one, is from before"
     return FloatingPointError(f"{where}: {why}; {left}")
 
 
-def check_finite(
-    where: str,  # stage and iteration
-    row: dict,  # name -> number or None
-):
+def check_finite(where: str, row: dict):
     "FloatingPointError if a number of a log is NaN or infinite."
     bad = [f"{k} is {v}" for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
     if bad: raise diverged(where, ", ".join(bad))
@@ -118,13 +110,9 @@ BAR = "{l_bar}{bar}| {n_fmt} [{elapsed}<{remaining}{postfix}]"
 FIRST_LINE = 5.0  # seconds
 
 
-def progress_bar(
-    total: int,  # units in all
-    initial: int = 0,  # units that are done already
-    label: str = "",  # what is in progress
-    delay: float = 0.0,  # seconds before a terminal shows it; elsewhere it is FIRST_LINE
-):  # a tqdm bar: `.update(n)`, `.set_postfix(...)`, `.close()`
-    "Return a progress bar on stderr; a line now and then if that is not a terminal."
+def progress_bar(total: int, initial: int=0, label: str='', delay: float=0.0):
+    """Return a tqdm bar on stderr of `total` units, `initial` of them done, which a terminal shows
+    after `delay` seconds; a line now and then where that is no terminal."""
     from tqdm import tqdm
     options = dict(total=total, initial=initial, desc=label, unit_scale=True)
     if sys.stderr is None: return tqdm(**options, disable=True)
@@ -149,10 +137,7 @@ class _Lines:
 
 class Lenient:
     "A stream that goes on when it can no longer be written to; `error` tells why."
-    def __init__(
-        self,
-        stream,  # sys.stdout, say; None if it was closed before the program began
-    ):
+    def __init__(self, stream):
         self.stream, self.error = stream or open(os.devnull, "w"), None
 
     def write(self, text: str) -> int:  # the number of characters
