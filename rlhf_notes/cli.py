@@ -462,12 +462,11 @@ def doctor(
 
     Ours, TRL's, stable-baselines3's or verl's. The exit code is 1 if something is wrong.
     """
-    from rlhf_notes.doctor import examine, read_log, series
+    from rlhf_notes.doctor import examine, read_log, report
     with _usage_errors():
         rows = read_log(log)
     found = examine(rows)
-    columns = ", ".join(x.column for x in series(rows).values())
-    print(*found or [f"nothing found in {len(rows)} rows, by {columns}"], sep="\n")
+    print(report(rows, found))
     return int(bool(found))
 
 

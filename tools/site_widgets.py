@@ -10,6 +10,7 @@ import shutil
 from contextlib import redirect_stdout
 
 import nbformat
+import site_python
 from notebooks import ROOT
 
 from rlhf_notes.studies import failures
@@ -17,7 +18,8 @@ from rlhf_notes.studies import failures
 FOLDER = ROOT / "docs" / "widgets"
 SHARED = ROOT / "rlhf_notes" / "viz"                          # also in `rlhf-notes view`
 # What a widget reads first.
-DATA = {"cartpole": "cartpole-train.js", "diagnosis": "dials.js", "policy": "policy-data.js"}
+DATA = {"cartpole": "cartpole-train.js", "diagnosis": "dials.js", "doctor": "doctor-data.js",
+        "policy": "policy-data.js"}
 SHOWN = 6                                                     # dials of a case
 
 
@@ -37,6 +39,9 @@ def copy(to):
     to.mkdir(parents=True)
     for file in [*FOLDER.glob("*.js"), *SHARED.glob("*.js"), *SHARED.glob("*.css")]:
         shutil.copy(file, to)
+    (to / "pyodide-pack.js").write_text(site_python.script(), encoding="utf-8")
+    source = (ROOT / "rlhf_notes" / "doctor.py").read_text(encoding="utf-8")
+    (to / "doctor-data.js").write_text(f"const DOCTOR = {json.dumps(source)};\n", encoding="utf-8")
     (to / "dials.js").write_text(f"const DIALS = {json.dumps(dials())};\n", encoding="utf-8")
 
 

@@ -17,7 +17,8 @@ import torch
 SITE = Path(os.environ["SITE"]).resolve()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-PAGES = {"cartpole": "ladder", "clip": "formulas/surrogate", "gae": "formulas/advantage", "bandit": "start", "diagnosis": "studies/failures", "policy": "rlhf"}
+PAGES = {"cartpole": "ladder", "clip": "formulas/surrogate", "gae": "formulas/advantage", "bandit": "start", "diagnosis": "studies/failures", "doctor": "doctor", "policy": "rlhf"}
+SCRIPTS = SITE / "_widgets"
 LABORATORY = ("widgets.js", "cartpole-train.js", "cartpole.js", "widgets.css")
 
 
@@ -41,9 +42,9 @@ def tabs(browser):
 
 def test_scripts_are_small_and_the_helper_short():
     sizes = {p.name: p.stat().st_size for p in Path(__file__).parent.glob("*.js")}
-    assert len(sizes) == 9 and sizes.pop("policy-data.js") < 1_500_000 and max(sizes.values()) < 30_000, sizes
-    assert len((Path(__file__).parent / "widgets.js").read_text(encoding="utf-8").splitlines()) <= 130
-    laboratory = b"".join((Path(__file__).parent / name).read_bytes() for name in LABORATORY)
+    assert len(sizes) == 10 and sizes.pop("policy-data.js") < 1_500_000 and max(sizes.values()) < 30_000, sizes
+    assert len((SCRIPTS / "widgets.js").read_text(encoding="utf-8").splitlines()) <= 130
+    laboratory = b"".join((SCRIPTS / name).read_bytes() for name in LABORATORY)
     assert len(gzip.compress(laboratory)) < 30_000
 
 
@@ -233,6 +234,85 @@ def test_the_policy_responds_to_a_prompt_and_to_the_slider(tabs):
     assert abs(kl) < 1e-9 and score < 0 and not faults
 
 
+# The doctor in the page.
+def metrics(name, columns=()):
+    "A training of the gallery as the file that ours or verl would write."
+    from rlhf_notes.studies.failures import recorded
+    run = recorded()[1][name, 0]
+    run = dict(iteration=range(1, len(run["score"]) + 1), **run)
+    names = dict(columns) or {column: column for column in run}
+    return [{theirs: row for theirs, row in zip(names.values(), values)} for values in zip(*(run[c] for c in names))]
+
+
+def as_csv(rows):
+    return "\n".join([",".join(rows[0]), *(",".join("" if x is None else str(x) for x in row.values()) for row in rows)]) + "\n"
+
+
+VERL = dict(iteration="step", score="critic/score/mean", entropy="actor/entropy", approx_kl="actor/ppo_kl", grad_norm="actor/grad_norm", clip_fraction="actor/pg_clipfrac")
+SB3 = [{"time/total_timesteps": 2048 * i, "rollout/ep_rew_mean": 20.0 * i, "train/entropy_loss": -0.7 + 0.01 * i, "train/clip_fraction": 0.1, "train/approx_kl": 0.01} for i in range(1, 20)]
+
+
+def logs(folder):
+    "Ten logs in five formats, with and without a fault."
+    stored = ROOT / "tests" / "logs"
+    texts = {"metrics.csv": as_csv(metrics("temperature forgotten")), "intact.csv": as_csv(metrics("ppo")),
+             "progress.csv": as_csv(SB3), "falls.csv": as_csv([row | {"rollout/ep_rew_mean": -row["rollout/ep_rew_mean"]} for row in SB3]),
+             "verl.jsonl": "\n".join(json.dumps(dict(step=r["step"], data=r)) for r in metrics("temperature forgotten", VERL)),
+             "console.txt": "\n".join("INFO step:{} - ".format(r["step"]) + " - ".join(f"{k}:{v}" for k, v in r.items()) for r in metrics("temperature forgotten", VERL)),
+             "nan.csv": "iteration,score,kl_k1\n1,0.5,0\n2,nan,0.1\n3,0.5,0.2\n", "trl_a.json": (stored / "trl_grpo_rate_0.2.json").read_text(),
+             "trl_b.json": (stored / "trl_grpo_rate_1e-4.json").read_text(), "no.csv": "a,b\n1,2\n", "no.json": "{}", "empty.txt": "", "words.txt": "It failed again.\n"}
+    for name, text in texts.items(): (folder / name).write_text(text, encoding="utf-8")
+    return list(texts)
+
+
+@pytest.fixture
+def python(tabs):
+    if (SCRIPTS / "pyodide-pack.js").stat().st_size < 1000:
+        pytest.skip("the site was built without Pyodide (npm pack pyodide): Python in the page cannot be tried")
+    return tabs("doctor")
+
+
+def test_the_doctor_in_the_page_says_what_the_command_says(python, tmp_path, monkeypatch, capsys):
+    from rlhf_notes import cli
+    page, box, faults = python
+    monkeypatch.chdir(tmp_path)
+    assert not page.evaluate("typeof PYODIDE !== 'undefined'")               # fetched on the click alone
+    codes = set()
+    for name in logs(tmp_path):
+        code = cli.main(["doctor", name])
+        out, err = capsys.readouterr()
+        box.locator("input[type=file]").set_input_files(tmp_path / name)
+        page.wait_for_function("(text) => document.querySelector('[data-widget=doctor] [aria-live]').dataset.text === text", arg=(out or err)[:-1], timeout=120_000)
+        assert box.locator("section").count() == (out.count("https://") if code == 1 else 0)
+        codes.add(code)
+    assert codes == {0, 1, 2} and not faults
+
+
+def test_a_finding_has_its_curve_its_lesson_and_a_text_to_copy(python, tmp_path):
+    page, box, _ = python
+    logs(tmp_path)
+    box.locator("textarea").first.fill((tmp_path / "metrics.csv").read_text())
+    box.get_by_role("button", name="Read what is pasted").focus()
+    page.keyboard.press("Enter")
+    box.locator("section").first.wait_for(timeout=120_000)
+    section = box.locator("section").first
+    assert section.locator("circle.dot").count() == 1 and "temperature" in section.inner_text()
+    assert (SITE / section.get_by_role("link").get_attribute("href")).is_file()
+    box.get_by_text("the report as text").click()
+    assert "on pasted.txt:" in box.locator("textarea[readonly]").input_value()
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    box.locator("textarea").first.fill((tmp_path / "trl_a.json").read_text())
+    box.get_by_role("button", name="Read what is pasted").click()
+    page.wait_for_function("document.querySelector('[data-widget=doctor] [aria-live]').innerText.includes('trainer_state.json')")
+
+
+def test_event_files_are_for_the_command(tabs, tmp_path):
+    _, box, _ = tabs("doctor")
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"x")
+    box.locator("input[type=file]").set_input_files(tmp_path / "events.out.tfevents.1")
+    box.get_by_text("rlhf-notes doctor FILE").first.wait_for(timeout=5000)
+
+
 # The laboratory. What needs no page is asked of node, which is quicker, if it is there.
 ENGINE = "const lab = cartpole(chance), F = (x) => Float64Array.from(x);"
 SETTINGS = dict(rung=4, eps=0.2, lam=0.95, rate=0.01, epochs=10, fault="none")
@@ -241,7 +321,7 @@ NODE = shutil.which("node")
 
 def in_node(code):
     "What a function body gives in node."
-    scripts = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in LABORATORY[:2])
+    scripts = "".join((SCRIPTS / name).read_text(encoding="utf-8") for name in LABORATORY[:2])
     code = f"{scripts}; {ENGINE} console.log(JSON.stringify((() => {{ {code} }})()))"
     found = subprocess.run([NODE, "-"], input=code, capture_output=True, text=True, check=True)
     return json.loads(found.stdout)
