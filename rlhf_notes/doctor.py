@@ -139,11 +139,14 @@ class Finding:
         return (f"{self.fault}: {self.column} is {self.value:.4g} at step {self.step}\n"
                 f"  {self.why}\n  {SITE}{lesson(self.page)}.html")
 
-def lesson(page):
+SITE = "https://rlhf-notes.github.io/rlhf_notes/"
+
+# %% ../nbs/doctor.ipynb #lesson
+def lesson(
+    page: str,  # as "formulas/06_kl"
+) -> str:
     "Where a lesson stands on the site, without its number."
     return re.sub(r"\d+_", "", page)
-
-SITE = "https://rlhf-notes.github.io/rlhf_notes/"
 
 # %% ../nbs/doctor.ipynb #rule
 RULES = []  # (dials, fault, lesson, why, rule); the rule gets the series of its dials

@@ -12,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 VERSION = "314.0.7"
 SUM = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
-PARTS = "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip"
+PARTS = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json",
+         "python_stdlib.zip")
 FILE = Path(sys.prefix) / "share" / f"pyodide-{VERSION}.tgz"
 
 
@@ -24,8 +26,9 @@ def fetched():
     "The package, or None with a line that says why."
     if not FILE.is_file() and shutil.which("npm"):
         FILE.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["npm", "pack", "--silent", f"pyodide@{VERSION}", "--pack-destination",
-                        str(FILE.parent)], capture_output=True)
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(["npm", "pack", "--silent", f"pyodide@{VERSION}", "--pack-destination",
+                            str(FILE.parent)], capture_output=True, timeout=120)
     if FILE.is_file() and hashlib.sha256(FILE.read_bytes()).hexdigest() == SUM: return FILE
     why = "has another checksum" if FILE.is_file() else "cannot be had (`npm pack`)"
     print(f"the site is without Python in the page: pyodide {VERSION} {why}")

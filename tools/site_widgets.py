@@ -18,8 +18,9 @@ from rlhf_notes.studies import failures
 FOLDER = ROOT / "docs" / "widgets"
 SHARED = ROOT / "rlhf_notes" / "viz"                          # also in `rlhf-notes view`
 # What a widget reads first.
-DATA = {"cartpole": "cartpole-train.js", "diagnosis": "dials.js", "doctor": "doctor-data.js",
-        "policy": "policy-data.js"}
+DATA = {"cartpole": ["cartpole-train.js"], "diagnosis": ["dials.js"],
+        "doctor": ["doctor-data.js"], "policy": ["policy-data.js"],
+        "update": ["tokens.js", "policy-data.js", "policy.js"]}
 SHOWN = 6                                                     # dials of a case
 
 
@@ -27,7 +28,7 @@ def place(asked, page):
     "The widget that is asked for, as a cell of `page`; `NAME brief` has its lower half folded."
     name, *brief = asked.split()
     at = os.path.relpath("_widgets", page.parent)
-    scripts = ["widgets.js", *([DATA[name]] if name in DATA else []), f"{name}.js"]
+    scripts = ["widgets.js", *DATA.get(name, []), f"{name}.js"]
     text = (f'<div class="widget" data-widget="{name}"{" data-brief" * len(brief)} hidden></div>\n'
             f'<link rel="stylesheet" href="{at}/widgets.css">\n'
             + "".join(f'<script defer src="{at}/{script}"></script>\n' for script in scripts))

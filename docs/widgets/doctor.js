@@ -105,7 +105,7 @@ widget("doctor", (box) => {
     const [steps, values] = points, pairs = steps.map((s, i) => [s, values[i]]).filter(([, v]) => v !== null);
     if (pairs.length < 2) return "";
     const ys = pairs.map(([, v]) => v), low = Math.min(...ys), high = Math.max(...ys), room = 0.1 * (high - low) || 1, short = (v) => String(+v.toPrecision(3)).replace("-", "−");
-    const chart = new Chart(column, {x: [pairs[0][0], pairs.at(-1)[0]], y: [low - room, high + room], yticks: low < high ? [low, high] : [low], ytext: short, xticks: [pairs[0][0], pairs.at(-1)[0]], xlabel: "step", width: 400, height: 150});
+    const chart = new Chart(column, {x: [pairs[0][0], pairs.at(-1)[0]], y: [low - room, high + room], yticks: low < high ? [low, high] : [low], ytext: short, xticks: [pairs[0][0], pairs.at(-1)[0]], xlabel: "step", width: 330, height: 140});
     const at = pairs.find(([s]) => s === step);
     chart.line(pairs, "first");
     if (at) {

@@ -17,7 +17,7 @@ import torch
 SITE = Path(os.environ["SITE"]).resolve()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-PAGES = {"cartpole": "ladder", "clip": "formulas/surrogate", "gae": "formulas/advantage", "bandit": "start", "diagnosis": "studies/failures", "doctor": "doctor", "policy": "rlhf"}
+PAGES = {"cartpole": "ladder", "clip": "formulas/surrogate", "gae": "formulas/advantage", "bandit": "start", "diagnosis": "studies/failures", "doctor": "doctor", "policy": "rlhf", "update": "formulas/grpo"}
 SCRIPTS = SITE / "_widgets"
 LABORATORY = ("widgets.js", "cartpole-train.js", "cartpole.js", "widgets.css")
 
@@ -311,6 +311,66 @@ def test_event_files_are_for_the_command(tabs, tmp_path):
     (tmp_path / "events.out.tfevents.1").write_bytes(b"x")
     box.locator("input[type=file]").set_input_files(tmp_path / "events.out.tfevents.1")
     box.get_by_text("rlhf-notes doctor FILE").first.wait_for(timeout=5000)
+
+
+# One update under a microscope.
+RESPONSES = "the room was nice .", "the bed was bad and the pool was lovely .", "it felt rather good .", "the lobby seemed not very decent ."
+
+
+@pytest.mark.parametrize("options", [
+    dict(aggregation="seq-mean-token-mean", high=0.2, beta=0, deviation=True, others=False), dict(aggregation="token-mean", high=0.28, beta=0.3, deviation=False, others=False),
+    dict(aggregation="constant", high=0.2, beta=0.05, deviation=True, others=True)], ids=str)
+def test_a_step_pushes_each_token_by_the_gradient_of_the_library(tabs, options):
+    import site_policy
+
+    from rlhf_notes import group_advantage, policy_loss, rloo_advantage
+    from rlhf_notes.language.model import make_gpt2
+    page, *_ = tabs("update")
+    data, before, _ = site_policy.read()
+    prompt, *responses = [[data["words"].index(w) for w in text.split()] for text in ("about the old hotel .", *RESPONSES)]
+    got = page.evaluate("""([prompt, responses, options]) => {
+      const w = between(0), start = responses.map((r) => new Learner(w).logp(prompt, r)[0]);
+      const old = start.map((x) => x.map((v, t) => v + 0.3 * Math.sin(7 * t))), ref = start.map((x) => x.map((v, t) => v - 0.2 * Math.cos(t)));
+      return {old, ref, ...oneUpdate(w, prompt, responses, {...options, old, ref, rate: 2}), w: null};
+    }""", [prompt, responses, dict(rewards=[1.0, -0.5, 2.0, 0.3], **options)])
+    lm, T = make_gpt2("tiny", len(data["words"])).double(), data["length"]
+    lm.load_state_dict(before | {"lm_head.weight": before["transformer.wte.weight"]})
+    def pad(rows): return torch.stack([torch.nn.functional.pad(torch.as_tensor(x, dtype=torch.float64), (0, T - len(x))) for x in rows])
+    def log_probs(): return pad([lm(torch.tensor([prompt + r])).logits[0].log_softmax(-1)[len(prompt) - 1:-1].gather(1, torch.tensor(r)[:, None])[:, 0] for r in responses])
+    mask = torch.stack([torch.arange(T) < len(r) for r in responses])
+    rewards = torch.tensor([[1.0, -0.5, 2.0, 0.3]], dtype=torch.float64)
+    A = rloo_advantage(rewards)[0] if options["others"] else group_advantage(rewards, "std" if options["deviation"] else None)[0]
+    (logp := log_probs()).retain_grad()
+    loss, stats = policy_loss(logp, pad(got["old"]), A, mask, "grpo", pad(got["ref"]), options["beta"], eps_low=0.2, eps_high=options["high"],
+                              aggregation=options["aggregation"], kl_weighted=True, length=T)
+    loss.backward()
+    assert stats["clip_fraction"] > 0
+    assert (pad([f["push"] for f in got["found"]]) + logp.grad).abs().max() < 1e-5
+    with torch.no_grad():
+        for p in lm.parameters(): p -= 2 * p.grad
+        after = log_probs()
+    assert ((pad(got["after"]).exp() - after.exp()) * mask).abs().max() < 1e-5
+    assert ((after - logp) * mask).abs().max() > 0.01
+
+
+def test_the_microscope_follows_rewards_and_switches(tabs):
+    page, box, faults = tabs("update")
+    def lengths(): return box.locator(".facts").all_inner_texts()
+    first = lengths()
+    assert len(first) == 8
+    box.get_by_label("reward of response 1").fill("9")
+    page.wait_for_function("(before) => document.querySelector('[data-widget=update] .facts').innerText !== before", arg=first[0])
+    box.locator(".tokens").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "its probability" in box.inner_text() and "push 0.0" in box.inner_text()
+    box.get_by_role("button", name="Take the step").click()
+    for _ in range(3): box.get_by_role("button", name="Take the step").click()
+    assert "Step 5 on these responses" in box.inner_text()
+    for i in range(8): box.get_by_label(f"reward of response {i + 1}").fill("1")
+    box.get_by_text("All rewards are equal").wait_for(timeout=10_000)
+    before = box.locator(".answer").first.inner_text()
+    box.get_by_role("button", name="Other responses").click()
+    assert box.locator(".answer").first.inner_text() != before and not faults
 
 
 # The laboratory. What needs no page is asked of node, which is quicker, if it is there.
