@@ -237,20 +237,35 @@ def code_missing(module):
     if not all(list((notebooks.ROOT / "tests").rglob(t)) for t in tests): yield f"tests/{tests[0]}"
     lists = [notebooks.ROOT / "tests" / "breaks" / f"{n}.json" for n in (name, module)]
     if not any(path.exists() for path in lists): yield f"tests/breaks/{name}.json"
+    caught = (notebooks.ROOT / "tests" / "breaks" / "caught.csv").read_text(encoding="utf-8")
+    if not re.search(f"^({name}|{module}),", caught, re.M):
+        yield "tests/breaks/caught.csv: what python tools/breaks.py --keep --out says"
+
+
+def exercises_missing(path):
+    "What an exercise of a lesson needs besides its task: a solution, checks and their imports."
+    found = {i: source for i, source, _ in code_cells(path)}
+    for name in [i[9:] for i, source in found.items() if i.startswith("exercise-")
+                 and re.search(r"^check\.\w+\(my_", source, re.M)]:
+        if f"exercise-{name}-solution" not in found:
+            yield f"{path.name}: a cell exercise-{name}-solution"
+        for cell_id in ("exercise-checks-imports", "exercise-checks"):
+            if not found.get(cell_id, "").startswith("#| export exercises.check"):
+                yield f"{path.name}: a cell {cell_id} with #| export exercises.check"
 
 
 def test_a_lesson_is_known_everywhere():
     "Else the message says where it is missing."
     def missing(path):
         module = module_of(path)
-        return [*links_missing(path.relative_to(NBS).as_posix()),
+        return [*links_missing(path.relative_to(NBS).as_posix()), *exercises_missing(path),
                 *(code_missing(module) if module else ())]
     assert not broken(missing, PATHS)
 
 
 def test_a_lesson_that_stands_nowhere_is_seen():
     assert len(list(links_missing("formulas/99_none.ipynb"))) == 3
-    assert len(list(code_missing("formulas.none"))) == 3
-    assert len(list(code_missing("fast.none"))) == 2
+    assert len(list(code_missing("formulas.none"))) == 4
+    assert len(list(code_missing("fast.none"))) == 3
     assert not list(links_missing("fast/none.ipynb"))
     assert len(list(code_missing("control.none"))) == 1

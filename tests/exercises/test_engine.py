@@ -704,7 +704,7 @@ def on_one_line(source): return " ".join(source.split())
 def test_each_exercise_stands_in_its_lesson():
     found = {lesson: [c for l, c in cells() if l == lesson]
              for lesson in {e.lesson for e in EXERCISES.values()}}
-    assert len(found) == 20
+    assert len(found) >= 20
     for lesson, its in found.items():
         names = [e.name for e in EXERCISES.values() if e.lesson == lesson]
         assert 1 <= len(names) <= 3
