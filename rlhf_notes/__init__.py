@@ -25,6 +25,7 @@ Modules:
 - `rlhf_notes.fast.scan`: The recursion behind returns and GAE in one compiled loop, an operator for PyTorch.
 - `rlhf_notes.fast.steps`: The next tokens of Llama, Qwen, Mistral or Gemma: one step is recorded on a GPU and replayed.
 - `rlhf_notes.formulas.advantage`: Returns, GAE over steps and over tokens, and advantages that need no value function.
+- `rlhf_notes.formulas.credit`: The advantage of each turn of a dialogue, and what the environment's tokens teach.
 - `rlhf_notes.formulas.distillation`: A teacher in place of a reward: three divergences, and the advantage of each token.
 - `rlhf_notes.formulas.grpo`: GRPO, RLOO and their family: ten policy losses, one of your own, and samples of an older policy.
 - `rlhf_notes.formulas.kl`: KL to the reference: three estimators as values and as losses, and coefficient controllers.
@@ -32,7 +33,7 @@ Modules:
 - `rlhf_notes.formulas.masking`: Sums and means over the tokens that count, and five ways to reduce token losses to one number.
 - `rlhf_notes.formulas.ppo`: The loss of PPO: policy, value, entropy and KL; and the tokens that spend the entropy.
 - `rlhf_notes.formulas.preference`: Which of two responses is better: the losses of a reward model, and DPO with its family.
-- `rlhf_notes.formulas.ratio`: Importance ratios without overflow, effective sample size, and truncated importance weights.
+- `rlhf_notes.formulas.ratio`: Importance ratios without overflow, effective sample size, truncated weights, and M2PO's mask.
 - `rlhf_notes.formulas.reward`: From a score to rewards of tokens: scale, price of KL, end of a response, penalties.
 - `rlhf_notes.formulas.surrogate`: PPO's clipped objective, clip-higher and dual clip, and two ways to count what was clipped.
 - `rlhf_notes.formulas.value`: The value loss and its clip, explained variance, and two exact ways to squash returns.
@@ -43,6 +44,7 @@ Modules:
 - `rlhf_notes.hub.rewards`: Reward functions and models: what they get by name, what they may return, and their weights.
 - `rlhf_notes.hub.save`: Write a policy or a reward model so that other programs load it, and nothing is lost.
 - `rlhf_notes.hub.spread`: Groups whose responses all have the same score: counted, drawn again, warned of.
+- `rlhf_notes.hub.told`: Two loops that learn from what is told: an environment's replies, and a hint beside the prompt.
 - `rlhf_notes.hub.trainers`: A model, prompts and a reward, or pairs of responses: learn, generate, save, load.
 - `rlhf_notes.lab`: Exercises for a course: lessons without their solutions, and marks for what is handed in.
 - `rlhf_notes.language.machine`: Where a loop runs: one device in float32, or several processes, bfloat16, microbatches.

@@ -5,6 +5,7 @@ from .compat.torchtune import *
 from .control.trainer import PPO as PPO
 from .exercises.check import check as check
 from .formulas.advantage import *
+from .formulas.credit import *
 from .formulas.distillation import *
 from .formulas.grpo import *
 from .formulas.kl import *

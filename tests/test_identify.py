@@ -103,7 +103,7 @@ def test_each_variant_of_ours_is_named(variant):
         return rlhf_notes.policy_loss(logp, logp_old, advantage, mask, variant=variant)
     report = identify(loss)
     assert report.right and not report.cautions, report
-    assert report.formula == {"gspo_token": "gspo"}.get(variant, variant)
+    assert report.formula == {"gspo_token": "gspo", "luspo": "gspo"}.get(variant, variant)
 
 
 OURS = ("value_loss gae gae_tokens discounted_returns group_advantage rloo_advantage kl_estimate "

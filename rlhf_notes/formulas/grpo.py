@@ -13,6 +13,10 @@ POLICY_VARIANTS   aggregation and range of each objective, with r = pi / pi_old 
   "sapo"        4 / tau sigmoid(tau (r - 1)) A, with one tau for A > 0 and one for the rest
   "gmpo"        exp(mean of the clipped log r) A
   "dppo"        r A, but 0 where r moved the way of A and D(pi, pi_old) of the token > eps
+  "vespo"       e^lam w^k e^(-lam w) A log pi, w = prod r of the response, its weight a constant
+  "luspo"       that of "gspo", summed over the tokens
+  "cpgd"        min(A log r, A log clip(r))
+  "topr"        A log pi where A > 0, min(w, 1) A log pi where A < 0
 register_variant          an objective of your own, under a name, as one more of them
 off_policy_sequence_mask  False where A < 0 and mean(log pi_old - log pi) > threshold
 ```
@@ -80,7 +84,7 @@ def policy_loss(
     group: int | None = None,  # responses to each prompt, which lie together; for "prompt-mean"
     entropy: Tensor | None = None,  # (B, T) nats, before each token; for objectives that ask for it
 ) -> tuple[Tensor, dict]:  # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
-    "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, GMPO or DPPO."
+    "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, GMPO, DPPO or a newer relative."
     mode = POLICY_VARIANTS[variant][0] if aggregation is None else aggregation
     if not isinstance(mode, Tensor):
         check_value("aggregation", mode, AGGREGATION_MODES)
@@ -223,3 +227,30 @@ def off_policy_sequence_mask(
                          f"{tuple(advantage.shape)}")
     distance = masked_mean(logp_old - logp, mask, dim=1)
     return ~((advantage.reshape(len(logp)) < 0) & (distance > threshold)).unsqueeze(1)
+
+# %% ../../nbs/formulas/11_grpo.ipynb #newer
+def _product(logp, logp_old):  # of the ratios of a response, (B, 1), a constant
+    return bounded_log_ratio((logp - logp_old).sum(1, keepdim=True)).detach()
+
+def _vespo(r, A, logp, mask, low, high, logp_old, k=(2.0, 3.0), tilt=(3.0, 2.0)):
+    x = _product(logp, logp_old)
+    up, down = (torch.exp(b + a * x - b * x.exp()) for a, b in zip(k, tilt))
+    return torch.where(A >= 0, up, down) * A * apply_mask(logp, A != 0), A.new_zeros(())
+
+def _luspo(r, A, logp, mask, low, high, logp_old):
+    return _gspo(r, A, logp, logp_old, mask, low=low, high=high, dual_clip=None)
+
+def _cpgd(r, A, logp, mask, low, high):
+    held = torch.minimum(r.log() * A, r.clamp(1 - low, 1 + high).log() * A)
+    return held, clip_fraction(r, A, low, high, mask=mask)
+
+def _topr(r, A, logp, mask, low, high, logp_old):
+    w = _product(logp, logp_old).exp().expand_as(A)
+    return torch.where(A > 0, 1, w.clamp(max=1)) * A * apply_mask(logp, A != 0), (A < 0) & (w > 1)
+
+for _name, _row in dict(vespo=(_vespo, "token-mean", None, None),
+                        luspo=(_luspo, "seq-mean-token-sum", 3e-4, 4e-4),
+                        cpgd=(_cpgd, "token-mean", 0.2, 0.2),
+                        topr=(_topr, "seq-mean-token-sum", None, None)).items():
+    register_variant(_name, *_row)
+_OURS = tuple(POLICY_VARIANTS)

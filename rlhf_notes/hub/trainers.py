@@ -47,7 +47,7 @@ from ..language.dpo import DPOLoop
 from ..language.loop import Loop
 from ..language.machine import make_machine
 from ..language.model import autocast, check_context
-from ..language.rollout import group_advantages, weighted_sum
+from ..language.rollout import ADVANTAGES, group_advantages, weighted_sum
 from ..training.devices import make_accelerator, process_device, stopped_anywhere, usual_defaults
 from ..training.fit import Evaluator, fit
 from ..training.options import read_options
@@ -62,6 +62,7 @@ from .prompts import Prompts, read_prompts, warn_of_ends
 from .recorder import Recorder
 from .save import save_model
 from .spread import Spread
+from .told import Hinted, Observing
 from .turns import Turns
 
 
@@ -219,6 +220,32 @@ def own_advantage(function, config, score, total, scored, *_):
     return A.detach() + centre(total - score, scored, 1)
 
 
+LOOPS = dict(observation_coef=Observing, hint=Hinted)  # option of `RLHF` -> the loop that reads it
+EXCLUSIVE = "teacher", "hint", "advantage", "turn_credit"  # each is an advantage of its own
+
+
+def check_ways(config, environment, **given):
+    "ValueError names what was given to learn by and does not go with the other options."
+    check_value("observation_coef", given.get("observation_coef"), "[0, inf)?")
+    check_value("turn_credit", given.get("turn_credit"), ("leave-one-out", None))
+    if not callable(given.get("hint", print)):
+        raise ValueError(f"hint must be a function, got {given['hint']!r}")
+    plain = (config.algo, config.reward_aggregation) == ("grpo", "sum")
+    if not (callable(given.get("advantage", print)) and (plain or "advantage" not in given)):
+        raise ValueError("advantage must be a function, for algo grpo and the sum of the rewards, "
+                         f"got {given['advantage']!r}")
+    both = [name for name in EXCLUSIVE if name in given]
+    both += [name for name in given if name == "observation_coef" and "hint" in given]
+    if len(both) > 1:
+        raise ValueError(f"{both[1]} must be left out with {both[0]}, got {given[both[1]]!r}")
+    for name in given.keys() & {"turn_credit", "observation_coef"}:
+        if environment is None:
+            raise ValueError(f"{name} must be left out without an environment, got {given[name]!r}")
+    if "turn_credit" in given and (config.algo == "ppo" or config.reward_aggregation != "sum"):
+        raise ValueError("turn_credit must be left out for algo ppo, and for rewards that are "
+                         f"normalised each, got {given['turn_credit']!r}")
+
+
 class RLHF(Trainer):
     "Reinforcement learning of a language model by a reward of one's own."
     LOOP = Loop
@@ -236,6 +263,9 @@ class RLHF(Trainer):
         *,
         teacher=None,  # a model of the same tokens, to learn from in place of the reward
         environment=None,  # replies to each turn: environment(prompts, responses, **columns)
+        turn_credit: str | None = None,  # "leave-one-out": an advantage for each turn of a dialogue
+        observation_coef: float | None = None,  # weight of predicting the environment's replies
+        hint=None,  # hint(prompts, responses, **columns) -> texts: learn from oneself, told them
         advantage=None,  # f(rewards (P, G), mask) -> (P, G), in place of GRPO's
         eval_prompts=(),  # held-out prompts, of the same kinds
         eval_reward=None,  # what scores the responses to them; None = `reward`
@@ -246,22 +276,26 @@ class RLHF(Trainer):
     ):
         check_value("reward_timeout", reward_timeout, "(0, inf)?")
         check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
-        if teacher is not None:
+        ways = dict(observation_coef=observation_coef, teacher=teacher, hint=hint,
+                    advantage=advantage, turn_credit=turn_credit)
+        given = {name: x for name, x in ways.items() if x is not None}
+        for name in given.keys() & {"teacher", "hint"}:
             if algo == "ppo":
-                raise ValueError("algo must be grpo or rloo with a teacher, which needs no values, "
+                raise ValueError(f"algo must be grpo or rloo with a {name}, which needs no values, "
                                  "got ppo")
             algo, reward = "teacher", reward or unscored
         options, schedule = own_schedule(options)
         config = OwnConfig(algo=algo, iterations=iterations, seed=seed,
                            response_length=max_new_tokens, **options)
         check_variant(config)
+        check_ways(config, environment, **given)
         compare = None
+        for name in given.keys() & {"hint", "turn_credit"}:
+            compare = ADVANTAGES[turn_credit or name]
         if advantage is not None:
-            plain = (config.algo, config.reward_aggregation) == ("grpo", "sum")
-            if not (callable(advantage) and plain):
-                raise ValueError("advantage must be a function, for algo grpo and the sum of the "
-                                 f"rewards, got {advantage!r}")
             compare = partial(group_advantages, partial(own_advantage, advantage))
+        for name in given.keys() & LOOPS.keys():
+            self.LOOP = partial(LOOPS[name], given[name])
         self._begin(config, model, tokenizer, prompts, reward, environment, compare, teacher)
         self.task.reward_timeout, self.loop.schedule = reward_timeout, schedule
         check_value("eval_every", eval_every, "int [1, inf)?")
@@ -274,13 +308,13 @@ class RLHF(Trainer):
     @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward, environment=None, compare=None,
                teacher=None):
-        if config.algo in ("dpo", "teacher") and teacher is None and reward is not None:
+        if config.algo in ("dpo", "teacher") and reward is not None and not (teacher or compare):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got "
                              f"{config.algo}")
         lm, machine = self._load_parts(config, model, tokenizer, prompts, reward, environment)
         warn_of_ends(self.task)
         self.recorder = Recorder()
-        hooks = [Spread(config, warns=teacher is None), self.recorder]
+        hooks = [Spread(config, warns=config.algo != "teacher"), self.recorder]
         self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare, hooks)
         if teacher is not None:
             self.loop.reference = self._load_teacher(teacher)

@@ -28,7 +28,7 @@ from rlhf_notes.training.options import (
 
 # %% ../../nbs/language/21_config.ipynb #config
 Variant = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo",
-                  "dppo"]
+                  "dppo", "vespo", "luspo", "cpgd", "topr"]
 CLIPPED = "ppo", "grpo", "dr_grpo"  # their range is `clip`
 
 @config_class

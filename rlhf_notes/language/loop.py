@@ -109,7 +109,7 @@ class Loop(Stage):
         scores, response_mask = treat_overlong(c, scores, found.mask, found.has_end)  # P5
         values = self.policy.value(found.hidden)
         return Rollout(tokens, seen, response_mask, found.has_end, scores, found.logp, logp_ref,
-                       values, parts=parts)
+                       values, parts=parts, turns=found.turns, paid=found.paid)
 
     def reference_logp(self, tokens, mask, response_mask):
         "Log-probabilities (B, T) of responses under the reference."

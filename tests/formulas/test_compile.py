@@ -67,6 +67,12 @@ CALLS = {
     "distillation_loss": lambda: (lambda a, b: rn.distillation_loss(a, b, m, "jsd", 0.3, 0.7),
                                   logits, logits_ref),
     "distillation_advantage": lambda: (lambda a, b: rn.distillation_advantage(a, b, m), x, y),
+    "self_distillation_advantage": lambda: (
+        lambda a, b: rn.self_distillation_advantage(a, b, m), x, y),
+    "turn_advantage": lambda: (
+        lambda a: rn.turn_advantage(a.reshape(1, *a.shape), m.reshape(1, *m.shape)), x),
+    "observation_loss": lambda: (lambda a: rn.observation_loss(a, m, 0.1), x),
+    "m2_mask": lambda: (lambda a, b, c: rn.m2_mask(a, b, c, m, 0.5), x, y, z),
     "kl_loss": lambda: (lambda a, b: rn.kl_loss(a, b, "k3", mask=m, straight_through=True), x, y),
     "rollout_rejection_mask": lambda: (
         lambda a, b: rn.rollout_rejection_mask(a, b, "k3", 0.5, m) * a, x, y),
@@ -194,7 +200,8 @@ def test_compiles_and_stays_double(name):
                        torch.compile(f, fullgraph=name not in WITH_INFO,
                                      backend="aot_eager")(*leaves))
     assert expected.dtype == torch.float64 or name in (
-        "masked_share", "clip_fraction", "value_clip_fraction", "off_policy_sequence_mask")
+        "masked_share", "clip_fraction", "value_clip_fraction", "off_policy_sequence_mask",
+        "m2_mask")
     torch.testing.assert_close(found, expected)
     if expected.requires_grad:
         torch.testing.assert_close(

@@ -11,6 +11,7 @@ from rlhf_notes.formulas.distillation import (
     DISTILLATION_KINDS,
     distillation_advantage,
     distillation_loss,
+    self_distillation_advantage,
 )
 from rlhf_notes.formulas.kl import exact_kl
 
@@ -126,6 +127,17 @@ def test_advantage_is_a_constant_and_sees_no_padding(xm, seed, junk):
     assert not A.requires_grad and A.dtype == wide and (A[~m] == 0).all()
     assert torch.equal(A[m], teacher[m].to(wide) - logp[m].to(wide))
     assert torch.equal(distillation_advantage(logp, teacher), teacher.to(wide) - logp.to(wide))
+
+
+@given(xm=masked(), seed=SEEDS, junk=JUNK)
+def test_told_a_hint_the_policy_is_its_own_teacher(xm, seed, junk):
+    logp, m = xm
+    told = torch.where(m, normal(seed, logp.shape), junk).to(logp.dtype).requires_grad_(True)
+    A = self_distillation_advantage(told, logp, m)
+    assert not A.requires_grad and (A[~m] == 0).all()
+    assert torch.equal(A, distillation_advantage(logp, told, m))
+    with pytest.raises(ValueError, match="logp must have the shape of logp_hinted"):
+        self_distillation_advantage(told[None], logp)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])

@@ -15,12 +15,15 @@ VARIANTS = st.sampled_from(list(POLICY_VARIANTS))
 SURROGATES = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
 DEFAULTS = {"ppo": (0.2, 0.2), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28),
             "gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "cispo": (1.0, 4.0),
-            "sapo": (None, None), "gmpo": (0.4, 0.4), "dppo": (0.2, 0.2)}
+            "sapo": (None, None), "gmpo": (0.4, 0.4), "dppo": (0.2, 0.2), "vespo": (None, None),
+            "luspo": (3e-4, 4e-4), "cpgd": (0.2, 0.2), "topr": (None, None)}
+UNBOUNDED = [v for v, (low, _) in DEFAULTS.items() if low is None]
 AGGREGATION = {
     "ppo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "constant", "dapo": "token-mean",
     "gspo": "seq-mean-token-mean", "gspo_token": "seq-mean-token-mean", "cispo": "token-mean",
     "sapo": "seq-mean-token-mean", "gmpo": "seq-mean-token-mean",
-    "dppo": "token-mean"}
+    "dppo": "token-mean", "vespo": "token-mean", "luspo": "seq-mean-token-sum",
+    "cpgd": "token-mean", "topr": "seq-mean-token-sum"}
 
 
 # An oracle in plain Python: loops over answers and tokens, nothing of the library
@@ -55,8 +58,8 @@ def oracle(variant, logp, old, A, mask, low=None, high=None, dual=None, tau=(1.0
         s = math.exp(math.fsum(logp[i][t] - old[i][t] for t in where) / len(where))
         for t in where:
             total += 1
-            if variant in SURROGATES:
-                x = s if variant in ("gspo", "gspo_token") else r[t]
+            if variant in (*SURROGATES, "luspo"):
+                x = s if variant in ("gspo", "gspo_token", "luspo") else r[t]
                 J = min(x * a, clip(x, 1 - low, 1 + high) * a)
                 is_free = free(x, a, 1 - low, 1 + high)
                 bounded += a != 0 and not is_free
@@ -77,6 +80,20 @@ def oracle(variant, logp, old, A, mask, low=None, high=None, dual=None, tau=(1.0
                 far = D > high and r[t] > 1 if a > 0 else D > low and r[t] < 1 and a < 0
                 J, w = (0.0, 0.0) if far else (r[t] * a, r[t])
                 bounded += far
+            elif variant == "vespo":
+                k, b = (2, 3) if a >= 0 else (3, 2)
+                w = math.exp(b + k * len(where) * math.log(s) - b * s ** len(where))
+                J = w * a * logp[i][t]
+            elif variant == "cpgd":
+                x = math.log(r[t])
+                top, bottom = math.log(1 + high), math.log(1 - low) if low < 1 else -math.inf
+                J, is_free = min(x * a, clip(x, bottom, top) * a), free(x, a, bottom, top)
+                w = float(is_free)
+                bounded += a != 0 and not is_free
+            elif variant == "topr":
+                w = 1 if a > 0 else min(s ** len(where), 1)
+                J = w * a * logp[i][t]
+                bounded += a < 0 and s > 1
             else:
                 held = [clip(x, 0, math.exp(high)) if a > 0 else max(x, math.exp(-low))
                         for x in r.values()]
@@ -130,7 +147,7 @@ def test_loss_and_gradient_are_those_of_the_paper(variant, seed, B, T, spread, k
     assert all(torch.equal(x, y) for x, y in zip(before, (logp, old, A, m)))
 
 
-@given(variant=st.sampled_from([v for v in POLICY_VARIANTS if v != "sapo"]), seed=SEEDS,
+@given(variant=st.sampled_from([v for v in POLICY_VARIANTS if v not in UNBOUNDED]), seed=SEEDS,
        low=st.sampled_from([0.05, 0.3, 1.0]), high=st.sampled_from([0.05, 0.5, 3.0]),
        dual=st.sampled_from([None, 1.2, 3.0]),
        mode=st.sampled_from([None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
@@ -233,7 +250,7 @@ def test_on_policy_all_are_the_policy_gradient(variant, seed):
     each = normal(seed, logp.shape)
     _, (grad,) = value_and_grad(lambda x: policy_loss(x, x.detach(), each, m, variant)[0], logp)
     mean = (each * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
-    close(grad, -(m * c[:, None] * (mean if variant in ("gspo", "gmpo") else each)))
+    close(grad, -(m * c[:, None] * (mean if variant in ("gspo", "gmpo", "luspo") else each)))
 
 
 def test_gspo_token_gives_each_token_the_slope_of_its_own_advantage():
@@ -482,7 +499,7 @@ def test_vmap_and_compile(variant):
 @pytest.mark.parametrize("kwargs, error, words", [
     (dict(variant="gpro"), ValueError,
      "variant must be one of 'ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo', "
-     "'gspo_token', 'cispo', 'sapo', 'gmpo', 'dppo', got 'gpro'"),
+     "'gspo_token', 'cispo', 'sapo', 'gmpo', 'dppo', 'vespo', 'luspo', 'cpgd', 'topr', got 'gpro'"),
     (dict(variant="sapo", eps_low=0.2), ValueError,
      "eps_low must be None for variant='sapo', got 0.2"),
     (dict(variant="sapo", eps_high=0.2), ValueError, "eps_high must be None for variant='sapo'"),
@@ -628,7 +645,7 @@ def test_weights_multiply_the_objective_and_not_the_kl(variant, seed, junk):
         wide = w.detach().expand_as(logp)
         mean = (wide * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
         torch.testing.assert_close(
-            weighted, slope * (mean if variant in ("gspo", "gmpo") else wide))
+            weighted, slope * (mean if variant in ("gspo", "gmpo", "luspo") else wide))
         # the KL has no weight
         torch.testing.assert_close(f(ref, weight=w)[0] - got, f(ref)[0] - plain)
     stats = lambda **kw: policy_loss(logp, old, A, m, variant, **kw)[1]

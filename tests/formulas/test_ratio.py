@@ -22,6 +22,7 @@ from rlhf_notes.formulas.ratio import (
     bounded_log_ratio,
     effective_sample_size,
     importance_ratio,
+    m2_mask,
     truncated_importance_weight,
 )
 
@@ -446,3 +447,42 @@ def test_works_under_vmap_and_compile():
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+
+
+def dropped_one_by_one(logp, old, A, mask, limit):
+    "Algorithm 1 of M2PO: while the mean over the active tokens is too large, drop the largest."
+    rows = [(i, t) for i in range(len(logp)) for t in range(len(logp[0])) if mask[i][t]]
+    x = {(i, t): logp[i][t] - old[i][t] for i, t in rows}
+    active = sorted((at for at in rows if A[at[0]] * x[at] > 0), key=lambda at: abs(x[at]))
+    while active and sum(x[at] ** 2 for at in active) / len(active) > limit: active.pop()
+    return [[(i, t) in active or (i, t) in x and A[i] * x[i, t] <= 0 for t in range(len(logp[0]))]
+            for i in range(len(logp))]
+
+
+@given(seed=SEEDS, limit=st.sampled_from([0.0, 0.04, 0.3, 5.0]), keep=st.sampled_from([0, 0.7, 1]),
+       per_token=st.booleans(), junk=JUNK)
+def test_m2_drops_the_largest_of_the_active(seed, limit, keep, per_token, junk):
+    logp, old, A = normal(seed, (3, 5)), normal(seed + 1, (3, 5)), normal(seed + 2, (3,))
+    A[0] = A[0] if seed % 3 else 0
+    m = random_mask(seed + 3, (3, 5), keep)
+    given_as = A[:, None].expand(3, 5) if per_token else A
+    expected = dropped_one_by_one(*(x.tolist() for x in (logp, old, A, m)), limit)
+    leaf = torch.where(m, logp, junk).requires_grad_(True)
+    got = m2_mask(leaf, old, given_as, m, limit)
+    assert got.dtype == torch.bool and got.tolist() == expected
+    if keep == 1: assert torch.equal(got, m2_mask(logp, old, given_as, None, limit))
+
+
+def test_the_limit_of_m2():
+    r, zero = torch.tensor([[1.3, 1.1, 0.5]]), torch.zeros(1, 3)
+    assert m2_mask(r.log(), zero, torch.ones(1), None).tolist() == [[True] * 3]  # .0389 of .04
+    assert m2_mask(r.log(), zero, torch.ones(1), None, 0.03).tolist() == [[False, True, True]]
+    for dtype in (torch.bfloat16, torch.float32):
+        far = torch.tensor([[1e30, 0.01]], dtype=dtype)
+        assert m2_mask(far, far * 0, torch.ones(1)).tolist() == [[False, True]]
+    stacks = normal(0, (4, 3, 5)), normal(1, (4, 3, 5)), normal(2, (4, 3))
+    each = torch.stack([m2_mask(*row) for row in zip(*stacks)])
+    assert torch.equal(torch.func.vmap(m2_mask)(*stacks), each)
+    for kw, words in ((dict(limit=-1), r"limit must be in \[0, inf\)"),
+                      (dict(mask=torch.ones(1, 2) > 0), "mask must have the shape of logp")):
+        with pytest.raises(ValueError, match=words): m2_mask(zero, zero, torch.ones(1), **kw)

@@ -24,6 +24,7 @@ CALLS = {
     "apply_penalty": lambda r: rn.apply_penalty(r, ~ENDS, mode="subtract"),
     "best_of_n_loss": lambda r: rn.best_of_n_loss(r, R[:, 2]),
     "bradley_terry_loss": lambda r: rn.bradley_terry_loss(r, r * 0),
+    "turn_advantage": lambda r: rn.turn_advantage(r[None], ~ENDS[None]),
     "whiten": lambda r: rn.whiten(r, ~ENDS),
 }
 

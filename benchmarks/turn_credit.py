@@ -1,0 +1,57 @@
+"""A model that may ask before it guesses: three advantages of a turn.
+
+    python benchmarks/turn_credit.py                        # ten seeds
+    python benchmarks/turn_credit.py --first 100 --seeds 3  # those that chose world and steps
+
+Appends to nbs/formulas/results/turn_credit.csv: for each seed and advantage the score and the share
+of dialogues that asked, in every iteration. `leave-one-out` is that of `RLHF(turn_credit=)`,
+`dialogue` the training without it (GRPO's: one advantage for all tokens of a dialogue), `by index`
+compares the reward of a turn with those of the dialogues that reached that turn. The world is that
+of nbs/formulas/50_credit.ipynb. A run that was stopped goes on with the first seed that is missing.
+"""
+from functools import partial
+
+import torch
+from fastcore.nbio import read_nb
+from jobs import RESULTS, options, read, text, write
+
+from rlhf_notes.language.rollout import turn_advantages
+
+FORMULAS = RESULTS.parents[1] / "formulas"
+COLUMNS = "seed", "advantage", "iteration", "score", "asked"
+WAYS = "leave-one-out", "by index", "dialogue"
+
+
+def lesson():
+    "The names of the lesson's world, from its cells."
+    cells = {cell.id: cell.source for cell in read_nb(FORMULAS / "50_credit.ipynb").cells}
+    space = {}
+    for name in ("imports", "by-index", "world"): exec(cells[name], space)
+    return space
+
+
+def study(seed):
+    "Yield the rows of a seed."
+    space = lesson()
+    for name in WAYS:
+        trainer = space["world"](seed, turn_credit=None if name == "dialogue" else "leave-one-out")
+        if name == "by index":
+            trainer.loop.compare = partial(turn_advantages, space["by_index"])
+        while trainer.left:
+            row = trainer.iterate()
+            asked = (trainer.rollout.turns > 0).any(1).float().mean().item()
+            yield [text(x) for x in (seed, name, row["iteration"], row["score"], asked)]
+
+
+def main():
+    args = options(__doc__, FORMULAS / "results" / "turn_credit.csv", 10)
+    torch.set_num_threads(1)
+    rows = [] if args.fresh else read(args.out, COLUMNS)
+    done = {int(row[0]) for row in rows}
+    for seed in args.seeds:
+        if seed in done: continue
+        rows += study(seed)
+        write(args.out, COLUMNS, rows)
+
+
+if __name__ == "__main__": main()
