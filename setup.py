@@ -11,7 +11,7 @@ here = Path(__file__).parent
 parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("peft", "track", "data", "video", "dev", "crosscheck")}
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("peft", "track", "data", "video", "games", "dev", "crosscheck")}
 extras["all"] = [r for name in ("peft", "track", "data", "video") for r in extras[name]]
 
 

@@ -29,7 +29,7 @@ from numbers import Real
 from pathlib import Path
 from textwrap import shorten
 
-from .control.config import RECIPES, PendulumConfig, PPOConfig
+from .control.config import PendulumConfig, PPOConfig, recipe
 from .hub.config import OwnRunConfig
 from .language.config import LoopConfig, check_variant
 from .reviews.config import ReviewsConfig, ReviewsDPOConfig
@@ -69,8 +69,8 @@ def new_training(task: str, options: dict, out: Path | None=None, overwrite: boo
 
 def _with_recipe(task, options):
     "The options, and those that the environment's recipe adds, which are printed."
-    recipe = RECIPES.get(options.get("env"), {}) if task == "train" else {}
-    added = {name: x for name, x in recipe.items() if name not in options}
+    found = recipe(options.get("env", "")) if task == "train" else {}
+    added = {name: x for name, x in found.items() if name not in options}
     if added:
         told = ", ".join(f"{name}={x}" for name, x in added.items())
         print(f"by the recipe of {options['env']}: {told}", flush=True)

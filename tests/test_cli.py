@@ -337,9 +337,9 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
     run = tmp_path / "runs" / "cartpole-seed4"
     names = {p.name for p in run.iterdir()}
     assert {"config.json", "metrics.csv", "summary.json", "curve.svg", "checkpoint.pt",
-            "ppo.pt"} < names
+            "ppo.pt", "episodes.csv"} < names
     assert any(n.startswith("events.out.tfevents") for n in names)
-    assert len(names) == 8
+    assert len(names) == 9
     config, summary = read(run / "config.json"), read(run / "summary.json")
     assert (
         config["task"], config["algo"], config["seed"], config["steps"], config["num_envs"],
@@ -359,7 +359,7 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
     assert cli.main(["cartpole", *QUICK, "--seed", "4"]) == 2  # not overwritten silently
     # the same seed, the same bytes
     assert cli.main(["cartpole", *QUICK, "--seed", "4", "--overwrite"]) == 0
-    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 8
+    assert (run / "metrics.csv").read_bytes() == first and len(list(run.iterdir())) == 9
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent to a process")

@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..checks import checked
-from .envs import _naming, find_spec, threshold
+from .envs import _naming, find_spec, make_one, reset, threshold
 
 # %% ../../nbs/control/20_plots.ipynb #draw
 def draw_pendulum(
@@ -77,7 +77,7 @@ def film(
     spec, save, draw = find_spec(env), _writer(path), _drawing(env)
     env = gym.make(spec, **env_kwargs) if draw else _rendered(env, env_kwargs)
     with env:
-        (obs, info), frames = env.reset(seed=seed), []
+        (obs, info), frames = reset(env, seed), []
         for t in range(longest):
             if t % every == 0:
                 frames.append(_drawn(draw, env.unwrapped.state) if draw else env.render())
@@ -116,7 +116,9 @@ def _save_gif(path, frames):
 
 def _rendered(env, env_kwargs):
     with _naming(env, "that can be rendered (render_mode 'rgb_array')"):
-        made = gym.make(find_spec(env), render_mode="rgb_array", **env_kwargs)
+        how = dict(render_mode="rgb_array")
+        made = (make_one(env, env_kwargs, **how) if isinstance(env, str)
+                else gym.make(find_spec(env), **how, **env_kwargs))
         try:
             made.reset()
             frame = made.render()

@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ..checks import checked
-from .envs import autoreset_mode
+from .envs import autoreset_mode, reset, tells_episodes, told_episodes
 from .spaces import mask_shape, read_mask, row_maker
 
 # %% ../../nbs/control/16_rollout.ipynb #rollout
@@ -51,8 +51,8 @@ class Collector:
             raise ValueError("stagger must be left off without a time limit, or where environments "
                              "cannot be reset one by one (with sync or async they can), "
                              f"got {type(envs).__name__} with max_episode_steps {limit}")
-        self.envs, self.mode = envs, autoreset_mode(envs)
-        (obs, info), self.space = envs.reset(seed=seed), envs.single_observation_space
+        self.envs, self.mode, self.tells = envs, autoreset_mode(envs), tells_episodes(envs)
+        (obs, info), self.space = reset(envs, seed), envs.single_observation_space
         self.rows, self.mask_shape = row_maker(self.space), mask_shape(info)
         self.obs, self.mask = self._see(obs, info)
         self.resetting = np.zeros(N, bool)  # in NextStep mode: the coming step only resets
@@ -89,7 +89,7 @@ class Collector:
             elif done.any():
                 last.append((t, done, self._last_seen(info, done)))
             _check_finite("reward", rewards[t])
-            episodes += self._count(rewards[t], is_step[t], done)
+            episodes += self._count(rewards[t], is_step[t], done, info)
             due = is_step[t] & ~done & (self.until_cut == t + 1)
             if due.any():
                 last.append((t, due, self.obs[due].copy()))
@@ -110,15 +110,16 @@ class Collector:
         last = self.rows(concatenate(self.space, info["final_obs"][done], last))
         return _check_finite("observation", last)
 
-    def _count(self, rewards, is_step, done):
+    def _count(self, rewards, is_step, done, info):
         "Add a step to the unfinished episodes; (return, length) of those that ended."
         self.episode_return += rewards * is_step
         self.episode_length += is_step
         if not done.any(): return []
-        ended = [(float(self.episode_return[i]), int(self.episode_length[i]))
-                 for i in done.nonzero()[0]]
+        counted = done, self.episode_return, self.episode_length
+        ended, total, length = told_episodes(info, len(done)) if self.tells else counted
+        episodes = [(float(total[i]), int(length[i])) for i in ended.nonzero()[0]]
         self.episode_return[done] = self.episode_length[done] = 0
-        return ended
+        return episodes
 
     def _cut(self, due):
         "Reset the environments that are due; their unfinished episodes are not reported."

@@ -55,8 +55,11 @@ class Scaling:
 
     def rewards(self, rollout):  # (T, N)
         "Rewards over the standard deviation of the return so far, this rollout's included."
-        rewards = rollout.rewards * self.config.reward_scale
-        return self._normalized(rewards, rollout) if self.config.normalize_rewards else rewards
+        c, rewards = self.config, rollout.rewards
+        if c.reward_clip:
+            rewards = rewards.clamp(-c.reward_clip, c.reward_clip)
+        rewards = rewards * c.reward_scale
+        return self._normalized(rewards, rollout) if c.normalize_rewards else rewards
 
     def _normalized(self, rewards, rollout):
         earned = self.discounted(rewards, rollout.done, rollout.is_step)

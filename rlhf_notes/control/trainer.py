@@ -22,7 +22,7 @@ from gymnasium.envs.registration import EnvSpec
 from .. import __version__
 from ..checks import checked
 from . import plots
-from .config import RECIPES, PPOConfig
+from .config import PPOConfig, recipe
 from rlhf_notes.control.envs import (
     NORMALIZERS,
     autoreset_mode,
@@ -30,8 +30,11 @@ from rlhf_notes.control.envs import (
     env_name,
     identify,
     make_envs,
+    reset,
     same_task,
+    tells_episodes,
     threshold,
+    told_episodes,
     wrapper_names,
 )
 from .export import WholePolicy
@@ -99,10 +102,10 @@ class PPO(Loop):
         options, self.own = split_options(options)
         self.env, self._make, self._envs, self._spare = env, make, None, None
         self.threshold = threshold(self.spec) if same_units else None
-        recipe = RECIPES.get(self.spec.id, {})
-        self.config = c = PPOConfig(**{**recipe, "env": name, **options})
+        found = recipe(self.spec.id)
+        self.config = c = PPOConfig(**{**found, "env": name, **options})
         self.spaces = spaces or spaces_of(self.envs)
-        if "stagger" in recipe.keys() - options and spaces is None and not can_stagger(self.envs):
+        if "stagger" in found.keys() - options and spaces is None and not can_stagger(self.envs):
             warnings.warn(f"the recipe of {self.spec.id} has stagger=True, which is left off: "
                           "these environments have no time limit, or are not reset one by one")
             self.config = c = replace(c, stagger=False)
@@ -202,7 +205,8 @@ class PPO(Loop):
     def collect(self) -> tuple:  # as of the loop
         "Play; an environment that fails is closed."
         try:
-            return super().collect()
+            rollout, self.ended = super().collect()
+            return rollout, self.ended
         except BaseException as e:
             with suppress(Exception):  # which may be as broken
                 self.close()
@@ -244,7 +248,7 @@ class PPO(Loop):
         run = run or self._begin_run()
         hooks, save = [self.evaluator, callback], None
         if run is not None:
-            hooks.insert(1, lambda trainer, row: run.log(row, row["steps"]))
+            hooks.insert(1, lambda trainer, row: self._write(run, row))
             def save(): run.save_checkpoint({"ppo": self.state_dict()})
         bar = progress_bar(self.end * c.batch, self.iteration * c.batch, c.env)
         with end_later():
@@ -255,6 +259,11 @@ class PPO(Loop):
             if self.run is not None:
                 finish(self, self.run, interrupted=self.left)
         return self
+
+    def _write(self, run, row):
+        "Append a row and the episodes of its iteration to the files of a run."
+        run.log(row, row["steps"])
+        run.log_episodes(self.ended)
 
     def _begin_run(self):
         "The directory `out`, made by the first `learn`; None without one."
@@ -509,17 +518,19 @@ def episode_returns(choose, seed: int, episodes: int = 100, env="CartPole-v1",
     longest = longest or limit or LONGEST
     left = (episodes + np.arange(N)) // N  # for each its share: the first to end are the short ones
     total, length, resetting, returns = np.zeros(N), np.zeros(N, int), np.zeros(N, bool), []
-    obs, info = env.reset(seed=seed)
+    obs, info = reset(env, seed)
     rows, shape = row_maker(env.single_observation_space), mask_shape(info)
+    tells = tells_episodes(env)
     while left.any():
         seen = (rows(obs),) if shape is None else (rows(obs), read_mask(info, shape, done))
         obs, reward, terminated, truncated, info = env.step(choose(*seen))
         total += np.where(resetting, 0, reward)
         length += ~resetting
         done = terminated | truncated
-        over = done | (length >= longest)
-        _tell_long(length[left > 0], done[left > 0], longest, limit)
-        returns.extend(total[over & (left > 0)])
+        ended, told, _ = told_episodes(info, N) if tells else (done, total, length)
+        over = ended | (length >= longest)
+        _tell_long(length[left > 0], ended[left > 0], longest, limit)
+        returns.extend(np.where(ended, told, total)[over & (left > 0)])
         left[over & (left > 0)] -= 1
         total[over] = length[over] = 0
         resetting = done & (autoreset_mode(env) == "NextStep")

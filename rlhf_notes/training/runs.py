@@ -4,6 +4,7 @@
 |---|---|
 | `config.json` | every option, and the versions of what computed it |
 | `metrics.csv` | one row for each iteration; the same seed writes the same bytes |
+| `episodes.csv` | of control: the return and length of each episode, and the steps so far |
 | `events.out.tfevents.*` | the same numbers, and samples, for TensorBoard |
 | `checkpoint.pt` | all that is needed to continue |
 | `curve.svg` | the learning curve |
@@ -164,7 +165,7 @@ def _cell(value):
 
 FILES = ("checkpoint.pt", "metrics.csv", "curve.svg", "summary.json", "ppo.pt", "seeds.csv",
          "compare.csv", "sft.csv", "reward_model.csv", "samples.csv", "bench.csv",
-         "responses.json", "view.html", "config.json")
+         "responses.json", "view.html", "episodes.csv", "config.json")
 
 
 @dataclass
@@ -176,6 +177,7 @@ class Run:
     checkpoint: dict | None = None # The state to continue from; None in a new run
     tracker: object = field(default=None, repr=False) # Made with the first row
     held: object = field(default=None, repr=False) # The lock
+    begun: bool = field(default=False, repr=False) # True once episodes.csv has been written to
 
     def __post_init__(self):
         self.path = Path(self.path).absolute()  # an environment may change the directory
@@ -267,6 +269,19 @@ class Run:
                 f.write(_line(row.values()))
         with disk_errors(self.path):
             self.tracker.log(values, step=step)
+
+    def log_episodes(self, episodes: list):  # (return, length) of those of the last row
+        "Append to episodes.csv; a resumed run first drops what came after its checkpoint."
+        path, *steps = self.path / "episodes.csv", *(row["steps"] for row in self.rows[-2:])
+        if not self.begun:
+            old = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
+            last = steps[0] if len(steps) > 1 else 0
+            kept = [line for line in old if re.fullmatch(r"\d+,[^,]+,\d+", line)
+                    and int(line.split(",")[0]) <= last]
+            write_atomically(path, "\n".join(["steps,return,length", *kept, ""]))
+            self.begun = True
+        with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
+            f.writelines(_line([steps[-1], *episode]) for episode in episodes)
 
     def save_checkpoint(self, state: dict):
         "Replace the checkpoint."

@@ -62,7 +62,8 @@ def test_defaults_are_those_with_which_the_results_were_made():
         whitening="rollout", clip=0.2, clip_anneal=0.0, target_kl=0.0, entropy_coef=0.0,
         value_coef=0.5, value_clip=0.0, max_grad_norm=0.5, normalize_obs=False,
         normalize_rewards=False, reward_scale=1.0, hidden=64, activation="tanh",
-        init="orthogonal", shared=False, log_std=0.0, squash=False, recent_episodes=20)
+        init="orthogonal", shared=False, log_std=0.0, squash=False, recent_episodes=20,
+        reward_clip=0.0)
     assert asdict(PendulumConfig()) == c | dict(
         env="Pendulum-v1", steps=50_000, num_envs=16, num_steps=64, stagger=True, epochs=6,
         minibatches=4, learning_rate=5e-3, lr_anneal=2.0, gamma=0.95, reward_scale=0.1,

@@ -1,0 +1,113 @@
+"""Published numbers of PPO beside ours: MuJoCo with CleanRL's options, MinAtar with gymnax-blines'.
+
+    pip install 'gymnasium[mujoco]' minatar stable-baselines3
+    python benchmarks/papers.py                                # three hours on a quiet core
+    python benchmarks/papers.py --only Hopper Hopper-sb3 --seeds 1
+
+Writes nbs/studies/results/papers.csv: about every 10,000 steps the mean of the last 100 episodes of
+the training, the processor seconds so far, and of ours the KL and the clip fraction.
+stable-baselines3 ("-sb3") plays the first 300,000 steps of the same schedule, with the same options
+by its own names. Rows are stored as they come; a training that was cut short begins again.
+"""
+import time
+import warnings
+from functools import partial
+
+import gymnasium as gym
+import torch
+from jobs import RESULTS, options, read, text, write
+
+from rlhf_notes import PPO
+from rlhf_notes.control.config import PPOConfig
+from rlhf_notes.studies.benchmark import StableBaselines, equal
+
+OUT = RESULTS / "papers.csv"
+COLUMNS = ("task", "program", "seed", "iteration", "steps", "return_mean", "seconds", "kl_k3",
+           "clip_fraction")
+EVERY = 10_000  # steps from one row to the next
+
+CLEANRL = dict(  # ppo_continuous_action.py
+    steps=1_000_000, num_envs=1, num_steps=2048, epochs=10, minibatches=32,
+    learning_rate=3e-4, lr_anneal=1.0, adam_eps=1e-5, gamma=0.99, lam=0.95,
+    truncation="terminate", whitening="minibatch", clip=0.2, value_clip=0.2, value_coef=0.5,
+    entropy_coef=0.0, max_grad_norm=0.5, normalize_obs=True, normalize_rewards=True,
+    hidden=64, activation="tanh", init="orthogonal", log_std=0.0, recent_episodes=100)
+GYMNAX = dict(  # agents/Breakout-MinAtar/ppo.yaml of gymnax-blines, as far as it goes
+    steps=1_000_000, num_envs=64, num_steps=128, epochs=4, minibatches=8, learning_rate=5e-4,
+    lr_anneal=0.0, gamma=0.999, lam=0.95, clip=0.2, value_clip=0.2, value_coef=0.5,
+    entropy_coef=0.01, max_grad_norm=0.5, hidden=256, activation="relu", recent_episodes=100)
+
+
+def flat(name):
+    "MinAtar's board of booleans as a vector, as gymnax-blines' network sees it."
+    import minatar.gym
+    if name not in gym.registry:
+        minatar.gym.register_envs()
+    return gym.wrappers.FlattenObservation(gym.make(name))
+
+
+TASKS = {"HalfCheetah": ("HalfCheetah-v4", CLEANRL), "Hopper": ("Hopper-v4", CLEANRL),
+         "Walker2d": ("Walker2d-v4", CLEANRL),
+         "Breakout": (partial(flat, "MinAtar/Breakout-v1"), GYMNAX),
+         "SpaceInvaders": (partial(flat, "MinAtar/SpaceInvaders-v1"), GYMNAX)}
+
+
+def iterations(task, program):
+    "How many are played: all of ours, of the other program those of the first 300,000 steps."
+    config = PPOConfig(**TASKS[task][1])
+    return config.iterations if program == "rlhf_notes" else -(-300_000 // config.batch)
+
+
+def ours(task, seed):
+    "After each iteration: steps, mean return, KL, clip fraction."
+    env, given = TASKS[task]
+    ppo = PPO(env, seed=seed, **given)
+    while True:
+        row = ppo.iterate()
+        yield [row[name] for name in ("steps", "return_mean", "kl_k3", "clip_fraction")]
+
+
+def stable_baselines3(task, seed):
+    "The same of the other program; its Monitor has the returns before they are scaled."
+    env, given = TASKS[task]
+    config = PPOConfig(**given)
+    settings = equal(config) | dict(clip_range_vf=config.value_clip)
+    trainer = StableBaselines(env, seed, normalize=config.normalize_obs, **settings)
+    while True:
+        trainer.iterate()
+        recent = [episode["r"] for episode in trainer.model.ep_info_buffer]  # the last 100
+        mean = sum(recent) / len(recent) if recent else None
+        yield [trainer.model.num_timesteps, mean, None, None]
+
+
+PROGRAMS = {"rlhf_notes": ours, "stable-baselines3": stable_baselines3}
+JOBS = {name + end: (name, program) for name in TASKS
+        for end, program in zip(("", "-sb3"), PROGRAMS)}
+
+
+def curve(task, program, seed):
+    "The rows of one training, as they come."
+    begin, due, whole = time.process_time(), EVERY, iterations(task, program)
+    for n, (steps, mean, *rest) in enumerate(PROGRAMS[program](task, seed), 1):
+        if steps >= due or n == whole:
+            due += EVERY
+            seconds = time.process_time() - begin
+            yield [*map(text, (task, program, seed, n, steps, mean, seconds, *rest))]
+        if n == whole: return
+
+
+def main():
+    args = options(__doc__, OUT, 3, JOBS, first=1)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", DeprecationWarning)  # v4 is what was published
+    for job in [(*JOBS[name], seed) for seed in args.seeds for name in args.only]:
+        rows = [] if args.fresh else read(args.out, COLUMNS)
+        name = [*map(str, job)]
+        if [*name, str(iterations(*job[:2]))] in [row[:4] for row in rows]: continue
+        rows = [row for row in rows if row[:3] != name]
+        for row in curve(*job):
+            write(args.out, COLUMNS, rows := [*rows, row])
+        print(*rows[-1], flush=True)
+
+
+if __name__ == "__main__": main()
