@@ -5,12 +5,14 @@
     python benchmarks/papers.py --only Hopper Hopper-sb3 --seeds 1
 
 Writes nbs/studies/results/papers.csv: about every 10,000 steps the mean of the last 100 episodes of
-the training, the processor seconds so far, and of ours the KL and the clip fraction.
-stable-baselines3 ("-sb3") plays the first 300,000 steps of the same schedule, with the same options
-by its own names. Rows are stored as they come; a training that was cut short begins again.
+the training, the processor seconds so far, and of ours the KL and the clip fraction. "-plain" has
+the defaults of `PPOConfig`, for 300,000 steps; stable-baselines3 ("-sb3") plays the first 300,000
+steps of the same schedule, with the same options by its own names. Rows are stored as they come; a
+training that was cut short begins again.
 """
 import time
 import warnings
+from dataclasses import asdict
 from functools import partial
 
 import gymnasium as gym
@@ -36,6 +38,8 @@ GYMNAX = dict(  # agents/Breakout-MinAtar/ppo.yaml of gymnax-blines, as far as i
     steps=1_000_000, num_envs=64, num_steps=128, epochs=4, minibatches=8, learning_rate=5e-4,
     lr_anneal=0.0, gamma=0.999, lam=0.95, clip=0.2, value_clip=0.2, value_coef=0.5,
     entropy_coef=0.01, max_grad_norm=0.5, hidden=256, activation="relu", recent_episodes=100)
+PLAIN = asdict(PPOConfig(steps=300_000, recent_episodes=100))
+del PLAIN["env"], PLAIN["seed"]
 
 
 def flat(name):
@@ -50,6 +54,8 @@ TASKS = {"HalfCheetah": ("HalfCheetah-v4", CLEANRL), "Hopper": ("Hopper-v4", CLE
          "Walker2d": ("Walker2d-v4", CLEANRL),
          "Breakout": (partial(flat, "MinAtar/Breakout-v1"), GYMNAX),
          "SpaceInvaders": (partial(flat, "MinAtar/SpaceInvaders-v1"), GYMNAX)}
+TASKS |= {f"{name}-plain": (TASKS[name][0], PLAIN)
+          for name in ("HalfCheetah", "Hopper", "Walker2d")}
 
 
 def iterations(task, program):
