@@ -20,7 +20,7 @@ import torch
 from jobs import RESULTS, options, read, text, write
 
 from rlhf_notes import PPO
-from rlhf_notes.control.config import PPOConfig
+from rlhf_notes.control.config import MUJOCO, PPOConfig
 from rlhf_notes.studies.benchmark import StableBaselines, equal
 
 OUT = RESULTS / "papers.csv"
@@ -28,12 +28,6 @@ COLUMNS = ("task", "program", "seed", "iteration", "steps", "return_mean", "seco
            "clip_fraction")
 EVERY = 10_000  # steps from one row to the next
 
-CLEANRL = dict(  # ppo_continuous_action.py
-    steps=1_000_000, num_envs=1, num_steps=2048, epochs=10, minibatches=32,
-    learning_rate=3e-4, lr_anneal=1.0, adam_eps=1e-5, gamma=0.99, lam=0.95,
-    truncation="terminate", whitening="minibatch", clip=0.2, value_clip=0.2, value_coef=0.5,
-    entropy_coef=0.0, max_grad_norm=0.5, normalize_obs=True, normalize_rewards=True,
-    hidden=64, activation="tanh", init="orthogonal", log_std=0.0, recent_episodes=100)
 GYMNAX = dict(  # agents/Breakout-MinAtar/ppo.yaml of gymnax-blines, as far as it goes
     steps=1_000_000, num_envs=64, num_steps=128, epochs=4, minibatches=8, learning_rate=5e-4,
     lr_anneal=0.0, gamma=0.999, lam=0.95, clip=0.2, value_clip=0.2, value_coef=0.5,
@@ -50,8 +44,8 @@ def flat(name):
     return gym.wrappers.FlattenObservation(gym.make(name))
 
 
-TASKS = {"HalfCheetah": ("HalfCheetah-v4", CLEANRL), "Hopper": ("Hopper-v4", CLEANRL),
-         "Walker2d": ("Walker2d-v4", CLEANRL),
+TASKS = {"HalfCheetah": ("HalfCheetah-v4", MUJOCO), "Hopper": ("Hopper-v4", MUJOCO),
+         "Walker2d": ("Walker2d-v4", MUJOCO),
          "Breakout": (partial(flat, "MinAtar/Breakout-v1"), GYMNAX),
          "SpaceInvaders": (partial(flat, "MinAtar/SpaceInvaders-v1"), GYMNAX)}
 TASKS |= {f"{name}-plain": (TASKS[name][0], PLAIN)

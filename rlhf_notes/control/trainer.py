@@ -4,7 +4,7 @@
 the command runs.
 """
 
-__all__ = ['LONGEST', 'LARGE', 'SCORES', 'PPO', 'spaces_of', 'episode_returns', 'finish', 'train']
+__all__ = ['LONGEST', 'HIGH', 'LARGE', 'SCORES', 'PPO', 'spaces_of', 'episode_returns', 'finish', 'train']
 
 import math
 import time
@@ -65,6 +65,7 @@ from ..training.runs import Run, save_checked
 from ..training.signals import FIRST_LINE, check_finite, diverged, end_later, progress_bar
 
 LONGEST = 10_000  # steps of an episode whose time limit is not known
+HIGH = 0.4  # clip fraction, from which on an update goes too far
 LARGE = 1000  # root mean square of advantages, from which on rewards should be scaled
 SCORES = ("eval_return_mean", "eval_return_std",
           "eval_sampled_return_mean", "eval_sampled_return_std")
@@ -73,6 +74,7 @@ SCORES = ("eval_return_mean", "eval_return_std",
 class PPO(Loop):
     "PPO for a user's environment: learn, predict, evaluate, save and load."
     out = run = _rows = None
+    clipped = 0  # iterations in a row with a clip fraction above HIGH; None = that was said
 
     @our_names
     @usual_defaults()
@@ -225,6 +227,7 @@ class PPO(Loop):
         self.rows.append(row)
         if self.iteration == 1:
             self._note_size(row)
+        self._note_clips(row)
         self._note_time(row, time.perf_counter() - start)
         return row
 
@@ -304,6 +307,16 @@ class PPO(Loop):
         if size > LARGE:
             warnings.warn(f"the first advantages are around {size:.0f}, and a value function "
                           "learns numbers around 1: try normalize_rewards=True", stacklevel=6)
+
+    def _note_clips(self, row):
+        "Warn, once, of an update that leaves the clip range for ten iterations in a row."
+        if self.clipped is None: return
+        self.clipped = self.clipped + 1 if row["clip_fraction"] > HIGH else 0
+        if self.clipped == 10:
+            warnings.warn(f"clip_fraction has been above {HIGH} for ten iterations: an update moves "
+                          f"the policy too far; try less than learning_rate="
+                          f"{self.config.learning_rate:g}, or fewer epochs", stacklevel=6)
+            self.clipped = None
 
     def _note_time(self, row, seconds):
         "Add to the clock; note when the recent episodes first reached the threshold."

@@ -10,6 +10,7 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
+from rlhf_notes.control import trainer
 from rlhf_notes.control.config import RECIPES, PPOConfig, recipe
 from rlhf_notes.control.envs import make_envs, reset
 from rlhf_notes.control.trainer import PPO
@@ -123,6 +124,32 @@ def test_a_recipe_of_a_namespace():
     assert recipe("gymnasium:Pendulum-v1") == RECIPES["Pendulum-v1"]
     assert recipe("CartPole-v1") == recipe("Other/Pong-v5") == recipe("") == {}
     assert PPOConfig(env="ALE/Pong-v5", **atari).iterations > 9000
+
+
+@pytest.mark.parametrize("name", ["HalfCheetah", "Hopper", "Walker2d"])
+def test_mujoco_has_the_options_of_cleanrl(name):
+    config = PPOConfig(**recipe(f"{name}-v4"))
+    assert recipe(f"{name}-v4") == recipe(f"{name}-v5") and config.iterations == 488
+    assert (config.batch, config.batch // config.minibatches, config.epochs) == (2048, 64, 10)
+    assert (config.truncation, config.whitening) == ("terminate", "minibatch")
+
+
+def clip_warnings(p, fractions):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for fraction in fractions: p._note_clips(dict(clip_fraction=fraction))
+    return [str(w.message) for w in caught]
+
+
+def test_a_clip_fraction_that_stays_high_is_said_once(monkeypatch):
+    p = PPO("CartPole-v1", steps=16, **TINY)
+    assert not clip_warnings(p, [0.5] * 9 + [0.4] + [0.9] * 9 + [0.1])
+    said, = clip_warnings(p, [0.41] * 40)
+    assert "clip_fraction" in said and "less than learning_rate=0.003" in said
+    assert not clip_warnings(p, [0.1] + [0.9] * 20)
+    monkeypatch.setattr(trainer, "HIGH", -1.0)
+    with pytest.warns(UserWarning, match="clip_fraction has been above -1.0 for ten"):
+        PPO("CartPole-v1", steps=160, **TINY).learn()
 
 
 @pytest.mark.parametrize("seed", [0, 9])
