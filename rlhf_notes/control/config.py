@@ -176,7 +176,7 @@ RECIPES = {  # by ID of the environment, or by its namespace: options that repla
 } | {f"{name}-v{n}": MUJOCO for name in ("HalfCheetah", "Hopper", "Walker2d") for n in (4, 5)}
 
 def recipe(env: str) -> dict:  # option -> value; empty without one
-    "What replaces the defaults for an environment of this ID, which may be module:ID."
+    "Options that replace the defaults for an environment of this ID, which may be module:ID."
     name = env.rpartition(":")[2]
     return RECIPES.get(name, RECIPES.get(name.partition("/")[0] + "/", {}))
 

@@ -258,8 +258,9 @@ def tells_episodes(envs) -> bool:
     "True if RecordEpisodeStatistics tells of each episode's return."
     return "RecordEpisodeStatistics" in wrapper_names(envs)
 
+# %% ../../nbs/control/15_envs.ipynb #told-episodes
 def told_episodes(info: dict, size: int) -> tuple:  # three arrays (size,)
-    "Which episodes have ended in this step, by RecordEpisodeStatistics; returns and lengths."
+    "Ends, returns and lengths that RecordEpisodeStatistics tells of in this step."
     told = info if "episode" in info else info.get("final_info", {})  # of a reset in the same step
     if "episode" not in told: return np.zeros(size, bool), np.zeros(size), np.zeros(size, int)
     return told["_episode"], told["episode"]["r"], told["episode"]["l"]

@@ -313,8 +313,8 @@ class PPO(Loop):
         if self.clipped is None: return
         self.clipped = self.clipped + 1 if row["clip_fraction"] > HIGH else 0
         if self.clipped == 10:
-            warnings.warn(f"clip_fraction has been above {HIGH} for ten iterations: an update moves "
-                          f"the policy too far; try less than learning_rate="
+            warnings.warn(f"clip_fraction has been above {HIGH} for ten iterations: an update "
+                          f"moves the policy too far; try less than learning_rate="
                           f"{self.config.learning_rate:g}, or fewer epochs", stacklevel=6)
             self.clipped = None
 
