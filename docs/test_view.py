@@ -97,7 +97,7 @@ def test_responses_are_sorted_and_iterations_opened(opened):
     assert scores() == sorted(scores())
     tab.get_by_label("iteration").fill("0")
     assert tab.evaluate("VIEW.state.at") == 0
-    tab.locator("svg").first.click(position=dict(x=200, y=60))
+    tab.locator("svg").first.click(position=dict(x=150, y=60))
     assert tab.evaluate("VIEW.state.at") == len(t.recorder.records) - 1 > 0
 
 

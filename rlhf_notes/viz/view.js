@@ -2,8 +2,8 @@
 
 const COLOURS = {push: "weight in the gradient", advantage: "advantage", ratio: "log ratio", kl: "log π − log π_ref", surprise: "log π of the sampler"};
 const SORTS = {order: "as they came", score: "score", length: "length", kl: "KL"};
-const CURVES = {score: "score", true_score: "true score", eval_score: "score of held-out prompts", kl_k1: "KL to the reference, nats", length: "tokens of a response",
-  clip_fraction: "share of tokens clipped", entropy: "entropy, nats a token"};
+const CURVES = {score: "score", true_score: "true score", eval_score: "held-out score", kl_k1: "KL, nats", length: "response length",
+  clip_fraction: "tokens clipped, share", entropy: "entropy, nats a token"};
 const FIRST = 24;                                        // responses that are drawn at once
 
 const digits = (x, n = 4) => x == null ? "–" : String(+x.toPrecision(n)).replace("-", "−");
@@ -45,7 +45,7 @@ function viewOf(box, run) {
     const points = rows.filter((row) => row[name] != null).map((row) => [row.iteration, row[name]]);
     if (points.length < 2) return [];
     const ys = points.map(([, y]) => y), low = Math.min(...ys), high = Math.max(...ys), room = 0.08 * (high - low) || Math.abs(high) || 1, last = points.at(-1)[0];
-    const chart = new Chart(title, {x: [Math.min(1, points[0][0]), last], y: [low - room, high + room], yticks: low < high ? [low, high] : [low], ytext: (v) => Math.abs(v) < 1e-3 * (high - low) ? "0" : digits(v, 2), xticks: [points[0][0], last], xlabel: "iteration", width: 260, height: 140});
+    const chart = new Chart(title, {x: [Math.min(1, points[0][0]), last], y: [low - room, high + room], yticks: low < high ? [low, high] : [low], ytext: (v) => Math.abs(v) < 1e-3 * (high - low) ? "0" : digits(v, 2), xticks: [points[0][0], last], xlabel: "iteration", width: 200, height: 125});
     chart.svg.setAttribute("aria-label", `${title}: ${digits(ys[0])} at first, ${digits(ys.at(-1))} at last`);
     chart.svg.addEventListener("click", (e) => {
       const place = chart.svg.getBoundingClientRect(), x = chart.value((e.clientX - place.left) / place.width * chart.width);
