@@ -205,3 +205,38 @@ def test_verl_holds_the_ratio_of_dppo_at_20():
     (ours,), (theirs,) = dppo_of_verl("tv", 0.2, 0.2)(logp, old, one, one > 0)
     assert ours.item() == pytest.approx(-logp.sub(old).exp().item())
     assert theirs.item() == pytest.approx(-20)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_vespo_is_trls(seed):
+    weights = trl("trainer.grpo_trainer").GRPOTrainer.get_gamma_weights
+    b = random_batch(seed)
+    A = b.advantage[:, :1] if b.advantage.ndim == 2 else b.advantage[:, None]
+
+    def theirs(logp):
+        phi = weights(A, (logp - b.logp_old).detach(), b.mask, None)
+        return -(phi * A * logp * b.mask).sum() / b.mask.sum()
+    same(lambda x: rn.policy_loss(x, b.logp_old, A, b.mask, "vespo")[0], theirs, b.logp)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_luspo_is_trls(seed):
+    "Its lines of the clipped loss at a ratio of the response, and of the aggregation."
+    module = trl("trainer.grpo_trainer")
+    b = random_batch(seed)
+    A = b.advantage[:, :1] if b.advantage.ndim == 2 else b.advantage[:, None]
+    assert b.mask.any(1).all()
+    args = SimpleNamespace(delta=None)
+    trainer = SimpleNamespace(loss_type="luspo", epsilon_low=3e-4, epsilon_high=4e-4, args=args,
+                              model=SimpleNamespace(training=False))
+
+    def theirs(logp):
+        mean = ((logp - b.logp_old) * b.mask).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True)
+        names = dict(vars(module), self=trainer, coef_1=mean.exp(), advantages=A, mode="eval",
+                     mask=b.mask)
+        for first, last in (('elif self.loss_type in ["grpo", "bnpo"', "per_token_loss = -torch"),
+                            ('elif self.loss_type == "luspo":', "policy_loss = loss")):
+            lines = trl_lines(module.GRPOTrainer._compute_loss, first, last)
+            exec(lines.removeprefix("el"), names)
+        return names["loss"]
+    same(lambda x: rn.policy_loss(x, b.logp_old, A, b.mask, "luspo")[0], theirs, b.logp)
