@@ -3,7 +3,8 @@
 // Aggregation and range of each variant, as in POLICY_VARIANTS.
 const VARIANTS = {ppo: ["token-mean", 0.2, 0.2], grpo: ["seq-mean-token-mean", 0.2, 0.2], dr_grpo: ["constant", 0.2, 0.2], dapo: ["token-mean", 0.2, 0.28],
   gspo: ["seq-mean-token-mean", 3e-4, 4e-4], gspo_token: ["seq-mean-token-mean", 3e-4, 4e-4], cispo: ["token-mean", 1, 4],
-  sapo: ["seq-mean-token-mean", null, null], gmpo: ["seq-mean-token-mean", 0.4, 0.4], dppo: ["token-mean", 0.2, 0.2]};
+  sapo: ["seq-mean-token-mean", null, null], gmpo: ["seq-mean-token-mean", 0.4, 0.4], dppo: ["token-mean", 0.2, 0.2],
+  vespo: ["token-mean", null, null], luspo: ["seq-mean-token-sum", 3e-4, 4e-4], cpgd: ["token-mean", 0.2, 0.2], topr: ["seq-mean-token-sum", null, null]};
 const AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "prompt-mean"];
 
 const sumOf = (x) => x.reduce((a, b) => a + b, 0);
@@ -33,8 +34,18 @@ const SLOPES = {
     const far = r.map((x, t) => A[t] > 0 ? x > 1 && moved[t] > high : A[t] < 0 && x < 1 && moved[t] > low);
     return [r.map((x, t) => far[t] ? 0 : w[t] * A[t] * x), far];
   },
+  vespo: ({r, A, w, sum}) => [r.map((_, t) => {
+    const [a, b] = A[t] >= 0 ? [2, 3] : [3, 2];
+    return w[t] * A[t] * Math.exp(b + a * sum - b * Math.exp(sum));
+  }), r.map(() => false)],
+  cpgd({r, A, w}, {low, high}) {
+    const stopped = r.map((x, t) => A[t] > 0 ? x > 1 + high : A[t] < 0 && x < 1 - low);
+    return [r.map((_, t) => stopped[t] ? 0 : w[t] * A[t]), stopped];
+  },
+  topr: ({r, A, w, sum}) => [r.map((_, t) => w[t] * A[t] * (A[t] > 0 ? 1 : Math.min(1, Math.exp(sum)))), r.map((_, t) => A[t] < 0 && sum > 0)],
 };
 for (const name of ["grpo", "dr_grpo", "dapo"]) SLOPES[name] = SLOPES.ppo;
+SLOPES.luspo = SLOPES.gspo;
 
 // What each of n tokens of a response weighs, for responses with these numbers of tokens (`aggregation_weights`).
 function aggregationWeights(counts, mode, {length, group = 1}) {
@@ -53,9 +64,9 @@ function pushes(responses, {variant, aggregation, low, high, dual = null, tau = 
   const [mode, below, above] = VARIANTS[variant], weights = aggregationWeights(responses.map(({logp}) => logp.length), aggregation ?? mode, {length, group});
   return responses.map(({logp, old, A, ref}, i) => {
     const x = logp.map((p, t) => held(p - old[t], -40, 40)), r = x.map(Math.exp), w = r.map(() => weights[i]);
-    const mean = Math.exp(held(sumOf(logp.map((p, t) => p - old[t])) / (logp.length || 1), -40, 40));
+    const sum = sumOf(logp.map((p, t) => p - old[t])), mean = Math.exp(held(sum / (logp.length || 1), -40, 40));
     const options = {low: low ?? below, high: high ?? low ?? above, dual, tau};
-    const [slopes, clipped] = SLOPES[variant]({r, A, w, mean, logp, old}, options);
+    const [slopes, clipped] = SLOPES[variant]({r, A, w, mean, sum: held(sum, -40, 40), logp, old}, options);
     const leash = r.map((ratio, t) => {
       if (!beta || !ref) return 0;
       const d = logp[t] - ref[t], k = {k1: d, k2: d * d / 2, k3: Math.expm1(-d) + d}[kind], slope = {k1: 1, k2: d, k3: -Math.expm1(-d)}[kind];
