@@ -1037,3 +1037,67 @@ def without_reference(chosen_logps, rejected_logps, ref_chosen_logps, ref_reject
 right("policy_loss", clip_low=0.2, aggregation="token-mean", given=dict(kind="policy_loss"))(
     partial(verl_style, cliprange_low=0.2)
 )
+
+
+# What says less than it does, and more
+
+
+@fault("deviation", "whiten")
+def normalize_without_dividing(values, mask):
+    return values - masked_mean(values, mask)
+
+
+@fault("mask-leak", "value_loss")
+def returns_whitened_over_padding(values, returns, mask):
+    returns = (returns - returns.mean()) / returns.std()
+    return 0.5 * masked_mean((values - returns) ** 2, mask)
+
+
+@fault("scale", "log_prob", temperature=1.0)
+def log_prob_in_bits(logits, labels):
+    return logits.softmax(-1).log2().gather(-1, labels[..., None])[..., 0]
+
+
+@right("gae", gamma=0.93)
+def to_go(rewards, gamma=0.93):
+    out, run = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        run = rewards[t] + gamma * run
+        out[t] = run
+    return out
+
+
+@fault("off-by-one", "gae")
+def starts_of_the_same_step(
+    rewards, values, episode_starts, last_values, dones, gamma=0.97, gae_lambda=0.913
+):
+    adv, last = torch.zeros_like(rewards), 0
+    for t in reversed(range(len(rewards))):
+        end = t == len(rewards) - 1
+        live = 1 - (dones if end else episode_starts[t]).double()
+        following = last_values if end else values[t + 1]
+        last = rewards[t] + gamma * live * following - values[t] + gamma * gae_lambda * live * last
+        adv[t] = last
+    return adv, adv + values
+
+
+@fault("bootstrap-past-end", "gae")
+def tianshou_alone(v_s, v_s_, rew, end_flag, gamma=0.98, gae_lambda=0.913):
+    delta, live = rew + gamma * v_s_ - v_s, 1 - end_flag.double()
+    out, last = torch.zeros_like(rew), 0
+    for t in reversed(range(len(rew))):
+        last = delta[t] + gamma * gae_lambda * live[t] * last
+        out[t] = last
+    return out
+
+
+@fault("in-place", "gae")
+def rewards_moved_and_back(rewards, values, dones, next_value, gamma=0.99, lam=0.95):
+    rewards += 0.5
+    shifted, last, out, following = rewards - 0.5, 0, [], next_value
+    for t in reversed(range(len(rewards))):
+        live = 1 - dones[t].double()
+        last = shifted[t] + gamma * live * following - values[t] + gamma * lam * live * last
+        following = values[t]
+        out.append(last)
+    return torch.stack(out[::-1])

@@ -179,6 +179,44 @@ def test_one_group_a_call(f, baseline, deviation, found):
     assert any("one group a call" in x for x in report.notes) == (f is not not_exchangeable)
 
 
+# One prompt's rewards move another's advantages
+
+def by_columns(rewards): return (rewards - rewards.mean(0)) / rewards.std(0)
+def by_batch(batch_rewards): return (batch_rewards - batch_rewards.mean()) / batch_rewards.std()
+def by_both(rewards): return (rewards - rewards.mean(0)) / rewards.std()
+def of_a_number(rewards, num_generations=4): return by_batch(rewards)
+
+
+@pytest.mark.parametrize("f, found", [
+    (by_columns, ""), (by_batch, "baseline deviation"), (by_both, "baseline"),
+    (of_a_number, "baseline deviation option-without-effect")])
+def test_groups_in_one_call(f, found):
+    report = identify(f)
+    assert {x.kind for x in report.findings} == set(found.split()), report
+    assert ("right, one group a call" in str(report)) == (f is by_columns)
+
+
+# Log-probabilities that are made of logits
+
+@pytest.mark.parametrize("name, formula", [
+    ("ppo_error", "dr_grpo"), ("ppo_policy_error", "dr_grpo"), ("grpo_policy_error", "grpo"),
+    ("ppo_value_error", "value_loss")])
+def test_losses_of_logits(name, formula):
+    report = identify(getattr(rlhf_notes, name))
+    assert report.right and report.formula == formula, report
+    assert report.facts.get("kl") == ("k3" if name == "grpo_policy_error" else None)
+
+
+def test_a_fault_in_a_loss_of_logits():
+    def loss(logits, old_log_probs, actions, advantages, clip_range=0.37):
+        logp = logits.log_softmax(-1).gather(-1, actions[..., None])[..., 0]
+        r = (logp - old_log_probs).exp()
+        return -(r.clamp(1 - clip_range, 1 + clip_range) * advantages).mean()
+    report = identify(loss)
+    assert [x.kind for x in report.findings] == ["no-min"], report
+    assert near(report.facts["clip_low"], 0.37)
+
+
 # A batch in one argument
 
 def core(logp, old, A, m, eps=0.37):

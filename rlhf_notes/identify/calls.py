@@ -11,6 +11,7 @@ import threading
 
 import torch
 
+from ..formulas.logprob import selective_log_softmax
 from .names import kind_of_roles, role_of, usual_number, parts_of
 from .packs import opened
 
@@ -60,8 +61,12 @@ def result_tensors(
         out = vars(out)
     items = out.items() if isinstance(out, dict) else enumerate(
         out if isinstance(out, (tuple, list)) else [out])
-    found = {name: _tensor(x) for name, x in items}
-    return {name: x for name, x in found.items() if x is not None}
+    found = {}
+    for name, x in items:
+        inner = isinstance(x, tuple) and any(getattr(y, "requires_grad", False) for y in x)
+        parts = result_tensors(x).items() if inner else [(name, _tensor(x))]
+        found |= {n if isinstance(n, str) else name: y for n, y in parts if y is not None}
+    return found
 
 
 def _tensor(x):
@@ -72,6 +77,12 @@ def _tensor(x):
 
 
 def _equal(a, b): return torch.equal(a.double().nan_to_num(7), b.double().nan_to_num(7))
+
+
+def _as_logits(logp):  # (B, T), below 0 -> (B, T, 2)
+    "Logits whose first action has this log-probability; a NaN stays, and has no gradient."
+    rest = torch.log1p(-torch.where(logp.isnan(), -1.0, logp).exp())
+    return torch.stack([logp, torch.where(logp.isnan(), logp.detach(), rest)], -1)
 
 
 class Subject:
@@ -94,6 +105,7 @@ class Subject:
         self.dialect, self.printed, self.calls, self.changed = {}, "", 0, set()
         self.guessed = False  # the kind, from the names
         self.filled, self.unset = {}, {}  # options without a number -> the one they get here
+        self.as_logits = set()  # parameters that want logits
 
     def _signature(self, function):
         if not callable(function):
@@ -140,6 +152,10 @@ class Subject:
             elif p.default is p.empty and name not in self.given:
                 self.unknown.append(name)
 
+        if "weight" in self.roles:
+            name = self.roles.pop("weight")
+            if self.parameters[name].default in (inspect._empty, None):
+                self.roles.setdefault("mask", name)
         if "logits" in self.roles and "labels" not in self.roles and "index" in self.roles:
             self.roles["labels"] = self.roles.pop("index")
 
@@ -163,7 +179,17 @@ class Subject:
         "The kind, from the roles."
         kind = kind_of_roles(set(self.roles), self.required())
         discounted = "rewards" in self.roles and any("gamma" in n.lower() for n in self.parameters)
-        return "group_advantage" if kind == "x" and discounted else kind
+        if not discounted or kind not in ("x", "group_advantage"): return kind
+        return "group_advantage" if self.roles.keys() & {"mask", "index"} else "gae"
+
+    def take_logits(self):
+        "Give the log-probabilities as logits: those of one action and of all the others."
+        for name in [n for n in self.roles if n.startswith("logits")]:
+            self.roles[name.replace("logits", "logp")] = parameter = self.roles.pop(name)
+            self.as_logits.add(parameter)
+        for name, p in self.parameters.items():
+            if callable(p.default) and role_of(name.removesuffix("_fn")) == "logp":
+                self.given.setdefault(name, selective_log_softmax)  # theirs may go row by row
 
     def doubt(self, what: str):
         "Unreadable if the kind is a guess, and the function does what none of that kind does."
@@ -207,6 +233,8 @@ class Subject:
         "One call; exceptions become one sentence."
         values = self.filled | self.unset | self.given | {
             self.roles[role]: x for role, x in case.items() if role in self.roles} | options
+        for name in self.as_logits & values.keys():
+            values[name] = _as_logits(values[name])
         kinds = {n: p.kind for n, p in self.parameters.items()}
         first = [n for n, k in kinds.items() if k == inspect.Parameter.POSITIONAL_ONLY]
         args = [values.pop(n) for n in first if n in values]

@@ -70,7 +70,7 @@ class Steps:
         "In the dialect's layout and dtype."
         how = self.subject.dialect
         kind = DTYPES[how["ends"]] if x.dtype == torch.bool else x.dtype
-        x = x.to(how["dtype"] if kind == torch.float64 else kind)
+        x = x.to(how["dtype"] if kind == torch.float64 else kind, copy=True)  # it may be changed
         if how["layout"] == "1d": return x[..., 0]
         return x.T.contiguous() if how["layout"] == "BT" and x.ndim == 2 else x
 
@@ -287,6 +287,9 @@ def _earlier(x): return torch.cat([x[1:], torch.zeros_like(x[:1])])
 def _later(x): return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
 
 
+def _later_but_last(x): return torch.cat([_later(x)[:-1], x[-1:]])
+
+
 ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for them
     ("no-bootstrap", lambda end, done: (end | _last(), done)),
     ("no-bootstrap", lambda end, done: (done, done)),
@@ -296,6 +299,7 @@ ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for th
     ("bootstrap-past-end", lambda end, done: (end & ~_last(), done & ~_last())),
     ("off-by-one", lambda end, done: (_earlier(end), _earlier(done))),
     ("off-by-one", lambda end, done: (_later(end), _later(done))),
+    ("off-by-one", lambda end, done: (_later_but_last(end), _later_but_last(done))),
     ("off-by-one", lambda end, done: (end, _earlier(done))),
     ("off-by-one", lambda end, done: (_earlier(end), done)),
 )

@@ -2,6 +2,8 @@
 
 __all__ = ["read_group_advantage"]
 
+import re
+
 import torch
 
 from ..formulas.advantage import reinforce_pp_advantage
@@ -29,9 +31,10 @@ class Groups:
 
     def _together(self, rewards, **options):
         how, (P, G) = self.subject.dialect, rewards.shape
-        flat = rewards.reshape(-1).to(how["dtype"])
+        rewards = rewards.to(how["dtype"], copy=True)  # the function may change it
+        flat = rewards.reshape(-1)
         last = torch.nn.functional.pad(flat[:, None], (2, 0))
-        x = {"PG": rewards.to(how["dtype"]), "flat": flat, "tokens": last}[how["form"]]
+        x = {"PG": rewards, "flat": flat, "tokens": last}[how["form"]]
         index = torch.arange(P).repeat_interleave(G)
         index = dict(numpy=index.numpy(), tensor=index, list=index.tolist())[how["index"]]
         mask = torch.ones(x.shape, dtype=torch.bool)
@@ -73,18 +76,27 @@ class Groups:
         self._alone(R)
 
     def _alone(self, R):
-        "One group a call, if all rewards of a call are alike and (G,) is taken."
+        """One group a call, (G,): where other rewards than a row's move its advantages, and the
+        whole of a call, or each of its columns, is treated as one group is."""
         if self.told or self.subject.dialect["form"] == "tokens": return
+        names = f"{self.subject.name} {self.roles['rewards']}".lower()
+        if re.search("batch|global|whole|prompts", names): return
+        A, other = self(R), R.clone()
+        other[1, 0] += 1
+        moved = (self(other) - A)[0]
+        if not moved.any(): return
         order = torch.randperm(R.numel(), generator=torch.Generator().manual_seed(1))
         def mixed(x): return x.flatten()[order].view_as(x)
-        if not same([self(mixed(R))], [mixed(self(R))]): return
-        form, self.single = self.subject.dialect["form"], True
+        form, alike = self.subject.dialect["form"], self(mixed(R))
+        self.subject.dialect["form"], self.single = "flat", True
         try:
-            self.subject.dialect["form"] = "flat"
-            self(R)
-            self.report.notes.append(f"read with the rewards of one group a call, ({self.G},)")
-        except Unreadable:
-            self.subject.dialect["form"], self.single = form, False
+            if same([mixed(A)], [alike]) or same([A], [self(R.T).T]):
+                return self.report.facts.update(groups="one a call") or self.report.notes.append(
+                    f"read with the rewards of one group a call, ({self.G},); in a call with "
+                    f"several, (P, G), 1 more for one prompt moves the advantages of another, "
+                    f"by {moved.abs().max():.3g} here")
+        except Unreadable: pass
+        self.subject.dialect["form"], self.single = form, False
 
     def rewards(self, P=6, seed=0):
         "Groups of different means and spreads."

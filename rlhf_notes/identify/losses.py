@@ -40,20 +40,22 @@ def read_value_loss(subject) -> Report:
     losses = _tuned(subject, "value", report, _values(*SHAPES[0], ragged(*SHAPES[0])))
     batches = [(ragged(B, T, seed=B), B, T) for B, T in SHAPES]
     def slopes(m, e):
-        V = torch.full(m.shape, e).double()
-        return losses(dict(value=V, value_old=V, returns=0 * V, mask=m))[1] / e
+        R = noise(*m.shape, seed=31)
+        return losses(dict(value=R + e, value_old=R + e, returns=R, mask=m))[1] / e
     weights = [(slopes(m, 1.0), m) for m, *_ in batches]
-    if not any(w.any() for w, _ in weights):
+    if all(w.abs().max() < 1e-12 for w, _ in weights):
         return _without_gradient(report, subject, losses, batches[0][0])
     masked_apart(report, losses, _values(*SHAPES[0], batches[0][0]),
                  ("value", "value_old", "returns"))
     factor = mode_facts(report, losses, weights) / 2
     sign = math.copysign(1, factor)
-    if sign < 0:
+    W, mask = weights[0]
+    one_sign = (W[mask] * factor >= 0).all()
+    if sign < 0 and one_sign:
         report.find("sign",
                     "V = 1, R = 0: the gradient at V is negative; minimising drives V from R")
-    _factor(report, subject, abs(factor))
-    W, mask = weights[0]
+    if one_sign and (report.facts["aggregation"] or not losses.reduced):
+        _factor(report, subject, abs(factor))
     square = same([slopes(mask, 3.0)], [W], 1e-3)
     clip = _value_clip(report, subject, losses, weights[0])
     case = _values(*mask.shape, mask, seed=11)

@@ -2,6 +2,8 @@
 
 __all__ = ["declared", "masked_apart", "mode_facts", "read_aggregate", "read_whiten", "read_x"]
 
+import re
+
 import torch
 
 from ..formulas.whitening import whiten
@@ -209,7 +211,9 @@ def _moments(report, subject, run, x, y, m):
     deviations = {"population": 1.0, "sample": sample}
     facts["deviation"] = next((d for d, r in deviations.items() if abs(ratio - r) < 3e-4), None)
     first, second = run(2 * x) - y, run(3 * x) - run(2 * x)
-    if facts["deviation"] is None and subject.guessed and first.any() and same([first], [second]):
+    promised = re.search("whiten|normali[sz]|standardi[sz]", subject.name.lower())
+    if (facts["deviation"] is None and subject.guessed and not promised and first.any()
+            and same([first], [second])):
         report.nearest = "whiten"
         return report.notes.append("a linear map of its numbers: nothing is divided by a deviation")
     if facts["deviation"] is None:

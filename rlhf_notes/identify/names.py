@@ -67,17 +67,20 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     plain = has - NOISE
     if "mask" in has: return "padding" if "pad" in has and "not" not in has else "mask"
     if "ratio" in has and not has & OPTION: return "log_ratio" if "log" in has else "ratio"
+    if name in ("weight", "weights"): return "weight"
     if has & OPTION and not has & {"logp", "logits"}: return None
     if "pad" in has: return None if has & {"id", "label", "index"} else "padding"
     if {"chosen", "rejected"} & plain and (plain - {"chosen", "rejected"} or len(name) > 2):
         side = "chosen" if "chosen" in has else "rejected"
         if not has & {"length", "label"}: return f"{side}_ref" if "ref" in has else side
-    if "logits" in has: return "logits_ref" if "ref" in has else "logits"
+    if "logits" in has:
+        return next((f"logits_{w}" for w in ("ref", "old") if w in has), "logits")
     if "logp" in has:
         return next((f"logp_{w}" for w in ("rollout", "ref", "old") if w in has), "logp")
     if has & {"done", "terminated", "truncated", "not", "start"}: return _ends(has)
     if "advantage" in has: return "advantage"
     if "entropy" in has: return "entropy"
+    if "value" in has and name.endswith("_"): return "next_value"  # V(s'), as in tianshou
     if "value" in has or plain == {"next"}: return _values(has)
     if "return" in has: return "returns"
     if "reward" in has: return "rewards"
@@ -134,6 +137,7 @@ def kind_of_roles(
     "The kind of a function, from the roles of its parameters."
     if {"chosen", "rejected"} <= roles: return "preference_loss"
     if "advantage" in roles and roles & {"logp", "ratio", "log_ratio"}: return "policy_loss"
+    if {"advantage", "logits", "labels"} <= roles: return "policy_loss"
     if "logits" in roles: return "log_prob" if "labels" in roles else "entropy"
     if "logp" in roles and roles & {"logp_ref", "logp_old"} or "log_ratio" in roles: return "kl"
     if "rewards" in roles and roles & {"value", "next_value"}: return "gae"

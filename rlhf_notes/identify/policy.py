@@ -15,8 +15,8 @@ from .probing import Losses, check_repeatable, report_dead, same
 from .report import Report, number
 from .weights import SHAPES, ragged, read_mode
 
-SUPPLIED = ("logp logp_old logp_ref logp_rollout ratio log_ratio advantage mask padding lengths "
-            "index entropy value value_old returns").split()
+SUPPLIED = ("labels logp logp_old logp_ref logp_rollout ratio log_ratio advantage mask padding "
+            "lengths index entropy value value_old returns").split()
 
 
 class Policy:
@@ -32,7 +32,8 @@ class Policy:
         B, T = logr.shape
         g = torch.Generator().manual_seed(B * T)
         drawn = -0.3 - 2 * torch.rand(B, T, generator=g, dtype=torch.float64)
-        old = drawn - logr.clamp(min=0) if old is None else old  # no probability is above 1
+        if old is None:  # no probability is above 1
+            old = drawn - logr.clamp(min=0) + torch.as_tensor(kl).clamp(max=0)
         mask = torch.ones(B, T, dtype=torch.bool) if mask is None else mask
         x = old + logr
         case = dict(logp=x, logp_old=old, logp_ref=x - kl, advantage=self._shaped(A, T), mask=mask)
@@ -76,6 +77,8 @@ class Policy:
 def read_policy(subject) -> Report:
     "Read a policy loss."
     report = Report("policy_loss", subject.name, axes=("ratio", "weight of the gradient"))
+    if "advantage" in subject.roles and "labels" in subject.roles:
+        subject.take_logits()
     subject.prepare(SUPPLIED)
     policy = Policy(subject, report)
     policy.tune()

@@ -116,6 +116,7 @@ DERIVED = {
     "lengths": lambda c: c["mask"].sum(1),
     "index": lambda c: torch.arange(len(c["mask"])) // 4,
     "logp_rollout": lambda c: c["logp_old"],
+    "labels": lambda c: torch.zeros_like(c["logp"], dtype=torch.long),
 }
 
 

@@ -76,7 +76,8 @@ class Report:
     def __str__(self):
         known = self.formula or "no form known here" + (
             f"; nearest {self.nearest}" if self.nearest else "")
-        verdict = ("right" if self.right else
+        alone = ", one group a call" if "groups" in self.facts else ""
+        verdict = ("right" + alone if self.right else
                    f"{len(self.findings)} found" if self.findings else "no fault found")
         lines = [f"{self.name}: {self.kind.replace('_', ' ')}, {known}: {verdict}"]
         lines += [f"  {name:<14} {value}" for name, value in self.facts.items()]

@@ -2,6 +2,8 @@
 
 __all__ = ["read_log_prob", "read_entropy"]
 
+import math
+
 import torch
 
 from .calls import Unreadable, result_tensors
@@ -134,8 +136,13 @@ def _normalised(report, y, grad, logits, picked, slope, at, n):
                     f"from {at[1]}; the formula takes logits[:, :-1] and labels[:, 1:]")
         facts["shift"] = None
     right = picked / heat - (logits / heat).logsumexp(-1)
+    bits = [n for n in (2, 10) if abs(heat - math.log(n)) < 1e-4]
     if same([y], [right], 1e-3):
         report.formula = "selective_log_softmax"
+    elif bits and same([y], [(picked - logits.logsumexp(-1)) / heat], 1e-3):
+        facts["temperature"] = 1.0
+        report.find("scale", f"the log-probability is the logarithm to the base {bits[0]}, "
+                             f"{slope:.4g} times that in nats")
     elif abs(heat - 1) > 1e-6 and same([y], [(picked - logits.logsumexp(-1)) / heat], 1e-3):
         report.find("temperature",
                     f"the log-probability is divided by {heat:.4g}, not the logits: the "
