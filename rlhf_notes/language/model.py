@@ -31,13 +31,10 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
 
 # %% ../../nbs/language/23_model.ipynb #hidden
 @checked(tokens="int (B T)", mask="bool (B T)", at="bool (B T)?")
-def hidden_states(
-    lm: nn.Module,  # a causal language model of transformers; or its body
-    tokens: torch.Tensor,  # (B, T) integers; anything at all where the mask is False
-    mask: torch.Tensor,  # (B, T) bool, True = a real token, False = padding
-    at: torch.Tensor | None = None,  # (B, T) True = this state is read; None = all
-) -> torch.Tensor:  # (B, T, d); undefined where the mask or `at` is False
-    "Final hidden state at each position, before the head."
+def hidden_states(lm, tokens, mask, at=None):
+    """Final hidden state (B, T, d) at each position, before the head, of a causal language model of
+    transformers or its body; undefined where `mask`, False = padding, or `at`, the states that are
+    read, is False. What the tokens (B, T) are under the mask does not matter."""
     check_context(lm, tokens=tokens.shape[1])
     tokens = tokens.masked_fill(~mask, 0) # G2: the model has no embedding for padding
     at = mask if at is None else mask & at
@@ -85,14 +82,9 @@ _CHANGES = {
 }
 
 # %% ../../nbs/language/23_model.ipynb #head-log-probs
-def head_log_probs(
-    lm: nn.Module,  # a causal language model of transformers
-    hidden: torch.Tensor,  # (..., d) from `hidden_states`
-    tokens: torch.Tensor,  # (...) tokens that were chosen there
-    temperature: float = 1.0,  # what the logits are divided by
-    learn_entropy: bool = False,  # True = the entropy has a gradient, too
-) -> tuple:  # (log pi (...), entropy (...)), float32
-    "Log-probability of `tokens` and entropy; a large vocabulary's logits are not kept."
+def head_log_probs(lm, hidden, tokens, temperature=1.0, learn_entropy=False):
+    """Log-probability of tokens (...) chosen at hidden states (..., d), and entropy, float32, with
+    a gradient if `learn_entropy`; a large vocabulary's logits are not kept."""
     head = lm.get_output_embeddings()
     plain = type(head) is nn.Linear and not _changes(lm)
     if plain and tokens.numel() * len(head.weight) > LEAN:
@@ -141,14 +133,10 @@ def no_dropout(lm: nn.Module) -> nn.Module:
 
 # %% ../../nbs/language/23_model.ipynb #response-states
 @door(lengths.states)
-def response_states(
-    lm: nn.Module,  # a causal language model of transformers
-    tokens: torch.Tensor,  # (B, Q + T) prompt and response
-    mask: torch.Tensor,  # (B, Q + T) True = a real token
-    length: int,  # T
-    response_mask: torch.Tensor | None = None,  # (B, T) True = counts; None = all
-) -> torch.Tensor:  # (B, T, d); undefined where `response_mask` is False
-    "Hidden state *before* each token of the response (detail G1: it has read the prompt too)."
+def response_states(lm, tokens, mask, length, response_mask=None):
+    """Hidden state (B, T, d) *before* each token of the response, the last `length` = T of the
+    tokens (B, Q + T) (detail G1: it has read the prompt too); undefined where `response_mask`
+    is False."""
     if not 0 < length < tokens.shape[1]:
         raise ValueError(f"length must be in [1, {tokens.shape[1] - 1}], since tokens hold a "
                          f"prompt before the response, got {length}")
@@ -164,12 +152,8 @@ def has_adapter(lm: nn.Module) -> bool:
 # %% ../../nbs/language/23_model.ipynb #policy
 class Policy(nn.Module):
     "A language model with a value head."
-    def __init__(
-        self,
-        lm: nn.Module,  # a causal language model of transformers; kept, not copied
-        learn_value: bool = True,  # False = the value head stays as it is
-        learn_entropy: bool = False,  # True = the entropy has a gradient
-    ):
+    def __init__(self, lm, learn_value=True, learn_entropy=False):
+        "Keeps the model, not a copy; without `learn_value` the value head stays as it is."
         super().__init__()
         self.learn_entropy = learn_entropy
         self.lm, self.value_head = lm, _head(lm)
@@ -177,22 +161,14 @@ class Policy(nn.Module):
         self.value_head.requires_grad_(learn_value)
         _keep_start(lm)
 
-    def value(
-        self,
-        hidden: torch.Tensor,  # (..., d) from `hidden_states` or `sample`
-    ) -> torch.Tensor:  # (...) float32
-        "Expected return at each position."
+    def value(self, hidden):
+        "Expected return (...) at each hidden state (..., d), float32."
         return _float32(self.value_head, hidden)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,  # (B, Q + T) prompt and response
-        mask: torch.Tensor,  # (B, Q + T) True = a real token
-        length: int,  # T
-        temperature: float = 1.0,  # what the logits are divided by
-        response_mask: torch.Tensor | None = None,  # (B, T) True = counts; None = all
-    ) -> tuple:  # (log pi, entropy, values), (B, T) each, float32
-        "Log-probabilities of the response; entropy and value *before* each of its tokens."
+    def forward(self, tokens, mask, length, temperature=1.0, response_mask=None):
+        """Log-probabilities of the response, the last `length` = T of the tokens (B, Q + T);
+        entropy and value *before* each of its tokens; (B, T) each, float32. False in `mask` is
+        padding, in `response_mask` does not count."""
         with checkpointing(self.lm):
             hidden = response_states(self.lm, tokens, mask, length, response_mask) # G1
         logp, entropy = head_log_probs(self.lm, hidden, tokens[:, -length:], temperature,
@@ -261,11 +237,8 @@ def _put(weights, values):
 # %% ../../nbs/language/23_model.ipynb #reward-model
 class RewardModel(nn.Module):
     "A language model that gives a text a score."
-    def __init__(
-        self,
-        lm: nn.Module,  # a causal language model; its body is kept, not copied
-        generator: torch.Generator | None = None,  # for the head; None = torch's own
-    ):
+    def __init__(self, lm, generator=None):
+        "Keeps the model's body, not a copy; the generator, None = torch's own, is for the head."
         super().__init__()
         self.trunk, self.head = body(lm), _head(lm)
         d = self.head.in_features
@@ -273,25 +246,16 @@ class RewardModel(nn.Module):
             weight = torch.empty(1, d).normal_(0, 1 / math.sqrt(d + 1), generator=generator) # R2
             self.head.weight.copy_(weight)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,  # (B, T) prompt and response
-        mask: torch.Tensor,  # (B, T) True = a real token
-    ) -> torch.Tensor:  # (B,) float32
-        "The score of each text, read off its last real token."
+    def forward(self, tokens, mask):
+        "The score (B,) of each text (B, T), read off its last real token, where `mask` is True."
         place = torch.arange(mask.shape[1], device=mask.device)
         last = torch.where(mask, place, 0).argmax(1, keepdim=True) # R1
         hidden = hidden_states(self.trunk, tokens, mask, place == last)  # G1
         return _float32(self.head, hidden.take_along_dim(last.unsqueeze(-1), 1)).squeeze(1)
 
-    def score(
-        self,
-        prompts: torch.Tensor,  # (B, Q)
-        mask: torch.Tensor,  # (B, Q) False = padding
-        responses: torch.Tensor,  # (B, T) cut at their ends
-        response_mask: torch.Tensor,  # (B, T) False = after the end
-    ) -> torch.Tensor:  # (B,) float32
-        "The scores of responses, read together with their prompts."
+    def score(self, prompts, mask, responses, response_mask):
+        """The scores (B,) of responses (B, T), cut at their ends, read together with their prompts
+        (B, Q); False in a mask = padding, after the end."""
         return self(torch.cat([prompts, responses], 1), torch.cat([mask, response_mask], 1))  # G1
 
 # %% ../../nbs/language/23_model.ipynb #autocast

@@ -21,12 +21,10 @@ from ..training.devices import to_device
 
 # %% ../../nbs/language/24_sampling.ipynb #draw
 @door(rows.draw)
-def draw(
-    logits: torch.Tensor,  # (..., V), any float dtype; -inf = this token cannot be drawn
-    temperature: float,  # what the logits are divided by, > 0
-    u: torch.Tensor,  # (...) uniform in [0, 1)
-) -> torch.Tensor:  # (...) int64, tokens
-    "First token at which the cumulative probability softmax(logits / temperature) reaches 1 - u."
+def draw(logits, temperature, u):
+    """Tokens (...) int64: the first at which the cumulative probability
+    softmax(logits / temperature) reaches 1 - u; logits (..., V), -inf = never drawn, u (...)
+    uniform in [0, 1)."""
     p = torch.softmax(logits.float() / temperature, -1) # P1
     cdf = p.cumsum(-1)
     token = torch.searchsorted(cdf, (1 - u).unsqueeze(-1) * cdf[..., -1:]).squeeze(-1)
@@ -50,12 +48,10 @@ def likeliest(logits, temperature, top_p=1.0, top_k=0):
 
 # %% ../../nbs/language/24_sampling.ipynb #decoder
 @door(steps.decoder)
-def decoder(
-    lm: nn.Module,  # a causal language model of transformers
-    mask: torch.Tensor,  # (B, S) True = a real token, of all that will be read
-    positions: torch.Tensor,  # (B, S) of the same tokens
-):  # the next tokens, (B, n) -> (hidden state (B, d), logits (B, V)) of the newest
-    "A function that reads tokens; transformers keeps keys and values of the earlier ones."
+def decoder(lm, mask, positions):
+    """A function that reads the next tokens (B, n) and gives hidden state (B, d) and logits (B, V)
+    of the newest; transformers keeps keys and values of the earlier ones. `mask`, True = a real
+    token, and positions (B, S) are of all that will be read."""
     place, cache = 0, None
 
     def read(tokens):
@@ -77,24 +73,16 @@ class Samples(NamedTuple):
 # %% ../../nbs/language/24_sampling.ipynb #ends
 class Ends:
     "Tells when all responses have ended; on a GPU some tokens later, without waiting for it."
-    def __init__(
-        self,
-        stop: list,  # tokens that end a response
-        first: int,  # position before which none does
-        like: torch.Tensor,  # (B,) integers on the device of the responses
-    ):
+    def __init__(self, stop, first, like):
+        "A token of `stop` ends a response from position `first` on; `like` (B,) are integers."
         self.stop, self.first = to_device(torch.tensor(stop, dtype=torch.long), like.device), first
         self.going = torch.ones_like(like, dtype=torch.bool)
         self.any_going = torch.ones((), dtype=torch.bool)
         if like.is_cuda:
             self.any_going = self.any_going.pin_memory()
 
-    def __call__(
-        self,
-        i: int,  # position
-        token: torch.Tensor,  # (B,) drawn there
-    ) -> bool:
-        "True if all have ended, as far as is known."
+    def __call__(self, i, token):
+        "True if all have ended at position `i`, where `token` (B,) was drawn, as far as is known."
         if i >= self.first:
             self.going &= ~torch.isin(token, self.stop)
         if token.is_cpu or i % 8 == 0:
@@ -105,18 +93,12 @@ class Ends:
 @torch.no_grad()
 @checked(prompts="int (B Q)", mask="bool (B Q)", u="raw (B T)", temperature="(0, inf)",
          top_p="(0, 1]", top_k="int [0, inf)")
-def sample(
-    lm: nn.Module,  # a causal language model of transformers, without dropout
-    prompts: torch.Tensor,  # (B, Q) integers; anything at all where the mask is False
-    mask: torch.Tensor,  # (B, Q) True = a real token, False = padding on the left
-    u: torch.Tensor,  # (B, T) float32, uniform in [0, 1): same numbers, same responses
-    temperature: float = 1.0,  # what the logits are divided by, > 0
-    stop: list = (),  # tokens that end a response; none = T tokens, whatever they are
-    stop_after: int = 0,  # first position at which a response may end
-    top_p: float = 1.0,  # draw from the likeliest tokens with this much probability in all
-    top_k: int = 0,  # draw from so many of the likeliest tokens; 0 = from all
-) -> Samples:  # 0 in what nobody reads, after all have ended
-    "A response of T tokens to each prompt."
+def sample(lm, prompts, mask, u, temperature=1.0, stop=(), stop_after=0, top_p=1.0, top_k=0):
+    """A response of T tokens to each of the prompts (B, Q), which a `mask`, False = padding, pads
+    on the left: a `Samples`. The same numbers u (B, T), float32 uniform in [0, 1), give the same
+    responses. A token of `stop` ends one from position `stop_after` on; what comes after all have
+    ended is 0. Tokens come from the `top_k` likeliest, 0 = all, and of those from the likeliest
+    with probability `top_p` in all."""
     if u.dtype != torch.float32: # more digits could be rounded to 1
         raise TypeError(f"u must have dtype torch.float32, got {u.dtype}")
     if padded := int((~mask[:, -1]).sum()): # the only synchronisation
