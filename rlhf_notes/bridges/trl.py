@@ -10,6 +10,11 @@ Trainer = grpo_trainer(variant="gspo")  # with arguments of policy_loss
 Trainer(model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=prompts).train()
 ```
 
+An objective of `register_variant` may ask for entropy, logp_old, logp_ref (with TRL's `beta` above
+0) and lengths; TRL shuffles the rows of a batch, so one that asks for `group`, as a mean over
+prompts does, is refused. `advantage=f` is that of `RLHF`: f(rewards (P, G), mask) -> (P, G), of the
+weighted sum of the rewards, in place of TRL's own.
+
 Temperature, images, tools, vLLM, the reference and the beta of the KL are TRL's. IPO is another
 thing there: TRL divides the log-probabilities of a response by its length, the paper's formula and
 ours sum them. TRL's options for its own losses mean nothing to ours and are refused by name.
@@ -27,6 +32,7 @@ from inspect import signature
 import torch
 
 from ..checks import told_as
+from ..formulas.advantage import _of_ones_own
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.masking import masked_mean
 from ..formulas.preference import dpo_loss, implicit_reward
@@ -42,7 +48,7 @@ except (ImportError, AttributeError) as e:
 
 class OurGRPO(GRPOTrainer):
     "TRL's GRPO trainer with `policy_loss`; made by `grpo_trainer`."
-    variant, arguments = "grpo", {}
+    variant, arguments, advantage = "grpo", {}, None
 
     def __init__(self, *args, **kwargs):  # of `trl.GRPOTrainer`
         super().__init__(*args, **kwargs)
@@ -50,6 +56,27 @@ class OurGRPO(GRPOTrainer):
         if self.aux_loss_enabled:
             raise ValueError("output_router_logits of the model must be False for grpo_trainer, "
                              "which has no auxiliary loss of routers, got True")
+
+    def _calculate_rewards(self, *args):
+        self._scores = super()._calculate_rewards(*args)  # (rows of all processes, rewards)
+        return self._scores
+
+    def _generate_and_score_completions(self, inputs):
+        found = super()._generate_and_score_completions(inputs)
+        if self.advantage is None: return found
+        A, logged = self._own_advantages(), self._logs["advantages"]
+        for _ in A:
+            logged.pop()  # TRL's own
+        logged.extend(A.tolist())
+        n, i = len(inputs), self.accelerator.process_index
+        return found | dict(advantages=A[i * n:(i + 1) * n])
+
+    def _own_advantages(self):
+        "Those of all processes' rows, (P * G,), in which a prompt's lie together."
+        G = self.num_generations if self.model.training else self.num_generations_eval
+        rewards = (self._scores * self.reward_weights.to(self._scores)).nansum(1).view(-1, G)
+        scored = ~self._scores.isnan().all(1).view(-1, G)
+        return (_of_ones_own(self.advantage, rewards, scored) * scored).flatten()
 
     def _compute_loss(self, model, inputs):
         logp, entropy, mask = self._read(model, inputs)
@@ -92,14 +119,19 @@ class OurGRPO(GRPOTrainer):
 
 def grpo_trainer(
     variant: str = "grpo",  # one of `POLICY_VARIANTS`
+    advantage=None,  # f(rewards (P, G), mask (P, G) bool) -> (P, G), in place of TRL's
     **arguments,  # of `policy_loss`: eps_low, eps_high, dual_clip, tau, aggregation, length
 ) -> type:  # a subclass of `trl.GRPOTrainer`
     "TRL's GRPO trainer with a policy loss of ours; the KL's `beta` stays an option of TRL."
     if other := arguments.keys() - set("eps_low eps_high dual_clip tau aggregation length".split()):
         raise TypeError("grpo_trainer must get eps_low, eps_high, dual_clip, tau, aggregation or "
                         f"length, got {', '.join(sorted(other))}: TRL has the rest")
-    policy_loss(*[torch.zeros(1, 1)] * 3, variant=variant, **arguments)  # its errors, at once
-    return type("OurGRPO", (OurGRPO,), dict(variant=variant, arguments=arguments))
+    if not (advantage is None or callable(advantage)):
+        raise TypeError(f"advantage must be a function or None, got {advantage!r}")
+    zero = torch.zeros(1, 1)  # for its errors, at once
+    policy_loss(zero, zero, zero, variant=variant, logp_ref=zero, entropy=zero, **arguments)
+    own = advantage if advantage is None else staticmethod(advantage)
+    return type("OurGRPO", (OurGRPO,), dict(variant=variant, arguments=arguments, advantage=own))
 
 
 class OurDPO(DPOTrainer):

@@ -13,6 +13,11 @@ python -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=rlhf_notes_rloo ...
 ```
 
+An advantage of your own, f(rewards (P, G), mask) -> (P, G), gets a name by
+`register_advantage("mine", f)`: `algorithm.adv_estimator=rlhf_notes_mine`. verl gives its losses
+neither entropy nor reference, and groups need not lie together: of what an objective of
+`register_variant` may ask for, it gets logp_old and lengths, and is refused if it asks for more.
+
 The options are verl's, with verl's defaults: without the clip ratios, `rlhf_notes_gspo` would get
 the clip range of PPO. A group of one has the advantage 0 here, and its own score in verl. verl
 adds the KL to the loss itself; there is no hook for ours. An estimator of another name than `gae`
@@ -23,7 +28,8 @@ averaged. What the whole batch counts, `config.global_batch_info`, becomes our `
 loss is multiplied by `dp_size`.
 """
 
-__all__ = ['ACTOR', 'AGGREGATIONS', 'OPTIONS', 'DUAL', 'verl_loss', 'register_loss']
+__all__ = ['ACTOR', 'AGGREGATIONS', 'OPTIONS', 'DUAL', 'verl_loss', 'register_loss',
+           'register_advantage']
 
 from functools import partial
 
@@ -82,6 +88,17 @@ def register_loss(variant: str):  # one of `POLICY_VARIANTS`
 for name in POLICY_VARIANTS:
     register_loss(name)
 _LISTENERS.append(register_loss)  # `register_variant` from here on
+
+
+def register_advantage(
+    name: str,  # of verl's `adv_estimator=rlhf_notes_NAME`
+    function,  # f(rewards (P, G), mask (P, G) bool) -> (P, G), as `RLHF(advantage=)`
+):
+    "Make an advantage of one's own known to verl."
+    def estimate(token_level_rewards, response_mask, index, **_):
+        def f(rewards, mask): return advantage._of_ones_own(function, rewards, mask)
+        return _by_group(f, token_level_rewards, response_mask, index)
+    register_adv_est(f"rlhf_notes_{name}")(estimate)
 
 
 @register_adv_est("rlhf_notes_group")

@@ -41,6 +41,7 @@ from pathlib import Path
 import torch
 
 from ..checks import check_value, told_as
+from ..formulas.advantage import _of_ones_own
 from ..formulas.masking import centre
 from ..language.config import LoopConfig, check_variant
 from ..language.dpo import DPOLoop
@@ -212,12 +213,7 @@ def unscored(prompts, responses):
 
 def own_advantage(function, config, score, total, scored, *_):
     "An advantage of the user's own, function(rewards, mask), less the KL as for GRPO."
-    A = function(score.masked_fill(~scored, 0), scored.clone())
-    check_value("advantage(rewards, mask)", A, "float (P G)")
-    if A.shape != score.shape:
-        raise ValueError(f"advantage must return a tensor of the shape {tuple(score.shape)}, got "
-                         f"{tuple(A.shape)}")
-    return A.detach() + centre(total - score, scored, 1)
+    return _of_ones_own(function, score, scored) + centre(total - score, scored, 1)
 
 
 LOOPS = dict(observation_coef=Observing, hint=Hinted)  # option of `RLHF` -> the loop that reads it

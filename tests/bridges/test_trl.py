@@ -12,7 +12,7 @@ from bridges.trl_losses import KNOWN, cells, inputs, of_grpo, trainers, worst  #
 from bridges.trl_parts import dpo, grpo, save_tiny, train, weights  # noqa: E402
 from trl import DPOTrainer, GRPOTrainer  # noqa: E402
 
-from rlhf_notes import policy_loss, register_variant  # noqa: E402
+from rlhf_notes import group_advantage, policy_loss, register_variant  # noqa: E402
 from rlhf_notes.bridges.trl import dpo_trainer, grpo_trainer  # noqa: E402
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,45 @@ def test_a_variant_of_ones_own_trains(path, tmp_path, own_variant):
     (((logp, _, mask), x),) = seen
     loss = policy_loss(logp, logp, x["advantages"], mask, own_variant)[0]
     assert torch.isfinite(loss) and trainer.state.global_step == 1
+
+
+def test_an_objective_gets_what_it_asks_for(path, tmp_path, own_variant):
+    seen = []
+
+    def f(ratio, advantage, logp, mask, eps_low, eps_high, entropy, logp_old, logp_ref, lengths):
+        seen.append((entropy, logp_old, logp_ref, lengths, mask))
+        return ratio * advantage * entropy
+
+    register_variant(own_variant, f)
+    train(grpo(grpo_trainer(own_variant), path, tmp_path, max_steps=1, beta=0.1))
+    entropy, old, ref, lengths, mask = seen[-1]
+    assert entropy.shape == old.shape == ref.shape == mask.shape and (entropy[mask] > 0).all()
+    assert lengths.tolist() == mask.sum(1).tolist()
+    register_variant(own_variant, lambda r, A, *rest, group: r * A)
+    with pytest.raises(ValueError, match="^group must be given"):
+        grpo_trainer(own_variant)
+
+
+def test_an_advantage_of_ones_own_takes_the_place_of_trls(path, tmp_path):
+    shapes = []
+
+    def f(rewards, mask):
+        shapes.append((*rewards.shape, mask.all().item()))
+        return group_advantage(rewards)
+
+    theirs = train(grpo(grpo_trainer(), path, tmp_path))
+    ours = train(grpo(grpo_trainer(advantage=f), path, tmp_path))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert set(shapes) == {(4, 4, True)}
+    none = grpo(grpo_trainer(advantage=lambda r, m: 0 * r), path, tmp_path)
+    start = weights(none)
+    torch.testing.assert_close(train(none), start, rtol=0, atol=0)
+    assert not any(none._logs["advantages"])
+    wrong = grpo(grpo_trainer(advantage=lambda r, m: r.mean(1)), path, tmp_path)
+    with pytest.raises(ValueError, match="^advantage"):
+        train(wrong)
+    with pytest.raises(TypeError, match="^advantage must be a function or None, got 'mean'"):
+        grpo_trainer(advantage="mean")
 
 
 def test_dpo_ends_with_trls_weights_and_metrics(path, tmp_path):

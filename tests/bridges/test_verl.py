@@ -107,6 +107,16 @@ def test_a_variant_of_ones_own_is_known(own_variant):
     del core_algos.POLICY_LOSS_REGISTRY["rlhf_notes_mine"]
 
 
+def test_an_objective_gets_no_more_than_verl_gives(own_variant):
+    logp, old, A, mask, _ = batch(1)
+    register_variant(own_variant, lambda r, A, *rest, lengths: r * A)
+    assert torch.isfinite(call("rlhf_notes_mine", "token-mean", actor(), old, A, mask)(logp))
+    register_variant(own_variant, lambda r, A, *rest, entropy: r * A)
+    with pytest.raises(ValueError, match="^entropy must be given"):
+        call("rlhf_notes_mine", "token-mean", actor(), old, A, mask)(logp)
+    del core_algos.POLICY_LOSS_REGISTRY["rlhf_notes_mine"]
+
+
 # Advantages
 
 
@@ -116,6 +126,19 @@ def rewards(seed, mask):
     x = torch.zeros(mask.shape)
     x[torch.arange(len(x)), last] = torch.randn(len(x), generator=g)
     return x
+
+
+def test_an_advantage_of_ones_own_is_known():
+    mask, index = torch.ones(4, 3).long(), np.array(["a", "b", "a", "b"])
+    x = rewards(1, mask)
+    bridge.register_advantage("mine", lambda r, m: r - r.mean(1, keepdim=True))
+    got, again = core_algos.get_adv_estimator_fn("rlhf_notes_mine")(
+        token_level_rewards=x, response_mask=mask, index=index, config={}
+    )
+    s = x.sum(1)
+    want = s - torch.stack([s[::2].mean(), s[1::2].mean()]).repeat(2)
+    torch.testing.assert_close(got, want[:, None].expand_as(mask) * mask)
+    assert got is again or torch.equal(got, again)
 
 
 def bessel(mask):
