@@ -159,8 +159,8 @@ def opinionated(Policy): # `model.Policy`, whose value head begins with 0
 def thinned(Policy): # `model.Policy`, of a language model without dropout
     "Dropout of 0.1 stays on in the update."
     class Thinned(Policy):
-        def __init__(self, lm, **kwargs):
-            super().__init__(lm, **kwargs)
+        def __init__(self, lm, *args, **kwargs):
+            super().__init__(lm, *args, **kwargs)
             for module in lm.modules():
                 if isinstance(module, nn.Dropout): module.p = 0.1
     return Thinned
