@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_notes.control.config import PendulumConfig, PPOConfig
 from rlhf_notes.control.trainer import train as train_control
-from rlhf_notes.reviews.config import ReviewsConfig
+from rlhf_notes.reviews.config import ReviewsConfig, ReviewsDPOConfig
 from rlhf_notes.reviews.pipeline import Training
 from rlhf_notes.reviews.pipeline import train as train_language
 
@@ -66,10 +66,14 @@ def test_a_huge_number_in_control_runs_or_diverges_by_name(name):
 
 @pytest.mark.parametrize("name", numbers(ReviewsConfig))
 def test_a_huge_number_in_language_runs_or_diverges_by_name(name):
-    more = dict(
-        dpo_beta=dict(algo="dpo"), kl_coef=dict(algo="grpo"), penalty=dict(overlong="subtract"))
+    more = dict(kl_coef=dict(algo="grpo"), penalty=dict(overlong="subtract"))
     for options in ({}, more[name]) if name in more else ({},):
         runs(lambda c: train_language(Training(c)), ReviewsConfig, name, LANGUAGE | options)
+
+
+def test_a_huge_beta_of_dpo_runs_or_diverges_by_name():
+    options = {k: x for k, x in LANGUAGE.items() if k in ReviewsDPOConfig.__pydantic_fields__}
+    runs(lambda c: train_language(Training(c)), ReviewsDPOConfig, "dpo_beta", options)
 
 
 def test_a_clip_that_falls_below_what_float32_holds_is_refused_before_anything_begins():
