@@ -136,7 +136,7 @@ def test_lessons_and_paths_have_minutes(built):
                      (built / "formulas" / "surrogate.html").read_text(encoding="utf-8"))
     text = re.sub(r"<[^>]+>", "", html)
     for path in ("From nothing to CartPole", "RLHF for practitioners", "GRPO and its family"):
-        total, line = re.search(rf"{path} \((\d+) minutes\):(.*)", text).groups()
+        total, line = re.search(rf"{path} (\d+) minutes (.*)", text).groups()
         assert int(total) == sum(map(int, re.findall(r"\((\d+)\)", line))) > 30
     rates = " and ".join(", ".join(f"{n} {what}" for what, n in site_pages.PACE.items())
                          .rsplit(", ", 1))
@@ -270,7 +270,7 @@ def test_a_module_without_a_notebook_stands_open(built):
     assert 'class="parameters"' not in html and "mybinder" not in html
     assert "<h1>The directory of a run" in html and "<code" in html and "one indivisible" in html
     where = html[html.index('id="rlhf_notes.training.runs.write_atomically"'):]
-    assert "where to" in where[:where.index("</dl>")]
+    assert "whole or not at" in where[:where.index("</dd>")]
     # a lesson leads to it
     lesson = (built / "control" / "ppo.html").read_text(encoding="utf-8")
     for host in ("mybinder.org", "colab.research.google.com"):
@@ -329,9 +329,10 @@ def test_backticks_are_links_where_they_name_something():
 def test_every_option_has_its_meaning():
     page = next(
         p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "21_config")
-    params = {name: comment for t in page.things if t.name == "ReviewsConfig"
+    params = {name: comment for t in page.things if t.name in ("LoopConfig", "RLHFConfig")
               for name, *_, comment in t.params}
-    assert params["lora"].startswith("rank") and all(params.values()), params
+    assert params["lr_warmup"].startswith("iterations") and len(params) > 30
+    assert all(params.values()), params
 
 
 def test_formulas_are_numbered_and_labels_kept():

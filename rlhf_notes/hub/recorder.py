@@ -65,7 +65,7 @@ class Recorder:
         "Keep as many groups as there is room for; some of the first and the last iteration always."
         if loop.machine.rank: return
         self.settings = self.settings or _settings(loop)
-        shown, k = _shown(loop.task, loop.batch), loop.config.responses_per_prompt
+        shown, k = _shown(loop.task, loop.batch).cpu(), loop.config.responses_per_prompt
         self.sampled += int(shown.sum())
         room = min(TOKENS * loop.iteration / loop.iterations, self.sampled / SHARE) - self.used
         groups = int((shown.sum(1).view(-1, k).sum(1).cumsum(0) <= room).sum())
@@ -79,8 +79,9 @@ class Recorder:
 
     def keep(self, loop, batch, sizes, row):
         "Append the record of an iteration: `batch`, of which `sizes` tokens are shown in each row."
+        now, batch = policy_logp(loop, batch).cpu(), batch.map(torch.Tensor.cpu)
         own = batch.response_mask
-        numbers = dict(sampler=batch.logp, policy=policy_logp(loop, batch),
+        numbers = dict(sampler=batch.logp, policy=now,
                        reference=batch.logp_ref, advantage=batch.advantages)
         numbers = {name: _rounded(x.masked_fill(~own, math.nan)) for name, x in numbers.items()}
         k, decode = loop.config.responses_per_prompt, loop.task.tokenizer.decode

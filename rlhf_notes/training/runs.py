@@ -234,10 +234,14 @@ class Run:
 
     def check_config(self):
         "ValueError if config.json is not that of the beginning: a damaged file has other options."
-        for name, value in self.began_with.items():
-            if (found := self.config.get(name)) != value:
-                raise ValueError(f"{name} must be {value!r} in {self.path / 'config.json'}, as "
-                                 f"when the run began, got {found!r}")
+        began, file = self.began_with, self.path / "config.json"
+        for name in began | self.config:
+            if name not in began:
+                raise ValueError(f"{name} must be left out of {file}, as when the run began, got "
+                                 f"{self.config[name]!r}")
+            if (found := self.config.get(name)) != began[name] or name not in self.config:
+                raise ValueError(f"{name} must be {began[name]!r} in {file}, as when the run "
+                                 f"began, got {found!r}")
 
     def lock(self):
         "Keep other processes out and clear up; ValueError if one is training here."

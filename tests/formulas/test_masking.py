@@ -199,7 +199,8 @@ def test_works_under_vmap_and_compile():
       for mode in AGGREGATION_MODES for f, error, words in (
           (lambda m: m.tolist(), TypeError, "be a torch.Tensor, got list"),
           (lambda m: m.numpy(), TypeError, "be a torch.Tensor, got ndarray"),
-          (lambda m: m.float(), TypeError, r"be boolean \(True = counts\), got torch.float32"),
+          (lambda m: m.float(), TypeError,
+           r"be boolean \(True = counts\), got torch.float32; mask.bool\(\) is"),
           (lambda m: m[:, 0], ValueError, r"have the shape of loss, \(2, 3\), got \(2,\)"),
           (lambda m: m[:, :1], ValueError, r"have the shape of loss, \(2, 3\), got \(2, 1\)"),
           (lambda m: torch.tensor(True), ValueError,

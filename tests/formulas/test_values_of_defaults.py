@@ -42,6 +42,8 @@ DEFAULTS = {  # None and False, which mean "without", are not listed
     "orpo_loss": dict(weight=0.1),
     "kto_loss": dict(beta=0.1, weight_desirable=1.0, weight_undesirable=1.0),
     "importance_ratio": dict(level="token"),
+    "m2_mask": dict(limit=0.04),
+    "turn_advantage": dict(baseline="leave-one-out"),
     "truncated_importance_weight": dict(cap=2.0, level="token", above="cap"),
     "RewardNorm.__init__": dict(gain=1.0, bias=0.0),
     "RewardNorm.fit": dict(mean=0.0, std=1.0),

@@ -14,7 +14,9 @@ EXPECTED = {
     "pretraining": {"D2H reviews/pretraining": 1},  # loss and norm
     "reward model": {"D2H reviews/pretraining": 1},  # loss, accuracy and norm
     "rl": {"item language/sampling": 1,  # is the mask right?
-           "D2H language/loop": 1},  # the log
+           "D2H language/loop": 1,  # the log
+           # what `view` shows: which tokens, and 27 times in a training all of a batch
+           "D2H hub/recorder": 2, "D2H language/rollout": 12},
     # the mask; the responses
     "evaluation": {"item language/sampling": 1, "D2H reviews/pipeline": 1},
 }
