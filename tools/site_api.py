@@ -37,7 +37,7 @@ def _comments(source):
     "{line number: (comment, stands alone on its line)}"
     found = {}
     for t in tokenize.generate_tokens(io.StringIO(source).readline):
-        if t.type == tokenize.COMMENT:
+        if t.type == tokenize.COMMENT and not t.string.startswith("#|"):
             found[t.start[0]] = (t.string.lstrip("# ").strip(), not t.line[:t.start[1]].strip())
     return found
 
@@ -103,7 +103,8 @@ def _things(source, module, page):
             thing = Thing(node.name, "function" if isinstance(node, ast.FunctionDef) else "class",
                           module, page, ast.get_docstring(node) or "")
             if thing.kind == "function": thing.params, thing.returns = _signature(node, comments)
-            elif any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+            elif any(re.search("dataclass|config_class", ast.unparse(d))
+                     for d in node.decorator_list):
                 thing.params = list(_fields(node, comments))
             for f in node.body if thing.kind == "class" else []:
                 if not isinstance(f, ast.FunctionDef): continue
