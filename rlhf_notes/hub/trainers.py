@@ -318,6 +318,8 @@ class RLHF(Trainer):
     def _load_teacher(self, teacher):
         "A model to stand where the reference would; ValueError if its tokens are others."
         own, is_model = self.task.tokenizer, isinstance(teacher, torch.nn.Module)
+        if not (is_model or isinstance(teacher, str | Path)):
+            raise TypeError(f"teacher must be a model, a directory or a name, got {teacher!r}")
         alone = is_model or (Path(teacher).is_dir()
                              and not Path(teacher, "tokenizer_config.json").exists())
         with told_as(dict(model="teacher")):

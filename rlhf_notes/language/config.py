@@ -99,7 +99,7 @@ REWARD = Only("algo", "ppo", "grpo", "rloo")  # learn from a reward
 class RLHFConfig(LoopConfig):
     "Options of reinforcement learning; the defaults are for the tiny GPT-2."
     algo: Literal["ppo", "grpo", "rloo", "teacher"] = "ppo"
-    "ppo (a value head as the baseline), grpo or rloo (other responses), dpo (no reward model)"
+    "ppo (a value head as the baseline), grpo or rloo (other responses), teacher (another model)"
     epochs: Count = 2
     "passes over each rollout"
     group: Annotated[Count, Field(ge=2), GROUPS] = 4

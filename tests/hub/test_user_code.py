@@ -118,6 +118,26 @@ def test_prompts_that_end_a_text_are_said():
         own(prompts=["w3", "w4"], reward=count)
 
 
+@pytest.mark.parametrize("teacher, error", [("nope", ValueError), ("./nope", ValueError),
+                                            (3, TypeError), (["nope"], TypeError)])
+def test_a_teacher_that_is_none_is_told_by_its_own_name(teacher, error):
+    small = {k: v for k, v in SMALL.items() if k != "kl_coef"} | dict(iterations=1)
+    with pytest.raises(error, match="^teacher must be a .*, got .*(nope|3)"):
+        RLHF(make("GPT2"), tokenizer(), ["w3"], teacher=teacher, **small)
+
+
+def test_an_end_that_the_tokenizer_adds_is_not_part_of_the_prompt():
+    from tokenizers.processors import TemplateProcessing
+    t, rows = tokenizer(), ["w3 w4", "w5"]
+    end = t.eos_token, t.eos_token_id
+    t.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"w1 $A {end[0]}", special_tokens=[("w1", 1), end])
+    assert t(rows[1])["input_ids"][-1] == end[1]
+    got = [RLHF(make("GPT2"), x, rows, lambda prompts, responses: [0.0] * len(responses),
+                **SMALL).task.encode([dict(prompt=p) for p in rows]) for x in (t, tokenizer())]
+    for x, y in zip(*got): torch.testing.assert_close(x, y)
+
+
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     from transformers import PreTrainedTokenizerFast
     torch.manual_seed(1)
