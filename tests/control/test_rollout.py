@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import gymnasium as gym
@@ -12,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import SEEDS
 
+from rlhf_notes import PPO
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.rollout import Collector, Rollout, minibatches
 from rlhf_notes.control.spaces import byte_scale, picture_shape, row_maker
@@ -449,27 +447,19 @@ def test_pictures_are_stored_as_bytes_and_once(mode):
     assert shared == (mode == "NextStep")
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="counts Linux's peak")
 def test_a_rollout_of_atari_pictures_takes_the_memory_of_its_bytes():
     "8 environments, 128 steps, 84 x 84 x 4: 27.6 MiB; as floats and twice it would be 221."
-    code = """
-import gymnasium as gym, numpy as np
-from rlhf_notes import PPO
-class Screen(gym.Env):
-    observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    action_space, t = gym.spaces.Discrete(6), 0
-    def reset(self, *, seed=None, options=None): return self.look(), {}
-    def look(self): return np.full((4, 84, 84), self.t % 256, np.uint8)
-    def step(self, action):
-        self.t += 1
-        return self.look(), 0.0, self.t % 50 == 0, False, {}
-p = PPO(Screen, num_envs=8, num_steps=128, network=(16,), shared=True)
-def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
-p.collector.collect(lambda obs: np.zeros(8, int), 2)
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew: a child has its parent's
-before = peak()
-p.collect()
-print(peak() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 27 < int(done.stdout) / 2**10 < 60
+    class Screen(gym.Env):
+        observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        action_space, t = gym.spaces.Discrete(6), 0
+        def reset(self, *, seed=None, options=None): return self.look(), {}
+        def look(self): return np.full((4, 84, 84), self.t % 256, np.uint8)
+        def step(self, action):
+            self.t += 1
+            return self.look(), 0.0, self.t % 50 == 0, False, {}
+    p = PPO(Screen, num_envs=8, num_steps=128, network=(16,), shared=True)
+    rollout, _ = p.collect()
+    start, after = (x.numpy().ctypes.data for x in (rollout.obs, rollout.next_obs))
+    one = 8 * 4 * 84 * 84
+    assert rollout.obs.untyped_storage().nbytes() == rollout.next_obs.nbytes == 128 * one
+    assert after - start == one  # the same memory, a step later
