@@ -13,8 +13,7 @@ first seed that is missing.
 """
 from dataclasses import replace
 
-import torch
-from jobs import RESULTS, options, read, text, write
+from jobs import RESULTS, by_seed, options, text
 
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.model import make_gpt2
@@ -89,13 +88,7 @@ def study(seed):
 
 def main():
     args = options(__doc__, RESULTS / "distillation.csv", 10)
-    torch.set_num_threads(1)
-    rows = [] if args.fresh else read(args.out, COLUMNS)
-    done = {int(row[0]) for row in rows}
-    for seed in args.seeds:
-        if seed in done: continue
-        rows += study(seed)
-        write(args.out, COLUMNS, rows)
+    by_seed(study, args, COLUMNS)
 
 
 if __name__ == "__main__": main()

@@ -57,6 +57,18 @@ def resume(run, jobs, args, columns, seconds):
         write(args.out, columns, rows)
 
 
+def by_seed(study, args, columns):
+    "The rows of study(seed), the seed first, for each seed that has none; written seed by seed."
+    import torch
+    torch.set_num_threads(1)
+    rows = [] if args.fresh else read(args.out, columns)
+    done = {int(row[0]) for row in rows}
+    for seed in args.seeds:
+        if seed in done: continue
+        rows += study(seed)
+        write(args.out, columns, rows)
+
+
 def side_by_side(run, todo, jobs, seconds):
     "Yield run(*job) for each job as it ends, from processes of one thread; `seconds` of one job."
     minutes = sum(map(seconds, todo)) / jobs / 60

@@ -11,9 +11,8 @@ of nbs/formulas/50_credit.ipynb. A run that was stopped goes on with the first s
 """
 from functools import partial
 
-import torch
 from fastcore.nbio import read_nb
-from jobs import RESULTS, options, read, text, write
+from jobs import RESULTS, by_seed, options, text
 
 from rlhf_notes.language.rollout import turn_advantages
 
@@ -45,13 +44,7 @@ def study(seed):
 
 def main():
     args = options(__doc__, FORMULAS / "results" / "turn_credit.csv", 10)
-    torch.set_num_threads(1)
-    rows = [] if args.fresh else read(args.out, COLUMNS)
-    done = {int(row[0]) for row in rows}
-    for seed in args.seeds:
-        if seed in done: continue
-        rows += study(seed)
-        write(args.out, COLUMNS, rows)
+    by_seed(study, args, COLUMNS)
 
 
 if __name__ == "__main__": main()

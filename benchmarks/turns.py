@@ -6,9 +6,8 @@ Appends to nbs/hub/results/turns.csv: for ten seeds and each environment of the 
 says "higher" or "lower" and one that says "no", the score of every iteration. The game is that of
 nbs/hub/turns.ipynb. A run that was stopped goes on with the first seed that is missing.
 """
-import torch
 from fastcore.nbio import read_nb
-from jobs import RESULTS, options, read, text, write
+from jobs import RESULTS, by_seed, options, text
 
 HUB = RESULTS.parents[1] / "hub"
 COLUMNS = "seed", "environment", "iteration", "score"
@@ -33,13 +32,7 @@ def study(seed):
 
 def main():
     args = options(__doc__, HUB / "results" / "turns.csv", 10)
-    torch.set_num_threads(1)
-    rows = [] if args.fresh else read(args.out, COLUMNS)
-    done = {int(row[0]) for row in rows}
-    for seed in args.seeds:
-        if seed in done: continue
-        rows += study(seed)
-        write(args.out, COLUMNS, rows)
+    by_seed(study, args, COLUMNS)
 
 
 if __name__ == "__main__": main()
