@@ -68,6 +68,9 @@ class Hinted(Loop):
         is_told = torch.tensor([h is not None for h in hints], device=self.device)
         return replace(x, logp_ref=logp.where(is_told[:, None], x.logp))
 
+    def reference_logp(self, *texts):
+        "None: the policy with its hint, which `collect` asks, stands there."
+
     def hints(self, rollout, rows):
         "A text, or None, for each response."
         after = rollout.response_mask.flip(1).cumsum(1).flip(1) == 0
