@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from processes import stopped
 
 from rlhf_notes import __version__, cli
 from rlhf_notes.control import trainer as control
@@ -367,12 +368,8 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
 def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, number):
     p = command("cartpole", "--steps", "25600", "--num-envs", "4", "--epochs", "1", "--minibatches",
                 "1", "--seed", "2", "--out", "cut")
-    metrics, deadline = tmp_path / "cut" / "metrics.csv", time.time() + 120
-    while p.poll() is None and time.time() < deadline and not (
-        metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
-        time.sleep(0.005)
-    p.send_signal(getattr(signal, number))
-    out, err = p.communicate(timeout=120)
+    metrics = tmp_path / "cut" / "metrics.csv"
+    out, err = stopped(p, metrics, number)
     assert p.returncode == 130 and "interrupted" in out and "--resume cut" in out, (out, err)
     asked, *rest = err.splitlines()
     assert re.fullmatch(r"stopping after \d+ of 200 iterations; a second Ctrl-C .*", asked)

@@ -24,6 +24,7 @@ import torch
 import tqdm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import stopped
 from strategies import SEEDS
 
 from rlhf_notes import cli, fast
@@ -971,12 +972,8 @@ def test_a_signal_that_ends_the_program_leaves_a_run_that_goes_on(tmp_path, numb
             "num_envs=4, num_steps=32, epochs=1, seed=2, out='cut').learn(); print('went on')")
     p = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, text=True)
-    metrics, deadline = tmp_path / "cut" / "metrics.csv", time.time() + 120
-    while p.poll() is None and time.time() < deadline and not (
-        metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
-        time.sleep(0.005)
-    p.send_signal(getattr(signal, number))
-    out, err = p.communicate(timeout=120)
+    metrics = tmp_path / "cut" / "metrics.csv"
+    out, err = stopped(p, metrics, number)
     assert (p.returncode, out) == (-getattr(signal, number), ""), err
     assert re.fullmatch(r"stopping after \d+ of 200 iterations; .*\n", err)
     summary, before = json.loads((tmp_path / "cut/summary.json").read_text()), metrics.read_text()
