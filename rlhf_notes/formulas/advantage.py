@@ -27,7 +27,7 @@ __all__ = ['GROUP_SCALES', 'accumulate', 'discounted_returns', 'gae', 'gae_token
 import torch
 from torch import Tensor
 
-from ..checks import at_least_float32, check_value, checked
+from ..checks import check_value, checked
 from ..fast import eager, scan
 from .masking import apply_mask, centre, masked_mean, masked_sum, masked_var
 from .whitening import whiten
@@ -106,18 +106,18 @@ def _lambda(name, lam, B):
     return lam
 
 # %% ../../nbs/formulas/08_advantage.ipynb #length-lambda
-@checked(lengths="real (...)", alpha="(0, inf)")
+@checked(lengths="number (...)", alpha="(0, inf)")
 def length_adaptive_lambda(
     lengths: Tensor,  # (...), tokens of each response; 0 is allowed
     alpha: float = 0.05,  # share of the response over which the TD errors are summed
 ) -> Tensor:  # (...), in [0, 1], float32 or better: `lam` of `gae_tokens`
     "1 - 1 / (alpha length), at least 0 (VAPO, Yue et al. 2025)."
-    return (1 - 1 / (alpha * at_least_float32(lengths))).clamp(0, 1)
+    return (1 - 1 / (alpha * lengths)).clamp(0, 1)
 
 # %% ../../nbs/formulas/08_advantage.ipynb #group
 GROUP_SCALES = ("std", "batch", "mean", None)
 
-@checked(rewards="real (P G)", scale=GROUP_SCALES, eps="[0, inf)", mask="bool (P G)?")
+@checked(rewards="number (P G)", scale=GROUP_SCALES, eps="[0, inf)", mask="bool (P G)?")
 def group_advantage(
     rewards: Tensor,  # (P prompts, G responses), score of each response
     scale: str | None = "std",  # divide by the std of group or batch, the mean of |r|, or nothing
@@ -125,7 +125,6 @@ def group_advantage(
     mask: Tensor | None = None,  # (P, G) bool, False = not in its group; None = all are
 ) -> Tensor:  # (P, G), float32 or better; 0 for a group of one, or of equals
     "(r - mean) / (std + eps) in each group (GRPO, Shao et al. 2024; None: Dr. GRPO)."
-    rewards = at_least_float32(rewards)
     advantages = centre(rewards, mask, dim=1)
     if scale is None or not rewards.numel(): return advantages
     if scale == "mean":
@@ -139,7 +138,7 @@ def group_advantage(
     return advantages / (size * var.clamp(min=1e-30).sqrt() + eps)
 
 # %% ../../nbs/formulas/08_advantage.ipynb #rloo
-@checked(rewards="real (P G)", mask="bool (P G)?")
+@checked(rewards="number (P G)", mask="bool (P G)?")
 def rloo_advantage(
     rewards: Tensor,  # (P prompts, G >= 2 responses), score of each response
     mask: Tensor | None = None,  # (P, G) bool, False = not in its group; None = all are
@@ -152,7 +151,7 @@ def rloo_advantage(
     return centre(rewards, mask, dim=1) * n / (n - 1).clamp(min=1)
 
 # %% ../../nbs/formulas/08_advantage.ipynb #several
-@checked(rewards="real (P G R)", eps="[0, inf)", mask="bool (P G R?)?")
+@checked(rewards="number (P G R)", eps="[0, inf)", mask="bool (P G R?)?")
 def multi_reward_advantage(
     rewards: Tensor,  # (P prompts, G responses, R rewards)
     weights: Tensor | list | None = None,  # (R,), of each reward; None = 1
@@ -164,7 +163,7 @@ def multi_reward_advantage(
     if mask is not None:
         mask = (mask if mask.ndim == 3 else mask[..., None]).expand_as(rewards)
         masks, row = mask.unbind(-1), mask.any(-1).reshape(1, -1)
-    total = at_least_float32(rewards).new_zeros(rewards.shape[:2])
+    total = rewards.new_zeros(rewards.shape[:2])
     for w, r, m in zip(weights, rewards.unbind(-1), masks):
         total = total + w * group_advantage(r, eps=eps, mask=m)
     return group_advantage(total.reshape(1, -1), eps=eps, mask=row).reshape(total.shape)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import at_least_float32, check_value, checked
+from ..checks import check_value, checked
 from .masking import apply_mask, masked_mean
 
 # %% ../../nbs/formulas/03_ratio.ipynb #ratio
@@ -108,7 +108,7 @@ def m2_mask(
     x = (logp - logp_old).detach()
     A = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
     active = counts & ((A > 0) & (x > 0) | (A < 0) & (x < 0))
-    squares, order = at_least_float32(x).square().masked_fill(~active, torch.inf).flatten().sort()
+    squares, order = x.square().masked_fill(~active, torch.inf).flatten().sort()
     mean = squares.cumsum(0) / torch.arange(1, len(order) + 1, device=x.device)
     far = torch.zeros_like(order, dtype=torch.bool).scatter(0, order, mean > limit)
     return counts & ~(active & far.view_as(active))

@@ -21,7 +21,7 @@ __all__ = ['PENALTY_MODES', 'RewardNorm', 'token_rewards', 'truncate_at_stop', '
 import torch
 from torch import Tensor
 
-from ..checks import at_least_float32, check_value, checked
+from ..checks import check_value, checked
 from .kl import kl_estimate
 from .masking import apply_mask
 
@@ -128,7 +128,7 @@ def apply_penalty(
     return torch.where(valid, scores, penalty if mode == "replace" else scores - abs(penalty))
 
 # %% ../../nbs/formulas/09_reward.ipynb #overlong
-@checked(lengths="real (...)", max_length="(0, inf)", buffer="(0, inf)")
+@checked(lengths="number (...)", max_length="(0, inf)", buffer="(0, inf)")
 def overlong_penalty(
     lengths: Tensor,  # (...) tokens, length of each response
     max_length: int,  # L_max: from here on the penalty is -1
@@ -137,4 +137,4 @@ def overlong_penalty(
     "Soft punishment of long responses (DAPO, Yu et al. 2025, eq. 13)."
     if buffer > max_length:
         raise ValueError(f"buffer must be at most max_length = {max_length}, got {buffer}")
-    return ((max_length - buffer - at_least_float32(lengths)) / buffer).clamp(-1, 0)
+    return ((max_length - buffer - lengths) / buffer).clamp(-1, 0)
