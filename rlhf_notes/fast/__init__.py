@@ -104,9 +104,14 @@ def transformed():
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def recorded():
+    "True while torch.compile, torch.export or torch.jit.trace writes down what is done."
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def eager(x):  # any tensor
-    "True if `x` has memory of its own, and neither a compiler nor torch.func watches."
-    if torch.compiler.is_compiling() or transformed(): return False
+    "True if `x` has memory of its own, and nothing records or transforms what is done."
+    if recorded() or transformed(): return False
     is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
     return is_plain and not torch._C._functorch.is_legacy_batchedtensor(x)
 

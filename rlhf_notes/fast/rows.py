@@ -134,7 +134,7 @@ LARGE = 2**20  # fewer logits are left to the plain code; the loops take a 512th
 
 def usable(logits, temperature=1.0):  # (..., V), > 0
     "True if there are many logits, and a loop or a kernel for them."
-    if temperature < 1e-30 or fast.transformed(): return False
+    if temperature < 1e-30 or fast.transformed() or torch.compiler.is_exporting(): return False
     loops = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
     least = LARGE // 512 if loops and fast.eager(logits) else LARGE
     return logits.numel() > least and (loops and fast.has_numba() or fast.has_kernels(logits))
@@ -171,9 +171,9 @@ SMALL = 2**17  # logits in rows of at most FEW: up to here PyTorch's operations 
 
 def is_small(logits, entropy):  # (..., V); a flag: twice the work
     "True if PyTorch's operations, with a gradient of their own, are to be taken."
+    if not fast.eager(logits): return False
     few = logits.shape[-1] <= FEW and logits.numel() <= min(SMALL // (1 + entropy), LARGE)
-    known = logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16)
-    return few and known and fast.eager(logits)
+    return few and logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16)
 
 
 class _Small(torch.autograd.Function):

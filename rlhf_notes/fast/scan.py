@@ -11,6 +11,8 @@ later steps are left out, not multiplied by 0: there may be NaN.
 around. Under `torch.func` the plain code of lesson 08 runs. The door opens from four steps on
 (NumPy) and from 1024 numbers on (compiled). An operator is needed where there is a gradient or a
 compiler; else the loop is called without the 0.05 ms that it takes. A GPU has one kernel for it.
+`torch.export` and `torch.jit.trace` record the operator whatever the number of steps, which stays
+free; whoever loads the program imports this package. ONNX has no such operator, and says so.
 """
 
 __all__ = ['SHORT', 'SMALL', 'accumulate', 'gae']
@@ -123,7 +125,8 @@ def _is_long(x):
 def _pays(x, *others):
     same = all(t.dtype in (x.dtype, torch.bool) for t in others)
     if fast.transformed() or not (fast.is_open() and same): return False
-    return x.is_cuda and fast.has_kernels(x) or x.device.type == "cpu" and len(x) >= SHORT
+    if x.device.type == "cpu": return fast.recorded() or len(x) >= SHORT
+    return x.is_cuda and fast.has_kernels(x)
 
 
 def accumulate(x, decay):  # as the plain function gets them
@@ -136,7 +139,7 @@ def gae(rewards, values, next_values, terminated, done, gamma, lam):
     "Values of the plain function in one read; NotImplemented where a gradient is asked for."
     tensors = rewards, values, next_values, terminated, done
     if not _pays(*tensors) or any(t.requires_grad for t in tensors): return NotImplemented
-    if not (rewards.is_cuda or _is_long(rewards)): return NotImplemented
+    if not rewards.is_cuda and (fast.recorded() or not _is_long(rewards)): return NotImplemented
     call = _gae_now if all(map(fast.eager, tensors)) else _gae
     advantages = call(*tensors, gamma, lam)
     return advantages, advantages + values
