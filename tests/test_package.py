@@ -380,6 +380,17 @@ def test_help_says_the_comments_of_what_users_call():
     assert "Parameters\n---" in rlhf_notes.PPO.learn.__doc__
 
 
+def test_help_says_what_an_argument_is_not_where_to_look():
+    def elsewhere(name):
+        thing = getattr(rlhf_notes, name)
+        said = [thing, *vars(thing).values()] if isinstance(thing, type) else [thing]
+        docs = "\n".join(getattr(x, "__doc__", None) or "" for x in said if callable(x))
+        return re.findall(r"^ +as (?:in|for|of) .*|, as (?:in|for) `.*", docs, re.M)
+    found = {name: elsewhere(name) for name in {name for _, name in PUBLIC} | {*CLASSES}}
+    found = {name: lines for name, lines in found.items() if lines}
+    assert not found
+
+
 @pytest.mark.slow
 def test_sdist_holds_what_building_needs(distributions):
     _, sdist = distributions

@@ -115,9 +115,9 @@ ppo_policy_data_continuous = namedtuple(
 
 def ppo_policy_error_continuous(
     data: ppo_policy_data_continuous,  # mu_sigma: dict(mu, sigma), action: (..., N) each
-    clip_ratio: float = 0.2,  # as in `ppo_policy_error`
-    dual_clip: float | None = None,  # as in `ppo_policy_error`
-    kl_type: str = "k1",  # as in `ppo_policy_error`
+    clip_ratio: float = 0.2,  # how far the ratio may go from 1
+    dual_clip: float | None = None,  # c > 1: where adv < 0, a ratio above c costs nothing more
+    kl_type: str = "k1",  # estimator of the KL to the pretrained policy, one of `KL_KINDS`
 ) -> tuple[ppo_policy_loss, ppo_info]:  # as from `ppo_policy_error`
     "PPO's policy loss for Gaussian actions; the dual clip minds the sign of the advantage."
     new, old, action, adv, weight, pretrained = _fields(ppo_policy_data_continuous, data)
@@ -166,9 +166,9 @@ ppo_loss = namedtuple("ppo_loss", "policy_loss value_loss entropy_loss kl_div")
 def ppo_error(
     data: ppo_data,  # the fields of `ppo_policy_data` and `ppo_value_data`
     clip_ratio: float = 0.2,  # for the ratio, and for the value in units of the return
-    use_value_clip: bool = True,  # as in `ppo_value_error`
-    dual_clip: float | None = None,  # as in `ppo_policy_error`
-    kl_type: str = "k1",  # as in `ppo_policy_error`
+    use_value_clip: bool = True,  # False = plain squared error; value_old may be None
+    dual_clip: float | None = None,  # c > 1: where adv < 0, a ratio above c costs nothing more
+    kl_type: str = "k1",  # estimator of the KL to the pretrained policy, one of `KL_KINDS`
 ) -> tuple[ppo_loss, ppo_info]:  # 0-dim policy_loss, value_loss, entropy_loss, kl_div; two floats
     "`ppo_policy_error` and `ppo_value_error` in one call."
     fields = _fields(ppo_data, data)
@@ -188,9 +188,9 @@ ppo_data_continuous = namedtuple(
 def ppo_error_continuous(
     data: ppo_data_continuous,  # the fields of `ppo_policy_data_continuous` and `ppo_value_data`
     clip_ratio: float = 0.2,  # for the ratio, and for the value in units of the return
-    use_value_clip: bool = True,  # as in `ppo_value_error`
-    dual_clip: float | None = None,  # as in `ppo_policy_error`
-    kl_type: str = "k1",  # as in `ppo_policy_error`
+    use_value_clip: bool = True,  # False = plain squared error; value_old may be None
+    dual_clip: float | None = None,  # c > 1: where adv < 0, a ratio above c costs nothing more
+    kl_type: str = "k1",  # estimator of the KL to the pretrained policy, one of `KL_KINDS`
 ) -> tuple[ppo_loss, ppo_info]:  # as from `ppo_error`
     "`ppo_policy_error_continuous` and `ppo_value_error` in one call."
     policy_error, fields = ppo_policy_error_continuous, _fields(ppo_data_continuous, data)
@@ -285,7 +285,7 @@ rloo_info = namedtuple("rloo_info", "approx_kl clipfrac")
 
 def rloo_policy_error(
     data: rloo_policy_data,  # logits (B, S, V), action (B, S), reward (K,) or (K, B / K), weight
-    log_prob_fn=efficient_method,  # as in `grpo_policy_error`
+    log_prob_fn=efficient_method,  # (logits, index) -> log-probabilities
     clip_ratio: float = 0.2,  # how far the ratio may go from 1
 ) -> tuple[Tensor, rloo_info]:  # 0-dim loss; floats approx_kl, clipfrac
     "RLOO, clipped as in PPO; row k * B / K + p is response k to prompt p (Ahmadian et al. 2024)."

@@ -287,7 +287,7 @@ def copy_env(env, i):
 
 # %% ../../nbs/control/15_envs.ipynb #find-spec
 def find_spec(
-    env,  # as for `make_envs`; a name may be "module:Name-v0"
+    env,  # a name ("module:Name-v0" too), a function that makes one, an environment
 ) -> EnvSpec:  # ID, threshold, entry points; the time limit of a name
     "The entry of an environment in Gymnasium's registry, or one made for your own."
     if isinstance(env, EnvSpec): return env
@@ -309,7 +309,7 @@ def find_spec(
 
 # %% ../../nbs/control/15_envs.ipynb #env-name
 def env_name(
-    env,  # as for `make_envs`
+    env,  # a name, a function that makes one, an environment, a VectorEnv
 ) -> str:  # as it came, or the name of the class or the function
     "Name of an environment in logs and files."
     if isinstance(env, str): return env
@@ -378,7 +378,7 @@ def wrapper_names(envs) -> list:
 THRESHOLDS = {"Pendulum-v1": -200.0}  # where Gymnasium names none
 
 def threshold(
-    env,  # as for `find_spec`
+    env,  # a name, a function that makes one, an environment
 ) -> float | None:  # mean return; None = no solve threshold defined
     "Return from which an environment counts as solved."
     spec = find_spec(env)

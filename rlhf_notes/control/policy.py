@@ -258,7 +258,7 @@ NATURE, MINATAR = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), ((16, 3, 1),)  # channel
 
 def picture_net(
     shape: tuple,  # (channels, height, width)
-    init: str = "orthogonal",  # as for `mlp`
+    init: str = "orthogonal",  # "orthogonal" with zero biases, or "default": PyTorch's own
     generator: torch.Generator | None = None,  # source of the weights
 ) -> nn.Sequential:  # (B, channels * height * width) -> (B, features)
     "Convolutions with ReLU, as wide as the picture allows."
@@ -277,7 +277,7 @@ class Body(nn.Module):
     def __init__(
         self,
         space: gym.Space,  # of one observation
-        init: str = "orthogonal",  # as for `mlp`
+        init: str = "orthogonal",  # "orthogonal" with zero biases, or "default": PyTorch's own
         generator: torch.Generator | None = None,  # source of the weights
         network: nn.Module | None = None,  # of one picture (B, C, H, W), else of rows; eval mode
     ):

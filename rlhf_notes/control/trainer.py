@@ -204,7 +204,7 @@ class PPO(Loop):
         self.scaling.running.zero_()
         self.draw_from(seeds(self.config.seed, self.iteration)[1])
 
-    def collect(self) -> tuple:  # as of the loop
+    def collect(self) -> tuple:  # a rollout (T, N), scaled; (return, length) of episodes
         "Play; an environment that fails is closed."
         try:
             rollout, self.ended = super().collect()
@@ -477,10 +477,10 @@ class PPO(Loop):
     def load(
         cls,
         path,  # from `save`
-        env=None,  # as for `PPO`; None = made when it is needed, if the saved name is registered
+        env=None,  # a name, a function or an environment; None = the saved name, if registered
         *,
         out=None,  # a run directory to write; None = none
-        track=("tensorboard",),  # trackers for it, as for `PPO`
+        track=("tensorboard",),  # trackers for it: tensorboard, wandb, trackio
         **options,  # that change; device="cpu" if need be
     ) -> "PPO":  # as it was saved; to predict needs no environment
         "A trainer to predict, evaluate or learn on; nothing is imported that the file names."

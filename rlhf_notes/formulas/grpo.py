@@ -73,9 +73,9 @@ def policy_loss(
     kl_kind: str = "k3",  # its estimator, one of `KL_KINDS`
     eps_low: float | None = None,  # how far below 1 the ratio may go ("gmpo": log-ratio below 0)
     eps_high: float | None = None,  # how far above; None = `eps_low`, if given; else the variant's
-    dual_clip: float | None = None,  # as in `clipped_surrogate`; not for "cispo", "sapo", "gmpo"
+    dual_clip: float | None = None,  # c > 1: where A < 0, no loss above c; None = no such bound
     tau: tuple[float, float] = (1.0, 1.05),  # "sapo": steepness for A > 0, and for the rest
-    aggregation: str | Tensor | None = None,  # as `mode` of `aggregate_loss`; None = the variant's
+    aggregation: str | Tensor | None = None,  # a mode, or weights (B, T); None = the variant's
     length: int | None = None,  # for "constant": the length to divide by, in tokens; default T
     weight: Tensor | None = None,  # (B, 1) or (B, T), factor of each token's objective; a constant
     total: int | Tensor | None = None,  # `aggregate_count` of a whole batch of which this is a part
@@ -181,7 +181,7 @@ def register_variant(
     objective,  # f(ratio, advantage, logp, mask, eps_low, eps_high) -> (B, T), to be maximised
     aggregation: str = "token-mean",  # one of `AGGREGATION_MODES`
     eps_low: float | None = 0.2,  # the default that `objective` gets; both None = no range
-    eps_high: float | None = 0.2,  # the same, above
+    eps_high: float | None = 0.2,  # how far above 1 it gets by default
 ):
     "Make an objective one of the variants, in this process."
     if not isinstance(name, str) or not name.isidentifier() or name in _OURS:

@@ -45,16 +45,16 @@ def ppo_loss(
     returns: Tensor | None = None,  # (...) target of V; given with `value`, and only then
     entropy: Tensor | None = None,  # (...) nats, with gradient; None = no entropy bonus
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
-    eps_low: float = 0.2,  # as in `clipped_surrogate`
-    eps_high: float | None = None,  # as in `clipped_surrogate`
-    dual_clip: float | None = None,  # as in `clipped_surrogate`
-    value_clip: float | None = None,  # as `clip_range` in `value_loss`
+    eps_low: float = 0.2,  # where A < 0, no gain below 1 - eps_low; 1 = no lower clip
+    eps_high: float | None = None,  # where A > 0, no gain above 1 + eps_high; None = eps_low
+    dual_clip: float | None = None,  # c > 1: where A < 0, no loss above c; None = no such bound
+    value_clip: float | None = None,  # V may move so far from V_old; None = no clip
     value_coef: float = 0.5,  # c_v, weight of the value loss
     entropy_coef: float = 0.01,  # c_e, weight of the entropy
     logp_ref: Tensor | None = None,  # (...) nats, log pi_ref of the actions; None = no KL
     beta: float = 0.04,  # weight of the KL
-    kl_kind: str = "k2",  # as in `kl_loss`
-    kl_weighted: bool = False,  # multiply the KL by the ratio, as in `policy_loss`
+    kl_kind: str = "k2",  # its estimator, one of `KL_KINDS`
+    kl_weighted: bool = False,  # multiply the KL by the ratio: then k1 and k3 have its gradient
 ) -> tuple[Tensor, dict]:  # 0-dim loss; its parts, detached: policy_loss, value_loss, entropy, kl
     "PPO's loss: policy + c_v value - c_e entropy + beta KL (Schulman et al. 2017, eq. 9)."
     _check_value_parts(value, value_old, returns, value_clip)
@@ -93,8 +93,8 @@ def ppo_stats(
     logp_old: Tensor,  # (...) nats, log pi_old of the actions
     advantage: Tensor,  # (...)
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
-    eps_low: float = 0.2,  # as in `ppo_loss`
-    eps_high: float | None = None,  # as in `ppo_loss`
+    eps_low: float = 0.2,  # clipped is a ratio that left [1 - eps_low,
+    eps_high: float | None = None,  # 1 + eps_high] where the advantage rewards it; None = eps_low
 ) -> dict:  # 0-dim tensors: ratio (mean), approx_kl in nats, clip_fraction
     "Numbers for the log: the mean ratio, KL(pi_old || pi) by k2, and the share that is clipped."
     ratio = importance_ratio(logp, logp_old, mask)

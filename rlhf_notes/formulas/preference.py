@@ -107,7 +107,7 @@ def _pair_loss(kind, w, l, beta, e):
 def implicit_reward(
     logp: Tensor,  # (...) nats, log pi of whole responses
     logp_ref: Tensor,  # (...) nats, log pi_ref of the same responses
-    beta: float = 0.1,  # as in `dpo_loss`
+    beta: float = 0.1,  # reward per nat
 ) -> Tensor:  # (...) without gradient
     "beta (log pi - log pi_ref): the reward that DPO learns (Rafailov et al. 2023, section 5.1)."
     return beta * (logp - logp_ref).detach()

@@ -46,8 +46,8 @@ CLIP_KINDS = ("binding", "outside")
 def clip_fraction(
     ratio: Tensor,  # (...), importance ratio pi / pi_old
     advantage: Tensor | None = None,  # (...), shape of `ratio`; "outside" needs none
-    eps_low: float = 0.2,  # as in `clipped_surrogate`
-    eps_high: float | None = None,  # as in `clipped_surrogate`; None = eps_low
+    eps_low: float = 0.2,  # out of range is a ratio below 1 - eps_low
+    eps_high: float | None = None,  # or above 1 + eps_high; None = eps_low
     kind: str = "binding",  # "binding": the gradient is stopped; "outside": out of range
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
 ) -> Tensor:  # 0-dim: a share, from 0 to 1

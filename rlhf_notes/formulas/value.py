@@ -57,7 +57,7 @@ def value_clip_fraction(
     value: Tensor,  # (...), V, in units of the return
     value_old: Tensor | None,  # (...), V when the data were collected
     returns: Tensor,  # (...), R
-    clip_range: float | None,  # as in `value_loss`
+    clip_range: float | None,  # V may move so far from V_old; None = no clip
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
 ) -> Tensor:  # 0-dim: a share, from 0 to 1; 0 if nothing counts
     "Share of the elements where the clip stops the gradient of `value_loss`."
@@ -96,7 +96,7 @@ def value_transform(
 @checked(x="float (...)", eps="[0, inf)")
 def value_inv_transform(
     x: Tensor,  # (...), finite
-    eps: float = 1e-2,  # as in `value_transform`
+    eps: float = 1e-2,  # weight of the linear part, > 0
 ) -> Tensor:  # (...), float32 or better
     "The inverse of `value_transform`."
     b = 1 + 2 * eps

@@ -367,7 +367,7 @@ class RLHF(Trainer):
         cls,
         path,  # a directory that `save` has written
         prompts: list = (),  # to learn from, with `reward`
-        reward=None,  # as for `RLHF`
+        reward=None,  # reward(prompts, responses, **columns) -> numbers; or a list of such
     ) -> "RLHF":  # the saved policy is the new reference
         "A saved policy, ready to generate; with prompts and a reward, to learn further."
         try:

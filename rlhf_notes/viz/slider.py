@@ -201,8 +201,8 @@ class Slider:
     "Frames for all combinations of some parameters, and sliders that choose. Made by `slider`."
     def __init__(
         self,
-        draw,  # draw(**values), as in `slider`
-        alt,  # a text or alt(**values), as in `slider`
+        draw,  # draw(**values) draws a figure with pyplot or returns one
+        alt,  # text for those who do not see it, or alt(**values)
         dials: dict,  # name -> complete `Dial`
     ):
         self.dials = dials
