@@ -159,20 +159,27 @@ def _tensor(name, kind, dims):
 
 def _match(name, x, dims, at, seen):
     "Match the shape of x with the pattern, and with the sizes of its letters seen before."
-    sizes = tuple(x.shape)
-    if at is not None and x.ndim >= len(dims) - 1:
-        end = at + x.ndim - len(dims) + 1
-        sizes = *sizes[:at], sizes[at:end], *sizes[end:]
-    if len(sizes) != len(dims): raise _misfit(name, x, dims)
+    sizes = _sizes(tuple(x.shape), dims, at)
+    if sizes is None: raise _misfit(name, x, dims)
+    found = {}
     for dim, size in zip(dims, sizes):
-        known, first = seen.setdefault(dim, (size, name))
+        known, first = seen.get(dim) or found.setdefault(dim, (size, name))
         if known != size:
-            raise _misfit(name, x, dims, f" with {dim} = {known}, as {first} has")
-    seen[dims] = x.shape, name
+            turned = x.ndim == 2 and all(
+                seen.get(d, (n,))[0] == n for d, n in zip(dims, _sizes(x.shape[::-1], dims, at)))
+            raise _misfit(name, x, dims, f" with {dim} = {known}, as {first} has", turned)
+    seen |= found | {dims: (x.shape, name)}
 
-def _misfit(name, x, dims, where=""):
+def _sizes(shape, dims, at):  # -> of each letter, `...` a tuple of them; None = too many or too few
+    if at is not None and len(shape) >= len(dims) - 1:
+        end = at + len(shape) - len(dims) + 1
+        shape = *shape[:at], tuple(shape[at:end]), *shape[end:]
+    return shape if len(shape) == len(dims) else None
+
+def _misfit(name, x, dims, where="", turned=False):
     wanted = f"the shape ({', '.join(dims)}){where}"
-    return ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
+    cure = f"; {name}.T has it" if turned else ""
+    return ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}{cure}")
 
 # %% ../nbs/checks.ipynb #value
 def check_value(name, value, rule):  # name of the argument, what came, a rule as for `checked`
