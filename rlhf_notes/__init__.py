@@ -69,6 +69,10 @@ from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 
+from . import _moved
+
+_moved.install()
+
 
 def _read(file): return (_Path(__file__).parent / file).read_text(encoding="utf-8")
 
@@ -87,22 +91,6 @@ def _names():
 
 _MODULE_OF = _names()
 __all__ = [*_MODULE_OF, "fast"]
-_REMOVED = {  # name -> what to use now
-    "microbatch_weight": "aggregation_weights, or policy_loss(total=)",
-    "rlhf_notes.formulas.family": "rlhf_notes.formulas.grpo",
-    "rlhf_notes.language.scale": "rlhf_notes.language.machine",
-    "rlhf_notes.hub.own_loop": "rlhf_notes.hub.trainers"}
-
-
-class _Removed:
-    "Tell what took the place of a module that is gone."
-    @staticmethod
-    def find_spec(name, *_):
-        if name in _REMOVED:
-            raise ModuleNotFoundError(f"{name} was removed, use {_REMOVED[name]}", name=name)
-
-
-_sys.meta_path.append(_Removed)
 
 
 def __getattr__(name):
@@ -121,8 +109,9 @@ def _missing(name, imported):
     "The error, with a hint; `from rlhf_notes import` would replace an AttributeError by its own."
     near = " or ".join(map(repr, _get_close_matches(name, __all__)))
     hint = f"; did you mean {near}?" if near else ""
-    hint = f"; it was removed, use {_REMOVED[name]}" if name in _REMOVED else hint
-    if imported and _find_spec(f"{__name__}.{name}") is None:
+    place = _moved.PLACES.get(f"{__name__}.{name}")
+    hint = f"; it was removed, use {place}" if place else hint
+    if imported and (place or _find_spec(f"{__name__}.{name}") is None):
         return ImportError(f"cannot import name {name!r} from {__name__!r}{hint}", name=name)
     return AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 

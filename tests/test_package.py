@@ -21,7 +21,7 @@ import pytest
 from rules import broken, text
 
 import rlhf_notes
-from rlhf_notes import _docstrings
+from rlhf_notes import _docstrings, _moved
 
 ROOT = notebooks.ROOT
 BREAKS = sorted((ROOT / "tests" / "breaks").glob("*.json"))
@@ -60,24 +60,39 @@ def test_a_name_that_is_not_there_is_told_with_its_neighbour_by_import_too(monke
         from rlhf_notes import clip_surrogate  # noqa: F401
     with pytest.raises(ImportError, match="^cannot import name 'xyzzy' from 'rlhf_notes'$"):
         from rlhf_notes import xyzzy  # noqa: F401
-    assert set(rlhf_notes._REMOVED).isdisjoint(rlhf_notes.__all__)
-    monkeypatch.setitem(rlhf_notes._REMOVED, "old_whiten", "whiten")
+    monkeypatch.setitem(_moved.PLACES, "rlhf_notes.old_whiten", "whiten")
     with pytest.raises(ImportError, match="'old_whiten'.*; it was removed, use whiten$"):
         from rlhf_notes import old_whiten  # noqa: F401
     assert not hasattr(rlhf_notes, "xyzzy") and getattr(rlhf_notes, "xyzzy", None) is None
     assert python("from rlhf_notes import formulas, cli; print(cli.main.__name__)") == "main"
 
 
-def test_a_removed_module_is_told_with_what_took_its_place():
-    gone = [name for name in rlhf_notes._REMOVED if name.startswith("rlhf_notes.")]
-    for name in gone:
-        with pytest.raises(ImportError, match=f"{name} was removed, use rlhf_notes"):
-            importlib.import_module(name)
-        assert importlib.import_module(rlhf_notes._REMOVED[name])
+@pytest.mark.parametrize("old", _moved.PLACES)
+def test_a_name_that_has_moved_is_told_with_its_new_place(old):
+    module, _, name = old.rpartition(".")
+    place = _moved.PLACES[old]
+    with pytest.raises(ImportError, match=f"{name}.* was removed, use {re.escape(place)}$"):
+        exec(f"from {module} import {name}")
+    assert old not in _moved.PLACES.values()
+    if place.startswith("rlhf_notes."):
+        exec(f"from {place.rpartition('.')[0]} import {place.rpartition('.')[2]}")
+
+
+def test_the_changelog_has_each_name_that_has_moved():
+    table = text(ROOT / "CHANGELOG.md").split("| 0.1 | 0.2 |")[1].split("\n\n")[0]
+    def missing(old):
+        module, _, name = old.removeprefix("rlhf_notes.").rpartition(".")
+        return not any(name in line and module in line for line in table.splitlines())
+    assert not [old for old in _moved.PLACES if missing(old)]
+
+
+def test_a_module_that_has_lost_a_name_says_of_others_that_they_are_none():
+    ppo = importlib.import_module("rlhf_notes.control.ppo")
+    assert not hasattr(ppo, "xyzzy") and ppo.__getattr__.func is _moved.instead
+    with pytest.raises(ImportError, match="^cannot import name 'xyzzy' from 'rlhf_notes.con"):
+        from rlhf_notes.control.ppo import xyzzy  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         importlib.import_module("rlhf_notes.formulas.never_there")
-    with pytest.raises(ImportError, match="it was removed, use aggregation_weights"):
-        from rlhf_notes import microbatch_weight
 
 
 def test_all_places_say_the_same_version():
