@@ -173,9 +173,9 @@ def _weights(weights, R):  # -> R numbers, or (R,)
     if isinstance(weights, Tensor):
         check_value("weights", weights, "real (R)")
     else:
-        for w in weights if isinstance(weights, (list, tuple)) else [weights]:
+        weights = [*weights] if isinstance(weights, (list, tuple)) else [weights]
+        for w in weights:
             check_value("weights", w, "(-inf, inf)")
-        weights = list(weights)
     if len(weights) == R: return weights
     raise ValueError(f"weights must have a number for each of the {R} rewards, got {len(weights)}")
 

@@ -74,7 +74,7 @@ def policy_loss(
     eps_low: float | None = None,  # how far below 1 the ratio may go ("gmpo": log-ratio below 0)
     eps_high: float | None = None,  # how far above; None = `eps_low`, if given; else the variant's
     dual_clip: float | None = None,  # c > 1: where A < 0, no loss above c; None = no such bound
-    tau: tuple[float, float] = (1.0, 1.05),  # "sapo": steepness for A > 0, and for the rest
+    tau: tuple | list | Tensor = (1.0, 1.05),  # "sapo": steepness for A > 0, and for the rest
     aggregation: str | Tensor | None = None,  # a mode, or weights (B, T); None = the variant's
     length: int | None = None,  # for "constant": the length to divide by, in tokens; default T
     weight: Tensor | None = None,  # (B, 1) or (B, T), factor of each token's objective; a constant
@@ -164,6 +164,7 @@ def _bounds(variant, eps_low, eps_high, dual_clip, tau):
     unused |= dict(eps_low=eps_low, eps_high=eps_high) if low is None else {}
     for name, x in unused.items():
         if x is not None: raise ValueError(f"{name} must be None for variant={variant!r}, got {x}")
+    tau = tau.tolist() if isinstance(tau, Tensor) else tau
     if not isinstance(tau, (tuple, list)) or len(tau) != 2:
         raise TypeError(f"tau must be a pair of numbers, for A > 0 and for the rest, got {tau!r}")
     for t in tau:
