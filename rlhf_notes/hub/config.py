@@ -55,7 +55,7 @@ class Own(TaskConfig):
 @config_class
 class OwnConfig(Own, RLHFConfig):
     "Options of `RLHF`."
-    algo: Literal["ppo", "grpo", "rloo", "teacher"] = "grpo"
+    algo: Literal["ppo", "grpo", "rloo", "teacher", "hint"] = "grpo"
     overlong: Literal["replace", "subtract", "filter", "soft", "keep"] = "keep"
     prompt_order: Literal["random", "epochs"] = "random"
     "prompts of your own: each drawn at random, or all of them once before any comes again"

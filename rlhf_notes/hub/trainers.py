@@ -43,7 +43,7 @@ import torch
 from ..checks import check_value, told_as
 from ..formulas.advantage import _of_ones_own
 from ..formulas.masking import centre
-from ..language.config import LoopConfig, check_variant
+from ..language.config import TAUGHT, LoopConfig, check_variant
 from ..language.dpo import DPOLoop
 from ..language.loop import Loop
 from ..language.machine import make_machine
@@ -279,7 +279,7 @@ class RLHF(Trainer):
             if algo == "ppo":
                 raise ValueError(f"algo must be grpo or rloo with a {name}, which needs no values, "
                                  "got ppo")
-            algo, reward = "teacher", reward or unscored
+            algo, reward = name, reward or unscored
         options, schedule = own_schedule(options)
         config = OwnConfig(algo=algo, iterations=iterations, seed=seed,
                            response_length=max_new_tokens, **options)
@@ -304,13 +304,13 @@ class RLHF(Trainer):
     @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward, environment=None, compare=None,
                teacher=None):
-        if config.algo in ("dpo", "teacher") and reward is not None and not (teacher or compare):
+        if config.algo in ("dpo", *TAUGHT) and reward is not None and not (teacher or compare):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got "
                              f"{config.algo}")
         lm, machine = self._load_parts(config, model, tokenizer, prompts, reward, environment)
         warn_of_ends(self.task)
         self.recorder = Recorder()
-        hooks = [Spread(config, warns=config.algo != "teacher"), self.recorder]
+        hooks = [Spread(config, warns=config.algo not in TAUGHT), self.recorder]
         self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare, hooks)
         if teacher is not None:
             self.loop.reference = self._load_teacher(teacher)

@@ -112,7 +112,9 @@ def test_what_does_not_go_together_is_refused_by_name():
             (dict(hint=hint, turn_credit="leave-one-out"), "turn_credit must be left out with "),
             (dict(hint=hint, observation_coef=0.1), "observation_coef must be left out with hint"),
             (dict(hint=hint, algo="ppo"), "algo must be grpo or rloo with a hint"),
-            (dict(hint=hint, kl_coef=0.1), "kl_coef must be left out for algo teacher")):
+            (dict(hint=hint, kl_coef=0.1), "kl_coef must be left out for algo hint"),
+            (dict(hint=hint, kl_in_loss=True), "kl_in_loss must be left out for algo hint"),
+            (dict(hint=hint, lam=0.5), "lam must be left out for algo hint")):
         if "hint" in options and "kl_coef" not in options: options["kl_coef"] = None
         with pytest.raises(ValueError, match=f"^{words}"): hinting(**options)
 

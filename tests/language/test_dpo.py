@@ -318,7 +318,7 @@ def test_what_preferences_do_not_use_is_refused(options):
 
 def test_dpo_does_not_learn_from_a_reward():
     with pytest.raises(
-        ValueError, match="^algo must be 'ppo', 'grpo', 'rloo' or 'teacher', got 'dpo'"):
+        ValueError, match="^algo must be 'ppo', 'grpo', 'rloo', 'teacher' or 'hint', got 'dpo'"):
         RLHF(tiny_lm(), make_tokenizer(), ["about"], lambda p, r: [0.0] * len(r), algo="dpo")
 
 
