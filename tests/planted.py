@@ -1101,3 +1101,46 @@ def rewards_moved_and_back(rewards, values, dones, next_value, gamma=0.99, lam=0
         following = values[t]
         out.append(last)
     return torch.stack(out[::-1])
+
+
+# A switch, a promise and a mask that do nothing, or not what they say
+
+
+@fault("option-without-effect", "policy_loss", clip_low=0.37)
+def switch_not_forwarded(logp, old_logp, adv, mask, eps=0.37, norm_adv=True):
+    return -masked_mean(surrogate(logp, old_logp, adv, eps, eps), mask)
+
+
+@fault("option-without-effect", "group_advantage")
+def scaled_in_any_case(rewards, num_generations=4, scale_rewards=True):
+    groups = rewards.view(-1, num_generations)
+    return ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()
+
+
+@right("policy_loss", clip_low=0.13, aggregation="token-mean")
+def a_statistic_is_an_effect(logp, old_logp, adv, mask, eps=0.13, with_ratio=True):
+    loss = -masked_mean(surrogate(logp, old_logp, adv, eps, eps), mask)
+    return (loss, (logp - old_logp).exp().mean()) if with_ratio else loss
+
+
+@fault("scale", "policy_loss", scale=8.0)
+def group_not_divided(logp, old_logp, adv, mask, group_size=8):
+    return -rows(surrogate(logp, old_logp, adv), mask).view(-1, group_size).sum(1).mean()
+
+
+@fault("scale", "gae", gamma=0.9, lam=0.8889)
+def lambda_without_gamma(rewards, values, dones, next_value, gamma=0.9, lam=0.8):
+    live = 1 - dones.double()
+    return recursion(rewards, values, live, live, next_value, gamma, lam / gamma)
+
+
+@fault("mask-leak", "kl")
+def centred_over_padding(logps, ref_logps, mask):
+    d = logps - ref_logps
+    return masked_mean(d - d.mean(), mask)
+
+
+@right("preference_loss", form="hinge", beta=0.37)
+def hinge(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta=0.37):
+    h = (chosen_logps - ref_chosen_logps) - (rejected_logps - ref_rejected_logps)
+    return torch.relu(1 - beta * h).mean()

@@ -172,11 +172,18 @@ def not_exchangeable(rewards): return (rewards - rewards.mean()) / rewards.std(-
     (of_one_by_variance, "mean", None, "deviation"),
     (not_exchangeable, None, "sample", "baseline")])
 def test_one_group_a_call(f, baseline, deviation, found):
-    report = identify(f)
+    report = identify(f, kind="group_advantage")  # says that a call has one group
     assert {x.kind for x in report.findings} == set(found.split()), report
     assert report.right == (not found)
     assert (report.facts["baseline"], report.facts["deviation"]) == (baseline, deviation)
-    assert any("one group a call" in x for x in report.notes) == (f is not not_exchangeable)
+    open = identify(f)
+    assert not open.right and bool(open.unknown) == (f is not not_exchangeable)
+
+
+def test_names_may_say_that_a_call_has_one_group():
+    def group_norm(rewards): return of_one(rewards)
+    assert identify(group_norm).right and "right, one group a call" in str(identify(group_norm))
+    assert "not known: whether a call has the rewards of one group" in str(identify(of_one))
 
 
 # One prompt's rewards move another's advantages
@@ -193,7 +200,7 @@ def of_a_number(rewards, num_generations=4): return by_batch(rewards)
 def test_groups_in_one_call(f, found):
     report = identify(f)
     assert {x.kind for x in report.findings} == set(found.split()), report
-    assert ("right, one group a call" in str(report)) == (f is by_columns)
+    assert bool(report.unknown) == (f is by_columns) and not report.right
 
 
 # Log-probabilities that are made of logits

@@ -6,19 +6,18 @@ import sys
 from types import ModuleType
 
 from .calls import LIMIT, Subject, Unreadable, time_limit
-from .gae import read_gae
-from .groups import read_group_advantage
-from .losses import read_kl, read_preference_loss, read_value_loss
-from .masks import read_aggregate, read_whiten, read_x
+from .gae import GAE
+from .groups import GroupAdvantage
+from .losses import KL, PreferenceLoss, ValueLoss
+from .masks import Aggregate, Whiten, reduces
 from .names import KINDS
-from .policy import read_policy
+from .policy import PolicyLoss
 from .report import Report
-from .tokens import read_entropy, read_log_prob
+from .tokens import Entropy, LogProb
 
-READERS = {"policy_loss": read_policy, "value_loss": read_value_loss, "gae": read_gae,
-           "group_advantage": read_group_advantage, "kl": read_kl, "log_prob": read_log_prob,
-           "entropy": read_entropy, "aggregate": read_aggregate, "whiten": read_whiten,
-           "preference_loss": read_preference_loss, "x": read_x}
+READERS = {reader.kind: reader for reader in (
+    PolicyLoss, ValueLoss, GAE, GroupAdvantage, KL, LogProb, Entropy, Aggregate, Whiten,
+    PreferenceLoss)} | {"x": reduces}
 
 
 def identify(
@@ -33,27 +32,21 @@ def identify(
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if layout not in (None, "BT", "TN"):
         raise ValueError(f'layout must be "BT", "TN" or None, got {layout!r}')
-    subject = Subject(function, names, options)
-    subject.guessed = kind is None
+    subject = Subject(function, names, options, layout, guessed=kind is None)
     kind = kind or subject.guess()
     if kind is None:
         raise Unreadable(f"kind must be given, as the names of {subject.name} do not tell it: "
                          f"{', '.join(subject.parameters)} are understood as "
                          f"{subject.understood()}; a batch is read by keys or attributes, not by "
                          "position: write a function of its tensors around it")
-    subject.layout = layout
     try:
         with time_limit(LIMIT):
-            report = READERS[kind](subject)
+            reader = READERS[kind](subject)
+            reader.read()
+            return reader.finish()
     except TimeoutError:
         raise Unreadable(f"{subject.name} took more than {LIMIT:g} s in {subject.calls} calls: an "
                          "endless loop, or too slow to be read") from None
-    if subject.changed:
-        report.find("in-place", f"a call changes {' and '.join(sorted(subject.changed))} of its "
-                                "caller")
-    if subject.printed:
-        report.notes.append(f"it prints: {subject.printed.splitlines()[0][:80]}")
-    return report
 
 
 class _Callable(ModuleType):

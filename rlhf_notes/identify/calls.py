@@ -1,6 +1,6 @@
 """A function of someone else, called with tensors by what its parameters mean."""
 
-__all__ = ["LIMIT", "time_limit", "quiet", "result_tensors", "Subject", "Unreadable"]
+__all__ = ["LIMIT", "time_limit", "quiet", "result_tensors", "same", "Subject", "Unreadable"]
 
 import contextlib
 import inspect
@@ -12,8 +12,8 @@ import threading
 import torch
 
 from ..formulas.logprob import selective_log_softmax
-from .names import kind_of_roles, role_of, usual_number, parts_of
-from .packs import opened
+from .names import kind_of_roles, parts_of, role_of, usual_number
+from .packs import EMPTY, opened
 
 
 class Unreadable(ValueError):
@@ -76,7 +76,13 @@ def _tensor(x):
     except (TypeError, ValueError, RuntimeError): return None
 
 
-def _equal(a, b): return torch.equal(a.double().nan_to_num(7), b.double().nan_to_num(7))
+def same(a, b, tolerance: float = 1e-4) -> bool:  # two lists of tensors
+    "True if all are equal up to rounding; NaN equals NaN."
+    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b)): return False
+    scale = max([1e-12, *(y.detach().double().abs().nan_to_num(0, 0, 0).max().item() for y in b
+                          if y.numel())])
+    return all(torch.allclose(x.double(), y.double(), tolerance, 1e-2 * tolerance * scale,
+                              equal_nan=True) for x, y in zip(a, b))
 
 
 def _as_logits(logp):  # (B, T), below 0 -> (B, T, 2)
@@ -88,7 +94,7 @@ def _as_logits(logp):  # (B, T), below 0 -> (B, T, 2)
 class Subject:
     "A function, the roles of its parameters, its options, and the dialect in which it is called."
 
-    def __init__(self, function, names=None, options=None):
+    def __init__(self, function, names=None, options=None, layout=None, guessed=False):
         self.function = function.forward if isinstance(function, torch.nn.Module) else function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.parameters = self._signature(function)
@@ -97,13 +103,13 @@ class Subject:
             if x is not None and not isinstance(x, dict):
                 raise TypeError(f"{name} must be a dict or None, got {type(x).__name__}")
         self._open({*(options or {}), *(names or {}), *(names or {}).values()})
-        self.given = dict(options or {})
+        self.given, self.layout = dict(options or {}), layout
         for name in self.given.keys() - self.parameters.keys():
             raise Unreadable(f"options must be parameters of {self.name}, got {name!r}; it has "
                              f"{', '.join(self.parameters)}")
         self._assign(names or {})
         self.dialect, self.printed, self.calls, self.changed = {}, "", 0, set()
-        self.guessed = False  # the kind, from the names
+        self.guessed = guessed  # the kind, from the names
         self.filled, self.unset = {}, {}  # options without a number -> the one they get here
         self.as_logits = set()  # parameters that want logits
 
@@ -143,19 +149,16 @@ class Subject:
             told[theirs] = role_of(ours) or ours
         self.unknown = []
         for name, p in self.parameters.items():
-            plain = p.default is p.empty or p.default is None
-            role = told.get(name) or (role_of(name) if plain and name not in self.given else None)
-            if role and role in self.roles:
+            plain = (p.default is EMPTY or p.default is None) and name not in self.given
+            role = told.get(name) or (role_of(name) if plain else None)
+            if role in self.roles:
                 self._second(role, name)
             elif role:
                 self.roles[role] = name
-            elif p.default is p.empty and name not in self.given:
+            elif p.default is EMPTY and name not in self.given:
                 self.unknown.append(name)
-
         if "weight" in self.roles:
-            name = self.roles.pop("weight")
-            if self.parameters[name].default in (inspect._empty, None):
-                self.roles.setdefault("mask", name)
+            self.roles.setdefault("mask", self.roles.pop("weight"))
         if "logits" in self.roles and "labels" not in self.roles and "index" in self.roles:
             self.roles["labels"] = self.roles.pop("index")
 
@@ -163,17 +166,15 @@ class Subject:
         "Two parameters of one role: that of the new policy says so, or stands first."
         old = {"logp": "logp_old", "value": "value_old"}.get(role)
         if old is None or old in self.roles:
-            self.unknown += [name] if self.parameters[name].default is inspect._empty else []
+            self.unknown += [name] * (self.parameters[name].default is EMPTY)
             return
-        first, second = self.roles[role], name
-        if "new" in parts_of(second) and "new" not in parts_of(first):
-            first, second = second, first
-        self.roles[role], self.roles[old] = first, second
+        both = [self.roles[role], name]
+        both.sort(key=lambda n: "new" not in parts_of(n))
+        self.roles[role], self.roles[old] = both
 
     def required(self) -> set:  # roles
         "Roles of the parameters without default."
-        return {role for role, name in self.roles.items()
-                if self.parameters[name].default is inspect._empty}
+        return {r for r, n in self.roles.items() if self.parameters[n].default is EMPTY}
 
     def guess(self) -> str | None:  # a kind, or None
         "The kind, from the roles."
@@ -197,7 +198,7 @@ class Subject:
             raise Unreadable(f"kind must be given, as {self.name} gives {what}; it has "
                              f"{', '.join(self.parameters)}, understood as {self.understood()}")
 
-    def prepare(self, supplied):
+    def prepare(self, supplied):  # roles that the reader has tensors for
         "Settle what the options without default get; Unreadable if a parameter is not understood."
         unknown = [*self.unknown, *(self.roles[r] for r in self.required() - set(supplied))]
         for name in dict.fromkeys(unknown):
@@ -213,33 +214,44 @@ class Subject:
         "Parameters and their roles, for a message."
         return ", ".join(f"{name}: {role}" for role, name in self.roles.items()) or "nothing"
 
+    def _options(self):
+        values = {n: p.default for n, p in self.parameters.items()} | self.filled | self.given
+        return {n: x for n, x in values.items() if n not in self.roles.values()}
+
     @property
     def numbers(self) -> dict:  # name -> value
         "The numeric options: given, by default, or filled in."
-        defaults = {n: p.default for n, p in self.parameters.items()}
-        found = defaults | self.filled | self.given
-        return {n: x for n, x in found.items()
+        return {n: x for n, x in self._options().items()
                 if isinstance(x, (int, float)) and not isinstance(x, bool)}
 
+    @property
     def switches(self) -> dict:  # name -> value
         "The options that are True, False, None or a string."
-        tensors = set(self.roles.values())
-        found = {n: p.default for n, p in self.parameters.items()} | self.given
-        return {n: x for n, x in found.items()
-                if (x is None or isinstance(x, (bool, str)))
-                and n not in tensors and n not in self.unset}
+        return {n: x for n, x in self._options().items()
+                if (x is None or isinstance(x, (bool, str))) and n not in self.unset}
+
+    def cast(self, x):
+        "A copy in the dialect's type and form: the function may change it."
+        if not isinstance(x, torch.Tensor): return x
+        how = self.dialect
+        real = how.get("dtype", torch.float64)
+        flag = dict(bool=torch.bool, float=real, int=torch.int64)[how.get("flags", "bool")]
+        x = x.to(flag if x.dtype == torch.bool else real if x.is_floating_point() else x.dtype,
+                 copy=True)
+        return x.flatten() if how.get("form") == "flat" else x
 
     def run(self, case: dict, **options):  # role -> value -> what the function returns
         "One call; exceptions become one sentence."
         values = self.filled | self.unset | self.given | {
-            self.roles[role]: x for role, x in case.items() if role in self.roles} | options
+            self.roles[role]: self.cast(x) for role, x in case.items() if role in self.roles}
         for name in self.as_logits & values.keys():
             values[name] = _as_logits(values[name])
-        kinds = {n: p.kind for n, p in self.parameters.items()}
-        first = [n for n, k in kinds.items() if k == inspect.Parameter.POSITIONAL_ONLY]
-        args = [values.pop(n) for n in first if n in values]
+        values |= options
+        args = [values.pop(n) for n, p in self.parameters.items()
+                if p.kind is p.POSITIONAL_ONLY and n in values]
+        tensors = {n: x for n, x in values.items() if isinstance(x, torch.Tensor)}
+        before = {n: x.detach().clone() for n, x in tensors.items()}
         self.calls += 1
-        before = {n: x.detach().clone() for n, x in values.items() if isinstance(x, torch.Tensor)}
         with quiet(self.calls) as said:
             try:
                 out = self.function(*args, **values)
@@ -247,26 +259,33 @@ class Subject:
                 raise
             except (Exception, SystemExit) as e:
                 text = str(e).strip().split("\n")[0][:200]
-                shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in values.items()
-                                   if isinstance(x, torch.Tensor))
+                shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
                 raise Unreadable(f"{self.name} raised {type(e).__name__}: {text}; called with "
                                  f"{shapes or 'no tensor'}") from e
             finally:
                 self.printed = self.printed or said.getvalue().strip()
-        self.changed |= {n for n, x in before.items() if not _equal(x, values[n].detach())}
+        self.out = out
+        self.changed |= {n for n, x in before.items() if not same([tensors[n].detach()], [x], 0)}
         return out
 
-    def tune(self, tries: dict, attempt):
-        "The first dialect, one choice of each of `tries`, for which attempt(dialect) succeeds."
-        first, unset = None, {n: usual_number(n) for n, x in self.switches().items()
+    def tune(self, tries: dict, probe):
+        "Take the first dialect, one of each of `tries`, in which probe() gives a list of tensors."
+        first, unset = None, {n: usual_number(n) for n, x in self.switches.items()
                               if x is None and usual_number(n) is not None}
-        for filled in ({}, *({n: x} for n, x in unset.items()), unset):
+        for filled in ({}, *({n: x} for n, x in unset.items()), unset)[:None if unset else 1]:
             self.unset = filled  # options of None that have to be numbers
             for choice in itertools.product(*tries.values()):
                 self.dialect = dict(zip(tries, choice))
                 try:
-                    return attempt(self.dialect)
+                    found = probe()
                 except Unreadable as e:  # a wrong shape says less than what comes after it
                     first = e if first is None or "size of tensor" in str(first) else first
-            if not unset: break
+                else:
+                    return self._check(found, probe())
         raise first
+
+    def _check(self, one, again):
+        if not same(one, again):
+            raise Unreadable(f"{self.name} is random: two calls with the same input differ")
+        if not all(bool(x.isfinite().all()) for x in one):
+            raise Unreadable(f"{self.name} gives NaN or infinity on ordinary input")

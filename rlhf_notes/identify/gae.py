@@ -1,36 +1,92 @@
 """GAE and discounted returns, read from the response to single rewards and values."""
 
-__all__ = ["read_gae"]
+__all__ = ["GAE"]
 
 from itertools import combinations
 
 import torch
 
-from ..formulas.advantage import gae
 from ..formulas.whitening import whiten
-from .calls import Unreadable, result_tensors
-from .probing import DTYPES, check_repeatable, noise, report_dead, same
-from .report import Report, number
+from .calls import Unreadable, result_tensors, same
+from .probing import FLAGS, REAL, Reader, noise, number
 
 T, N = 8, 11  # steps and environments, or tokens and responses
-ENDS = ("done", "terminated", "truncated", "not_done", "starts", "done_last", "not_done_last")
-SUPPLIED = "rewards value next_value mask padding lengths logp logp_ref returns advantage".split()
+ENDS = {"done", "terminated", "truncated", "not_done", "starts", "done_last", "not_done_last"}
+LAST = torch.arange(T)[:, None].expand(T, N) == T - 1
 
 
-class Steps:
+def earlier(x): return torch.cat([x[1:], torch.zeros_like(x[:1])])
+
+
+def later(x): return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+
+
+def later_but_last(x): return torch.cat([later(x)[:-1], x[-1:]])
+
+
+ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for them
+    ("no-bootstrap", lambda end, done: (end | LAST, done)),
+    ("no-bootstrap", lambda end, done: (done, done)),
+    ("no-bootstrap", lambda end, done: (done | LAST, done)),
+    ("ends-ignored", lambda end, done: (end, done & False)),
+    ("bootstrap-past-end", lambda end, done: (end & False, done)),
+    ("bootstrap-past-end", lambda end, done: (end & ~LAST, done & ~LAST)),
+    ("off-by-one", lambda end, done: (earlier(end), earlier(done))),
+    ("off-by-one", lambda end, done: (later(end), later(done))),
+    ("off-by-one", lambda end, done: (later_but_last(end), later_but_last(done))),
+    ("off-by-one", lambda end, done: (end, earlier(done))),
+    ("off-by-one", lambda end, done: (earlier(end), done)),
+)
+SAYS = {
+    "no-bootstrap": "V of what follows a cut that is no end is 1: the advantage before the cut "
+                    "changes by 0, the formula gives gamma",
+    "ends-ignored": "an episode ends, the next step earns 1: the advantage before the end changes "
+                    "by gamma lambda, the formula gives 0",
+    "bootstrap-past-end": "an episode ends, V of what follows is 1: the advantage of its last step "
+                          "changes by gamma, the formula gives 0",
+    "off-by-one": "an episode ends: the sum is cut one step beside its last step",
+}
+
+
+def draws(seed=1): return [noise(T, N, seed=seed + i) for i in range(3)]
+
+
+def show(x): return ", ".join(f"{y:.3g}" for y in x.tolist())
+
+
+def advantages(r, v, nv, end, done, gamma, lam):
+    "Our GAE; its own function wants gamma and lambda within [0, 1]."
+    out, last = [], 0
+    delta = r + gamma * nv * ~end - v
+    for t in reversed(range(T)):
+        last = delta[t] + gamma * lam * ~done[t] * last
+        out.append(last)
+    return torch.stack(out[::-1])
+
+
+class GAE(Reader):
     "A function of rewards, values and ends, called with arrays (T, N) whose time comes first."
+    kind, axes = "gae", ("steps later", "response of the advantage")
+    supplied = ("rewards value next_value mask padding lengths logp logp_ref returns advantage "
+                + " ".join(ENDS))
+    less_values = False  # returns are read: values are taken off
 
-    def __init__(self, subject):
-        self.subject, self.roles = subject, subject.roles
-        if "mask" in self.roles and "next_value" in self.roles and not self.ends:
-            self.roles["not_done"] = self.roles.pop("mask")  # 0 where the episode ended
-        subject.prepare((*SUPPLIED, *ENDS))
+    def start(self):
+        roles, layout = self.roles, self.subject.layout
+        if "mask" in roles and "next_value" in roles and not roles.keys() & ENDS:
+            roles["not_done"] = roles.pop("mask")  # 0 where the episode ended
+        self.ends, self.tokens = roles.keys() & ENDS, self.masked
+        each = roles.get("next_value", "").lower().endswith("s") and not (
+            self.ends & {"starts", "done_last"})
+        nexts = ("each", "last", "row") if each else ("last", "row", "each")
+        self.tries = dict(
+            layout=(*([layout] if layout else ["TN", "BT"]), *["1d"] * (layout != "BT")),
+            dtype=REAL, length=("T", "T+1")[:None if "value" in roles else 1],
+            next=nexts if "next_value" in roles else ("last",),
+            flags=("bool", "float", "int")[:None if self.ends or self.tokens else 1])
 
     @property
-    def ends(self): return self.roles.keys() & set(ENDS)
-
-    @property
-    def tokens(self): return bool(self.roles.keys() & {"mask", "padding", "lengths"})
+    def single(self): return self.subject.dialect["layout"] == "1d"
 
     @property
     def each(self):
@@ -48,17 +104,20 @@ class Steps:
         terminated = no if terminated is None else terminated
         done = terminated if done is None else done
         mask = ~no if mask is None else mask
-        case = dict(rewards=r, value=v, mask=mask, padding=~mask, lengths=mask.sum(0))
-        case["next_value"] = dict(each=nv, last=nv[-1], row=nv[-1:])[how["next"]]
-        if how["length"] == "T+1":
-            case["value"] = torch.cat([v, nv[-1:]])
+        case = dict(rewards=r, mask=mask, padding=~mask, lengths=mask.sum(0),
+                    value=v if how["length"] == "T" else torch.cat([v, nv[-1:]]),
+                    next_value=dict(each=nv, last=nv[-1], row=nv[-1:])[how["next"]])
         case |= self._ends(terminated, done)
-        case = {role: self._shaped(x) for role, x in case.items() if role in self.roles}
-        return self._results(result_tensors(self.subject.run(case, **options)), r.shape)
+        def shaped(x):
+            if self.single: return x[..., 0]
+            return x.T.contiguous() if how["layout"] == "BT" and x.ndim == 2 else x
+        found = self._results(self.subject.run({n: shaped(x) for n, x in case.items()}, **options),
+                              r.shape)
+        return {n: x - v for n, x in found.items()} if self.less_values else found
 
     def _ends(self, terminated, done):
         "Each flag in its convention: of this step, or of the observation before it."
-        before = torch.cat([torch.zeros_like(done[:1]), done[:-1]])
+        before = later(done)
         here = before if self.ends & {"done_last", "not_done_last"} else done
         here = done[-1] if "starts" in self.roles else here
         alone = not self.ends - {"terminated"}
@@ -66,326 +125,226 @@ class Steps:
                     not_done_last=~done[-1], terminated=here if alone else terminated,
                     truncated=done if not self.ends - {"truncated"} else done & ~terminated)
 
-    def _shaped(self, x):
-        "In the dialect's layout and dtype."
-        how = self.subject.dialect
-        kind = DTYPES[how["ends"]] if x.dtype == torch.bool else x.dtype
-        x = x.to(how["dtype"] if kind == torch.float64 else kind, copy=True)  # it may be changed
-        if how["layout"] == "1d": return x[..., 0]
-        return x.T.contiguous() if how["layout"] == "BT" and x.ndim == 2 else x
-
     def _results(self, out, shape):
         "The results that have as many numbers as the rewards."
-        layout, found = self.subject.dialect["layout"], {}
+        out, layout, found = result_tensors(out), self.subject.dialect["layout"], {}
         wanted = dict(TN=shape, BT=shape[::-1]).get(layout, shape[:1])
         for name, x in out.items():
             if x.shape == wanted:
                 x = x.T if layout == "BT" else x[:, None].expand(shape) if x.ndim == 1 else x
                 found[name] = x.detach().double()
         if found and sum(x.ndim > 0 for x in out.values()) < 3: return found
-        got = ", ".join(str(tuple(x.shape)) for x in out.values()) or "nothing"
-        raise Unreadable(f"{self.subject.name} returned {got}; expected advantages, or advantages "
-                         "and returns, in the shape of the rewards")
+        self.refuse(out.values(), "advantages, or advantages and returns, in the shape of the "
+                                  "rewards")
 
-    def tune(self):
-        "Find shapes, dtypes and the layout: time runs where one reward spreads."
-        layouts = [self.subject.layout] if self.subject.layout else ["TN", "BT"]
-        plural = self.roles.get("next_value", "").lower().endswith("s")
-        nexts = ["last", "row", "each"] if "next_value" in self.roles else ["last"]
-        if plural and not self.ends & {"starts", "done_last"}:
-            nexts = ["each", "last", "row"]
-        tries = dict(layout=layouts + ["1d"] * (self.subject.layout != "BT"),
-                     dtype=(torch.float64, torch.float32),
-                     length=("T", "T+1") if "value" in self.roles else ("T",), next=nexts,
-                     ends=("bool", "float", "int") if self.ends or self.tokens else ("bool",))
-        self.subject.tune(tries, self._try)
-        check_repeatable(self.subject.name, lambda: [*self(*_draws()).values()])
-
-    def _try(self, dialect):
+    def probe(self):
         "Unreadable if time runs elsewhere, or if each step takes the one value after the last."
-        r, v, nv = _draws()
+        how, (r, v, nv) = self.subject.dialect, draws()
         base = self(r, v, nv)
-        if dialect["layout"] == "1d": return
+        one = torch.zeros(T, N).double().index_put((torch.tensor(5), torch.tensor(4)),
+                                                   torch.tensor(3.0).double())
         across = along = False
-        for part in (dict(r=_plus(r)), dict(v=_plus(v))):
+        for part in (dict(r=r + one), dict(v=v + one)) if not self.single else ():
             for a, b in zip(base.values(), self(**dict(r=r, v=v, nv=nv) | part).values()):
                 moved = (a - b).abs() > 1e-7
                 if moved.all() and len(base) == 1:  # whitened: the names alone tell
-                    across, along = (dialect["layout"] == "BT") != self.tokens, True
+                    across, along = (how["layout"] == "BT") != self.tokens, True
                 elif not moved.all():
                     along |= bool(moved[:5, 4].any())
                     across |= bool(moved[:, torch.arange(N) != 4].any())
-        if across or not along and dialect["next"] != "each":
+        if not self.single and (across or not along and how["next"] != "each"):
             raise Unreadable(f"{self.subject.name} takes each step by itself, or another layout; "
                              "expected sums over later steps")
-        if dialect["next"] != "each" and "next_value" in self.roles:
+        if how["next"] != "each" and "next_value" in self.roles and not self.single:
             for name in base:
-                R, V, L = (_response(self, name, of) for of in ("r", "v", "nv"))
+                R, V, L = (self.response(name, of) for of in ("r", "v", "nv"))
                 if L.any() and V[3, 3].abs() > 1e-6 and (V[2, 3] + R[2, 3]).abs() < 1e-6:
                     raise Unreadable(f"{self.subject.name} takes one next value in every step")
+        return [*base.values()]
 
+    def outcome(self, **options):
+        return [*self(*draws(), noise(T, N, seed=7) > 0.8, **options).values()]
 
-def _draws(seed=1): return [noise(T, N, seed=seed + i) for i in range(3)]
+    def response(self, name, of):
+        "R[t, s]: change of the result at t per unit of a reward, value or next value at s."
+        zero, eye = torch.zeros(T, N).double(), torch.eye(T, N).double()
+        def run(x): return self(**dict(r=zero, v=zero, nv=zero) | {of: x})[name]
+        if not self.single: return (run(eye) - run(zero))[:, :T]
+        columns = [eye[:, s:s + 1].expand(T, N) for s in range(T)]
+        return torch.stack([(run(x) - run(zero))[:, 0] for x in columns], 1)
 
+    def read(self):
+        results = [*self(*draws())]
+        own = {n: self.response(n, "v").diagonal()[:-1].mean().abs() for n in results}
+        adv = next((n for n in results if "adv" in str(n).lower()), max(results, key=own.get))
+        ret = next((n for n in results if n != adv), None)
+        whitened = self._whitened(adv, ret)
+        if whitened and ret is None: return self._guess_whitened(adv)
+        self.less_values = whitened is not None or ret is None and self._is_return(adv)
+        self._steps(ret if whitened else adv)
+        self.less_values = False
+        if whitened:
+            self.facts["whitened"] = whitened
+        elif ret is not None:
+            self._returns(adv, ret)
 
-def _plus(x): return x + 3 * torch.zeros_like(x).index_put((torch.tensor(5), torch.tensor(4)),
-                                                           torch.tensor(1.0).double())
+    def _is_return(self, name):
+        "True for a lone result that is advantage plus value: V has no effect at its own step."
+        if "value" not in self.roles: return False
+        V, L = (self.response(name, of) for of in ("v", "nv"))
+        return bool(V.diagonal()[:-1].abs().max() < 1e-6) and bool(V.any() or L.any())
 
+    def _columns(self, xs): return [x[:, :1].expand(T, N) for x in xs] if self.single else xs
 
-def _response(steps, name, of):
-    "R[t, s]: change of the result at t per unit of a reward, value or next value at s."
-    zero = torch.zeros(T, N, dtype=torch.float64)
-    def run(x): return steps(**dict(r=zero, v=zero, nv=zero) | {of: x})[name]
-    eye = torch.eye(T, N, dtype=torch.float64)
-    if steps.subject.dialect["layout"] != "1d": return (run(eye) - run(zero))[:, :T]
-    columns = [eye[:, s:s + 1].expand(T, N) for s in range(T)]
-    return torch.stack([(run(x) - run(zero))[:, 0] for x in columns], 1)
+    def _whitened(self, adv, ret):
+        "The deviation by which the advantages are divided, None if they are as they were."
+        x = self._columns(draws())
+        out = self(*x)
+        for deviation in ("population", "sample") if ret is not None else ():
+            for shift in (True, False):
+                white = whiten(out[ret] - x[1], None, shift, deviation == "sample", 0.0)
+                if not same([out[adv]], [white], 1e-3): continue
+                if not shift:
+                    self.find("baseline", "the advantages are divided by their deviation, and keep "
+                                          "their mean; whitening removes it")
+                return deviation
+        return "unknown" if same([out[adv]], [self(*(3 * y for y in x))[adv]], 1e-3) else None
 
+    def _guess_whitened(self, adv):
+        "Whitened advantages without returns: compare with the options' own gamma and lambda."
+        self.report.nearest, (r, v, nv) = "gae", draws()
+        names = self.option("gam", "disc"), self.option("lam", "lmb", "gae_l")
+        gamma, lam = (min(self.subject.numbers.get(n, 1.0), 1.0) for n in names)
+        no = torch.zeros(T, N, dtype=torch.bool)
+        for last in (nv[-1:], 0 * nv[-1:]):
+            following = torch.cat([v[1:], last])
+            A, got = advantages(r, v, following, no, no, gamma, lam), self(r, v, following)[adv]
+            if any(same([got], [whiten(A, unbiased=u)], 1e-3) for u in (True, False)):
+                self.report.formula = "gae_tokens" if self.tokens else "gae"
+                return self.facts.update(gamma=gamma, lam=lam, bootstrap=bool(last.any()),
+                                         whitened=True)
 
-def read_gae(subject) -> Report:
-    "Read GAE or discounted returns."
-    report = Report("gae", subject.name, axes=("steps later", "response of the advantage"))
-    steps = Steps(subject)
-    steps.tune()
-    results = [*steps(*_draws())]
-    own = {n: _response(steps, n, "v").diagonal()[:-1].mean().item() for n in results}
-    most = max(results, key=lambda n: abs(own[n]))
-    adv = next((n for n in results if "adv" in str(n).lower()), most)
-    ret = next((n for n in results if n != adv), None)
-    whitened = _whitened(report, steps, adv, ret)
-    if whitened and ret is None:
-        _guess_whitened(steps, adv, report)
-    else:
-        is_return = ret is None and "value" in steps.roles and _is_return(steps, adv)
-        source = ret if whitened else adv
-        _read_steps(report, _Minus(steps) if whitened or is_return else steps, source)
-        report.facts |= {"whitened": whitened} if whitened else {}
-        if ret is not None and not whitened:
-            _returns(report, steps, adv, ret)
-    flags = noise(T, N, seed=7) > 0.8
-    report_dead(report, subject, lambda **o: [*steps(*_draws(), flags, **o).values()])
-    return report
+    def _steps(self, name):
+        "gamma and lambda from the responses; then the faults, as the variant that equals it."
+        facts, has_values = self.facts, "value" in self.roles
+        R, V, L = (self.response(name, of) for of in ("r", "v", "nv"))
+        scale = self._scale(R)
+        if not scale: return
+        R, V, L = R / scale, V / scale, L / scale
+        gl = R[0, 1].item()
+        gamma = (L[0, 0] if self.each else V[0, 1] + gl).item() if has_values else gl
+        lam = gl / gamma if abs(gamma) > 1e-9 else 0.0
+        facts.update(gamma=number(gamma), **({"lam": number(lam)} if has_values else {}))
+        self.report.curves = {"": (torch.arange(T), R[0], gl ** torch.arange(T).double())}
+        if self._plain(R, V, gl, gamma, self.each or not has_values):
+            self._promised()
+            faults = self._faults(name, scale, gamma, lam, has_values)
+            facts["bootstrap"] = bool(self.follows and "no-bootstrap" not in (faults or ""))
+            for kind in faults or ():
+                self.find(kind, SAYS[kind])
+            if faults is None and self._leaps(name):
+                self.find("ends-ignored", SAYS["ends-ignored"])
+            self.report.nearest = "gae" if faults is None else None
+        if self.tokens:
+            self._padding(name)
+        if not self.report.findings and not self.report.nearest:
+            known = "gae_tokens" if self.tokens else "gae"
+            self.report.formula = known if has_values else "discounted_returns"
 
+    def _promised(self):
+        "Find that gamma or lambda follows its option, and is another number."
+        for fact, starts in (("gamma", ("gam", "disc")), ("lam", ("lam", "lmb", "gae_l"))):
+            said = {n: x for n, x in self.subject.numbers.items() if n.lower().startswith(starts)}
+            if len(said) != 1 or fact not in self.facts: continue
+            (name, x), got = *said.items(), self.facts[fact]
+            if 0 < x <= 1 and abs(got - x) > 2e-3 and not same(
+                    self.outcome(**{name: x / 2}), self.outcome(), 1e-9):
+                self.find("scale", f"{name} = {x:g}: the sums over steps have a {fact} of {got:g}")
 
-class _Minus:
-    "Returns less values, in the place of the advantages."
+    def _scale(self, R):
+        "By what a reward of 1 changes the advantage of its own step."
+        own = R.diagonal()
+        mean = own.mean().item()
+        if not R.any():
+            self.find("no-gradient", "a reward of 1 changes no result")
+        elif own.abs().max() < 1e-9 or (own[:-1] - mean).abs().max() > 1e-3:
+            self.find("off-by-one", f"a reward of 1 at step 2 changes its advantage by {own[2]:.3g}"
+                                    f", at the last step by {own[-1]:.3g}; the formula gives 1 and "
+                                    "1")
+        elif abs(mean - 1) > 1e-3:
+            self.find("sign" if mean < 0 else "scale", "a reward of 1 changes its advantage by "
+                                                       f"{mean:.4g}, not by 1")
+            return mean
+        else: return 1.0
 
-    def __init__(self, steps):
-        self.steps = steps
-    def __getattr__(self, name): return getattr(self.steps, name)
+    def _plain(self, R, V, gl, gamma, apart):
+        "Without ends: powers of gamma lambda, and TD errors with the right values."
+        k = torch.arange(T)[None] - torch.arange(T)[:, None]
+        P = torch.where(k >= 0, torch.tensor(gl).double() ** k.clamp(min=0), 0.0)
+        shift = torch.diag(torch.ones(T - 1).double(), 1)
+        values = P @ ((0 if apart else gamma) * shift - torch.eye(T).double())
+        for what, got, formula in (("reward", R, P), ("value", V[:, :-1], values[:, :-1])):
+            if what == "value" and V.abs().max() < 1e-9:
+                if apart: return True
+                self.find("baseline", "a value of 1 changes no advantage; the formula subtracts it")
+                return False
+            if not same([got], [formula], 1e-3):
+                self.find("off-by-one", f"a {what} of 1 changes the advantages of its step and "
+                          f"those before it by {show(got[:4, 3].flip(0))}; the formula gives "
+                          f"{show(formula[:4, 3].flip(0))}")
+                return False
+        return True
 
-    def __call__(self, r, v, *rest, **more):
-        return {name: x - v for name, x in self.steps(r, v, *rest, **more).items()}
-
-
-def _is_return(steps, name):
-    "True for a lone result that is advantage plus value: a value has no effect at its own step."
-    V, L = (_response(steps, name, of) for of in ("v", "nv"))
-    return bool(V.diagonal()[:-1].abs().max() < 1e-6) and bool(V.any() or L.any())
-
-
-def _whitened(report, steps, adv, ret):
-    "The deviation by which the advantages are divided, None if they are as they were."
-    draws = [x[:, :1].expand(T, N) if steps.subject.dialect["layout"] == "1d" else x
-             for x in _draws()]
-    out = steps(*draws)
-    for deviation in ("population", "sample") if ret is not None else ():
-        for shift in (True, False):
-            white = whiten(out[ret] - draws[1], None, shift, deviation == "sample", 0.0)
-            if not same([out[adv]], [white], 1e-3): continue
-            if not shift:
-                report.find("baseline", SAYS["mean kept"])
-            return deviation
-    if not same([out[adv]], [steps(*(3 * x for x in draws))[adv]], 1e-3): return None
-    return "unknown"
-
-
-def _guess_whitened(steps, adv, report):
-    "Whitened advantages without returns: compare with the options' own gamma and lambda."
-    report.nearest, numbers, (r, v, nv) = "gae", steps.subject.numbers, _draws()
-    def option(*parts):
-        return next((min(x, 1.0) for n, x in numbers.items() if n.lower().startswith(parts)), 1.0)
-    gamma, lam, no = option("gam", "disc"), option("lam", "lmb", "gae_l"), noise(T, N) > 9
-    for last in (nv[-1:], 0 * nv[-1:]):
-        following = torch.cat([v[1:], last])
-        A, got = gae(r, v, following, no, no, gamma, lam)[0], steps(r, v, following)[adv]
-        if any(same([got], [whiten(A, unbiased=u)], 1e-3) for u in (True, False)):
-            report.formula = "gae_tokens" if steps.tokens else "gae"
-            report.facts.update(gamma=gamma, lam=lam, bootstrap=bool(last.any()), whitened=True)
-            return
-
-
-def _read_steps(report, steps, name):
-    "gamma and lambda from the responses; then the faults, as the variant that equals it."
-    facts, has_values = report.facts, "value" in steps.roles
-    R, V, L = (_response(steps, name, of) for of in ("r", "v", "nv"))
-    scale = _scale(report, R)
-    if not scale: return
-    R, V, L = R / scale, V / scale, L / scale
-    gl = R[0, 1].item()
-    gamma = (L[0, 0] if steps.each else V[0, 1] + gl).item() if has_values else gl
-    lam = gl / gamma if abs(gamma) > 1e-9 else 0.0
-    facts.update(gamma=number(gamma), **({"lam": number(lam)} if has_values else {}))
-    report.curves = {"": (torch.arange(T), R[0], gl ** torch.arange(T).double())}
-    if _plain(report, R, V, gl, gamma, steps.each or not has_values):
-        faults = _ending(steps, name, scale, gamma, lam, has_values)
-        facts["bootstrap"] = bool(steps.follows and "no-bootstrap" not in (faults or ""))
-        for kind in faults or ():
-            report.find(kind, SAYS[kind])
-        if faults is None and _leaps(steps, name):
-            report.find("ends-ignored", SAYS["ends-ignored"])
-        report.nearest = "gae" if faults is None else None
-    if steps.tokens:
-        _tokens(report, steps, name)
-    if not report.findings and not report.nearest:
-        known = "gae_tokens" if steps.tokens else "gae"
-        report.formula = known if has_values else "discounted_returns"
-
-
-def _scale(report, R):
-    "By what a reward of 1 changes the advantage of its own step."
-    own = R.diagonal()
-    if not R.any():
-        report.find("no-gradient", "a reward of 1 changes no result")
-    elif own.abs().max() < 1e-9 or (own[:-1] - own.mean()).abs().max() > 1e-3:
-        report.find("off-by-one", f"a reward of 1 at step 2 changes its advantage by {own[2]:.3g}, "
-                    f"at the last step by {own[-1]:.3g}; the formula gives 1 and 1")
-    elif own.mean() < 0 or abs(own.mean() - 1) > 1e-3:
-        kind = "sign" if own.mean() < 0 else "scale"
-        report.find(kind, f"a reward of 1 changes its advantage by {own.mean():.4g}, not by 1")
-        return own.mean().item()
-    else: return 1.0
-
-
-def _plain(report, R, V, gl, gamma, apart):
-    "Without ends: powers of gamma lambda, and TD errors with the right values."
-    k = torch.arange(T)[None] - torch.arange(T)[:, None]
-    P = torch.where(k >= 0, torch.tensor(gl).double() ** k.clamp(min=0), 0.0)
-    shift = torch.diag(torch.ones(T - 1).double(), 1)
-    values = P @ ((0 if apart else gamma) * shift - torch.eye(T).double())
-    if not same([R], [P], 1e-3):
-        report.find("off-by-one", f"a reward of 1 reaches its step and those before it as "
-                    f"{_list(R[:4, 3].flip(0))}; the formula gives {_list(P[:4, 3].flip(0))}")
-    elif V.abs().max() < 1e-9 and not apart:
-        report.find("baseline", "a value of 1 changes no advantage; the formula subtracts it")
-    elif V.any() and not same([V[:, :-1]], [values[:, :-1]], 1e-3):
-        report.find("off-by-one", f"a value of 1 changes the advantages of its step and those "
-                    f"before it by {_list(V[:4, 3].flip(0))}; the formula gives "
-                    f"{_list(values[:4, 3].flip(0))}")
-    else: return True
-
-
-def _list(x): return ", ".join(f"{y:.3g}" for y in x.tolist())
-
-
-def _last(): return torch.arange(T)[:, None].expand(T, N) == T - 1
-
-
-def _earlier(x): return torch.cat([x[1:], torch.zeros_like(x[:1])])
-
-
-def _later(x): return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-
-
-def _later_but_last(x): return torch.cat([_later(x)[:-1], x[-1:]])
-
-
-ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for them
-    ("no-bootstrap", lambda end, done: (end | _last(), done)),
-    ("no-bootstrap", lambda end, done: (done, done)),
-    ("no-bootstrap", lambda end, done: (done | _last(), done)),
-    ("ends-ignored", lambda end, done: (end, done & ~done)),
-    ("bootstrap-past-end", lambda end, done: (end & ~end, done)),
-    ("bootstrap-past-end", lambda end, done: (end & ~_last(), done & ~_last())),
-    ("off-by-one", lambda end, done: (_earlier(end), _earlier(done))),
-    ("off-by-one", lambda end, done: (_later(end), _later(done))),
-    ("off-by-one", lambda end, done: (_later_but_last(end), _later_but_last(done))),
-    ("off-by-one", lambda end, done: (end, _earlier(done))),
-    ("off-by-one", lambda end, done: (_earlier(end), done)),
-)
-SAYS = {
-    "no-bootstrap": "V of what follows a cut that is no end is 1: the advantage before the cut "
-                    "changes by 0, the formula gives gamma",
-    "ends-ignored": "an episode ends, the next step earns 1: the advantage before the end changes "
-                    "by gamma lambda, the formula gives 0",
-    "bootstrap-past-end": "an episode ends, V of what follows is 1: the advantage of its last step "
-                          "changes by gamma, the formula gives 0",
-    "mean kept": "the advantages are divided by their deviation, and keep their mean; whitening "
-                 "removes it",
-    "off-by-one": "an episode ends: the sum is cut one step beside its last step",
-}
-
-
-def _ending(steps, name, scale, gamma, lam, has_values):
-    "The faults, at most two, with which our GAE equals the function; None if none do."
-    r, v, nv = _draws(4)
-    done = noise(T, N, seed=8) > 0.4
-    end = done & (noise(T, N, seed=9) > 0) if "truncated" in steps.roles else done
-    end, done = (x & (steps.each | ~_last() | (noise(T, N, seed=10) > 0)) for x in (end, done))
-    if not steps.ends:
-        end = done = torch.zeros_like(done)
-    nv = nv if steps.each else torch.cat([v[1:], nv[-1:]])
-    if not has_values:
-        v, nv, lam = 0 * v, 0 * nv, 1.0
-    got = steps(r, v, nv, end, done)[name] / scale
-    for n in range(3):
-        for faults in combinations(ENDINGS, n):
+    def _faults(self, name, scale, gamma, lam, has_values):
+        "The faults, at most two, with which our GAE equals the function; None if none do."
+        (r, v, nv), ends = draws(4), (noise(T, N, seed=8) > 0.4) & bool(self.ends)
+        cut = self.each | ~LAST | (noise(T, N, seed=10) > 0)
+        done = ends & cut
+        end = done & (noise(T, N, seed=9) > 0) if "truncated" in self.roles else done
+        nv = nv if self.each else torch.cat([v[1:], nv[-1:]])
+        if not has_values:
+            v, nv, lam = 0 * v, 0 * nv, 1.0
+        got = self(r, v, nv, end, done)[name] / scale
+        width = 1 if self.single else N
+        for faults in (f for n in range(3) for f in combinations(ENDINGS, n)):
             e, d = end, done
             for _, change in faults:
                 e, d = change(e, d)
-            e = e if steps.follows else e | _last()
-            expected = _advantages(r, v, nv, e, d, gamma, lam)
-            if same([got[:, :1]], [expected[:, :1]], 1e-3) and (
-                    steps.subject.dialect["layout"] == "1d" or same([got], [expected], 1e-3)):
+            expected = advantages(r, v, nv, e if self.follows else e | LAST, d, gamma, lam)
+            if same([got[:, :width]], [expected[:, :width]], 1e-3):
                 return tuple(dict.fromkeys(kind for kind, _ in faults))
 
+    def _leaps(self, name):
+        "Whether a reward after an end reaches the advantages before it."
+        (r, v, nv), at = draws(), torch.arange(T)[:, None].expand(T, N)
+        one, other = (self(x, v, nv, at == 3)[name][:4] for x in (r, r + (at > 3)))
+        return not same([other], [one], 1e-3)
 
-def _leaps(steps, name):
-    "Whether a reward after an end reaches the advantages before it."
-    r, v, nv = _draws()
-    at = torch.arange(T)[:, None].expand(T, N)
-    end, later = at == 3, steps(r + (at > 3), v, nv, at == 3)[name]
-    return not same([later[:4]], [steps(r, v, nv, end)[name][:4]], 1e-3)
+    def _padding(self, name):
+        "Padding after the last token: no value and no reward there may reach a token."
+        mask = torch.arange(T)[:, None] < torch.tensor([5, T, 6, 3, 4, 7, 2, 6, 5, 4, T])
+        r, v, nv = (x * mask for x in draws())
+        clean, junk = self(r, v, nv, mask=mask)[name], 3 * (~mask).double()
+        for what, a, b in (("values", 0, 1), ("rewards", 1, 0)):
+            got = self(r + a * junk, v + b * junk, nv, mask=mask)[name]
+            if same([got * mask], [clean * mask]): continue
+            whole = self(r + a * junk, v + b * junk, nv)[name]
+            used = not same([*self(r, v, nv, mask=mask).values()], [*self(r, v, nv).values()])
+            kind = "mask-leak" if used or not same([got], [whole]) else "mask-ignored"
+            return self.find(kind, f"{what} of 3 in the padding change the tokens' advantages")
 
-
-def _advantages(r, v, nv, end, done, gamma, lam):
-    "Our GAE; its own function wants gamma and lambda within [0, 1]."
-    out, last = [], 0
-    delta = r + gamma * nv * ~end - v
-    for t in reversed(range(T)):
-        last = delta[t] + gamma * lam * ~done[t] * last
-        out.append(last)
-    return torch.stack(out[::-1])
-
-
-def _tokens(report, steps, name):
-    "Padding after the last token: no value and no reward there may reach a token."
-    lengths = torch.tensor([5, T, 6, 3, 4, 7, 2, 6, 5, 4, T])
-    mask = torch.arange(T)[:, None] < lengths
-    r, v, nv = (x * mask for x in _draws())
-    clean, junk = steps(r, v, nv, mask=mask)[name], 3 * (~mask).double()
-    for what, more in (("values", (0, 1)), ("rewards", (1, 0))):
-        got = steps(r + more[0] * junk, v + more[1] * junk, nv, mask=mask)[name]
-        if same([got * mask], [clean * mask]): continue
-        whole = steps(r + more[0] * junk, v + more[1] * junk, nv)[name]
-        used = not same([*steps(r, v, nv, mask=mask).values()], [*steps(r, v, nv).values()])
-        kind = "mask-leak" if used or not same([got], [whole]) else "mask-ignored"
-        return report.find(kind, f"{what} of 3 in the padding change the advantages of the tokens")
-
-
-def _returns(report, steps, adv, ret):
-    "Whether the returns are advantages plus values."
-    draws = _draws(4)
-    if steps.subject.dialect["layout"] == "1d":
-        draws = [x[:, :1].expand(T, N) for x in draws]
-    out, v = steps(*draws), draws[1]
-    if "value" not in steps.roles or same([out[ret]], [out[adv] + v], 1e-3): return
-    if same([out[ret]], [out[adv]], 1e-3):
-        return report.find("baseline", "the returns are the advantages; the formula adds V")
-    if same([out[ret][:-1]], [out[adv][:-1] + v[1:]], 1e-3):
-        return report.find("off-by-one", "the returns add the value of the next step")
-    R = _response(steps, ret, "r")
-    if R.diagonal().allclose(torch.ones(T).double(), 1e-3):
-        report.facts["value_lam"] = number(R[0, 1].item() / (report.facts.get("gamma") or 1))
-    else:
-        report.notes.append("the second result is neither advantages plus values nor returns")
+    def _returns(self, adv, ret):
+        "Whether the returns are advantages plus values."
+        x = self._columns(draws(4))
+        out, v = self(*x), x[1]
+        if "value" not in self.roles or same([out[ret]], [out[adv] + v], 1e-3): return
+        if same([out[ret]], [out[adv]], 1e-3):
+            return self.find("baseline", "the returns are the advantages; the formula adds V")
+        if same([out[ret][:-1]], [out[adv][:-1] + v[1:]], 1e-3):
+            return self.find("off-by-one", "the returns add the value of the next step")
+        R = self.response(ret, "r")
+        if R.diagonal().allclose(torch.ones(T).double(), 1e-3):
+            self.facts["value_lam"] = number(R[0, 1].item() / (self.facts.get("gamma") or 1))
+        else:
+            self.report.notes.append("the second result is neither advantages plus values nor "
+                                     "returns")

@@ -1,248 +1,197 @@
 """The advantages of a group of responses: baseline, deviation and eps."""
 
-__all__ = ["read_group_advantage"]
+__all__ = ["GroupAdvantage"]
 
 import re
 
 import torch
 
 from ..formulas.advantage import reinforce_pp_advantage
-from .calls import Unreadable, result_tensors
-from .masks import group_of
-from .probing import DTYPES, check_repeatable, noise, report_dead, same
-from .report import Report, number
+from .calls import Unreadable, result_tensors, same
+from .probing import REAL, Reader, noise, number
+from .weights import group_of
+
+P = 6  # prompts
+ASK = ("whether a call has the rewards of one group or of many: no parameter says which belong "
+       "together, and in a call with several groups 1 more for one prompt moves the advantages of "
+       'another. kind="group_advantage" says that a call has one group')
 
 
-class Groups:
+class GroupAdvantage(Reader):
     "A function of the rewards of groups, called with (P, G)."
+    kind, axes = "group_advantage", ("reward less its group's mean", "advantage")
+    supplied = "rewards index mask padding lengths logp"
 
-    def __init__(self, subject, report):
-        self.subject, self.report, self.roles = subject, report, subject.roles
-        subject.prepare(("rewards", "index", "mask", "padding", "lengths", "logp"))
-        self.G = group_of(subject) or 4
-        self.single = False  # one group a call, (G,)
-        self.told = "index" in self.roles or "group_size" in self.roles or any(
+    def start(self):
+        subject, roles = self.subject, self.roles
+        self.G, self.single = group_of(subject.numbers) or 4, False  # single: (G,) in each call
+        self.told = bool(roles.keys() & {"index", "group_size"}) or any(
             isinstance(x, int) and x > 1 for x in subject.numbers.values())  # which group
+        self.R, name = self.rewards(), roles["rewards"].lower()
+        forms = ("flat", "PG") if self.told else ("PG", "flat")
+        first = "token" in name or "level" in name or {"mask", "index"} <= roles.keys()
+        self.tries = dict(dtype=REAL, form=("tokens", *forms) if first else (*forms, "tokens"),
+                          index=("numpy", "tensor", "list")[:None if "index" in roles else 1],
+                          flags=("bool", "float"))
+
+    def rewards(self):
+        "Groups of different means and spreads."
+        spread, mean = (torch.linspace(*ends, P).double()[:, None] for ends in ((0.5, 3), (-2, 5)))
+        return spread * noise(P, self.G) + mean
 
     def __call__(self, rewards, **options):
         "(P, G) -> (P, G)."
-        if not self.single: return self._together(rewards, **options)
-        return torch.cat([self._together(row, **options) for row in rewards[:, None]])
+        rows = rewards[:, None] if self.single else [rewards]
+        return torch.cat([self._call(x, **options) for x in rows])
 
-    def _together(self, rewards, **options):
-        how, (P, G) = self.subject.dialect, rewards.shape
-        rewards = rewards.to(how["dtype"], copy=True)  # the function may change it
-        flat = rewards.reshape(-1)
-        last = torch.nn.functional.pad(flat[:, None], (2, 0))
-        x = {"PG": rewards, "flat": flat, "tokens": last}[how["form"]]
-        index = torch.arange(P).repeat_interleave(G)
-        index = dict(numpy=index.numpy(), tensor=index, list=index.tolist())[how["index"]]
+    def _call(self, rewards, **options):
+        how, (n, G) = self.subject.dialect, rewards.shape
+        flat, index = rewards.reshape(-1), torch.arange(n).repeat_interleave(G)
+        last = torch.nn.functional.pad(flat[:, None], (2, 0))  # of three tokens
+        x = dict(PG=rewards, flat=flat, tokens=last)[how["form"]]
         mask = torch.ones(x.shape, dtype=torch.bool)
-        kind = DTYPES[how["mask"]]
-        mask = mask.to(how["dtype"] if kind == torch.float64 else kind)
-        case = dict(rewards=x, index=index, mask=mask, padding=mask == 0,
-                    lengths=torch.full((P * G,), 3))
-        case = {r: v for r, v in case.items() if r in self.roles}
-        out = result_tensors(self.subject.run(case, **options))
-        if len(out) == P * G > 1 and all(y.numel() == 1 for y in out.values()):  # a list
-            return torch.stack([y.detach().double().reshape(()) for y in out.values()]).view(P, G)
-        named = [n for n in out if "adv" in str(n).lower()] + list(out)
-        for n in named:
-            y = out[n].detach().double()
-            if how["form"] == "tokens" and y.ndim == 2 and len(y) == P * G:
+        out = result_tensors(self.subject.run(dict(
+            rewards=x, mask=mask, padding=~mask, lengths=torch.full((n * G,), 3),
+            index=dict(numpy=index.numpy(), tensor=index, list=index.tolist())[how["index"]]),
+            **options))
+        found = {k: y.detach().double() for k, y in out.items()}
+        if len(found) == n * G > 1 and all(y.numel() == 1 for y in found.values()):  # a list
+            return torch.stack([y.reshape(()) for y in found.values()]).view(n, G)
+        for k in [k for k in found if "adv" in str(k).lower()] + [*found]:
+            y = found[k]
+            if how["form"] == "tokens" and y.ndim == 2 and len(y) == n * G:
                 self.each = y
-                return y[:, -1].reshape(P, G)
-            if y.numel() == P * G and y.ndim in (1, 2): return y.reshape(P, G)
-        shapes = ", ".join(str(tuple(y.shape)) for y in out.values()) or "nothing"
-        raise Unreadable(f"{self.subject.name} returned {shapes}, expected an advantage for each "
-                         f"reward, {tuple(x.shape)}")
+                return y[:, -1].reshape(n, G)
+            if y.numel() == n * G and y.ndim in (1, 2): return y.reshape(n, G)
+        self.refuse(found.values(), f"an advantage for each reward, {tuple(x.shape)}")
 
-    def tokens(self, rewards):  # (P, G) on the last of three tokens -> (P G, 3)
-        self(rewards)
-        return self.each
+    def probe(self): return [self(self.R)]
 
-    def tune(self):
-        forms = ("flat", "PG") if self.told else ("PG", "flat")
-        token = any(w in self.roles["rewards"].lower() for w in ("token", "level"))
-        forms = (("tokens", *forms) if token or {"mask", "index"} <= self.roles.keys()
-                 else (*forms, "tokens"))
-        R = self.rewards()
-        self.subject.tune(dict(dtype=(torch.float64, torch.float32), form=forms,
-                               index=("numpy", "tensor", "list") if "index" in self.roles
-                               else ("tensor",),
-                               mask=("bool", "float")),
-                          lambda dialect: self(R))
-        check_repeatable(self.subject.name, lambda: [self(R)])
-        self._alone(R)
+    def outcome(self, **options):
+        small = 1e-3 * (self.R - self.R.mean(1, keepdim=True))
+        return [self(self.R, **options), self(small, **options)]
 
-    def _alone(self, R):
+    def read(self):
+        self._alone()
+        R, A, facts = self.R, self(self.R), self.facts
+        if self._without_groups(): return
+        centred, deviation = R - R.mean(1, keepdim=True), R.std(1, keepdim=True)
+        order = centred[0].argsort()
+        self.report.curves = {"": (centred[0, order], A[0, order],
+                                   (centred / deviation)[0, order])}
+        if not A.any():
+            return self.find("no-gradient", f"rewards {R[0].tolist()}: all advantages are 0")
+        facts.update(baseline=None, deviation=None)
+        slope = self.slope(R)
+        if not same([A - A.mean(1, keepdim=True)], [slope[:, None] * centred], 1e-3):
+            return self.find("baseline", "the advantages of a group are no linear function of its "
+                                         "rewards: other groups or ranks come in")
+        sign = -1 if (slope < 0).all() else 1
+        if sign < 0:
+            self.find("sign", "the best response of a group has the lowest advantage")
+        factor = self._deviation(1e3 * sign * self.slope(1e3 * R))  # eps is nothing beside 1e3
+        self._baseline(sign * A, factor)
+        facts["eps"] = self._eps() if facts["deviation"] in ("sample", "population") else None
+        if not self(torch.arange(6.0).double()[:, None].expand(P, self.G)).isfinite().all():
+            self.warn("overflow", "equal rewards in a group give 0 / 0, NaN")
+        loo = facts["baseline"] == "leave-one-out"
+        if facts["baseline"] and not (loo and facts["deviation"]):
+            self.report.formula = "rloo_advantage" if loo else "group_advantage"
+
+    def slope(self, R):
+        "The slope of each group's advantages in its rewards."
+        c = R - R.mean(1, keepdim=True)
+        return (self(R) * c).sum(1) / c.square().sum(1)
+
+    def _alone(self):
         """One group a call, (G,): where other rewards than a row's move its advantages, and the
         whole of a call, or each of its columns, is treated as one group is."""
-        if self.told or self.subject.dialect["form"] == "tokens": return
-        names = f"{self.subject.name} {self.roles['rewards']}".lower()
-        if re.search("batch|global|whole|prompts", names): return
-        A, other = self(R), R.clone()
+        name = f"{self.subject.name} {self.roles['rewards']}".lower()
+        if (self.told or self.subject.dialect["form"] == "tokens"
+                or re.search("batch|global|whole|prompts", name)): return
+        R, A, other = self.R, self(self.R), self.R.clone()
         other[1, 0] += 1
-        moved = (self(other) - A)[0]
-        if not moved.any(): return
+        if not (self(other) - A)[0].any(): return
         order = torch.randperm(R.numel(), generator=torch.Generator().manual_seed(1))
         def mixed(x): return x.flatten()[order].view_as(x)
-        form, alike = self.subject.dialect["form"], self(mixed(R))
-        self.subject.dialect["form"], self.single = "flat", True
-        try:
-            if same([mixed(A)], [alike]) or same([A], [self(R.T).T]):
-                return self.report.facts.update(groups="one a call") or self.report.notes.append(
-                    f"read with the rewards of one group a call, ({self.G},); in a call with "
-                    f"several, (P, G), 1 more for one prompt moves the advantages of another, "
-                    f"by {moved.abs().max():.3g} here")
-        except Unreadable: pass
-        self.subject.dialect["form"], self.single = form, False
+        def alone():
+            self.single = True
+            return same([mixed(A)], [alike]) or same([A], [self(R.T).T]) or None
+        alike = self(mixed(R))
+        if not self.in_dialect(alone, form="flat"):
+            self.single = False
+            return
+        self.subject.dialect["form"], self.facts["groups"] = "flat", "one a call"
+        if self.subject.guessed and not re.search("group|grpo|rloo", name):
+            self.report.unknown = ASK
 
-    def rewards(self, P=6, seed=0):
-        "Groups of different means and spreads."
-        spread = torch.linspace(0.5, 3, P, dtype=torch.float64)[:, None]
-        return spread * noise(P, self.G, seed=seed) + torch.linspace(-2, 5, P).double()[:, None]
-
-
-def read_group_advantage(subject) -> Report:
-    "Read the advantages of groups of responses."
-    report = Report("group_advantage", subject.name,
-                    axes=("reward less its group's mean", "advantage"))
-    groups = Groups(subject, report)
-    groups.tune()
-    R = groups.rewards()
-    A = groups(R)
-    if _without_groups(report, groups, R): return report
-    centred, G = R - R.mean(1, keepdim=True), groups.G
-    slope = (1e3 * (groups(1e3 * R) * centred).sum(1) / (1e3 * centred).square().sum(1))
-    order = centred[0].argsort()
-    report.curves = {"": (centred[0, order], A[0, order], (centred / R.std(1)[:, None])[0, order])}
-    facts = report.facts
-    if not A.any():
-        report.find("no-gradient", f"rewards {R[0].tolist()}: all advantages are 0")
-        return report
-    within = A - A.mean(1, keepdim=True)
-    fitted = (A * centred).sum(1, keepdim=True) / centred.square().sum(1, keepdim=True)
-    if not same([within], [fitted * centred], 1e-3):
-        facts.update(baseline=None, deviation=None)
-        report.find("baseline",
-                    "the advantages of a group are no linear function of its rewards: other "
-                    "groups or ranks come in")
-        return _group_options(report, groups, R)
-    if (slope < 0).all():
-        report.find("sign", "the best response of a group has the lowest advantage")
-        slope, A = -slope, -A
-    factor = _deviation(report, groups, R, slope)
-    _baseline(report, groups, R, A, factor)
-    facts["eps"] = (_group_eps(groups, facts["deviation"])
-                    if facts["deviation"] in ("sample", "population") else None)
-    equal = groups(torch.ones(6, G, dtype=torch.float64) * torch.arange(6.0)[:, None].double())
-    if not equal.isfinite().all():
-        report.warn("overflow", "equal rewards in a group give 0 / 0, NaN")
-    if not report.findings and facts["baseline"]:
-        loo = facts["baseline"] == "leave-one-out"
-        report.formula = ("rloo_advantage" if loo and not facts["deviation"] else None if loo
-                          else "group_advantage")
-    return _group_options(report, groups, R)
-
-
-def _without_groups(report, groups, R):
-    "Whether token rewards come in and nothing says which responses are of one prompt: REINFORCE++."
-    if groups.told or groups.subject.dialect["form"] != "tokens": return False
-    got = groups.tokens(R)
-    slopes = ((got - got.mean(0)) * (R.flatten() - R.mean())[:, None]).sum(0)
-    gamma = (slopes[1] / slopes[2]).item()
-    if not 0 < gamma <= 1.001: return False
-    x = torch.nn.functional.pad(R.reshape(-1, 1), (2, 0))
-    expected = reinforce_pp_advantage(x, gamma=min(gamma, 1.0))
-    n = x.numel()
-    for name, factor in (("population", 1.0), ("sample", ((n - 1) / n) ** 0.5)):
-        if same([got], [factor * expected], 1e-4):
-            report.facts.update(baseline=None, deviation=name, over="batch", gamma=number(gamma))
-            report.formula = "reinforce_pp_advantage"
+    def _without_groups(self):
+        "Whether token rewards come in and nothing says which are of one prompt: REINFORCE++."
+        if self.told or self.subject.dialect["form"] != "tokens": return False
+        got, R = self.each, self.R.flatten()
+        slopes = ((got - got.mean(0)) * (R - R.mean())[:, None]).sum(0)
+        gamma = (slopes[1] / slopes[2]).item()
+        if not 0 < gamma <= 1.001: return False
+        x = torch.nn.functional.pad(R[:, None], (2, 0))
+        expected, n = reinforce_pp_advantage(x, gamma=min(gamma, 1.0)), x.numel()
+        for name, factor in (("population", 1.0), ("sample", ((n - 1) / n) ** 0.5)):
+            if not same([got], [factor * expected], 1e-4): continue
+            self.facts.update(baseline=None, deviation=name, over="batch", gamma=number(gamma))
+            self.report.formula = "reinforce_pp_advantage"
             return True
-    return False
+        return False
 
-
-def groups_slope(groups, R):
-    "The slope of each group's advantages in its rewards."
-    centred = R - R.mean(1, keepdim=True)
-    return (groups(R).abs() * 0 + groups(R) * centred).sum(1) / centred.square().sum(1)
-
-
-def _group_options(report, groups, R):
-    small = 1e-3 * (R - R.mean(1, keepdim=True))
-    report_dead(report, groups.subject, lambda **o: [groups(R, **o), groups(small, **o)])
-    return report
-
-
-def _deviation(report, groups, R, slope):
-    "Say what the rewards are divided by; gives the factor that is left."
-    facts, G = report.facts, groups.G
-    std = R.std(1)
-    by_std, by_var = 1e3 * slope * std, slope * std.square()
-    def even(x): return bool((x.max() - x.min()) < 2e-3 * x.abs().max())
-    root = (G / (G - 1)) ** 0.5
-    if even(slope):
-        facts["deviation"] = None
-        if same([groups(2e3 * R) / 2], [groups(1e3 * R)], 1e-3):
-            return groups_slope(groups, R).mean().abs().item()
-        facts["deviation"] = "batch"
-        report.find("deviation",
-                    f"groups with deviations {std[0]:.3g} and {std[-1]:.3g} are divided by one "
-                    f"number: the deviation of the batch")
+    def _deviation(self, slope):
+        "Say what the rewards are divided by; gives the factor that is left."
+        facts, R, G = self.facts, self.R, self.G
+        std, natural = R.std(1), self.slope(R)
+        def even(x): return bool((x.max() - x.min()) < 2e-3 * x.abs().max())
+        if even(slope):
+            if same([self(2e3 * R) / 2], [self(1e3 * R)], 1e-3): return natural.mean().abs().item()
+            facts["deviation"] = "batch"
+            self.find("deviation", f"groups with deviations {std[0]:.3g} and {std[-1]:.3g} are "
+                                   "divided by one number: the deviation of the batch")
+        elif even(slope * std):
+            k = (slope * std).mean().item()
+            for name, right in (("sample", 1.0), ("population", (G / (G - 1)) ** 0.5)):
+                for factor in (1.0, G / (G - 1)):
+                    if abs(k / right / factor - 1) < 2e-3:
+                        facts["deviation"] = name
+                        return factor
+            self.find("scale", f"the advantages are {k:.4g} times (r - mean) / std")
+        elif even(natural * R.mean(1)) or even(natural * R.abs().mean(1)):  # MaxRL
+            facts["scale"] = "mean"
+        else:
+            what = ("the variance" if even(slope * std**2) else
+                    "neither the sample nor the population deviation")
+            self.find("deviation", f"rewards with a deviation of {std[0]:.3g} and {std[-1]:.3g} "
+                      f"are divided by {1 / natural[0]:.3g} and {1 / natural[-1]:.3g}: {what}")
         return 1.0
-    if even(by_std):
-        k = by_std.mean().item()
-        for name, right in (("sample", 1.0), ("population", root)):
-            for factor in (1.0, G / (G - 1)):
-                if abs(k / right / factor - 1) < 2e-3:
-                    facts["deviation"] = name
-                    return factor
-        facts["deviation"] = None
-        report.find("scale", f"the advantages are {k:.4g} times (r - mean) / std")
-        return 1.0
-    facts["deviation"] = None
-    natural = groups_slope(groups, R)
-    for mean in (R.mean(1), R.abs().mean(1)):
-        if even(natural * mean):  # MaxRL
-            facts.update(deviation=None, scale="mean")
-            return 1.0
-    what = "the variance" if even(by_var) else "neither the sample nor the population deviation"
-    report.find("deviation",
-                f"rewards with a deviation of {std[0]:.3g} and {std[-1]:.3g} are divided by "
-                f"{1 / natural[0]:.3g} and {1 / natural[-1]:.3g}: {what}")
-    return 1.0
 
+    def _baseline(self, A, factor):
+        facts, G = self.facts, self.G
+        shift = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 2.0], dtype=torch.float64)[:, None]
+        free = facts["deviation"] == "batch" or "scale" in facts or same(
+            [self(self.R + shift).abs()], [A.abs()], 1e-3)
+        if free and A.mean(1).abs().max() < 1e-3 * A.abs().max():
+            loo = abs(factor - G / (G - 1)) < 2e-3
+            facts["baseline"] = "leave-one-out" if loo else "mean"
+            if not loo and abs(factor - 1) > 2e-3:
+                self.find("scale", f"the advantages are {factor:.4g} times r - mean")
+        elif facts["deviation"] or not same([A], [self.R], 1e-3):
+            what = ("the mean over all groups" if A.mean().abs() < 1e-3 * A.abs().max() else
+                    "no mean of the group")
+            self.find("baseline", f"the advantages of group 0 have the mean {A[0].mean():.3g}, the "
+                                  f"formula gives 0: {what} is subtracted")
 
-def _baseline(report, groups, R, A, factor):
-    facts, G = report.facts, groups.G
-    shift = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 2.0], dtype=torch.float64)[:, None]
-    free = facts["deviation"] == "batch" or "scale" in facts or same(
-        [groups(R + shift).abs()], [A.abs()], 1e-3)
-    if free and A.mean(1).abs().max() < 1e-3 * A.abs().max():
-        loo = abs(factor - G / (G - 1)) < 2e-3
-        facts["baseline"] = "leave-one-out" if loo else "mean"
-        if not loo and abs(factor - 1) > 2e-3:
-            report.find("scale", f"the advantages are {factor:.4g} times r - mean")
-        return
-    facts["baseline"] = None
-    if facts["deviation"] is None and same([A], [R], 1e-3): return
-    what = ("the mean over all groups is subtracted" if A.mean().abs() < 1e-3 * A.abs().max()
-            else "no mean of the group is subtracted")
-    report.find("baseline",
-                f"the advantages of group 0 have the mean {A[0].mean():.3g}, the "
-                f"formula gives 0: {what}")
-
-
-def _group_eps(groups, deviation):
-    "The number added to the deviation or the variance, from groups whose spread is as small."
-    z = groups.rewards() - groups.rewards().mean(1, keepdim=True)
-    z = z / z.std(1, unbiased=deviation == "sample", keepdim=True)
-    def divisor(std):  # of groups with this deviation
-        return (std * z.square().sum() / (groups(std * z) * z).sum()).item()
-    size = next((10.0**-k for k in range(1, 13) if not divisor(10.0**-k) < 2 * 10.0**-k), None)
-    left = divisor(size / 1e3) if size else 0.0
-    if not left or left != left: return 0.0
-    squared = abs(divisor(3 * left) / left - 10**0.5) < 0.01
-    return number(left**2 if squared else left - size / 1e3 if divisor(left) > 1.5 * left else left)
+    def _eps(self):
+        "The number added to the deviation or the variance, from groups whose spread is as small."
+        z = self.R - self.R.mean(1, keepdim=True)
+        z = z / z.std(1, unbiased=self.facts["deviation"] == "sample", keepdim=True)
+        def divisor(std): return (std * z.square().sum() / (self(std * z) * z).sum()).item()
+        size = next((10.0**-k for k in range(1, 13) if not divisor(10.0**-k) < 2 * 10.0**-k), None)
+        left = divisor(size / 1e3) if size else 0.0
+        if not left or left != left: return 0.0
+        squared = abs(divisor(3 * left) / left - 10**0.5) < 0.01
+        even = divisor(left) > 1.5 * left
+        return number(left**2 if squared else left - size / 1e3 if even else left)

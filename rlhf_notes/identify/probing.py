@@ -1,17 +1,19 @@
-"""Calls that every kind shares: a dialect of tensors, a loss with its gradient, options moved."""
+"""What every reader shares: probe the function in its dialect, measure, read off, report."""
 
-__all__ = ["DTYPES", "Losses", "DIALECTS", "noise", "report_dead", "same", "check_repeatable"]
+__all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "Reader", "Losses"]
 
 import re
 
 import torch
 
-from .calls import Unreadable, result_tensors
-from .names import usual_number
+from .calls import Unreadable, result_tensors, same
+from .names import GROUP_NAME, usual_number
+from .report import Report, number
+from .weights import SHAPES, group_of, ragged, read_mode
 
-DTYPES = {"bool": torch.bool, "float": torch.float64, "int": torch.int64}
-DIALECTS = dict(dtype=(torch.float64, torch.float32), adv=("BT", "flat"),
-                mask=("bool", "float", "int"))
+MASKS = {"mask", "padding", "lengths"}
+REAL = (torch.float64, torch.float32)
+FLAGS = ("bool", "float", "int")
 MAIN = ("loss", "total_loss", "policy_loss", "pg_loss", "actor_loss", "loss_policy", "value_loss",
         "vf_loss", "kl", "objective")
 
@@ -22,91 +24,58 @@ def noise(*shape, seed: int = 0, scale: float = 1.0):
     return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def same(a, b, tolerance: float = 1e-4) -> bool:  # two lists of tensors
-    "True if all are equal up to rounding; NaN equals NaN."
-    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b)): return False
-    scale = max([1e-12]
-                + [y.detach().abs().nan_to_num(0, 0, 0).max().item() for y in b if y.numel()])
-    return all(torch.allclose(x.double(), y.double(), tolerance, 1e-2 * tolerance * scale,
-                              equal_nan=True) for x, y in zip(a, b))
+class Reader:
+    "A function that is read: `read` measures and reports, `probe` is one ordinary call."
+    kind, axes, supplied, movable = "", ("", ""), "", True
+    tries = dict(dtype=REAL, form=("BT", "flat"), flags=FLAGS)  # dialects
 
+    def __init__(self, subject):
+        self.subject, self.roles = subject, subject.roles
+        self.report = Report(self.kind, subject.name, axes=self.axes)
+        self.find, self.warn, self.facts = self.report.find, self.report.warn, self.report.facts
+        self.start()
+        subject.prepare(self.supplied.split())
+        subject.tune(self.tries, self.probe)
 
-def check_repeatable(name: str, outcome):  # of the function; () -> list of tensors
-    "Unreadable if two calls with the same input differ."
-    first = outcome()
-    if not same(first, outcome()):
-        raise Unreadable(f"{name} is random: two calls with the same input differ")
-    if not all(bool(x.isfinite().all()) for x in first):
-        raise Unreadable(f"{name} gives NaN or infinity on ordinary input")
+    def start(self): "Settle roles and dialects before the first call."
 
+    @property
+    def masked(self) -> bool: return bool(self.roles.keys() & MASKS)
 
-class Losses:
-    "A function that gives a loss with a gradient into one of its arguments, `leaf`."
+    @property
+    def mask_name(self) -> str: return next(self.roles[r] for r in MASKS if r in self.roles)
 
-    def __init__(self, subject, leaf):
-        self.subject, self.leaf, self.reduced = subject, leaf, True
+    def found(self, *kinds) -> bool: return any(x.kind in kinds for x in self.report.findings)
 
-    def __call__(self, case: dict, **options):  # role -> tensor, (B, T) or (B,)
-        "(loss, its gradient at the leaf): 0-dim and (B, T), float64, detached."
-        case = dict(case)
-        dtype = self.subject.dialect.get("dtype", torch.float64)
-        x = case[self.leaf].detach().to(dtype).clone().requires_grad_()
-        values = self._values(case, x, dtype)
-        out = self.subject.run(values, **options)
-        loss = self._loss(out, x)
-        self.graded = loss.requires_grad
-        if not self.graded:
-            return loss.sum().detach().double(), torch.zeros_like(x).double()
-        grad, = torch.autograd.grad(loss.sum(), x, allow_unused=True)
-        grad = torch.zeros_like(x) if grad is None else grad
-        return loss.sum().detach().double(), grad.double()
+    def option(self, *starts):
+        "The name of the numeric option that starts so, or None."
+        return next((n for n in self.subject.numbers if n.lower().startswith(starts)), None)
 
-    def settle(self, case: dict):  # with a mask that has False
-        "Turn a padding mask round if True means that a token counts, as in torchtune's losses."
-        grad, m = self(case)[1].abs(), case["mask"]
-        self.subject.dialect["counts"] = bool(grad[~m].any()) and not grad[m].any()
+    def refuse(self, found, expected: str):
+        "Unreadable: these results are not what is expected."
+        shapes = ", ".join(str(tuple(x.shape)) for x in found) or "nothing"
+        raise Unreadable(f"{self.subject.name} returned {shapes}; expected {expected}")
 
-    def _values(self, case, x, dtype):
-        "The arguments in the function's dialect; a leaf forbids x += 1, so it gets a copy."
-        flat = self.subject.dialect.get("adv") == "flat"
-        case[self.leaf] = x.clone()
-        case |= {name: make(case) for name, make in DERIVED.items()
-                 if name in self.subject.roles and name not in case
-                 and (name == "padding" or name in self.subject.required())}
-        if self.subject.dialect.get("counts"):
-            case["padding"] = case["mask"]
-        case = {name: v for name, v in case.items() if name in self.subject.roles}
-        for name, v in case.items():
-            if name in ("mask", "padding"):
-                kind = DTYPES[self.subject.dialect.get("mask", "bool")]
-                case[name] = v.to(dtype if kind == torch.float64 else kind)
-            elif isinstance(v, torch.Tensor) and name != self.leaf:
-                case[name] = v.to(dtype if v.is_floating_point() else v.dtype, copy=True)
-            if flat and isinstance(v, torch.Tensor):
-                case[name] = case[name].reshape(-1)
-        return case
+    def in_dialect(self, call, **how):  # () -> tensors
+        "What call() gives in another dialect, None if it cannot be called."
+        kept = self.subject.dialect
+        self.subject.dialect = kept | how
+        try: return call()
+        except (Unreadable, RuntimeError): return None
+        finally: self.subject.dialect = kept
 
-    def _loss(self, out, x):
-        "The first number with a gradient, by its name or its place; a tensor of losses is summed."
-        found = result_tensors(out)
-        if not found:
-            raise Unreadable(f"{self.subject.name} returned {_brief(out)}, expected a loss")
-        named = [n for n in MAIN if n in found] + list(found)
-        scalar = [found[n] for n in named if found[n].numel() == 1 and found[n].is_floating_point()]
-        each = [found[n] for n in named if found[n].shape in (x.shape, x.shape[:1], (x.numel(),))
-                and found[n].is_floating_point()]
-        for of in (scalar, each):
-            if of and (of is scalar or any(v.requires_grad for v in of) or not scalar):
-                graded = [v for v in of if v.requires_grad]
-                if of is scalar and not graded and any(v.requires_grad for v in each): continue
-                self.reduced = of is scalar
-                return (graded or of)[0]
-        shapes = ", ".join(str(tuple(v.shape)) for v in found.values())
-        raise Unreadable(f"{self.subject.name} returned a result of shape {shapes}, expected one "
-                         f"loss or a loss for each token, {tuple(x.shape)}")
-
-
-def _brief(out): return repr(out).replace("\n", " ")[:60]
+    def finish(self) -> Report:
+        "Find the options that change nothing; say what was printed or changed."
+        subject, values = self.subject, self.subject.numbers | self.subject.switches
+        for name in dead_options(subject, self.outcome) if self.movable else ():
+            self.find("option-without-effect", f"{name} = {values[name]!r}: other values give the "
+                                               "same result")
+        if subject.changed:
+            self.find("in-place", f"a call changes {' and '.join(sorted(subject.changed))} of its "
+                                  "caller")
+        if subject.printed:
+            self.report.notes.append(f"it prints: {subject.printed.splitlines()[0][:80]}")
+        return self.report
 
 
 DERIVED = {
@@ -120,52 +89,186 @@ DERIVED = {
 }
 
 
-def moves(value) -> list:  # of a numeric option
-    "Other values of an option."
-    if isinstance(value, int): return [value + 1, 2 * value, max(value // 2, 1), value + 3, 0]
-    return [value / 2, 1.5 * value, value + 0.37, 0.11, 3.3 * value + 0.01, 0.77]
+class Losses(Reader):
+    "A function that gives a loss with a gradient into one of its arguments, `leaf`."
+    leaf, reduced = "logp", True
+
+    def call(self, case: dict, **options):  # role -> tensor
+        "What the function returns; ratios, lengths and the like follow from the others."
+        case = case | {name: make(case) for name, make in DERIVED.items()
+                 if name in self.roles and name not in case
+                 and (name == "padding" or name in self.subject.required())}
+        if self.subject.dialect.get("counts"):
+            case["padding"] = case["mask"]
+        return self.subject.run(case, **options)
+
+    def __call__(self, case: dict, leaf=None, **options):  # role -> tensor, (B, T) or (B,)
+        "(loss, its gradient at the leaf): 0-dim and (B, T), float64, detached."
+        leaf = leaf or self.leaf
+        x = case[leaf].detach().double().clone().requires_grad_()
+        loss = self._loss(self.call(case | {leaf: x}, **options), x).double()
+        self.graded = loss.requires_grad
+        grad, = (torch.autograd.grad(loss.sum(), x, allow_unused=True, materialize_grads=True)
+                 if self.graded else [torch.zeros_like(x)])
+        return loss.sum().detach(), grad
+
+    def _loss(self, out, x):
+        "The first number with a gradient, by its name or its place; a tensor of losses is summed."
+        found = {n: y for n, y in result_tensors(out).items() if y.is_floating_point()}
+        if not found:
+            raise Unreadable(f"{self.subject.name} returned {_brief(out)}, expected a loss")
+        named = [found[n] for n in dict.fromkeys([*(n for n in MAIN if n in found), *found])]
+        scalar = [y for y in named if y.numel() == 1]
+        each = [y for y in named if y.shape in (x.shape, x.shape[:1], (x.numel(),))]
+        graded = [y for y in scalar + each if y.requires_grad] or scalar or each
+        if graded:
+            self.reduced = graded[0].numel() == 1
+            return graded[0]
+        self.refuse(named, f"one loss, or a loss for each token, {tuple(x.shape)}")
+
+    def settle(self, case: dict):  # with a mask that has False
+        "Turn a padding mask round if True means that a token counts, as in torchtune's losses."
+        if "padding" not in self.roles or "counts" in self.subject.dialect: return
+        grad, m = self(case)[1].abs(), case["mask"]
+        self.subject.dialect["counts"] = bool(grad[~m].any()) and not grad[m].any()
+
+    def check_mask(self, case, moved, level="token"):  # role -> by how much it moves under it
+        "Find that the mask has no effect, or that what is under it has one."
+        if not self.masked: return
+        m, name, (loss, grad) = case["mask"], self.mask_name, self(case)
+        whole = self(case | dict(mask=torch.ones_like(m)))
+        if same([loss, grad], whole):
+            return self.find("mask-ignored", f"{name} with False or all True: loss and gradient "
+                                             "are the same")
+        under = grad[~m].abs().max()
+        if level == "token" and under > 1e-6 * grad.abs().max():
+            size, full = (x.abs().sum(1, keepdim=True) for x in (grad, whole[1]))
+            alike = full.max() > 1e-6 * size.max() and same([grad * full], [whole[1] * size])
+            return self.find("mask-ignored" if alike else "mask-leak", f"a token under {name} has "
+                             f"the gradient {under:.3g}, the formula gives 0")
+        other = {n: case[n] + by * ~m for n, by in moved.items()
+                 if n in case and case[n].shape == m.shape}
+        after = self(case | other)
+        if not same([loss, grad * m], [after[0], after[1] * m]):
+            kind = "mask-leak" if grad.any() else "mask-ignored"
+            self.find(kind, f"other numbers under {name}: the loss goes from {loss:.4g} to "
+                            f"{after[0]:.4g}, the formula keeps it")
+
+    def read_mode(self, weights, tolerance=2e-4) -> float:  # [(weights, mask)] of each shape
+        "Read the aggregation off the weights of the tokens; gives their scale."
+        facts, subject = self.facts, self.subject
+        if not self.reduced:
+            facts["aggregation"] = None
+            w, m = weights[0]
+            return w[m].mean().item()
+        if self.found("mask-ignored") or not self.masked:
+            weights = [(w, torch.ones_like(m)) for w, m in weights]
+        found = read_mode(weights, group_of(subject.numbers), tuple(subject.numbers.values()),
+                          tolerance)
+        mode, scale, n = found or (None, weights[0][0].sum().item(), None)
+        facts["aggregation"] = mode
+        facts |= {} if n is None else {"group" if mode == "prompt-mean" else "length": n}
+        for name, value in subject.switches.items():
+            text = re.sub("[-_]", "", value.lower()) if isinstance(value, str) else ""
+            wanted = MODES.get(text)
+            if wanted and mode != wanted and re.search("agg|mode|reduc|norm", name.lower()):
+                self.find("aggregation", f"{name}={value!r} promises {wanted}; the weights of the "
+                                         f"tokens are those of {mode or 'no known mode'}")
+        return scale
+
+    def check_scale(self, scale: float, what: str):
+        "Find a factor that no option explains."
+        self.facts["scale"] = number(scale)
+        if abs(scale - 1) > 1e-3 and not any(map(self._explains, self._near(scale))):
+            self.find("scale", f"the loss is {scale:.4g} times that of {what}")
+
+    def _near(self, factor):
+        "The numeric options, no group's size, that are this factor or its inverse."
+        return [n for n, x in self.subject.numbers.items() if x and not GROUP_NAME.search(n.lower())
+                and min(abs(factor - x), abs(factor - 1 / x)) < 1e-3 * abs(factor)]
+
+    def _explains(self, name):
+        "Whether the gradient grows or shrinks with an option."
+        base, half = self(self.plain)[1], self.subject.numbers[name] / 2
+        got = self.in_dialect(lambda: self(self.plain, **{name: half})[1])
+        return got is not None and any(same([got], [k * base], 1e-3) for k in (0.5, 2))
+
+    def check_empty(self, case, leaves):
+        "NaN under the mask; a row and a batch in which nothing counts."
+        if not self.masked: return
+        mask, row = case["mask"], case["mask"].clone()
+        row[1] = False
+        def attempt(**change):
+            try: return self(case | change)
+            except Unreadable: return [torch.tensor(torch.nan)] * 2
+        got = attempt(mask=row)
+        nan = {n: case[n].masked_fill(~mask, torch.nan) for n in leaves
+               if n in case and case[n].shape == mask.shape}
+        for kind, found, says in (
+                ("mask-nan", attempt(**nan), "NaN under the mask makes the loss or the gradient "
+                                             "NaN"),
+                ("empty-batch", attempt(mask=row & False), "a batch in which nothing counts gives "
+                                                           "NaN, not 0"),
+                ("empty-row", got, "a response without tokens gives NaN")):
+            if not all(bool(x.isfinite().all()) for x in found):
+                self.warn(kind, says)
+        if self.facts.get("aggregation") in ("seq-mean-token-mean", "seq-mean-token-sum"):
+            share = (got[1] * row).abs().sum() / (self(case)[1] * row).abs().sum()
+            if (share - 1).abs() < 1e-6:
+                self.warn("empty-row", "a response without tokens counts as 0 in the mean over "
+                                       "responses; here it is left out")
+
+
+MODES = {  # what an option says -> the mode
+    "tokenmean": "token-mean", "token": "token-mean", "seqmeantokenmean": "seq-mean-token-mean",
+    "seqmean": "seq-mean-token-mean", "sequencemean": "seq-mean-token-mean",
+    "sequence": "seq-mean-token-mean", "responsemean": "seq-mean-token-mean",
+    "samplemean": "seq-mean-token-mean", "sample": "seq-mean-token-mean",
+    "seqmeantokensum": "seq-mean-token-sum", "promptmean": "prompt-mean", "prompt": "prompt-mean",
+    "constant": "constant", "sum": "sum"}
+
+
+def _brief(out): return repr(out).replace("\n", " ")[:60]
 
 
 STRINGS = """token-mean seq-mean-token-mean seq-mean-token-sum constant prompt-mean token_mean sum
     seq_mean mean none k1 k2 k3 kl mse abs low_var_kl ppo grpo dapo bnpo dr_grpo gspo cispo sapo
     token sequence std batch group rpo apo_zero robust sigmoid ipo hinge rloo""".split()
+SILENT = re.compile(  # options of how, not of what
+    r"chunk|block|bucket|micro|thread|worker|verbose|seed|dim|axis|inplace|in_place|return|debug|"
+    r"log|print|compile|kernel|triton|fused|flash|liger|memory|checkpoint|offload|sync|device|"
+    r"dtype|float|fp\d|bf16|upcast|cast|stable|safe|check|valid|strict|detach|grad|train|backend")
 
 
-SILENT = re.compile(r"chunk|block|bucket|micro|thread|worker|verbose|seed|dim$|axis")  # no formula
+def _moves(value) -> list:  # of an option -> other values
+    if isinstance(value, bool): return [not value]
+    if isinstance(value, int): return [value + 1, 2 * value, max(value // 2, 1), value + 3, 0]
+    return [value / 2, 1.5 * value, value + 0.37, 0.11, 3.3 * value + 0.01, 0.77]
 
 
 def dead_options(subject, outcome) -> list:  # (**options) -> list of tensors; names
-    "The numeric options that change nothing, whatever the switches say."
+    "The options that change nothing, whatever the switches say."
+    values = {n: x for n, x in (subject.numbers | subject.switches).items()
+              if isinstance(x, (bool, int, float)) and not SILENT.search(n.lower())}
+    def attempt(switched, **options):
+        try: found = outcome(**options)
+        except Unreadable: return None
+        others = result_tensors(subject.out).values() if switched else ()  # a statistic counts too
+        return [*found, *(x.detach() for x in others)]
     def moved(name, **others):
         "True if an option has an effect, None if it cannot be moved."
-        try:
-            base = outcome(**others)
-        except Unreadable: return None
-        tried = []
-        for value in moves(subject.numbers[name]):
-            try:
-                tried.append(not same(outcome(**others, **{name: value}), base, 1e-9))
-            except Unreadable: continue
-            if tried[-1]: return True
-        return False if tried else None
-    dead = [name for name in subject.numbers
-            if not SILENT.search(name.lower()) and moved(name) is False]
-    return [name for name in dead if not any(
-        moved(name, **{switch: value}) for switch, value in _switched(subject))]
-
-
-def report_dead(report, subject, outcome):  # (**options) -> list of tensors
-    "Find the options that change nothing."
-    for name in dead_options(subject, outcome):
-        report.find("option-without-effect", f"{name} = {subject.numbers[name]}: other values "
-                                             "give the same result")
-
-
-def _switched(subject):
-    for name, value in subject.switches().items():
-        if isinstance(value, bool):
-            yield name, not value
-        if value is None and usual_number(name) is not None:
-            yield name, usual_number(name)
-        if value is None or isinstance(value, str):
-            yield from ((name, other) for other in STRINGS if other != value)
+        switched, tried = isinstance(values[name], bool), None
+        base = attempt(switched, **others)
+        for value in _moves(values[name]):
+            got = base and attempt(switched, **others, **{name: value})
+            if got and not same(got, base, 1e-9): return True
+            tried = False if got else tried
+        return tried
+    def others(name):
+        for switch, value in subject.switches.items():
+            number = usual_number(switch)
+            more = ([not value] if isinstance(value, bool) else
+                    [number] * (value is None and number is not None) + STRINGS)
+            yield from ({switch: x} for x in more if x != value and switch != name)
+    return [name for name in values if moved(name) is False
+            and not any(moved(name, **other) for other in others(name))]

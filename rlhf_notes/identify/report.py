@@ -50,40 +50,42 @@ class Report:
     notes: list = field(default_factory=list)  # sentences on what was tried
     curves: dict = field(default_factory=dict)  # label -> (x, what came, the formula or None)
     axes: tuple = ("", "")  # what the curves show
+    unknown: str = ""  # what names and values do not tell; until then it is not right
 
     @property
     def right(self) -> bool:
-        "True if it equals a known formula and nothing was found."
-        return self.formula is not None and not self.findings
+        "True if it equals a known formula, nothing was found and nothing is left open."
+        return self.formula is not None and not self.findings and not self.unknown
 
-    def find(self, kind: str, text: str):
+    def find(self, kind: str, text: str, among=None):
         "Add a finding, once of each kind."
-        if kind not in [x.kind for x in self.findings]:
-            self.findings.append(Finding(kind, text))
+        among = self.findings if among is None else among
+        if kind not in [x.kind for x in among]:
+            among.append(Finding(kind, text))
 
     def warn(self, kind: str, text: str):
         "Add a caution, once of each kind."
-        if kind not in [x.kind for x in self.cautions]:
-            self.cautions.append(Finding(kind, text))
+        self.find(kind, text, self.cautions)
 
     def as_dict(self) -> dict:  # plain values, for JSON
         "All but the curves."
         def plain(found): return [dict(kind=x.kind, text=x.text, lesson=x.lesson) for x in found]
         return dict(function=self.name, kind=self.kind, right=self.right, formula=self.formula,
                     nearest=self.nearest, facts=self.facts, findings=plain(self.findings),
-                    cautions=plain(self.cautions), notes=self.notes)
+                    cautions=plain(self.cautions), notes=self.notes, unknown=self.unknown)
 
     def __str__(self):
         known = self.formula or "no form known here" + (
             f"; nearest {self.nearest}" if self.nearest else "")
         alone = ", one group a call" if "groups" in self.facts else ""
         verdict = ("right" + alone if self.right else
-                   f"{len(self.findings)} found" if self.findings else "no fault found")
+                   f"{len(self.findings)} found" if self.findings else
+                   "right if a call has one group" if self.unknown else "no fault found")
         lines = [f"{self.name}: {self.kind.replace('_', ' ')}, {known}: {verdict}"]
         lines += [f"  {name:<14} {value}" for name, value in self.facts.items()]
         for title, found in (("findings", self.findings), ("cautions", self.cautions)):
             lines += [f"{title}:"] * bool(found) + [f"  {x}" for x in found]
-        return "\n".join(lines + self.notes)
+        return "\n".join(lines + self.notes + [f"not known: {self.unknown}"] * bool(self.unknown))
 
     def __repr__(self): return str(self)
     def _repr_pretty_(self, printer, cycle): printer.text(str(self))

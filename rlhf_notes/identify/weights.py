@@ -1,13 +1,15 @@
 """The weights with which token losses become one number, and the mode that they show."""
 
-__all__ = ["mode_weights", "read_mode", "SHAPES", "ragged"]
+__all__ = ["mode_weights", "read_mode", "group_of", "SHAPES", "ragged"]
 
 import torch
 
 from ..formulas.masking import aggregation_weights
+from .names import GROUP_NAME
 
 SHAPES = ((48, 7), (96, 11))  # (B, T): B has many divisors, so that many group sizes fit
 GROUPS = (2, 3, 4, 6, 8, 12, 16, 24)
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "sum")
 
 
 def ragged(B: int, T: int, seed: int = 0):  # -> (B, T) bool
@@ -16,6 +18,13 @@ def ragged(B: int, T: int, seed: int = 0):  # -> (B, T) bool
     n = torch.randint(2, T + 1, (B,), generator=generator)
     n[::5] = T
     return torch.arange(T) < n[:, None]
+
+
+def group_of(numbers: dict):  # option -> value
+    "The number of responses to a prompt, if an option says it."
+    found = [x for n, x in numbers.items()
+             if GROUP_NAME.search(n.lower()) and x == int(x) and x > 1]
+    return int(found[0]) if found else None
 
 
 def mode_weights(
@@ -36,30 +45,16 @@ def read_mode(
 ) -> tuple | None:  # (mode, scale, number of the mode or None); None if no mode fits
     "The aggregation whose weights these are, up to a factor."
     groups = [g for g in ([group] if group else GROUPS) if all(len(m) % g == 0 for _, m in found)]
-    modes = [(mode, None) for mode in
-             ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "sum")]
-    for mode, g in modes + [("prompt-mean", g) for g in groups if g > 1]:
-        factors = [_factor(w, mode_weights(m, mode, g), m) for w, m in found]
-        if any(f is None for f in factors) or not _same(tolerance, *factors): continue
+    for mode, g in [(mode, None) for mode in MODES] + [("prompt-mean", g) for g in groups]:
+        each = [(w / mode_weights(m, mode, g))[m] for w, m in found]
+        factors = [x.mean().item() for x in each]
         factor = sum(factors) / len(factors)
-        longest = max(m.shape[1] for _, m in found)
+        uneven = any((x - f).abs().max() > 2e-4 * abs(f) for x, f in zip(each, factors))
+        if not factor or uneven or max(factors) - min(factors) > tolerance * abs(factor): continue
+        n, longest = 1 / factor, max(m.shape[1] for _, m in found)
+        length = n > longest - 1e-3 and abs(n - round(n)) < 1e-3 * n
         if mode == "seq-mean-token-sum" and factor < 0.9 and (
-                any(abs(factor * n - 1) < 1e-4 for n in lengths) or _whole(1 / factor, longest)):
-            return "constant", 1.0, round(1 / factor)
+                length or any(abs(factor * x - 1) < 1e-4 for x in lengths)):
+            return "constant", 1.0, round(n)
         return mode, factor, g
     return None
-
-
-def _whole(x, least): return x >= least - 1e-3 and abs(x - round(x)) < 1e-3 * x
-
-
-def _same(tolerance, *numbers):
-    return max(numbers) - min(numbers) <= tolerance * max(map(abs, numbers))
-
-
-def _factor(weights, expected, mask):
-    "The one number by which the weights differ from those of a mode, where tokens count."
-    factors = (weights / expected)[mask]
-    mean = factors.mean().item()
-    even = (factors - mean).abs().max() <= 2e-4 * abs(mean)
-    return mean if mean and even else None
