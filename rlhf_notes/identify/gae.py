@@ -6,7 +6,6 @@ from itertools import combinations
 
 import torch
 
-from ..formulas.whitening import whiten
 from .calls import Unreadable, result_tensors, same
 from .probing import FLAGS, REAL, Reader, noise, number
 
@@ -70,6 +69,7 @@ class GAE(Reader):
     supplied = ("rewards value next_value mask padding lengths logp logp_ref returns advantage "
                 + " ".join(ENDS))
     less_values = False  # returns are read: values are taken off
+    whitened = None  # the name of a result that is whitened
 
     def start(self):
         roles, layout = self.roles, self.subject.layout
@@ -99,7 +99,14 @@ class GAE(Reader):
         return "next_value" in self.roles or self.subject.dialect["length"] == "T+1"
 
     def __call__(self, r, v, nv, terminated=None, done=None, mask=None, **options):
-        "Results by name; nv[t] = V of what step t led to."
+        """Results by name; nv[t] = V of what step t led to. Two columns more, one of zeros and one
+        with a reward of 1, undo a whitening."""
+        if self.whitened is not None:
+            add = torch.nn.functional.pad
+            r, v, nv, terminated, done = (x if x is None else add(x, (0, 2)) for x in (
+                r, v, nv, terminated, done))
+            mask = mask if mask is None else add(mask, (0, 2), value=True)
+            r[-1, -1] = 1.0
         no, how = torch.zeros(r.shape, dtype=torch.bool), self.subject.dialect
         terminated = no if terminated is None else terminated
         done = terminated if done is None else done
@@ -113,6 +120,10 @@ class GAE(Reader):
             return x.T.contiguous() if how["layout"] == "BT" and x.ndim == 2 else x
         found = self._results(self.subject.run({n: shaped(x) for n, x in case.items()}, **options),
                               r.shape)
+        if self.whitened is not None:
+            x, zero = found[self.whitened], found[self.whitened][-1, -2]
+            found[self.whitened] = (x - zero) / ((x[-1, -1] - zero).abs() or 1)
+            found = {n: x[:, :-2] for n, x in found.items()}
         return {n: x - v for n, x in found.items()} if self.less_values else found
 
     def _ends(self, terminated, done):
@@ -178,14 +189,17 @@ class GAE(Reader):
         own = {n: self.response(n, "v").diagonal()[:-1].mean().abs() for n in results}
         adv = next((n for n in results if "adv" in str(n).lower()), max(results, key=own.get))
         ret = next((n for n in results if n != adv), None)
-        whitened = self._whitened(adv, ret)
-        if whitened and ret is None: return self._guess_whitened(adv)
-        self.less_values = whitened is not None or ret is None and self._is_return(adv)
-        self._steps(ret if whitened else adv)
+        source, of_values = adv, ret is None and self._is_return(adv)
+        if self._whitens(adv):
+            if self.single and ret is None:
+                self.report.nearest = "gae"
+                return self.report.notes.append("whitened: one array a call does not tell gamma")
+            self.whitened = None if self.single else adv
+            source, of_values = (ret, True) if self.single else (adv, of_values)
+        self.less_values = of_values
+        self._steps(source)
         self.less_values = False
-        if whitened:
-            self.facts["whitened"] = whitened
-        elif ret is not None:
+        if ret is not None and source == adv:
             self._returns(adv, ret)
 
     def _is_return(self, name):
@@ -194,35 +208,19 @@ class GAE(Reader):
         V, L = (self.response(name, of) for of in ("v", "nv"))
         return bool(V.diagonal()[:-1].abs().max() < 1e-6) and bool(V.any() or L.any())
 
-    def _columns(self, xs): return [x[:, :1].expand(T, N) for x in xs] if self.single else xs
-
-    def _whitened(self, adv, ret):
-        "The deviation by which the advantages are divided, None if they are as they were."
-        x = self._columns(draws())
-        out = self(*x)
-        for deviation in ("population", "sample") if ret is not None else ():
-            for shift in (True, False):
-                white = whiten(out[ret] - x[1], None, shift, deviation == "sample", 0.0)
-                if not same([out[adv]], [white], 1e-3): continue
-                if not shift:
-                    self.find("baseline", "the advantages are divided by their deviation, and keep "
-                                          "their mean; whitening removes it")
-                return deviation
-        return "unknown" if same([out[adv]], [self(*(3 * y for y in x))[adv]], 1e-3) else None
-
-    def _guess_whitened(self, adv):
-        "Whitened advantages without returns: compare with the options' own gamma and lambda."
-        self.report.nearest, (r, v, nv) = "gae", draws()
-        names = self.option("gam", "disc"), self.option("lam", "lmb", "gae_l")
-        gamma, lam = (min(self.subject.numbers.get(n, 1.0), 1.0) for n in names)
-        no = torch.zeros(T, N, dtype=torch.bool)
-        for last in (nv[-1:], 0 * nv[-1:]):
-            following = torch.cat([v[1:], last])
-            A, got = advantages(r, v, following, no, no, gamma, lam), self(r, v, following)[adv]
-            if any(same([got], [whiten(A, unbiased=u)], 1e-3) for u in (True, False)):
-                self.report.formula = "gae_tokens" if self.tokens else "gae"
-                return self.facts.update(gamma=gamma, lam=lam, bootstrap=bool(last.any()),
-                                         whitened=True)
+    def _whitens(self, name):
+        "Whether advantages are divided by their deviation: then no scale changes them."
+        x = draws()
+        out = self(*x)[name]
+        out = out[:, :1] if self.single else out
+        if not same([out], [self(*(3 * y for y in x))[name][:, :out.shape[1]]], 1e-3): return False
+        deviation = {u: out.std(unbiased=u) for u in (False, True)}
+        self.facts["whitened"] = next((n for n, u in (("population", False), ("sample", True))
+                                       if abs(deviation[u] - 1) < 1e-3), "unknown")
+        if out.mean().abs() > 1e-3:
+            self.find("baseline", "the advantages are divided by their deviation, and keep their "
+                                  "mean; whitening removes it")
+        return True
 
     def _steps(self, name):
         "gamma and lambda from the responses; then the faults, as the variant that equals it."
@@ -335,7 +333,7 @@ class GAE(Reader):
 
     def _returns(self, adv, ret):
         "Whether the returns are advantages plus values."
-        x = self._columns(draws(4))
+        x = [y[:, :1].expand(T, N) for y in draws(4)] if self.single else draws(4)
         out, v = self(*x), x[1]
         if "value" not in self.roles or same([out[ret]], [out[adv] + v], 1e-3): return
         if same([out[ret]], [out[adv]], 1e-3):

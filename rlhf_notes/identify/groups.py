@@ -8,7 +8,7 @@ import torch
 
 from ..formulas.advantage import reinforce_pp_advantage
 from .calls import Unreadable, result_tensors, same
-from .probing import REAL, Reader, noise, number
+from .probing import REAL, Reader, noise, number, read_eps
 from .weights import group_of
 
 P = 6  # prompts
@@ -185,13 +185,7 @@ class GroupAdvantage(Reader):
                                   f"formula gives 0: {what} is subtracted")
 
     def _eps(self):
-        "The number added to the deviation or the variance, from groups whose spread is as small."
         z = self.R - self.R.mean(1, keepdim=True)
         z = z / z.std(1, unbiased=self.facts["deviation"] == "sample", keepdim=True)
         def divisor(std): return (std * z.square().sum() / (self(std * z) * z).sum()).item()
-        size = next((10.0**-k for k in range(1, 13) if not divisor(10.0**-k) < 2 * 10.0**-k), None)
-        left = divisor(size / 1e3) if size else 0.0
-        if not left or left != left: return 0.0
-        squared = abs(divisor(3 * left) / left - 10**0.5) < 0.01
-        even = divisor(left) > 1.5 * left
-        return number(left**2 if squared else left - size / 1e3 if even else left)
+        return read_eps(divisor)

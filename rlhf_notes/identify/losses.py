@@ -10,7 +10,7 @@ from ..formulas.kl import KL_KINDS, kl_estimate
 from ..formulas.preference import DPO_KINDS, dpo_loss
 from ..formulas.value import value_loss
 from .calls import same
-from .probing import SHAPES, Losses, noise, number, ragged
+from .probing import SHAPES, Losses, edges, noise, number, ragged
 
 BATCHES = [ragged(B, T, seed=B) for B, T in SHAPES]
 
@@ -85,17 +85,8 @@ class ValueLoss(Losses):
             return torch.where(m, g / (W * (V - far)), 0).sum(1) / m.sum(1)
         sizes = torch.logspace(-4, 2, len(m) // 2, dtype=torch.float64)
         x = torch.cat([-sizes.flip(0), sizes])
-        def edges(far):
-            gone = share(x, far).abs() < 1e-6
-            for i in (gone[1:] != gone[:-1]).nonzero().flatten().tolist():
-                low, high = x[i], x[i + 1]
-                for _ in range(3):
-                    at = torch.linspace(low, high, len(m), dtype=torch.float64)
-                    zero = share(at, far).abs() < 1e-6
-                    j = max(int((zero != zero[0]).double().argmax()), 1)
-                    low, high = at[j - 1], at[j]
-                yield ((low + high) / 2).item()
-        up, down, near = [*edges(200.0)], [*edges(-200.0)], x.abs() < 5
+        up, down = ([e for e, _ in edges(lambda x: share(x, far), x)] for far in (200.0, -200.0))
+        near = x.abs() < 5
         self.report.curves = {f"R far {side}": (x[near], share(x, far)[near], None)
                               for side, far in (("above", 200.0), ("below", -200.0))}
         away = [-e for e in up if e < 0]

@@ -7,7 +7,7 @@ import re
 import torch
 
 from .calls import Unreadable, result_tensors, same
-from .probing import SHAPES, Losses, noise, number, ragged
+from .probing import SHAPES, Losses, noise, number, ragged, read_eps
 
 NAMES = ("value", "advantage", "rewards", "returns", "logp", "entropy")  # what may stand for x
 
@@ -157,16 +157,7 @@ class Whiten(OfX):
             self.report.formula, self.report.nearest = "whiten", None
 
     def _eps(self):
-        "The number added to the variance or the deviation, from numbers that it outweighs."
-        unit = (self.x - self.x[self.mask].mean()) / self.x[self.mask].std()
-        sample = self.facts["deviation"] == "sample"
-        def divisor(size):  # what the numbers are divided by, and their own deviation
-            slope, s = self.slope(size * unit)
-            return 1 / slope if slope else 0.0, s.std(unbiased=sample).item()
-        for size in (10.0**-k for k in range(7)):
-            whole, std = divisor(size)
-            if whole**2 > 1.05 * std**2:
-                tiny, less = divisor(size / 100)
-                inside = abs(tiny**2 - less**2 - whole**2 + std**2) < 1e-2 * (whole**2 - std**2)
-                return number(whole**2 - std**2 if inside else whole - std)
-        return 0.0
+        unit = (self.x - self.x[self.mask].mean()) / self.x[self.mask].std(
+            unbiased=self.facts["deviation"] == "sample")
+        def divisor(std): return 1 / (self.slope(std * unit)[0] or 1e300)
+        return read_eps(divisor)

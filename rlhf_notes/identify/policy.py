@@ -8,7 +8,7 @@ import torch
 
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from .calls import Unreadable, same
-from .probing import FLAGS, REAL, SHAPES, Losses, noise, number, ragged
+from .probing import FLAGS, REAL, SHAPES, Losses, edges, noise, number, ragged
 
 CURVE = (336, 3)  # rows of one ratio each, A > 0 and A < 0 by turns
 CLIPPED = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
@@ -312,11 +312,7 @@ class PolicyLoss(Losses):
             self.warn("overflow", "log-ratio 100, A > 0: loss or gradient is not finite in "
                                   "float32; the formula gives 0")
         half = {n: x.bfloat16().double() if x.is_floating_point() else x for n, x in case.items()}
-        one, two = (self.in_dialect(lambda: self(half), dtype=d)
-                    for d in (torch.float32, torch.bfloat16))
-        if one and two and (two[0] - one[0]).abs() > 1e-4 * one[1].abs().sum():
-            self.warn("precision", f"bfloat16 comes in: the loss is {two[0]:.6g}, in float32 "
-                                   f"{one[0]:.6g}")
+        self.check_half(lambda: self(half), 1e-4 * self(half)[1].abs().sum())
         for leaf, kind in (("logp_old", "old-gradient"), ("advantage", "advantage-gradient")):
             got = leaf in self.roles and self.in_dialect(lambda: self(case, leaf=leaf))
             if got and got[1].any():
@@ -357,7 +353,7 @@ class Curve:
         self.phi, r = self(self.logr), self.logr.exp()
         self.is_ratio = all(bool(((phi.abs() < 1e-9) | ((phi / r - 1).abs() < 1e-4)).all())
                             for phi in self.phi)
-        self.edges = [self._edges(s) for s in (0, 1)]
+        self.edges = [[*edges(lambda x: self(x)[side], self.logr)] for side in (0, 1)]
 
     def __call__(self, logr):  # (B / 2,)
         "Weights at these log-ratios, for A > 0 and for A < 0."
@@ -366,21 +362,6 @@ class Curve:
         g = self.policy.grad(both[:, None].expand(CURVE), self.A, old=self.old)[:, 0]
         g = g / (-self.A * self.norm)
         return g[up], g[~up]
-
-    def _edges(self, side):
-        "(log-ratio, True if the weight vanishes above it) of each change between 0 and more."
-        zero = self.phi[side].abs() < 1e-9
-        at = (zero[1:] != zero[:-1]).nonzero().flatten().tolist()
-        return [(self._refined(side, self.logr[i], self.logr[i + 1]), bool(zero[i + 1]))
-                for i in at]
-
-    def _refined(self, side, low, high):
-        for _ in range(2):
-            x = torch.linspace(low, high, len(self.logr), dtype=torch.float64)
-            zero = self(x)[side].abs() < 1e-9
-            i = max(int((zero != zero[0]).double().argmax()), 1)
-            low, high = x[i - 1], x[i]
-        return ((low + high) / 2).item()
 
     def dies(self, side, above):  # above or below ratio 1 -> log-ratio or None
         "Where the weight becomes 0 on the way from ratio 1."

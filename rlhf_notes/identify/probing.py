@@ -1,6 +1,7 @@
 """What every reader shares: probe the function in its dialect, measure, read off, report."""
 
-__all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "Reader", "Losses"]
+__all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "edges", "read_eps", "Reader",
+           "Losses"]
 
 import re
 
@@ -22,6 +23,32 @@ def noise(*shape, seed: int = 0, scale: float = 1.0):
     "Normal random numbers in float64, the same on each call."
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def edges(weight, x):  # points -> numbers; the points, which rise
+    "(place, True if it is 0 above) of each change between 0 and more."
+    def gone(x): return weight(x).abs() < 1e-9
+    zero = gone(x)
+    for i in (zero[1:] != zero[:-1]).nonzero().flatten().tolist():
+        low, high = x[i], x[i + 1]
+        for _ in range(3):
+            at = torch.linspace(low, high, len(x), dtype=torch.float64)
+            change = gone(at)
+            j = max(int((change != change[0]).double().argmax()), 1)
+            low, high = at[j - 1], at[j]
+        yield ((low + high) / 2).item(), bool(zero[i + 1])
+
+
+def read_eps(divisor) -> float:  # a deviation -> what numbers of that deviation are divided by
+    "The number added to the deviation or the variance, or the least divisor."
+    for std in (10.0**-k for k in range(13)):
+        whole = divisor(std)
+        if whole > 1.025 * std:
+            tiny, extra = divisor(std / 100), whole**2 - std**2
+            if abs(tiny - whole) < 1e-3 * whole: return number(whole)
+            inside = abs(tiny**2 - (std / 100) ** 2 - extra) < 1e-2 * extra
+            return number(extra if inside else whole - std)
+    return 0.0
 
 
 class Reader:
@@ -63,6 +90,14 @@ class Reader:
         try: return call()
         except (Unreadable, RuntimeError): return None
         finally: self.subject.dialect = kept
+
+    def check_half(self, call, limit: float):  # () -> tensors; the largest error of the first
+        "Warn if half precision that comes in is computed in half precision."
+        one, two = (self.in_dialect(call, dtype=d) for d in (torch.float32, torch.bfloat16))
+        if one is not None and two is not None:
+            error = (two[0] - one[0]).abs().max()
+            if error > limit:
+                self.warn("precision", f"bfloat16 comes in: the result is off by {error:.2g}")
 
     def finish(self) -> Report:
         "Find the options that change nothing; say what was printed or changed."

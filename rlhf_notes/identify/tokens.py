@@ -48,17 +48,14 @@ class OfLogits(Reader):
         elif abs(got - heat) > 1e-3 < abs(heat - value):
             self.find("temperature", f"{name} = {value}: the logits are divided by {heat}")
 
-    def check_half(self):
+    def check_fragile(self):
         "Half precision, and logits 400 apart."
         z = 3 * noise(B, T, V, seed=5).bfloat16().double()
         far = torch.arange(V).double().expand(B, T, V) * 400
-        one, two = (self.in_dialect(lambda: self(z), dtype=d)
-                    for d in (torch.float32, torch.bfloat16))
         wide = self.in_dialect(lambda: self(far, 0 * LABELS), dtype=torch.float32)
         if wide is not None and not wide.isfinite().all():
             self.warn("overflow", "logits 400 apart: the result is not finite")
-        if one is not None and two is not None and (two - one).abs().max() > 2e-3:
-            self.warn("precision", f"bfloat16 logits: off by {(two - one).abs().max():.2g} nats")
+        self.check_half(lambda: [self(z)], 2e-3)
 
 
 class LogProb(OfLogits):
@@ -73,7 +70,7 @@ class LogProb(OfLogits):
             heat = self._labels(quietly, **options)[0]
             return None if "temperature" in wrong else heat
         self.check_heat(measure)
-        self.check_half()
+        self.check_fragile()
 
     def _labels(self, find, **options):
         "(temperature, shift)."
@@ -125,23 +122,23 @@ class LogProb(OfLogits):
         if not right:
             find("shift", f"a result of T - 1 takes the logits from position {at[0]} and the "
                           f"labels from {at[1]}; the formula takes logits[:, :-1], labels[:, 1:]")
-        after = abs(heat - 1) > 1e-6 and same([y], [(picked - whole) / heat], 1e-3)
-        if same([y], [picked / heat - (logits / heat).logsumexp(-1)], 1e-3):
+        for kind, formula, says in (
+                (None, picked / heat - (logits / heat).logsumexp(-1), ""),
+                ("temperature", (picked - whole) / heat, f"the log-probability is divided by "
+                 f"{heat:.4g}, not the logits: the probabilities do not sum to 1"),
+                ("temperature", picked / heat - whole, "the temperature divides the logit and not "
+                                                       "the sum over the vocabulary"),
+                ("scale", y, "the probabilities of all tokens sum to {:.4g}, the formula gives 1")):
+            if same([y], [formula], 1e-3): break
+        if kind is None:
             self.report.formula = "selective_log_softmax"
-        elif after and base:
+        elif kind == "temperature" and base:
             find("scale", f"the log-probability is the logarithm to the base {base}, {slope:.4g} "
                           "times that in nats")
             heat = 1.0
-        elif after:
-            find("temperature", f"the log-probability is divided by {heat:.4g}, not the logits: "
-                                "the probabilities do not sum to 1")
-        elif abs(heat - 1) > 1e-6 and same([y], [picked / heat - whole], 1e-3):
-            find("temperature", "the temperature divides the logit and not the sum over the "
-                                "vocabulary")
         else:
             total = (y - picked / heat).exp()[0, 0] * (logits[0, 0] / heat).exp().sum()
-            find("scale", f"the probabilities of all tokens sum to {total:.4g}, the formula "
-                          "gives 1")
+            find(kind, says.format(total))
         return number(heat), (1 if n < T else 0) if right else None if n < T else 0
 
 
@@ -169,7 +166,7 @@ class Entropy(OfLogits):
         far = self.in_dialect(lambda: self(z.masked_fill(torch.arange(V) == 2, -torch.inf)))
         if far is not None and not far.isfinite().all():
             self.warn("overflow", "a logit of -inf, which no sampler can draw, gives NaN")
-        self.check_half()
+        self.check_fragile()
 
     def _fit(self, y, z):
         "(temperature, factor), or (None, None)."
