@@ -1144,3 +1144,36 @@ def centred_over_padding(logps, ref_logps, mask):
 def hinge(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta=0.37):
     h = (chosen_logps - ref_chosen_logps) - (rejected_logps - ref_rejected_logps)
     return torch.relu(1 - beta * h).mean()
+
+
+@fault("mask-leak", "policy_loss", advantage="whitened")
+def whitened_over_padding(logp, old_logp, adv, mask):
+    adv = adv if adv.dim() == 2 else adv[:, None].expand_as(logp)
+    adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+    return -masked_mean(surrogate(logp, old_logp, adv), mask)
+
+
+@fault("ends-ignored", "gae")
+def sums_over_a_time_limit(rewards, values, next_values, terminated, truncated, gamma=0.9, lam=0.8):
+    return gae_with_limits(rewards, values, next_values, terminated, terminated, gamma, lam)
+
+
+@right("gae", gamma=0.9, lam=0.37, whitened="sample")
+def whitened_alone(rewards, values, dones, next_value, gamma=0.9, lam=0.37):
+    live = 1 - dones.double()
+    adv, _ = recursion(rewards, values, live, live, next_value, gamma, lam)
+    return (adv - adv.mean()) / (adv.std() + 1e-8)
+
+
+@fault("bootstrap-past-end ends-ignored", "gae", whitened="sample")
+def whitened_without_ends(rewards, values, dones, next_value, gamma=0.9, lam=0.37):
+    return whitened_alone(rewards, values, 0 * dones, next_value, gamma, lam)
+
+
+@right("preference_loss", form="robust", beta=0.37, label_smoothing=0.13)
+def robust_dpo(
+    chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta=0.37, epsilon=0.13
+):
+    h = beta * ((chosen_logps - ref_chosen_logps) - (rejected_logps - ref_rejected_logps))
+    loss = -F.logsigmoid(h) * (1 - epsilon) + F.logsigmoid(-h) * epsilon
+    return (loss / (1 - 2 * epsilon)).mean()

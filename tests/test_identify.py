@@ -331,6 +331,8 @@ def other_shape(logp, old_logp, adv, mask): return logp.new_ones(3, 3)
 def asks(logp, old_logp, adv, mask, mystery): return logp.sum()
 def three(rewards, values, dones, next_value, gamma=0.9): return rewards, rewards, rewards
 def nameless(foo, bar): return foo + bar
+async def awaited(values, returns): return values.sum()
+def yields(values, returns): yield values.sum()
 def not_finite(logp, old_logp, adv, mask): return logp.sum() * float("nan")
 
 
@@ -341,9 +343,20 @@ def not_finite(logp, old_logp, adv, mask): return logp.sum() * float("nan")
     (on_cuda, ValueError, "on_cuda raised"), (nothing, ValueError, "nothing returned None"),
     (other_shape, ValueError, r"\(3, 3\)"), (three, ValueError, "three returned"),
     (asks, ValueError, "what mystery of asks is; it has logp, old_logp, adv, mask, mystery"),
+    (awaited, TypeError, "got awaited, which"), (yields, TypeError, "got yields, which"),
     (nameless, ValueError, "kind must be given"), (not_finite, ValueError, "gives NaN")])
 def test_what_cannot_be_read_is_said_in_one_sentence(f, error, says):
     with pytest.raises(error, match=says) as e: identify(f)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("kind, role", [
+    ("gae", "rewards"), ("group_advantage", "rewards"), ("log_prob", "logits"), ("kl", "logp or"),
+    ("preference_loss", "chosen"), ("policy_loss", "logp or"), ("entropy", "logits")])
+def test_a_kind_without_its_tensors_is_refused(kind, role):
+    def f(values, returns): return (values - returns).square().mean()
+    with pytest.raises(ValueError, match=f"which parameter of f is {role}") as e:
+        identify(f, kind=kind)
     assert "\n" not in str(e.value)
 
 

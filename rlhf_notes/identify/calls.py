@@ -119,6 +119,9 @@ class Subject:
         if inspect.isclass(function):
             raise TypeError(f"function must be a function or an instance, got the class "
                             f"{function.__name__}: call it first")
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"function must return its result, got {self.name}, which yields or "
+                            "has to be awaited")
         try:
             found = inspect.signature(self.function).parameters
         except (TypeError, ValueError) as e:
@@ -203,12 +206,15 @@ class Subject:
         unknown = [*self.unknown, *(self.roles[r] for r in self.required() - set(supplied))]
         for name in dict.fromkeys(unknown):
             if name in self.given: continue
-            number = usual_number(name)
-            if number is None:
-                raise Unreadable(
-                    f"names or options must say what {name} of {self.name} is; it has "
-                    f"{', '.join(self.parameters)}, understood as {self.understood()}")
-            self.filled[name] = number
+            self.filled[name] = usual_number(name)
+            if self.filled[name] is None: self.refuse("names or options", name)
+
+    def refuse(self, where: str, what: str):
+        "Unreadable: the meaning of a parameter, or the parameter of a role, is not known."
+        is_role = what not in self.parameters
+        raise Unreadable(f"{where} must say {'which parameter' if is_role else f'what {what}'} of "
+                         f"{self.name} is{' ' + what.replace('|', ' or ') if is_role else ''}; it has "
+                         f"{', '.join(self.parameters)}, understood as {self.understood()}")
 
     def understood(self) -> str:
         "Parameters and their roles, for a message."

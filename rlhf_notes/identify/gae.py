@@ -28,6 +28,7 @@ ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for th
     ("no-bootstrap", lambda end, done: (done, done)),
     ("no-bootstrap", lambda end, done: (done | LAST, done)),
     ("ends-ignored", lambda end, done: (end, done & False)),
+    ("ends-ignored", lambda end, done: (end, end)),
     ("bootstrap-past-end", lambda end, done: (end & False, done)),
     ("bootstrap-past-end", lambda end, done: (end & ~LAST, done & ~LAST)),
     ("off-by-one", lambda end, done: (earlier(end), earlier(done))),
@@ -66,6 +67,7 @@ def advantages(r, v, nv, end, done, gamma, lam):
 class GAE(Reader):
     "A function of rewards, values and ends, called with arrays (T, N) whose time comes first."
     kind, axes = "gae", ("steps later", "response of the advantage")
+    needs = "rewards"
     supplied = ("rewards value next_value mask padding lengths logp logp_ref returns advantage "
                 + " ".join(ENDS))
     less_values = False  # returns are read: values are taken off

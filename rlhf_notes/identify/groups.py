@@ -20,6 +20,7 @@ ASK = ("whether a call has the rewards of one group or of many: no parameter say
 class GroupAdvantage(Reader):
     "A function of the rewards of groups, called with (P, G)."
     kind, axes = "group_advantage", ("reward less its group's mean", "advantage")
+    needs = "rewards"
     supplied = "rewards index mask padding lengths logp"
 
     def start(self):
@@ -27,7 +28,7 @@ class GroupAdvantage(Reader):
         self.G, self.single = group_of(subject.numbers) or 4, False  # single: (G,) in each call
         self.told = bool(roles.keys() & {"index", "group_size"}) or any(
             isinstance(x, int) and x > 1 for x in subject.numbers.values())  # which group
-        self.R, name = self.rewards(), roles["rewards"].lower()
+        self.R, name = self.rewards(), roles.get("rewards", "").lower()
         forms = ("flat", "PG") if self.told else ("PG", "flat")
         first = "token" in name or "level" in name or {"mask", "index"} <= roles.keys()
         self.tries = dict(dtype=REAL, form=("tokens", *forms) if first else (*forms, "tokens"),

@@ -18,6 +18,7 @@ BATCHES = [ragged(B, T, seed=B) for B, T in SHAPES]
 class ValueLoss(Losses):
     "The slope at V: its weights over the tokens, and the range in which it is V - R."
     kind, axes, leaf = "value_loss", ("V - V_old", "share of the slope V - R"), "value"
+    needs = "value returns"
     supplied = "value value_old returns mask padding lengths logp advantage logp_old"
 
     def case(self, mask, seed=1):
@@ -106,6 +107,7 @@ PROMISED = {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_va
 class KL(Losses):
     "The estimate against the log-ratio."
     kind, axes = "kl", ("log pi - log pi_ref", "estimate")
+    needs = "logp|ratio|log_ratio"
     supplied = "logp logp_ref logp_old log_ratio ratio mask padding lengths"
     D = torch.tensor([-1.5, -1.0, -0.5, -0.02, 0.0, 0.02, 0.5, 1.0, 1.5], dtype=torch.float64)
 
@@ -191,7 +193,7 @@ N = 96
 class PreferenceLoss(Losses):
     "The slope at the chosen response against its lead h."
     kind, axes, leaf = "preference_loss", ("lead of the chosen response", "slope"), "chosen"
-    supplied = " ".join(PAIR)
+    needs, supplied = "chosen rejected", " ".join(PAIR)
 
     def case(self, h, seed=0):
         w, *ref = (noise(len(h), seed=seed + i) for i in range(3))
@@ -254,11 +256,15 @@ class PreferenceLoss(Losses):
         k = (((t - t.mean()) * (u - u.mean())).sum() / (t - t.mean()).square().sum()).item()
         m = (k * t.mean() - u.mean()).item()
         if not same([torch.sigmoid(k * x - m)], [s], 1e-3): return
-        facts.update(form="sigmoid", beta=number(abs(k)), label_smoothing=number(high / rise))
+        smooth = high / rise
+        robust = smooth < -1e-6
+        smooth = smooth / (2 * smooth - 1) if robust else smooth
+        facts.update(form="robust" if robust else "sigmoid", beta=number(abs(k)),
+                     label_smoothing=number(smooth))
         facts |= {"margin": number(m)} if abs(m) > 1e-3 else {}
         self.report.formula = ("dpo_loss" if self.has_ref else "bradley_terry_loss"
                                if abs(k - 1) < 1e-3 else "simpo_loss")
-        if rise / k < 0 or high / rise > 0.5:
+        if rise / k < 0 or smooth > 0.5:
             facts["label_smoothing"] = 0.0
             self.find("sign", says + "a negative one; the chosen response becomes rarer")
         elif abs(rise / k - 1) > 2e-3:

@@ -36,6 +36,7 @@ class PolicyLoss(Losses):
     "A policy loss, and the batches that it is given."
     kind, axes = "policy_loss", ("ratio", "weight of the gradient")
     tries = dict(dtype=REAL, form=("B", "BT", "B1", "flat"), flags=FLAGS)
+    needs = "logp|ratio|log_ratio advantage"
     supplied = ("labels logp logp_old logp_ref logp_rollout ratio log_ratio advantage mask padding "
                 "lengths index entropy value value_old returns")
 
@@ -72,6 +73,14 @@ class PolicyLoss(Losses):
         return dict(logp=x, logp_old=old, logp_ref=x - kl, advantage=A, mask=mask) | {
             n: v for n, v in zip(OTHERS, others) if more or n not in self.optional}
 
+    def _of_tokens(self, case):
+        "With an advantage for each token, if that is the same here as one for each response."
+        A, m = case["advantage"], case["mask"]
+        if A.shape == m.shape: return case
+        wide = case | dict(advantage=A.reshape(-1, 1).repeat(1, m.shape[1]))
+        got = self.in_dialect(lambda: self(wide))
+        return wide if got and same(got, self(case)) else case
+
     def grad(self, logr, A, mask=None, **rest):
         "Gradient of the policy's part: less that of A = 0, where the KL and the like are alone."
         case = self.case(logr, A, mask, **rest)
@@ -86,9 +95,12 @@ class PolicyLoss(Losses):
         self.facts["ratio"] = self._level()
         B, T = SHAPES[0]
         A = noise(B, seed=B) + 0.2
+        case = self.case(rich(B, T), A, ragged(B, T))
         moved = dict(logp=-0.7, logp_old=-1.4, logp_ref=-2.1, advantage=2.1)
-        self.check_mask(self.case(rich(B, T), A, ragged(B, T)), moved, self.facts["ratio"])
+        self.check_mask(case, moved, self.facts["ratio"])
         self._aggregation([(self.sign * w, m) for w, m in weights])
+        if "advantage" in self.facts:
+            self.check_mask(self._of_tokens(case), moved, self.facts["ratio"])
         self.curve = Curve(self)
         self._clip()
         self._name()

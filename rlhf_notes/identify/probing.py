@@ -53,7 +53,8 @@ def read_eps(divisor) -> float:  # a deviation -> what numbers of that deviation
 
 class Reader:
     "A function that is read: `read` measures and reports, `probe` is one ordinary call."
-    kind, axes, supplied, movable = "", ("", ""), "", True
+    kind, axes, movable = "", ("", ""), True
+    needs, supplied = "", ""  # roles that it cannot do without ("a|b": one of them); all it knows
     tries = dict(dtype=REAL, form=("BT", "flat"), flags=FLAGS)  # dialects
 
     def __init__(self, subject):
@@ -61,6 +62,8 @@ class Reader:
         self.report = Report(self.kind, subject.name, axes=self.axes)
         self.find, self.warn, self.facts = self.report.find, self.report.warn, self.report.facts
         self.start()
+        for role in self.needs.split():
+            if not self.roles.keys() & {*role.split("|")}: subject.refuse("names", role)
         subject.prepare(self.supplied.split())
         subject.tune(self.tries, self.probe)
 

@@ -15,6 +15,7 @@ LABELS = torch.arange(B * T).reshape(B, T) * 5 % V
 
 class OfLogits(Reader):
     "A function of logits, and of labels if it takes them."
+    needs = "logits"
     supplied = "logits labels mask padding lengths"
     tries = dict(dtype=REAL, flat=(False, True), flags=("bool", "float"))
 
@@ -23,7 +24,7 @@ class OfLogits(Reader):
         x, mask = logits.detach().clone().requires_grad_(grad), torch.ones(B, T, dtype=torch.bool)
         case = dict(logits=x, labels=labels, mask=mask, padding=~mask, lengths=mask.sum(1))
         if self.subject.dialect["flat"]:
-            case = {r: v.flatten(0, 1) for r, v in case.items()}
+            case = {r: v.flatten(0, 1) for r, v in case.items() if r in self.roles}
         found = result_tensors(self.subject.run(case, **options)).values()
         y = next((y for y in found if y.is_floating_point()
                   and y.numel() in (B * T, B * (T - 1), 1)), None)
@@ -60,6 +61,7 @@ class OfLogits(Reader):
 
 class LogProb(OfLogits):
     "Which logits meet which labels, by the difference that two labels make; then the sum."
+    needs = "logits labels"
     kind, axes = "log_prob", ("logit", "log-probability")
 
     def read(self):
