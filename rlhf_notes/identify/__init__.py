@@ -41,9 +41,7 @@ def identify(
                          "position: write a function of its tensors around it")
     try:
         with time_limit(LIMIT):
-            reader = READERS[kind](subject)
-            reader.read()
-            return reader.finish()
+            return READERS[kind](subject).reading()
     except TimeoutError:
         raise Unreadable(f"{subject.name} took more than {LIMIT:g} s in {subject.calls} calls: an "
                          "endless loop, or too slow to be read") from None

@@ -207,14 +207,16 @@ class Subject:
         for name in dict.fromkeys(unknown):
             if name in self.given: continue
             self.filled[name] = usual_number(name)
-            if self.filled[name] is None: self.refuse("names or options", name)
+            if self.filled[name] is None:
+                self.refuse("names or options", name)
 
     def refuse(self, where: str, what: str):
         "Unreadable: the meaning of a parameter, or the parameter of a role, is not known."
-        is_role = what not in self.parameters
-        raise Unreadable(f"{where} must say {'which parameter' if is_role else f'what {what}'} of "
-                         f"{self.name} is{' ' + what.replace('|', ' or ') if is_role else ''}; it has "
-                         f"{', '.join(self.parameters)}, understood as {self.understood()}")
+        role = what.replace("|", " or ")
+        is_what = (f"what {what} of {self.name} is" if what in self.parameters else
+                   f"which parameter of {self.name} is {role}")
+        raise Unreadable(f"{where} must say {is_what}; it has {', '.join(self.parameters)}, "
+                         f"understood as {self.understood()}")
 
     def understood(self) -> str:
         "Parameters and their roles, for a message."

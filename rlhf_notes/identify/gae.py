@@ -73,7 +73,7 @@ class GAE(Reader):
     less_values = False  # returns are read: values are taken off
     whitened = None  # the name of a result that is whitened
 
-    def start(self):
+    def _start(self):
         roles, layout = self.roles, self.subject.layout
         if "mask" in roles and "next_value" in roles and not roles.keys() & ENDS:
             roles["not_done"] = roles.pop("mask")  # 0 where the episode ended
@@ -150,7 +150,7 @@ class GAE(Reader):
         self.refuse(out.values(), "advantages, or advantages and returns, in the shape of the "
                                   "rewards")
 
-    def probe(self):
+    def _probe(self):
         "Unreadable if time runs elsewhere, or if each step takes the one value after the last."
         how, (r, v, nv) = self.subject.dialect, draws()
         base = self(r, v, nv)
@@ -175,7 +175,7 @@ class GAE(Reader):
                     raise Unreadable(f"{self.subject.name} takes one next value in every step")
         return [*base.values()]
 
-    def outcome(self, **options):
+    def _outcome(self, **options):
         return [*self(*draws(), noise(T, N, seed=7) > 0.8, **options).values()]
 
     def response(self, name, of):
@@ -186,7 +186,7 @@ class GAE(Reader):
         columns = [eye[:, s:s + 1].expand(T, N) for s in range(T)]
         return torch.stack([(run(x) - run(zero))[:, 0] for x in columns], 1)
 
-    def read(self):
+    def _read(self):
         results = [*self(*draws())]
         own = {n: self.response(n, "v").diagonal()[:-1].mean().abs() for n in results}
         adv = next((n for n in results if "adv" in str(n).lower()), max(results, key=own.get))
@@ -258,7 +258,7 @@ class GAE(Reader):
             if len(said) != 1 or fact not in self.facts: continue
             (name, x), got = *said.items(), self.facts[fact]
             if 0 < x <= 1 and abs(got - x) > 2e-3 and not same(
-                    self.outcome(**{name: x / 2}), self.outcome(), 1e-9):
+                    self._outcome(**{name: x / 2}), self._outcome(), 1e-9):
                 self.find("scale", f"{name} = {x:g}: the sums over steps have a {fact} of {got:g}")
 
     def _scale(self, R):

@@ -23,7 +23,7 @@ class GroupAdvantage(Reader):
     needs = "rewards"
     supplied = "rewards index mask padding lengths logp"
 
-    def start(self):
+    def _start(self):
         subject, roles = self.subject, self.roles
         self.G, self.single = group_of(subject.numbers) or 4, False  # single: (G,) in each call
         self.told = bool(roles.keys() & {"index", "group_size"}) or any(
@@ -66,13 +66,13 @@ class GroupAdvantage(Reader):
             if y.numel() == n * G and y.ndim in (1, 2): return y.reshape(n, G)
         self.refuse(found.values(), f"an advantage for each reward, {tuple(x.shape)}")
 
-    def probe(self): return [self(self.R)]
+    def _probe(self): return [self(self.R)]
 
-    def outcome(self, **options):
+    def _outcome(self, **options):
         small = 1e-3 * (self.R - self.R.mean(1, keepdim=True))
         return [self(self.R, **options), self(small, **options)]
 
-    def read(self):
+    def _read(self):
         self._alone()
         R, A, facts = self.R, self(self.R), self.facts
         if self._without_groups(): return
@@ -108,8 +108,8 @@ class GroupAdvantage(Reader):
         """One group a call, (G,): where other rewards than a row's move its advantages, and the
         whole of a call, or each of its columns, is treated as one group is."""
         name = f"{self.subject.name} {self.roles['rewards']}".lower()
-        if (self.told or self.subject.dialect["form"] == "tokens"
-                or re.search("batch|global|whole|prompts", name)): return
+        whole = re.search("batch|global|whole|prompts", name)
+        if self.told or whole or self.subject.dialect["form"] == "tokens": return
         R, A, other = self.R, self(self.R), self.R.clone()
         other[1, 0] += 1
         if not (self(other) - A)[0].any(): return

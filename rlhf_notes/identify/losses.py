@@ -22,10 +22,11 @@ class ValueLoss(Losses):
     supplied = "value value_old returns mask padding lengths logp advantage logp_old"
 
     def case(self, mask, seed=1):
+        "Values about their returns, old values about them."
         R, e, old = (noise(*mask.shape, seed=seed + i) for i in range(3))
         return dict(value=R + e, value_old=R + e + old, returns=R, mask=mask)
 
-    def probe(self):
+    def _probe(self):
         case = self.case(ragged(*SHAPES[0]))
         self.settle(case)
         return [*self(case)]
@@ -35,10 +36,10 @@ class ValueLoss(Losses):
         R = noise(*mask.shape, seed=31)
         return self(dict(value=R + error, value_old=R + error, returns=R, mask=mask))[1] / error
 
-    def outcome(self, **options): return [
+    def _outcome(self, **options): return [
         y for m in BATCHES for y in self(self.case(m, seed=21), **options)]
 
-    def read(self):
+    def _read(self):
         weights = [(self.slopes(m, 1.0), m) for m in BATCHES]
         if all(w.abs().max() < 1e-12 for w, _ in weights): return self._without_gradient()
         W, mask = weights[0]
@@ -112,18 +113,19 @@ class KL(Losses):
     D = torch.tensor([-1.5, -1.0, -0.5, -0.02, 0.0, 0.02, 0.5, 1.0, 1.5], dtype=torch.float64)
 
     def case(self, d, mask=None, shape=SHAPES[0]):
+        "Log-probs whose difference is d."
         mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask
         x = -2 + 0.3 * noise(*mask.shape)
         return dict(logp=x, logp_ref=x - d, logp_old=x - d, mask=mask)
 
-    def probe(self):
+    def _probe(self):
         self.settle(self.case(0.3, BATCHES[0]))
         return [*self(self.case(0.3))]
 
-    def outcome(self, **options):
+    def _outcome(self, **options):
         return [*self(self.case(noise(*SHAPES[0], seed=4), ragged(*SHAPES[0])), **options)]
 
-    def read(self):
+    def _read(self):
         def value(d, shape=SHAPES[0]): return self(self.case(d, shape=shape))[0]
         v, n = torch.stack([value(d) for d in self.D]), SHAPES[0][0] * SHAPES[0][1]
         if not self.reduced or abs(value(1.0, SHAPES[1]) / (value(1.0) or 1) - 1) > 0.1:
@@ -196,6 +198,7 @@ class PreferenceLoss(Losses):
     needs, supplied = "chosen rejected", " ".join(PAIR)
 
     def case(self, h, seed=0):
+        "Pairs in which the chosen response leads by h."
         w, *ref = (noise(len(h), seed=seed + i) for i in range(3))
         ref = ref if self.has_ref else [0 * w, 0 * w]
         return dict(chosen=w, rejected=w - ref[0] + ref[1] - h, chosen_ref=ref[0],
@@ -204,12 +207,12 @@ class PreferenceLoss(Losses):
     @property
     def has_ref(self): return {"chosen_ref", "rejected_ref"} <= self.roles.keys()
 
-    def probe(self): return [*self(self.case(noise(N, seed=9)))]
+    def _probe(self): return [*self(self.case(noise(N, seed=9)))]
 
-    def outcome(self, **options): return [
+    def _outcome(self, **options): return [
         y for s in (1.0, 30.0) for y in self(self.case(noise(N, seed=3, scale=s)), **options)]
 
-    def read(self):
+    def _read(self):
         for far in (1e5, 6e2, 60):
             h = torch.cat([torch.tensor([-far, far]), torch.linspace(-8, 8, N - 2)]).double()
             psi = self(self.case(h))[1]

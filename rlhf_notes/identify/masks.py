@@ -16,7 +16,7 @@ class OfX(Losses):
     "A function of numbers (B, T), under whatever name, and a mask."
     leaf, supplied = "x", "x mask padding lengths index"
 
-    def start(self):
+    def _start(self):
         roles, subject = self.roles, self.subject
         if "x" in roles: return
         free = [n for n in subject.parameters if n not in roles.values()]
@@ -27,7 +27,7 @@ class OfX(Losses):
 
     def case(self, B, T, seed=0): return dict(x=noise(B, T, seed=seed), mask=ragged(B, T, seed))
 
-    def probe(self):
+    def _probe(self):
         self.plain = self.case(*SHAPES[0])
         self.settle(self.plain)
         return [*self(self.plain)]
@@ -35,7 +35,7 @@ class OfX(Losses):
 
 class _Shape(OfX):
     kind = "x"
-    def probe(self):
+    def _probe(self):
         found = [x.detach() for x in result_tensors(self.call(self.case(*SHAPES[0]))).values()]
         self.several = bool(found) and found[0].numel() > 1
         return found
@@ -53,9 +53,9 @@ class Aggregate(OfX):
     @property
     def cases(self): return [self.case(B, T, seed=B) for B, T in SHAPES]
 
-    def outcome(self, **options): return [y for c in self.cases for y in self(c, **options)]
+    def _outcome(self, **options): return [y for c in self.cases for y in self(c, **options)]
 
-    def read(self):
+    def _read(self):
         if not self.reduced:
             self.refuse([self.cases[0]["x"]], "one number")
         got = [(*self(c), c["x"], c["mask"]) for c in self.cases]
@@ -90,8 +90,8 @@ class Whiten(OfX):
     "Mean, deviation and eps."
     kind = "whiten"
 
-    def start(self):
-        super().start()
+    def _start(self):
+        super()._start()
         B, T = SHAPES[0]
         self.mask = ragged(B, T) if self.masked else torch.ones(B, T, dtype=torch.bool)
         self.x = 3e3 * noise(B, T) + 2e3
@@ -104,11 +104,11 @@ class Whiten(OfX):
             self.refuse(found.values(), f"the shape of its argument, {tuple(x.shape)}")
         return out.detach().double().reshape(x.shape)
 
-    def probe(self): return [self(self.x)]
+    def _probe(self): return [self(self.x)]
 
-    def outcome(self, **options): return [self(self.x, **options), self(1e-3 * self.x, **options)]
+    def _outcome(self, **options): return [self(self.x, **options), self(1e-3 * self.x, **options)]
 
-    def read(self):
+    def _read(self):
         x, m, y = self.x, self.mask, self(self.x)
         if not same([y[m]], [self(torch.where(m, x, x + 1 + x.abs()))[m]]):
             if not same([self(x, torch.ones_like(m))], [y]):

@@ -14,10 +14,11 @@ SELF = ("to", "cuda", "cpu", "contiguous", "detach", "clone", "float")  # method
 
 
 class Pack(dict):
-    "A batch whose values are items and attributes alike; `make` answers for keys that it lacks."
+    "A batch whose values are items and attributes alike; `make` stands in for missing keys."
     make = None  # (key, default) -> a value to go on with
 
     def get(self, key, default=None):
+        "The value of a key, the default, or what `make` gives."
         if dict.__contains__(self, key): return dict.__getitem__(self, key)
         if self.make: return self.make(key, default)
         if default is EMPTY: raise KeyError(key)

@@ -40,13 +40,13 @@ class PolicyLoss(Losses):
     supplied = ("labels logp logp_old logp_ref logp_rollout ratio log_ratio advantage mask padding "
                 "lengths index entropy value value_old returns")
 
-    def start(self):
+    def _start(self):
         self.optional = {*OTHERS} - self.subject.required()
         self.alone = False  # whether a part without advantage, a KL, is taken off
         if "labels" in self.roles:
             self.subject.take_logits()
 
-    def probe(self):
+    def _probe(self):
         B, T = SHAPES[0]
         self.plain = self.case(zeros(B, T), halves(B), ragged(B, T))
         case = self.case(zeros(B, T) + 0.3, halves(B), ragged(B, T))
@@ -87,7 +87,7 @@ class PolicyLoss(Losses):
         got = self(case)[1]
         return got - self(case | dict(advantage=0 * case["advantage"]))[1] if self.alone else got
 
-    def read(self):
+    def _read(self):
         "Sign, level, mask, aggregation, bounds, variant, KL; then what ordinary input hides."
         if not self._flows(): return
         weights = [self._weights(*shape) for shape in SHAPES]
@@ -107,7 +107,7 @@ class PolicyLoss(Losses):
         self._kl(self.sign * weights[0][0], weights[0][1])
         self._cautions()
 
-    def outcome(self, **options):
+    def _outcome(self, **options):
         "Loss and gradient at large and small ratios."
         B, T = SHAPES[0]
         A, m = noise(B, seed=B) + 0.2, ragged(B, T, seed=5)

@@ -1,4 +1,4 @@
-"""What every reader shares: probe the function in its dialect, measure, read off, report."""
+"""Reads in four steps: probe the function in its dialect, measure, read off, report."""
 
 __all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "edges", "read_eps", "Reader",
            "Losses"]
@@ -52,7 +52,7 @@ def read_eps(divisor) -> float:  # a deviation -> what numbers of that deviation
 
 
 class Reader:
-    "A function that is read: `read` measures and reports, `probe` is one ordinary call."
+    "A function that is read: `_probe` calls it once, `_read` measures, `_outcome` moves options."
     kind, axes, movable = "", ("", ""), True
     needs, supplied = "", ""  # roles that it cannot do without ("a|b": one of them); all it knows
     tries = dict(dtype=REAL, form=("BT", "flat"), flags=FLAGS)  # dialects
@@ -61,13 +61,14 @@ class Reader:
         self.subject, self.roles = subject, subject.roles
         self.report = Report(self.kind, subject.name, axes=self.axes)
         self.find, self.warn, self.facts = self.report.find, self.report.warn, self.report.facts
-        self.start()
+        self._start()
         for role in self.needs.split():
-            if not self.roles.keys() & {*role.split("|")}: subject.refuse("names", role)
+            if not self.roles.keys() & {*role.split("|")}:
+                subject.refuse("names", role)
         subject.prepare(self.supplied.split())
-        subject.tune(self.tries, self.probe)
+        subject.tune(self.tries, self._probe)
 
-    def start(self): "Settle roles and dialects before the first call."
+    def _start(self): "Settle roles and dialects before the first call."
 
     @property
     def masked(self) -> bool: return bool(self.roles.keys() & MASKS)
@@ -87,12 +88,13 @@ class Reader:
         raise Unreadable(f"{self.subject.name} returned {shapes}; expected {expected}")
 
     def in_dialect(self, call, **how):  # () -> tensors
-        "What call() gives in another dialect, None if it cannot be called."
+        "Make a call in another dialect; None if it cannot be made."
         kept = self.subject.dialect
         self.subject.dialect = kept | how
         try: return call()
         except (Unreadable, RuntimeError): return None
-        finally: self.subject.dialect = kept
+        finally:
+            self.subject.dialect = kept
 
     def check_half(self, call, limit: float):  # () -> tensors; the largest error of the first
         "Warn if half precision that comes in is computed in half precision."
@@ -102,10 +104,11 @@ class Reader:
             if error > limit:
                 self.warn("precision", f"bfloat16 comes in: the result is off by {error:.2g}")
 
-    def finish(self) -> Report:
-        "Find the options that change nothing; say what was printed or changed."
+    def reading(self) -> Report:
+        "Read; find the options that change nothing; say what was printed or changed."
+        self._read()
         subject, values = self.subject, self.subject.numbers | self.subject.switches
-        for name in dead_options(subject, self.outcome) if self.movable else ():
+        for name in dead_options(subject, self._outcome) if self.movable else ():
             self.find("option-without-effect", f"{name} = {values[name]!r}: other values give the "
                                                "same result")
         if subject.changed:
@@ -132,7 +135,7 @@ class Losses(Reader):
     leaf, reduced = "logp", True
 
     def call(self, case: dict, **options):  # role -> tensor
-        "What the function returns; ratios, lengths and the like follow from the others."
+        "Call with these tensors; ratios, lengths and the like follow from the others."
         case = case | {name: make(case) for name, make in DERIVED.items()
                  if name in self.roles and name not in case
                  and (name == "padding" or name in self.subject.required())}
@@ -289,7 +292,8 @@ def dead_options(subject, outcome) -> list:  # (**options) -> list of tensors; n
     values = {n: x for n, x in (subject.numbers | subject.switches).items()
               if isinstance(x, (bool, int, float)) and not SILENT.search(n.lower())}
     def attempt(switched, **options):
-        try: found = outcome(**options)
+        try:
+            found = outcome(**options)
         except Unreadable: return None
         others = result_tensors(subject.out).values() if switched else ()  # a statistic counts too
         return [*found, *(x.detach() for x in others)]

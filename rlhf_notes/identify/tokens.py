@@ -34,9 +34,9 @@ class OfLogits(Reader):
         if not grad: return value
         return value, torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else 0 * x.detach()
 
-    def probe(self): return [self(2 * noise(B, T, V))]
+    def _probe(self): return [self(2 * noise(B, T, V))]
 
-    def outcome(self, **options): return [self(2 * noise(B, T, V, seed=3), **options)]
+    def _outcome(self, **options): return [self(2 * noise(B, T, V, seed=3), **options)]
 
     def check_heat(self, measure):  # (**options) -> the temperature, or None if none fits
         "Find that the option of the temperature does not divide the logits."
@@ -64,7 +64,7 @@ class LogProb(OfLogits):
     needs = "logits labels"
     kind, axes = "log_prob", ("logit", "log-probability")
 
-    def read(self):
+    def _read(self):
         self.facts.update(zip(("temperature", "shift"), self._labels(self.find)))
         def quietly(kind, text): wrong.append(kind)
         wrong = []
@@ -148,7 +148,7 @@ class Entropy(OfLogits):
     "The temperature at which the entropies fit, up to a factor."
     kind = "entropy"
 
-    def read(self):
+    def _read(self):
         z = 2 * noise(B, T, V)
         y, grad = self(z, grad=True)
         heat, factor = self._fit(y, z)
