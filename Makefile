@@ -11,7 +11,7 @@ EXPECT ?= $(shell $(PYTHON) -c 'import sys; print("stable-baselines3" + ",trl" *
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED  ?= 0
 
-.PHONY: demo test test-all test-gpu crosscheck bridges newcomer install export outputs check site docs lab clean breaks
+.PHONY: demo test test-all test-gpu crosscheck bridges newcomer install export outputs check site docs book slides lab clean breaks
 
 demo: $(READY)          ## train with the embedded defaults, print what came of it
 	$(BIN)/rlhf-notes demo
@@ -76,6 +76,12 @@ site: $(READY)          ## the site, in _docs
 docs: site              ## the site, each page of it opened in Chromium (wide, narrow, light, dark), and lessons in JupyterLab
 	$(BIN)/python -m pytest docs -n 2 -p no:cacheprovider
 	$(BIN)/python docs/sizes.py
+
+book: site              ## a path of the front page as a PDF, _docs/book-1.pdf; NUMBER=2 for another
+	$(BIN)/python tools/paper.py book $(or $(NUMBER),1)
+
+slides: site            ## a lesson as slides, _docs/slides-surrogate.pdf; LESSON=formulas/kl for another
+	$(BIN)/python tools/paper.py slides $(or $(LESSON),formulas/surrogate)
 
 lab: $(READY)           ## JupyterLab at the index
 	$(BIN)/jupyter lab nbs/index.ipynb
