@@ -15,7 +15,7 @@ from functools import cache, partial
 import torch
 from jobs import RESULTS, options, read, right, text, write
 
-from rlhf_notes.hub.spread import no_spread
+from rlhf_notes.language.rollout import no_spread
 from rlhf_notes.studies.checkable import CheckableRLHF, exact_match, make_questions, pretrain
 
 COLUMNS = "study", "choice", "value", "seed", "start", "right", "kl", "same"
@@ -56,7 +56,7 @@ def run(study, choice, value, changes, steps, seed):
     while trainer.left:
         trainer.iterate()
         x = trainer.rollout
-        spread = no_spread(x.scores[:, None], x.is_scored, trainer.config.group)
+        spread = no_spread(trainer.config, x, trainer.task.weights)
         same.append(spread.float().mean().item())
     kl = sum(r["kl_k1"] for r in trainer.rows[-10:]) / 10
     end, _ = right(trainer, questions[3000:3300], score)

@@ -44,8 +44,7 @@ def opened(browser, tmp_path):
     learned, talking, lambda: learned(variant="cispo", kl_coef=0.1, kl_in_loss=True)])
 def test_a_token_shows_the_numbers_of_the_run(opened, make_trainer):
     t = make_trainer()
-    t.loop.hooks.append(kept := Kept())
-    t.learn()
+    t.learn(kept := Kept())
     n, c = len(t.recorder.records[-1]["responses"]), t.config
     b, policy = (x[:n] for x in kept.batches[-1])
     logp = policy.double().requires_grad_(True)

@@ -39,16 +39,19 @@ Modules:
 - `rlhf_notes.formulas.value`: The value loss and its clip, explained variance, and two exact ways to squash returns.
 - `rlhf_notes.formulas.whitening`: Rewards and advantages at unit scale, padding left out; and moments that add up.
 - `rlhf_notes.hub.config`: Options of a training with a model, prompts and a reward of one's own.
+- `rlhf_notes.hub.load`: Load a language model and its tokenizer, and check what the trainer relies on.
 - `rlhf_notes.hub.pairs`: Preferences as texts, or as chats, and the tokens of both responses after their prompt.
+- `rlhf_notes.hub.prompts`: Your own task: prompts, chats and files of them, and the responses to them.
 - `rlhf_notes.hub.recorder`: Keeps for `rlhf-notes view` some responses of a run, token by token.
 - `rlhf_notes.hub.rewards`: Reward functions and models: what they get by name, what they may return, and their weights.
 - `rlhf_notes.hub.save`: Write a policy or a reward model so that other programs load it, and nothing is lost.
-- `rlhf_notes.hub.spread`: Groups whose responses all have the same score: counted, drawn again, warned of.
-- `rlhf_notes.hub.told`: Two loops that learn from what is told: an environment's replies, and a hint beside the prompt.
+- `rlhf_notes.hub.spread`: Groups whose responses all have the same score: drawn again, and warned of.
+- `rlhf_notes.hub.told`: Learn from what is told: an environment's replies, and a hint beside the prompt.
 - `rlhf_notes.hub.trainers`: A model, prompts and a reward, or pairs of responses: learn, generate, save, load.
 - `rlhf_notes.lab`: Exercises for a course: lessons without their solutions, and marks for what is handed in.
 - `rlhf_notes.language.machine`: Where a loop runs: one device in float32, or several processes, bfloat16, microbatches.
 - `rlhf_notes.launch`: Begin a run, continue one, train many seeds, or train by a reward of your own.
+- `rlhf_notes.reviews.pretraining`: A language model made from nothing first learns to continue texts.
 - `rlhf_notes.training.devices`: The device to compute on, and the settings to compute with.
 - `rlhf_notes.training.fit`: The loop around every training: progress, hooks, Ctrl-C and checkpoints.
 - `rlhf_notes.training.options`: The fields of a config: default, range and explanation of each, checked by pydantic.

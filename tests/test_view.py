@@ -36,8 +36,8 @@ def learned(**options):
 class Kept:
     "A hook that keeps the batches of a training, and the policy's log-probs after each update."
     def __init__(self): self.batches = []
-    def collected(self, loop, rollout): return rollout
-    def logged(self, loop, row):
+    def __call__(self, trainer, row):
+        loop = trainer.loop
         b, T = loop.batch, loop.batch.logp.shape[1]
         with torch.no_grad():
             hidden = response_states(loop.policy.lm, b.tokens, b.mask, T, b.response_mask)
@@ -50,8 +50,7 @@ class Kept:
     talking, lambda: learned(overlong="filter", max_new_tokens=2)])
 def test_the_numbers_are_those_of_the_run(make_trainer):
     t = make_trainer()
-    t.loop.hooks.append(kept := Kept())
-    t.learn()
+    t.learn(kept := Kept())
     found = run_of(t.view().html)
     assert [found["records"][i]["iteration"] for i in (0, -1)] == [1, len(t.rows)]
     for record in found["records"]:

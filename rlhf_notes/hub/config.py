@@ -66,6 +66,7 @@ class OwnConfig(Own, RLHFConfig):
 @config_class
 class OwnDPOConfig(Own, DPOConfig):
     "Options of `DPO`."
+    dynamic_sampling = False
 
 
 @config_class

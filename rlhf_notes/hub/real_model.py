@@ -12,10 +12,8 @@ import random
 import re
 
 # %% ../../nbs/hub/46_real_model.ipynb #additions
-def additions(
-    seed: int = 0,  # of the order
-) -> list:  # 81 dicts with a prompt, a chat, and the solution, a string
-    "Sums of two digits as chats, in random order."
+def additions(seed: int = 0) -> list:
+    "81 sums of two digits as chats, each a dict with prompt and solution, in random order."
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(seed).shuffle(pairs)
     return [_chat(f"{a} + {b} = ?", a + b) for a, b in pairs]
@@ -26,20 +24,15 @@ def _chat(question, solution):
                 solution=str(solution))
 
 # %% ../../nbs/hub/46_real_model.ipynb #last-number
-def last_number(
-    responses: list,  # strings
-    solution: list,  # strings, one for each response
-) -> list:  # 1.0 or 0.0 for each response
-    "1 where the last number of a response is the solution."
+def last_number(responses: list, solution: list) -> list:
+    "1.0 where the last number of a response is the solution, a string; else 0.0."
     numbers = [re.findall(r"\d+", response) for response in responses]
     return [float(found[-1:] == [right]) for found, right in zip(numbers, solution)]
 
 # %% ../../nbs/hub/46_real_model.ipynb #right-against-wrong
-def right_against_wrong(
-    rows: list,  # dicts with prompt and solution
-    found: list,  # lists of strings, the responses to each prompt
-) -> list:  # dicts with prompt, chosen and rejected
-    "Right responses, each with a wrong one to the same prompt, while both last."
+def right_against_wrong(rows: list, found: list) -> list:
+    """Right responses, each with a wrong one to the same prompt, while both last: dicts with
+    prompt, chosen and rejected. `found` has a list of responses for each of the rows."""
     pairs = []
     for row, texts in zip(rows, found):
         scores = last_number(texts, [row["solution"]] * len(texts))
@@ -49,27 +42,19 @@ def right_against_wrong(
     return pairs
 
 # %% ../../nbs/hub/46_real_model.ipynb #comparisons
-def comparisons(
-    seed: int = 0,  # of the numbers
-) -> list:  # 81 dicts with a prompt, a chat, and the solution, a string
-    "Two numbers of two digits as chats: which is larger?"
+def comparisons(seed: int = 0) -> list:
+    "81 chats with two numbers of two digits, dicts with prompt and solution: which is larger?"
     rng = random.Random(seed)
     pairs = [rng.sample(range(10, 100), 2) for _ in range(81)]
     return [_chat(f"Which is larger, {a} or {b}?", max(a, b)) for a, b in pairs]
 
 # %% ../../nbs/hub/46_real_model.ipynb #mentioned
-def mentioned(
-    responses: list,  # strings
-    solution: list,  # strings, one for each response
-) -> list:  # 1.0 or 0.0 for each response
-    "1 where the solution stands in a response: a program with a hole."
+def mentioned(responses: list, solution: list) -> list:
+    "1.0 where the solution stands in a response: a program with a hole."
     return [float(right in response) for response, right in zip(responses, solution)]
 
 # %% ../../nbs/hub/46_real_model.ipynb #only-number
-def only_number(
-    responses: list,  # strings
-    solution: list,  # strings, one for each response
-) -> list:  # 1.0 or 0.0 for each response
-    "1 where a response has the solution and no other number."
+def only_number(responses: list, solution: list) -> list:
+    "1.0 where a response has the solution and no other number."
     numbers = [set(re.findall(r"\d+", response)) for response in responses]
     return [float(found == {right}) for found, right in zip(numbers, solution)]

@@ -14,11 +14,9 @@ from ..checks import checked
 from ..language.model import has_adapter
 
 # %% ../../nbs/hub/recipes.ipynb #layer-numbers
-def layer_numbers(
-    lm: nn.Module,  # of Llama's form, whole or with an adapter at all matrices of its body
-    bfloat16: bool = False,  # matrix products by autocast
-) -> tuple:  # kept for each token by a layer: in float32, in the products' precision; cached
-    "Numbers that a layer keeps of each token, for the backward pass and in the cache."
+def layer_numbers(lm, bfloat16=False):
+    """Numbers that a layer keeps of each token, for the backward pass: in float32, and in the
+    products' precision; and in the cache."""
     c, adapted = lm.config, has_adapter(lm)
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, k = size * c.num_attention_heads, size * c.num_key_value_heads

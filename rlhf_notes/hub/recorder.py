@@ -1,12 +1,12 @@
 """Keeps for `rlhf-notes view` some responses of a run, token by token.
 
-The recorder is a hook of the loop. After an iteration it takes whole groups of responses, asks the
+The recorder is a hook of `learn`. After an iteration it takes whole groups of responses, asks the
 policy, as it is after the update, for the log-probability of their tokens, and keeps those with
 the numbers of the rollout. It keeps about `TOKENS` tokens, and one in `SHARE` of those that were
 sampled, spread evenly over the iterations; of long responses it keeps fewer iterations.
 """
 
-__all__ = ['FILE', 'TOKENS', 'SHARE', 'ITERATIONS', 'LONGEST', 'pieces', 'policy_logp', 'Recorder', 'write_records']
+__all__ = ['FILE', 'TOKENS', 'SHARE', 'ITERATIONS', 'LONGEST', 'pieces', 'Recorder', 'write_records']
 
 import json
 import math
@@ -14,7 +14,7 @@ import math
 import torch
 
 from ..language.config import CLIPPED
-from ..language.model import head_log_probs, response_states
+from ..language.model import response_logp
 from ..training.runs import write_atomically
 
 
@@ -43,33 +43,25 @@ def pieces(tokenizer, ids, seen):
     return found
 
 
-@torch.no_grad()
-def policy_logp(loop, batch):
-    "Log-probabilities (b, T) of responses under the policy as it is now."
-    lm, T = loop.policy.lm, batch.logp.shape[1]
-    with loop.machine.precision():
-        hidden = response_states(lm, batch.tokens, batch.mask, T, batch.response_mask)
-        return head_log_probs(lm, hidden, batch.responses, loop.config.temperature)[0]
-
-
 class Recorder:
-    "A hook of the loop that keeps some responses of a training, to be looked at."
+    "A hook of a training that keeps some responses, to be looked at."
 
     def __init__(self):
         self.records, self.settings, self.texts = [], {}, {}
         self.sampled = self.used = 0  # tokens
 
-    def collected(self, loop, rollout): return rollout
+    def __call__(self, trainer, row): self.look(trainer.loop, row)
 
-    def logged(self, loop, row):
-        "Keep as many groups as there is room for; some of the first and the last iteration always."
+    def look(self, loop, row, now=False):
+        """Keep as many groups as there is room for; some of the first and the last iteration, and
+        `now`, always."""
         if loop.machine.rank: return
         self.settings = self.settings or _settings(loop)
         shown, k = _shown(loop.task, loop.batch).cpu(), loop.config.responses_per_prompt
         self.sampled += int(shown.sum())
         room = min(TOKENS * loop.iteration / loop.iterations, self.sampled / SHARE) - self.used
         groups = int((shown.sum(1).view(-1, k).sum(1).cumsum(0) <= room).sum())
-        if loop.iteration in (1, loop.iterations):
+        if now or loop.iteration in (1, loop.iterations):
             groups = max(groups, 1)
         elif loop.iteration % math.ceil(loop.iterations / ITERATIONS):
             return
@@ -77,9 +69,13 @@ class Recorder:
         if rows and groups:
             self.keep(loop, loop.batch[:rows], shown[:rows].sum(1).tolist(), row)
 
+    @torch.no_grad()
     def keep(self, loop, batch, sizes, row):
         "Append the record of an iteration: `batch`, of which `sizes` tokens are shown in each row."
-        now, batch = policy_logp(loop, batch).cpu(), batch.map(torch.Tensor.cpu)
+        with loop.machine.precision():
+            now = response_logp(loop.policy.lm, batch.tokens, batch.mask, batch.response_mask,
+                                loop.config.temperature).cpu()
+        batch = batch.map(torch.Tensor.cpu)
         own = batch.response_mask
         numbers = dict(sampler=batch.logp, policy=now,
                        reference=batch.logp_ref, advantage=batch.advantages)

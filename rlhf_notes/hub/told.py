@@ -1,4 +1,4 @@
-"""Two loops that learn from what is told: an environment's replies, and a hint beside the prompt.
+"""Learn from what is told: an environment's replies, and a hint beside the prompt.
 
 | option of `RLHF` | what is learned |
 |---|---|
@@ -10,7 +10,7 @@ the policy reads after the prompt, or at the end of a chat's last message; None 
 which nothing is learned. The context must hold prompt, hint and response.
 """
 
-__all__ = ['Observing', 'Hinted', 'hinted_prompt']
+__all__ = ['observing_loss', 'Hint', 'hinted_prompt']
 
 from dataclasses import replace
 from textwrap import shorten
@@ -18,26 +18,19 @@ from textwrap import shorten
 import torch
 
 from ..formulas.credit import observation_loss
-from ..language.loop import Loop, rl_loss
-from ..language.model import check_context, head_log_probs, response_states
+from ..language.loop import rl_loss
+from ..language.model import check_context, response_logp
 from .rewards import bind, called
 
 
-class Observing(Loop):
-    "`Loop` that predicts the environment's tokens too."
-
-    def __init__(self, coef, *parts, **options):
-        super().__init__(*parts, **options)
-        self.coef = coef
-
-    def loss(self, part, batch):
-        "A part's share of the loss of its minibatch, with that of the environment's tokens."
-        (theirs, all_theirs), kl_coef = map(observed, (part, batch)), self.kl.coef
-        found = self.forward(replace(part, response_mask=part.response_mask | theirs))
-        loss, log = rl_loss(self.config, part, *found, kl_coef, batch.response_mask)
-        told = observation_loss(found[0], theirs, self.coef)
-        told = told * theirs.sum() / all_theirs.sum().clamp(min=1)
-        return loss + told, log | dict(observation_loss=told.detach())
+def observing_loss(coef, loop, part, batch):
+    "In place of `Loop.loss`: a part's share, with that of the environment's tokens."
+    (theirs, all_theirs), kl_coef = map(observed, (part, batch)), loop.kl.coef
+    found = loop.forward(replace(part, response_mask=part.response_mask | theirs))
+    loss, log = rl_loss(loop.config, part, *found, kl_coef, batch.response_mask)
+    told = observation_loss(found[0], theirs, coef)
+    told = told * theirs.sum() / all_theirs.sum().clamp(min=1)
+    return loss + told, log | dict(observation_loss=told.detach())
 
 
 def observed(batch):
@@ -45,36 +38,28 @@ def observed(batch):
     return (batch.turns >= 0) & ~batch.response_mask & batch.is_scored[:, None]
 
 
-class Hinted(Loop):
-    "`Loop` whose policy, told a hint, stands where the reference would."
+class Hint:
+    "In place of `Loop.reference_logp`: the policy, told a hint."
 
-    def __init__(self, hint, *parts, **options):
-        super().__init__(*parts, **options)
-        self.hint, self.asked = hint, bind(hint, self.task.columns(), "hint")
+    def __init__(self, hint, task):
+        self.hint, self.task, self.asked = hint, task, bind(hint, task.columns(), "hint")
 
-    @torch.no_grad()
-    def collect(self, lm, prompts, mask, u, rows):
-        "Responses, with the log-probabilities that they would have had with a hint."
-        x = super().collect(lm, prompts, mask, u, rows)
-        hints = self.hints(x, rows)
+    def __call__(self, loop, tokens, mask, response_mask, found, rows):
+        "Log-probabilities (B, T) of responses after a hint; as sampled, where there is none."
+        hints = self.texts(found, rows)
         told = [row | dict(prompt=hinted_prompt(row["prompt"], h)) for row, h in zip(rows, hints)]
-        tokens, seen = (y.to(self.device) for y in self.task.encode(told))
-        T = x.logp.shape[1]
-        check_context(lm, hint=tokens.shape[1], max_new_tokens=T)
-        tokens, seen = torch.cat([tokens, x.responses], 1), torch.cat([seen, x.mask[:, -T:]], 1)
-        with self.machine.precision():
-            hidden = response_states(lm, tokens, seen, T, x.response_mask)
-            logp = head_log_probs(lm, hidden, x.responses, self.config.temperature)[0]
-        is_told = torch.tensor([h is not None for h in hints], device=self.device)
-        return replace(x, logp_ref=logp.where(is_told[:, None], x.logp))
+        prompts, seen = (y.to(loop.device) for y in self.task.encode(told))
+        lm, T = loop.policy.lm, found.logp.shape[1]
+        check_context(lm, hint=prompts.shape[1], max_new_tokens=T)
+        prompts, seen = (torch.cat([x, y[:, -T:]], 1) for x, y in ((prompts, tokens), (seen, mask)))
+        logp = response_logp(lm, prompts, seen, response_mask, loop.config.temperature)
+        is_told = torch.tensor([h is not None for h in hints], device=loop.device)
+        return logp.where(is_told[:, None], found.logp)
 
-    def reference_logp(self, *texts):
-        "None: the policy with its hint, which `collect` asks, stands there."
-
-    def hints(self, rollout, rows):
+    def texts(self, found, rows):
         "A text, or None, for each response."
-        after = rollout.response_mask.flip(1).cumsum(1).flip(1) == 0
-        said = rollout.responses.masked_fill(after, self.task.pad_token)
+        after = found.mask.flip(1).cumsum(1).flip(1) == 0
+        said = found.tokens.masked_fill(after, self.task.pad_token)
         hints = called(self.hint, self.asked, self.task.as_arguments(rows, said.cpu()))
         known = isinstance(hints, list) and all(isinstance(x, str | None) for x in hints)
         if not known or len(hints) != len(rows):

@@ -62,8 +62,8 @@ from .pairs import own_choices
 from .prompts import Prompts, read_prompts, warn_of_ends
 from .recorder import Recorder
 from .save import save_model
-from .spread import Spread
-from .told import Hinted, Observing
+from .spread import Warnings, draw_again
+from .told import Hint, observing_loss
 from .turns import Turns
 
 
@@ -72,6 +72,7 @@ GREEDY = 1e-6  # so low a temperature leaves the likeliest token alone
 
 class Trainer:
     "A loop with its model, its tokenizer and its task, as users hold it."
+    hooks = ()  # of `learn`, each called with the trainer and the row of an iteration
 
     def _load_parts(self, config, model, tokenizer, prompts, reward, environment=None):
         "Load, check and adapt a model; read the prompts in its tokens; the model and its machine."
@@ -129,7 +130,8 @@ class Trainer:
         if self.evaluator:
             self.evaluator.go_on()
         with end_later():
-            fit(self, bar, shown=dict(score="score"), hooks=[self.evaluator, callback],
+            fit(self, bar, shown=dict(score="score"),
+                hooks=[*self.hooks, self.evaluator, callback],
                 stopped=partial(stopped_anywhere, make_accelerator()))
             if self.evaluator:
                 self.evaluator.take_best()
@@ -216,7 +218,6 @@ def own_advantage(function, config, score, total, scored, *_):
     return _of_ones_own(function, score, scored) + centre(total - score, scored, 1)
 
 
-LOOPS = dict(observation_coef=Observing, hint=Hinted)  # option of `RLHF` -> the loop that reads it
 EXCLUSIVE = "teacher", "hint", "advantage", "turn_credit"  # each is an advantage of its own
 
 
@@ -290,9 +291,8 @@ class RLHF(Trainer):
             compare = ADVANTAGES[turn_credit or name]
         if advantage is not None:
             compare = partial(group_advantages, partial(own_advantage, advantage))
-        for name in given.keys() & LOOPS.keys():
-            self.LOOP = partial(LOOPS[name], given[name])
-        self._begin(config, model, tokenizer, prompts, reward, environment, compare, teacher)
+        self._begin(config, model, tokenizer, prompts, reward, environment, compare, teacher, hint,
+                    observation_coef)
         self.task.reward_timeout, self.loop.schedule = reward_timeout, schedule
         check_value("eval_every", eval_every, "int [1, inf)?")
         if len(eval_prompts):
@@ -303,15 +303,21 @@ class RLHF(Trainer):
 
     @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward, environment=None, compare=None,
-               teacher=None):
+               teacher=None, hint=None, observation_coef=None):
         if config.algo in ("dpo", *TAUGHT) and reward is not None and not (teacher or compare):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got "
                              f"{config.algo}")
         lm, machine = self._load_parts(config, model, tokenizer, prompts, reward, environment)
         warn_of_ends(self.task)
         self.recorder = Recorder()
-        hooks = [Spread(config, warns=config.algo not in TAUGHT), self.recorder]
-        self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare, hooks)
+        self.hooks = [self.recorder] if config.algo in TAUGHT else [Warnings(), self.recorder]
+        self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare)
+        if config.dynamic_sampling:
+            self.loop.put(draw=draw_again)
+        if hint is not None:
+            self.loop.put(reference_logp=Hint(hint, self.task))
+        if observation_coef is not None:
+            self.loop.put(loss=partial(observing_loss, observation_coef))
         if teacher is not None:
             self.loop.reference = self._load_teacher(teacher)
 
@@ -352,6 +358,8 @@ class RLHF(Trainer):
         path=None,  # an .html file to write; None = none
     ) -> View:  # shows in a notebook
         "Look at the responses of the training, token by token; the page needs no network."
+        if self.rows and not self.recorder.records:  # without `learn`
+            self.recorder.look(self.loop, self.rows[-1], now=True)
         view = View(own_run(self.recorder.state_dict(), self.rows))
         if path is not None:
             view.save(path)

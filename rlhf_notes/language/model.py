@@ -6,8 +6,8 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/language/model.html.md"""
 
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_context', 'to_logits', 'head_log_probs',
-           'make_gpt2', 'no_dropout', 'response_states', 'has_adapter', 'Policy', 'checkpointing', 'as_reference',
-           'RewardModel', 'autocast', 'sum_of_squares']
+           'make_gpt2', 'no_dropout', 'response_states', 'response_logp', 'has_adapter', 'Policy', 'checkpointing',
+           'as_reference', 'RewardModel', 'autocast', 'sum_of_squares']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -144,6 +144,14 @@ def response_states(lm, tokens, mask, length, response_mask=None):
     at[:, -length:] = True if response_mask is None else response_mask
     return hidden_states(lm, tokens[:, :-1], mask[:, :-1], at)[:, -length:] # G1
 
+# %% ../../nbs/language/23_model.ipynb #response-logp
+def response_logp(lm, tokens, mask, response_mask, temperature=1.0):
+    """Log-probabilities (B, T) of responses, the last T of the tokens (B, Q + T); undefined where
+    `response_mask` (B, T) is False."""
+    T = response_mask.shape[1]
+    hidden = response_states(lm, tokens, mask, T, response_mask)
+    return head_log_probs(lm, hidden, tokens[:, -T:], temperature)[0]
+
 # %% ../../nbs/language/23_model.ipynb #adapters
 def has_adapter(lm: nn.Module) -> bool:
     "True for a PeftModel, of which only the adapter is trained."
@@ -153,9 +161,9 @@ def has_adapter(lm: nn.Module) -> bool:
 class Policy(nn.Module):
     "A language model with a value head."
     def __init__(self, lm, learn_value=True, learn_entropy=False):
-        "Keeps the model, not a copy; without `learn_value` the value head stays as it is."
+        "Keeps the model, not a copy; without `learn_value` no value is asked for: None."
         super().__init__()
-        self.learn_entropy = learn_entropy
+        self.learn_value, self.learn_entropy = learn_value, learn_entropy
         self.lm, self.value_head = lm, _head(lm)
         nn.init.zeros_(self.value_head.weight)  # P2
         self.value_head.requires_grad_(learn_value)
@@ -163,7 +171,7 @@ class Policy(nn.Module):
 
     def value(self, hidden):
         "Expected return (...) at each hidden state (..., d), float32."
-        return _float32(self.value_head, hidden)
+        return _float32(self.value_head, hidden) if self.learn_value else None
 
     def forward(self, tokens, mask, length, temperature=1.0, response_mask=None):
         """Log-probabilities of the response, the last `length` = T of the tokens (B, Q + T);

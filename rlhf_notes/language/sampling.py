@@ -77,9 +77,7 @@ class Ends:
         "A token of `stop` ends a response from position `first` on; `like` (B,) are integers."
         self.stop, self.first = to_device(torch.tensor(stop, dtype=torch.long), like.device), first
         self.going = torch.ones_like(like, dtype=torch.bool)
-        self.any_going = torch.ones((), dtype=torch.bool)
-        if like.is_cuda:
-            self.any_going = self.any_going.pin_memory()
+        self.any_going = torch.ones((), dtype=torch.bool, pin_memory=like.is_cuda)
 
     def __call__(self, i, token):
         "True if all have ended at position `i`, where `token` (B,) was drawn, as far as is known."
@@ -109,14 +107,15 @@ def sample(lm, prompts, mask, u, temperature=1.0, stop=(), stop_after=0, top_p=1
 
 @door(lengths.sample)
 def _sample(lm, prompts, mask, u, temperature, stop=(), stop_after=0, top_p=1.0, top_k=0):
-    (B, T), out = u.shape, []
+    (B, T), out, cut = u.shape, [], top_p < 1 or top_k
     ended = Ends(stop, stop_after, prompts[:, 0]) if len(stop) else lambda i, token: False
     new = prompts.masked_fill(~mask, 0) # G2
     seen = torch.cat([mask, mask.new_ones(B, T - 1)], 1) # the last token is never read
     read = decoder(lm, seen, position_ids(seen))
     for i in range(T): # G4: T tokens, whatever they are, if no token stops them
         hidden, logits = read(new)
-        token = draw(likeliest(logits, temperature, top_p, top_k), temperature, u[:, i])
+        kept = likeliest(logits, temperature, top_p, top_k) if cut else logits
+        token = draw(kept, temperature, u[:, i])
         out.append((token, selective_log_softmax(logits, token, temperature), hidden))
         if ended(i, token): break
         new = token.unsqueeze(1)

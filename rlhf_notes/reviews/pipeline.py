@@ -81,8 +81,7 @@ class Training:
             self.stage = DPOLoop(c, self.lm, self.task, choices_of(c, self.lm, self.task))
         elif name == "rl":
             parts = self.learned["reward_model"], self.learned["norm"]
-            self.stage = Loop(c, self.lm, self.task, proxy_reward(*parts, c.precision),
-                              hooks=[self.recorder])
+            self.stage = Loop(c, self.lm, self.task, proxy_reward(*parts, c.precision))
         else:
             kind = Pretraining if name == "sft" else RewardTraining
             self.stage = kind(c, self.lm, self.task)
@@ -131,6 +130,8 @@ class Training:
 
     def look(self, row: dict):  # of an iteration of reinforcement learning
         "Every `eval_every` iterations, evaluate with the true reward."
+        if self.config.algo != "dpo":
+            self.recorder.look(self.stage, row)
         if not self.done and row["iteration"] % self.config.eval_every: return
         found = evaluate(self.stage)
         row["true_score"] = self.show(row["iteration"], found)
@@ -214,12 +215,14 @@ class OwnTraining(Training):
     def __init__(self, trainer: RLHF, config: OwnRunConfig):
         "A trainer before its first iteration."
         self._begin(config, config.iterations)
-        self.stage, self.name = trainer.loop, "rl"
+        self.trainer, self.stage, self.name = trainer, trainer.loop, "rl"
         self.lm, self.task = trainer.policy.lm, trainer.task
         self.recorder = trainer.recorder
 
     def look(self, row: dict):  # of an iteration
         "Every `eval_every` iterations, keep some samples."
+        for hook in self.trainer.hooks:
+            hook(self.trainer, row)
         i = row["iteration"]
         if i > 1 and not self.done and i % self.config.eval_every: return
         found = sample_table(self.task, self.stage.rollout, SHOWN)
@@ -249,12 +252,10 @@ class Evaluation:
 # %% ../../nbs/reviews/28_pipeline.ipynb #evaluate
 @usual_defaults("policy")
 @torch.no_grad()
-def evaluate(
-    trainer: Loop,  # in training or after it
-    lm: nn.Module | None = None,  # the model to look at; None = the policy as it is now
-    seed: int | None = None,  # of the responses; None = that of the run
-) -> Evaluation:  # of `config.eval_responses` responses
-    "Responses to held-out prompts and their true rewards, which no training sees."
+def evaluate(trainer, lm=None, seed=None) -> Evaluation:
+    """Responses to held-out prompts and their true rewards, which no training sees. `lm`, None =
+    the policy as it is now, is the model to look at; `seed`, None = that of the run, is of the
+    responses."""
     c, task = trainer.config, trainer.task
     lm = trainer.policy.lm if lm is None else lm
     generator = seeded_generator("evaluation", c.seed if seed is None else seed,
@@ -271,11 +272,9 @@ def evaluate(
 
 # %% ../../nbs/reviews/28_pipeline.ipynb #train
 @usual_defaults("lm", "task.reward_models")
-def train(
-    training: Training,  # at its beginning
-    run: Run | None = None,  # where to write, and perhaps continue; None = nowhere
-) -> tuple:  # (the loop, or the interrupted stage; its rows; the summary)
-    "Train to the end or to Ctrl-C; either leaves a whole run directory."
+def train(training: Training, run: Run | None = None) -> tuple:
+    """Train to the end or to Ctrl-C; either leaves a whole run directory. Returns the loop, or the
+    interrupted stage; its rows; the summary."""
     if run is not None and run.checkpoint is not None:
         training.load_state_dict(run.checkpoint)
     run = run if training.accelerator.is_main_process else None
@@ -331,11 +330,7 @@ PANELS = {"score": ("score", "true_score"), "KL(policy, reference), nats": ("kl_
           "KL coefficient": ("kl_coef",), "clip fraction": ("clip_fraction", "value_clip_fraction"),
           "shares": ("valid", "explained_variance"), "entropy, nats per token": ("entropy",)}
 
-def plot_run(
-    figure,  # a matplotlib figure
-    rows: list,  # from `train`
-    summary: dict,  # from `train`
-):
+def plot_run(figure, rows: list, summary: dict):
     "The curves by which to tell a healthy training, over the iterations."
     for ax, (title, columns) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS.items()):
         for column in columns:

@@ -39,15 +39,9 @@ def proxy_reward(model, norm, precision="float32"):
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #write-responses
 @torch.no_grad()
-def write_responses(
-    config,  # temperature and precision of `ReviewsConfig`
-    lm,  # a causal language model of transformers
-    task,  # `Reviews`, or what looks like it
-    prompts: torch.Tensor,  # (n, Q), on the CPU
-    mask: torch.Tensor,  # (n, Q), False = padding
-    generator: torch.Generator,  # on the CPU
-) -> tuple:  # responses (n, T), padding after the end; response_mask (n, T)
-    "Responses of a language model, cut at their ends."
+def write_responses(config, lm, task, prompts, mask, generator):
+    """Responses (n, T) of a language model to prompts (n, Q), cut at their ends, and their mask;
+    all on the CPU."""
     u = torch.rand(len(prompts), task.response_length, generator=generator)
     device, tokens = next(lm.parameters()).device, []
     with autocast(device, config.precision):
@@ -59,13 +53,9 @@ def write_responses(
 # %% ../../nbs/reviews/25_reward_model.ipynb #ask-human
 CHOICES = 4
 
-def ask_human(
-    config,  # labels, human_temperature, temperature and precision of `ReviewsConfig`
-    lm,  # writes the responses that are compared
-    task,  # `Reviews`, or what looks like it
-    generator: torch.Generator,  # on the CPU
-) -> tuple:  # (texts, best): what `score` takes, (n, 4, ...) each; (n,) from 0 to 3
-    "Sample prompts and four responses to each, and let the human choose."
+def ask_human(config, lm, task, generator):
+    """Sample prompts and four responses of `lm` to each, and let the human choose: what `score`
+    takes, (n, 4, ...) each, and the choices (n,), from 0 to 3."""
     *prompts, _ = task.sample_prompts(config.labels, generator)
     prompts = [x.repeat_interleave(CHOICES, 0) for x in prompts]
     responses = write_responses(config, lm, task, *prompts, generator)
@@ -74,21 +64,15 @@ def ask_human(
     return [x.unflatten(0, (-1, CHOICES)) for x in (*prompts, *responses)], best
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #choices-of
-def choices_of(
-    config,  # `ReviewsConfig`
-    lm,  # writes the responses that are compared
-    task,  # `Reviews`, or what looks like it
-) -> Choices:  # without `logp_ref`
-    "The choices from which a reward model of the same config learns, for DPO."
+def choices_of(config, lm, task):
+    "The choices from which a reward model of the same config learns, for DPO; without `logp_ref`."
     texts, best = ask_human(config, lm, task, seeded_generator("reward model", config.seed))
     return chosen_first(*texts, best)
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #warm-linear
-def warm_linear(
-    step: int,  # from 0
-    steps: int,  # in all
-) -> float:  # from 0 to 1
-    "Share of the peak learning rate: a rise over a tenth of the steps, then a linear fall to 0."
+def warm_linear(step: int, steps: int) -> float:
+    """Share of the peak learning rate at a step, from 0: a rise over a tenth of the steps, then a
+    linear fall to 0."""
     rise, fall = (step + 1) / max(1.0, 0.1 * steps), (steps - step) / (0.9 * steps)
     return min(1.0, rise, fall) # G5
 
@@ -97,12 +81,8 @@ class RewardTraining(Stage):
     "Trains a copy of the language model to predict the human's choice, step by step."
     PARTS = "model", "optimizer", "norm"
 
-    def __init__(
-        self,
-        config,  # `ReviewsConfig`
-        lm,  # the pretrained language model; not changed
-        task,  # `Reviews`, or what looks like it
-    ):
+    def __init__(self, config, lm, task):
+        "The pretrained language model `lm` is not changed."
         c, self.config, self.device = config, config, next(lm.parameters()).device
         generator = seeded_generator("reward model", c.seed)
         texts, best = ask_human(c, lm, task, generator)
@@ -119,8 +99,8 @@ class RewardTraining(Stage):
         self.fit() # R3
 
     @torch.no_grad()
-    def reference_rewards(self) -> torch.Tensor:  # raw, (norm_samples,)
-        "The model's present scores of the pretrained model's responses."
+    def reference_rewards(self):
+        "The model's present scores (norm_samples,) of the pretrained model's responses."
         with autocast(self.device, self.config.precision):
             return self.model.score(*self.reference)
 
@@ -132,8 +112,9 @@ class RewardTraining(Stage):
             where = f"reward model, step {self.iteration}, responses to norm_samples prompts"
             raise diverged(where, e) from e
 
-    def iterate(self) -> dict:  # step, loss (nats), accuracy, grad_norm, learning_rate
-        "One gradient step on a batch of labels; gain and bias are set anew after the last."
+    def iterate(self):
+        """One gradient step on a batch of labels, and its row: step, loss (nats), accuracy,
+        grad_norm, learning_rate; gain and bias are set anew after the last."""
         check_left(self, "labels * rm_epochs / rm_batch")
         c, step = self.config, self.iteration + 1
         rate = c.rm_learning_rate * warm_linear(self.iteration, self.iterations) # G5
@@ -152,11 +133,9 @@ class RewardTraining(Stage):
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #agreement
 @checked(rewards="float (n N)", true="float (n N)")
-def agreement(
-    rewards: torch.Tensor,  # (n, N) of N responses to each of n prompts
-    true: torch.Tensor,  # (n, N) True rewards of the same
-) -> dict:  # pairs, best, correlation: see above
-    "Agreement of a reward model with the human; for evaluation, not for training."
+def agreement(rewards, true):
+    """Agreement of rewards (n, N) with the true ones, as above: pairs, best, correlation; for
+    evaluation, not for training."""
     i, j = torch.triu_indices(rewards.shape[1], rewards.shape[1], 1)
     d, t = rewards[:, i] - rewards[:, j], true[:, i] - true[:, j]
     right = (d * t > 0).float() + 0.5 * (d == 0)

@@ -43,11 +43,8 @@ FOLLOWS = {"stop": ("article", "pronoun"), "conjunction": ("article", "pronoun")
            "negation": ("intensifier", "adjective"),
            "intensifier": ("adjective",), "adjective": ("conjunction", "stop")}
 
-def grammatical(
-    before: str,  # a word or the full stop
-    after: str,  # the one that follows it
-) -> bool:  # False too if one of the two does not belong in a review
-    "True if the second word may follow the first."
+def grammatical(before: str, after: str) -> bool:
+    "True if the second word, or full stop, may follow the first in a review."
     return CATEGORY.get(after) in FOLLOWS.get(CATEGORY.get(before), ())
 
 # %% ../../nbs/reviews/22_task.ipynb #author
@@ -70,11 +67,8 @@ def _sentence(domain, mood, rng):
     more = [rng.choice(("and", "but")), *_clause(domain, mood, rng)] if two else []
     return [*_clause(domain, mood, rng), *more, STOP]
 
-def write_review(
-    domain: str,  # the subject, one of `DOMAINS`
-    rng: random.Random,  # source of chance
-) -> list:  # words; the last is `EOS`
-    "Two or three sentences in one mood, with a slip here and there."
+def write_review(domain: str, rng: random.Random) -> list:
+    "Two or three sentences in one mood, with a slip here and there: words, `EOS` the last."
     mood, sentences = rng.gauss(*MOOD), rng.choice((2, 2, 3))
     words = [word for _ in range(sentences) for word in _sentence(domain, mood, rng)]
     for i, word in enumerate(words):
@@ -93,26 +87,19 @@ PROMPTS = tuple(" ".join(f"{opener} the {kind} {domain} {time} {STOP}".split()) 
                 if not (opener.startswith("yesterday") and time))
 HELD_OUT = frozenset(random.Random(0).sample(PROMPTS, len(PROMPTS) // 6))
 
-def review_prompts(
-    held_out: bool = False,  # False = those to train on; True = those for evaluation
-) -> list:  # strings, in a fixed order
-    "The prompts that ask for reviews."
+def review_prompts(held_out: bool = False) -> list:
+    "The prompts that ask for reviews, in a fixed order: to train on, or for evaluation."
     return [p for p in PROMPTS if (p in HELD_OUT) == held_out]
 
 # %% ../../nbs/reviews/22_task.ipynb #domain
-def domain_of(
-    prompt: str,  # such as "about the old hotel ."
-) -> str | None:  # such as "hotel"; None if it names nothing that is known
-    "The subject that a prompt asks about."
+def domain_of(prompt: str) -> str | None:
+    "The subject that a prompt asks about, such as `hotel`; None if it names none that is known."
     return next((word for word in prompt.split() if word in DOMAINS), None)
 
 # %% ../../nbs/reviews/22_task.ipynb #corpus
-def corpus(
-    n: int,  # number of texts
-    words: int,  # length of each response
-    seed: int = 0,  # other seeds, other texts
-) -> list:  # n pairs (prompt, response), strings; the prompts are those to train on
-    "Texts for pretraining: a review, then the next prompt with its review, up to `words` words."
+def corpus(n: int, words: int, seed: int = 0) -> list:
+    """Texts for pretraining, n pairs (prompt, response): a review, then the next prompt with its
+    review, up to `words` words."""
     rng, asked, texts = random.Random(seed), review_prompts(), []
     for _ in range(n):
         prompt = rng.choice(asked)
@@ -126,10 +113,9 @@ def corpus(
 # %% ../../nbs/reviews/22_task.ipynb #sentiments
 NEGATION, LIMIT = -0.5, 3.0
 
-def sentiments(
-    words: list,  # of a response
-) -> list:  # a number for each adjective, from -3 to 3
-    "The value of each adjective, changed by the intensifiers and the negation before it."
+def sentiments(words: list) -> list:
+    """The value of each adjective, from -3 to 3, changed by the intensifiers and the negation
+    before it."""
     found, factor = [], 1.0
     for word in words:
         if word in INTENSIFIERS:
@@ -145,11 +131,9 @@ def sentiments(
 # %% ../../nbs/reviews/22_task.ipynb #human
 COSTS = dict(grammar=0.5, topic=1.0, repetition=0.5, ending=2.0)
 
-def judgement(
-    prompt: str,  # the prompt
-    response: str,  # words with spaces between
-) -> dict:  # name -> number; the true reward is their sum
-    "The human's opinion of a response: its mean sentiment, and a cost for each fault."
+def judgement(prompt: str, response: str) -> dict:
+    """The human's opinion of a response: its mean sentiment, and a cost for each fault; the true
+    reward is their sum."""
     words, domain = response.split(), domain_of(prompt)
     felt = sentiments(words)
     content = [word for word in words if word in NOUNS or word in ADJECTIVES]
@@ -161,21 +145,16 @@ def judgement(
                 **{name: -COSTS[name] * count for name, count in faults.items()})
 
 # %% ../../nbs/reviews/22_task.ipynb #true-reward
-def true_reward(
-    prompt: str,  # the prompt
-    response: str,  # words with spaces between
-) -> float:  # at most 3
-    "The human's opinion as one number, for labels and for evaluation, never for training."
+def true_reward(prompt: str, response: str) -> float:
+    """The human's opinion as one number, at most 3, for labels and for evaluation, never for
+    training."""
     return sum(judgement(prompt, response).values())
 
 # %% ../../nbs/reviews/22_task.ipynb #choice
 @checked(scores="raw (...)", temperature="(0, inf)")
-def human_choice(
-    scores: torch.Tensor,  # (..., N) True rewards of N responses to each prompt
-    temperature: float,  # noise, on the scale of the rewards, > 0
-    generator: torch.Generator,  # source of chance
-) -> torch.Tensor:  # (...) index of the response that is called the best
-    "A noisy human's choice: softmax(scores / temperature) (Luce 1959), sampled by Gumbel noise."
+def human_choice(scores, temperature: float, generator):
+    """A noisy human's choice among N responses with the true rewards (..., N): its index (...),
+    from softmax(scores / temperature) (Luce 1959), sampled by Gumbel noise."""
     u = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
     return (scores.double() / temperature - (-u.log()).log()).argmax(-1)
 
@@ -252,12 +231,8 @@ class Reviews(Prompts):
         eos = self.tokenizer.eos_token or EOS
         return [" ".join(text.replace(eos, f" {EOS} ").split()) for text in texts]
 
-    def train_texts(
-        self,
-        n: int,  # how many
-        seed: int,  # of the corpus
-    ) -> tuple:  # tokens (n, Q + T), integer; mask (n, Q + T), False = padding
-        "Prompts with responses from the corpus, for pretraining."
+    def train_texts(self, n: int, seed: int):
+        "n prompts with responses from the corpus, for pretraining: tokens (n, Q + T), their mask."
         # without a token for the end of a text, every other word may be gone
         words = self.response_length * (1 if self.tokenizer.eos_token else 2)
         texts = corpus(n, words, seed)
@@ -266,29 +241,21 @@ class Reviews(Prompts):
         real = torch.ones_like(responses, dtype=torch.bool)
         return torch.cat([tokens, responses], 1), torch.cat([mask, real], 1)
 
-    def held_out(
-        self,
-        n: int,  # how many
-    ) -> tuple:  # prompts (n, Q), integer; mask (n, Q), False = padding
-        "Prompts that are never trained on, in turn."
+    def held_out(self, n: int):
+        "Prompts (n, Q) that are never trained on, in turn, and their mask."
         rows = torch.arange(n) % len(self._held_out[0])
         return tuple(x[rows] for x in self._held_out)
 
-    def texts(
-        self,
-        prompts: torch.Tensor,  # (B, Q)
-        mask: torch.Tensor,  # (B, Q), False = padding
-        responses: torch.Tensor,  # (B, T), cut or not
-    ) -> list:  # B pairs (prompt, response), strings
-        "Prompts and responses as words."
+    def reward_stats(self, rollout, config):
+        "The log is without numbers about the reward model's scores."
+        return {}
+
+    def texts(self, prompts, mask, responses) -> list:
+        "Prompts (B, Q) and responses (B, T), cut or not, as words: B pairs of strings."
         prompts = prompts.masked_fill(~mask, self.pad_token)
         return list(zip(self.decode(prompts.tolist()), self.decode(responses.tolist())))
 
-    def true_rewards(
-        self,
-        prompts: torch.Tensor,  # (B, Q)
-        mask: torch.Tensor,  # (B, Q), False = padding
-        responses: torch.Tensor,  # (B, T), cut
-    ) -> torch.Tensor:  # (B,), float32
-        "`true_reward` of each response: for labels and for evaluation, never for training."
+    def true_rewards(self, prompts, mask, responses):
+        """`true_reward` (B,) of responses (B, T), cut, to prompts (B, Q): for labels and for
+        evaluation, never for training."""
         return torch.tensor([true_reward(*text) for text in self.texts(prompts, mask, responses)])

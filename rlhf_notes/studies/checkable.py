@@ -11,41 +11,34 @@ __all__ = ['DIGITS', 'TOKENS', 'ALGORITHMS', 'OPTIONS', 'KS', 'N', 'exact_match'
 # %% ../../nbs/studies/40_checkable.ipynb #export-imports
 import math
 import random
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..checks import check_value
+from ..hub.spread import draw_again
 from ..hub.trainers import RLHF
 from ..language.model import make_gpt2
 from ..reviews.pretraining import warm_cosine
 
 # %% ../../nbs/studies/40_checkable.ipynb #exact-match
-def exact_match(
-    prompts: list,  # strings
-    responses: list,  # strings
-    solution: list,  # strings, one for each prompt
-) -> list:  # 1.0 or 0.0 for each response
-    "1 for the right response and 0 for any other: a reward that needs no reward model."
+def exact_match(prompts: list, responses: list, solution: list) -> list:
+    "1.0 for the right response and 0.0 for any other: a reward that needs no reward model."
     return [float(response == right) for response, right in zip(responses, solution)]
 
 # %% ../../nbs/studies/40_checkable.ipynb #pass-at-k
-def pass_at_k(
-    correct: torch.Tensor,  # correct responses to each prompt, among n, (...), integer
-    n: int,  # responses to each prompt
-    k: int,  # attempts, 1 to n
-) -> torch.Tensor:  # (...) float64, probability that one of k attempts is right
-    "1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, eq. 1)."
+def pass_at_k(correct, n: int, k: int):
+    """Probability that one of k attempts is right, where `correct` (...) of n responses are: 1 -
+    C(n - c, k) / C(n, k), without bias (Chen et al. 2021, eq. 1)."""
     check_value("k", k, f"int [1, {n}]")
     failed = [math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)]
     return 1 - torch.tensor(failed, dtype=torch.float64)[correct]
 
 # %% ../../nbs/studies/40_checkable.ipynb #pass-at-k-reward
-def pass_at_k_reward(
-    correct: torch.Tensor,  # (..., n) bool, True = right; responses to one prompt
-    k: int,  # attempts, 1 to n
-) -> torch.Tensor:  # (..., n) float64, rewards; 0 for what is wrong
-    "k times the share of the subsets of k - 1 others without a right one, for what is right."
+def pass_at_k_reward(correct, k: int):
+    """k times the share of the subsets of k - 1 others without a right one, for what is right among
+    the responses to one prompt, (..., n) bool."""
     n = correct.shape[-1]
     check_value("k", k, f"int [1, {n}]")
     failed = [math.comb(n - c, k - 1) / math.comb(n - 1, k - 1) for c in range(n + 1)]
@@ -121,7 +114,8 @@ class CheckableRLHF(RLHF):
         check_value("name", name, tuple(ALGORITHMS))
         options = OPTIONS | ALGORITHMS[name] | options
         super().__init__(lm, digit_tokenizer(), questions, reward, **options)
-        self.loop.hooks[0].again = 3  # rollouts at most, where others take 2
+        if self.config.dynamic_sampling:
+            self.loop.put(draw=partial(draw_again, again=3))  # where others take 2
 
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32

@@ -98,19 +98,20 @@ def test_nobody_learns_from_the_environments_words(algo):
     x, loop = t.rollout, t.loop
     rubbish = torch.full_like(x.logp, math.nan)
     y = type(x)(**vars(x) | {name: getattr(x, name).where(x.response_mask, rubbish)
-                             for name in ("logp", "logp_ref", "values")})
+                             for name in ("logp", "logp_ref", "values")
+                             if vars(x)[name] is not None})
     found = []
     for rollout in (x, y):
         loop.rollout = rollout
         batch = loop.advantages()
-        logp, entropy, values = (z.detach().clone() for z in loop.forward(batch))
+        now = [z.detach().clone() for z in loop.forward(batch) if z is not None]
         if rollout is y:
-            logp, entropy, values = (z.where(x.response_mask, rubbish)
-                                     for z in (logp, entropy, values))
-        logp, values = logp.requires_grad_(), values.requires_grad_()
-        loss, _ = rl_loss(t.config, batch, logp, entropy, values, 0.1)
+            now = [z.where(x.response_mask, rubbish) for z in now]
+        logp, entropy, *values = now
+        for z in (logp, *values): z.requires_grad_()
+        loss, _ = rl_loss(t.config, batch, logp, entropy, *values or [None], 0.1)
         loss.backward()
-        found.append((loss, logp.grad, values.grad))
+        found.append((loss, *(z.grad for z in (logp, *values))))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     grad = found[0][1]
     assert (grad[~x.response_mask] == 0).all() and (grad[x.response_mask] != 0).any()

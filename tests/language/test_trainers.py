@@ -1,6 +1,7 @@
 """RLHF, DPO and the reward model as users call them."""
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from language.test_own_task import SMALL, count, make, own, tokenizer
 
 from rlhf_notes.formulas.advantage import multi_reward_advantage
 from rlhf_notes.hub.prompts import in_epochs
-from rlhf_notes.hub.spread import no_spread, refill
+from rlhf_notes.hub.spread import refill
 from rlhf_notes.hub.trainers import RLHF
 from rlhf_notes.language.loop import Loop
 from rlhf_notes.language.machine import Machine, Scaled
 from rlhf_notes.language.model import make_gpt2
-from rlhf_notes.language.rollout import Rollout
+from rlhf_notes.language.rollout import Rollout, no_spread
 
 def test_several_responses_at_a_temperature_of_ones_own():
     t, prompts = own(seed=1), ["w3 w4", "w5"]
@@ -52,11 +53,14 @@ def test_a_held_out_prompt_may_stand_in_several_rows():
 def rollout(scores):
     n = len(scores)
     rows, real = torch.arange(float(n))[:, None], torch.ones(n, 1, dtype=torch.bool)
-    return Rollout(rows, rows, real, rows, torch.tensor(scores),
-                   *(torch.zeros(n, 1) for _ in range(3)))
+    scores = torch.tensor(scores)
+    return Rollout(rows, rows, real, rows, scores, *(torch.zeros(n, 1) for _ in range(3)),
+                   parts=scores[:, None])
 
 
-def same(x, group=2): return no_spread(x.scores[:, None], x.is_scored, group)
+def same(x, group=2):
+    config = SimpleNamespace(responses_per_prompt=group, reward_aggregation="sum")
+    return no_spread(config, x, torch.ones(1))
 
 
 def test_groups_without_spread_are_replaced_by_groups_with():
@@ -150,7 +154,7 @@ def test_a_rate_at_which_the_kl_runs_away_is_said_once():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         t = own(reward=count, iterations=5, learning_rate=1.0).learn()
-        t.loop.hooks[0].warn_of_kl(dict(kl_k1=99, length=4), 1.0)
+        t.hooks[0].of_kl(dict(kl_k1=99, length=4), 1.0)
     assert len(t.rows) == 5
     assert ["a learning_rate of 1 may be too high" in str(w.message) for w in found] == [True]
 
