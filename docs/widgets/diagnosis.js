@@ -4,7 +4,7 @@ widget("diagnosis", (box) => {
   const state = {at: 0, tried: new Set(), right: 0, asked: 0};
   const title = make("p", {class: "case"}), panes = make("div", {class: "panes small"}), answers = make("div", {class: "answers"});
   const verdict = make("p", {class: "case", "aria-live": "polite"}), score = make("p");
-  const pick = make("select", {onchange: () => open(+pick.value)}, DIALS.cases.map((_, i) => make("option", {value: i}, `case ${i + 1}`)));
+  const which = menu("which training", DIALS.cases.map((_, i) => `case ${i + 1}`), DIALS.start, (i) => open(+i));
 
   function picture({name, here, told}, band) {
     const values = [...band.low, ...band.high, ...here].filter((x) => x !== null), low = Math.min(...values), high = Math.max(...values);
@@ -21,7 +21,7 @@ widget("diagnosis", (box) => {
   function open(at) {
     const now = DIALS.cases[at];
     Object.assign(state, {at, tried: new Set()});
-    pick.value = at;
+    which.set(at);
     title.replaceChildren(make("b", {}, `${now.kind}, with one thing wrong.`), " The band: intact trainings; the line: this one. Which fault is it?");
     panes.replaceChildren(...now.dials.map((d) => picture(d, DIALS.bands[now.base][d.name])));
     panes.classList.remove("told");
@@ -42,7 +42,6 @@ widget("diagnosis", (box) => {
     }
     score.textContent = `Right at once: ${state.right} of ${state.asked}.`;
   }
-  box.append(make("div", {class: "dials"}, make("label", {class: "dial"}, make("span", {}, "which training"), pick),
-    button("Next", () => open((state.at + 1) % DIALS.cases.length))), title, panes, answers, verdict, score);
+  box.append(make("div", {class: "dials"}, which, button("Next", () => open((state.at + 1) % DIALS.cases.length))), title, panes, answers, verdict, score);
   open(DIALS.start);
 });

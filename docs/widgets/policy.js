@@ -113,7 +113,7 @@ function worth(share) {
 widget("policy", (box) => {
   const state = {share: 0.5, said: [], random: chance(7), seen: new Map()};
   const prompt = make("input", {type: "text", value: "about the old hotel .", oninput: () => { state.said = []; update(); }, "aria-label": "prompt", spellcheck: "false"});
-  const text = make("p", {class: "case said", "aria-live": "polite"}), table = make("tbody"), found = make("p", {class: "case", "aria-live": "polite"});
+  const text = make("p", {class: "case said", "aria-live": "polite"}), shares = table(["next word", "before", "here", "after"], [], {class: "next"}), found = make("p", {class: "case", "aria-live": "polite"});
   const chart = new Chart("score against KL so far", {x: [0, 10], y: [-2, 3], xlabel: "KL to the model before, nats a response",
     xticks: [0, 2, 4, 6, 8, 10], yticks: [-2, -1, 0, 1, 2, 3]});
   let models, waiting;
@@ -129,14 +129,14 @@ widget("policy", (box) => {
     for (const b of box.querySelectorAll(".buttons button")) b.disabled = Boolean(unknown.length || !asked || asked > 40);
     if (unknown.length || !asked || asked > 40) {
       text.textContent = unknown.length ? `The model has never read: ${unknown.join(", ")}. It knows ${POLICY.words.length} words, such as ${POLICY.words.slice(5, 17).join(", ")}.` : "Type a prompt of 1 to 40 words.";
-      table.replaceChildren();
+      shares.fill([]);
       return;
     }
     const done = ended(state.said), said = state.said.map(words).join(" ");
     text.replaceChildren(`${prompt.value.trim()} `, make("b", {}, said || "…"), done ? ` The human gives it ${show(trueReward(prompt.value, said))}.` : "");
     const p = next(), likely = p[1].map((_, v) => v).sort((a, b) => Math.max(p[0][b], p[1][b], p[2][b]) - Math.max(p[0][a], p[1][a], p[2][a])).slice(0, 8);
-    table.replaceChildren(...(done ? [] : likely.map((v) => make("tr", {}, make("th", {scope: "row"}, button(words(v), () => say(v), {title: "say this"})),
-      p.map((column) => make("td", {}, make("span", {class: "share", style: `width: ${(60 * column[v]).toFixed(1)}%`}), " " + show(column[v])))))));
+    shares.fill(done ? [] : likely.map((v) => row(button(words(v), () => say(v), {title: "say this"}),
+      p.map((column) => make("td", {}, make("span", {class: "share", style: `width: ${(60 * column[v]).toFixed(1)}%`}), " " + show(column[v]))))));
   }
   function continued(all) {
     if (ended(state.said)) state.said = [];
@@ -159,7 +159,7 @@ widget("policy", (box) => {
   });
   box.append(make("div", {class: "dials"}, make("label", {class: "dial"}, make("span", {}, "prompt"), prompt), share),
     make("p", {class: "buttons"}, button("Next word", () => continued(false)), button("Whole response", () => continued(true)), button("Again", () => { state.said = []; update(); })),
-    text, make("div", {class: "panes"}, make("table", {class: "next"}, make("thead", {}, make("tr", {}, ["next word", "before", "here", "after"].map((h) => make("th", {scope: "col"}, h)))), table),
+    text, make("div", {class: "panes"}, shares,
       make("div", {}, chart.svg, found)));
   mix();
   update();

@@ -156,7 +156,7 @@ widget("update", (box) => {
     const A = make("span"), whole = make("span"), words = tokens.map((t, k) => (k ? " " : "") + POLICY.words[t]);
     const look = (t) => ({value: result?.found[i].push[t], most, kind: result?.found[i].clipped[t] ? "clipped" : ""});
     const strip = tokenStrip(words, look, (t) => { cards.forEach((c, j) => { if (j !== i) c.strip.leave(); }); state.at = [i, t]; tell(); }, `response ${i + 1}, token by token`);
-    const reward = make("input", {type: "number", step: 0.5, value: state.rewards[i], "aria-label": `reward of response ${i + 1}`, oninput: () => { const rewards = [...state.rewards]; rewards[i] = +reward.value; soon({rewards}); }});
+    const reward = entry(state.rewards[i], (x) => { const rewards = [...state.rewards]; rewards[i] = x; soon({rewards}); }, {step: 0.5, "aria-label": `reward of response ${i + 1}`});
     return {strip, A, whole, e: make("div", {class: "answer"}, make("p", {class: "facts"}, make("label", {}, `${i + 1}: reward `, reward), A, whole), strip)};
   }
   box.append(make("p", {}, "Prompt: ", make("b", {}, PROMPT), " Eight responses of the tiny GPT-2, with the human's scores. Change a reward, or the loss."),

@@ -128,8 +128,6 @@ function viewOf(box, run) {
   }
 
   const iteration = dial("iteration", {min: 0, max: records.length - 1, step: 1, value: state.at, text: (i) => String(records[i].iteration)}, open);
-  const pick = (label, names, value, change) => make("label", {class: "dial"}, make("span", {}, label), make("select", {onchange: (e) => change(e.target.value)},
-    Object.entries(names).map(([name, text]) => make("option", {value: name, selected: name === value}, text))));
   const set = (changes) => { Object.assign(state, changes); recompute(); };
   const lowDial = dial("ε below", {min: 1e-4, max: 1, step: 1e-4, value: 0.2, text: (x) => digits(x, 3)}, (low) => set({low}));
   const highDial = dial("ε above", {min: 1e-4, max: 4, step: 1e-4, value: 0.2, text: (x) => digits(x, 3)}, (high) => set({high}));
@@ -140,9 +138,9 @@ function viewOf(box, run) {
   box.append(make("h1", {}, plain(run.title)), ...run.lacks.map((text) => make("p", {class: "note"}, plain(text))),
     ...settings.variant && !known ? [make("p", {class: "note"}, `The page does not know the variant ${plain(settings.variant)} of this run: the weights are those of another.`)] : [],
     make("div", {class: "panes small"}, curves.map(({svg}) => svg)),
-    make("div", {class: "dials"}, records.length > 1 ? iteration : "", pick("sort by", sorts, "order", (sort) => { state.sort = sort; arrange(); }), toggle("lowest first", false, (up) => { state.up = up; arrange(); }),
-      told ? pick("colour", COLOURS, "push", (colour) => { state.colour = colour; paint(); }) : ""),
-    told ? make("div", {class: "dials"}, pick("variant", variants, state.variant, (variant) => set({variant, low: null, high: null})), pick("aggregation", modes, "", (aggregation) => set({aggregation})), lowDial, highDial, betaDial) : "",
+    make("div", {class: "dials"}, records.length > 1 ? iteration : "", menu("sort by", sorts, "order", (sort) => { state.sort = sort; arrange(); }), toggle("lowest first", false, (up) => { state.up = up; arrange(); }),
+      told ? menu("colour", COLOURS, "push", (colour) => { state.colour = colour; paint(); }) : ""),
+    told ? make("div", {class: "dials"}, menu("variant", variants, state.variant, (variant) => set({variant, low: null, high: null})), menu("aggregation", modes, "", (aggregation) => set({aggregation})), lowDial, highDial, betaDial) : "",
     about, ...told ? [make("p", {class: "key"}, make("span", {class: "token up"}, "up"), " made likelier ", make("span", {class: "token down"}, "down"), " made rarer ", make("span", {class: "token clipped"}, "clipped"),
       " no gradient ", make("span", {class: "token other"}, "environment"), " not the model's own. Choose a token for its numbers.")] : [], list, detail);
   open(state.at);

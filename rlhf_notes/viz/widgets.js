@@ -56,6 +56,26 @@ function choice(legend, options, value, change) {
   return e;
 }
 
+// One of several, as a list that opens.
+function menu(label, options, value, change) {
+  const e = make("label", {class: "dial"}, make("span", {}, label)), list = make("select", {onchange: () => change(list.value)},
+    Object.entries(options).map(([name, text]) => make("option", {value: name}, text)));
+  e.append(list);
+  e.set = (name) => { list.value = name; };
+  e.set(value);
+  return e;
+}
+
+const entry = (value, change, attributes) => make("input", {type: "number", step: 0.1, value, oninput: (e) => change(+e.target.value), ...attributes});
+
+// A table whose rows `fill` puts into it.
+const row = (head, cells) => make("tr", {}, make("th", {scope: "row"}, head), cells);
+function table(heads, rows = [], attributes = {}) {
+  const body = make("tbody", {}, rows), e = make("table", attributes, make("thead", {}, make("tr", {}, heads.map((head) => make("th", {scope: "col"}, head)))), body);
+  e.fill = (rows) => body.replaceChildren(...rows);
+  return e;
+}
+
 // Settings that a link carries, #name:key=value&...: the defaults, but for what `allowed(key, value)`; null without such a link.
 function fromLink(name, defaults, allowed) {
   const [at, text = ""] = location.hash.slice(1).split(":"), found = {...defaults};
