@@ -1,18 +1,23 @@
-"""LoRA's rate, and a reference that is renewed, on the checkable world.
+"""LoRA's rate and rank, a reference that is renewed, and the clip's upper bound, on the checkable
+world.
 
-    python benchmarks/why.py           # ten minutes of one core
+    python benchmarks/why.py           # an hour and a half of one core
 
 Appends to nbs/results/why.csv, for each study, choice, value and seed: the share of right responses
 to held-out prompts before the training and after it; the entropy of a token, mean over the last ten
 iterations; the nats of a response from the first policy, in the last iteration.
     rate       Adam's learning rate for LoRA of rank 8; "" = the default
     reference  iterations after which the policy becomes its own reference; 0 = never, "" = no KL
+    rank       Adam's learning rate for LoRA, by rank and alpha; rank 0 = all weights
+    clip       clip_high, without a KL, after 40 iterations and after 100
 """
 import copy
+import re
 from functools import cache
 
 import torch
 from jobs import RESULTS, options, resume, right, text
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from rlhf_notes.formulas.masking import masked_sum
@@ -34,7 +39,12 @@ STUDIES = {
     "rate": [(kind, rate, dict(lora=8, learning_rate=rate)) for kind in KINDS
              for rate in (None, 1e-3, 1e-2, 3e-2) if rate is None or kind != "GPT-2"],
     "reference": [("GPT-2", every, dict(kl_coef=coef, kl_target=0.0))
-                  for every, coef in ((0, 0.2), (10, 0.2), (None, 0.0))]}
+                  for every, coef in ((0, 0.2), (10, 0.2), (None, 0.0))],
+    "rank": [(f"rank {rank}, alpha {alpha}", rate, dict(lora=rank, learning_rate=rate))
+             for rank in (0, 1, 4, 8, 16, 64) for alpha in sorted({16, 2 * rank} if rank else {0})
+             for rate in ((1e-3, 3e-3, 1e-2, 3e-2) if rank else (1e-3,))],
+    "clip": [(f"{n} iterations", high, dict(clip_high=high, kl_coef=0.0, iterations=n))
+             for n in (40, 100) for high in (0.1, 0.2, 0.28, 0.5, 1.0)]}
 SEEDS = {"rate": 5}
 
 
@@ -48,6 +58,15 @@ def started(kind, seed):
     return pretrain(make_questions()[:3000], seed, 300, lm)
 
 
+def adapted(lm, choice, seed):
+    "With an adapter of the rank and the alpha that a choice names."
+    rank, alpha = map(int, re.findall(r"\d+", choice))
+    if not rank: return lm
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear",
+                        task_type="CAUSAL_LM")
+    with global_seed(seed): return get_peft_model(lm, config)
+
+
 def nats(trainer, start):
     "Mean nats of the last responses from the first policy."
     x, loop = trainer.rollout, trainer.loop
@@ -59,8 +78,10 @@ def nats(trainer, start):
 def run(study, choice, value, seed):
     torch.set_num_threads(1)
     changes = next(c for kind, v, c in STUDIES[study] if (kind, text(v)) == (choice, value))
-    questions, lm = make_questions(), copy.deepcopy(started(choice, seed))
+    kind = choice if choice in KINDS else "GPT-2"
+    questions, lm = make_questions(), copy.deepcopy(started(kind, seed))
     start = copy.deepcopy(lm.state_dict())
+    if study == "rank": lm = adapted(lm, choice, seed)
     trainer = CheckableRLHF(lm, questions[:3000], seed=seed, **BASE | changes)
     before, _ = right(trainer, questions[3000:3300], exact_of, n=2)
     while trainer.left:

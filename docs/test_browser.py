@@ -170,6 +170,33 @@ def test_the_words_of_the_field_lead_to_the_page_about_them(tab):
     assert len(QUERIES) == 48 and not wrong, wrong
 
 
+# Questions as people ask them -> the page that answers; it is the page about them, or that of one of the closest sections.
+ASKED = {
+    "GRPO loss 0 then increases": "why", "clip ratio always 0": "why", "how many generations per prompt": "why", "vllm logprobs differ from trainer": "bridges/scale why",
+    "top p sampling with importance ratio": "formulas/logprob", "DPO chosen logprob decreases": "language/dpo", "KL negative": "why", "several rewards of different scale": "formulas/advantage",
+    "truncation vs termination autoreset gymnasium": "control/rollout", "clip or tanh squash actions": "control/policy", "value loss is huge": "metrics",
+    "completions all truncated reward zero": "why", "entropy collapse clip higher": "why", "LoRA rank and learning rate": "why", "PPO collapses after solving CartPole": "why",
+    "greedy evaluation worse than sampling": "why", "multi-turn mask tool output credit": "hub/turns", "gamma lambda for language models": "settings", "share actor and critic network": "settings",
+    "update reference model during training": "settings", "why k1 in the loss has zero gradient": "why formulas/kl", "when does value clipping hurt": "formulas/value",
+    "normalize advantages per minibatch or batch": "formulas/whitening", "GRPO divide by std criticism difficulty bias": "formulas/advantage formulas/grpo",
+    "what to monitor during PPO training": "metrics", "reward function with dataset column": "hub/prompts", "LoRA own model load in transformers": "hub/load", "choose KL coefficient beta adaptive": "formulas/kl",
+    "reward hacking example": "hub/real_model", "response cut off without eos": "language/rollout", "compare PPO RLOO GRPO REINFORCE++": "rlhf", "DPO gradient when does it fail": "formulas/preference",
+    "pass@k unbiased estimator": "studies/checkable", "token mean vs sequence mean loss": "formulas/masking", "GAE example by hand": "formulas/advantage", "two GPUs": "language/machine",
+    "large scale training which library": "bridges/scale", "use loss inside TRL or verl": "bridges/verl", "custom policy loss": "bridges/scale", "image observations Dict observation space": "control/spaces",
+    "what is a policy gradient": "start", "why clip": "formulas/surrogate", "what is an advantage": "formulas/advantage", "PPO from scratch": "ladder", "RLHF explained": "rlhf",
+    "off-policy stale samples": "studies/staleness", "reward model training": "hub/reward_trainer", "temperature": "formulas/logprob", "debug PPO": "doctor", "rate for lora": "why",
+}
+
+
+def test_a_question_in_whole_sentences_finds_the_page_that_answers(tab):
+    page, wrong = tab(WIDTHS["desktop"]).open(SITE / "search.html").page, {}
+    for words, answers in ASKED.items():
+        page.goto((SITE / "search.html").as_uri() + f"?q={quote(words)}")
+        found = [a.split(".html")[0] for a in page.eval_on_selector_all("#about a, #closest a", "all => all.map(a => a.getAttribute('href'))")]
+        if not set(found) & set(answers.split()): wrong[words] = found
+    assert not wrong, wrong
+
+
 def test_snippets_have_no_tags(tab):
     lines = [line for words in ("advantage", "padding", "value") for *_, line in search(tab(WIDTHS["desktop"]), words)]
     assert sum(map(bool, lines)) > 20 and not [line for line in lines if re.search("</|<(a|span|p|b|i|div)[ >]", line)]

@@ -74,6 +74,11 @@ ABOUT = {
     "dpo chosen": "language/dpo", "clip tanh": "control/policy#what-the-log",
     "top p": "studies/staleness", "autoreset": "control/envs", "value loss": "formulas/value",
     "truncation": "formulas/advantage", "ended": "formulas/reward",
+    "normalize advantages": "formulas/whitening", "policy gradient": "start",
+    "advantage": "formulas/advantage", "rlhf": "rlhf", "policy loss": "formulas/ppo",
+    "custom policy loss": "bridges/scale", "custom loss": "bridges/scale",
+    "reward model": "reviews/reward_model", "train reward model": "hub/reward_trainer",
+    "temperature": "formulas/logprob#which-temp", "top p ratio": "formulas/logprob#the-tokens",
 }
 
 

@@ -34,8 +34,36 @@ function first() {
   document.getElementById("search-results").before(p);
 }
 
+// The sections closest to a question in whole sentences, which no page has word for word: a rare word counts more, one in the title most.
+const SMALL = new Set("a an and are as at be by can do does during for from how i if in into is it its my of on or should the to use vs what when where which why with without your".split(" "));
+const terms = (text) => text.toLowerCase().split(/[^\p{L}\p{N}@+]+/u).filter((w) => w && !SMALL.has(w)).map((w) => w.replace(/(ings?|ed|es|s|e)$/, ""));
+function closest(query, many = 3) {
+  const sections = Object.entries(PROSE).flatMap(([page, all]) => all.map(([anchor, title, text]) => {
+    const words = terms(text);
+    return {href: `${page}.html#${anchor}`, title, page: all[0][1], words: new Set(words), names: new Set(terms(title)), above: new Set(terms(all[0][1])), length: words.length};
+  }));
+  const mean = sections.reduce((sum, {length}) => sum + length, 0) / sections.length, asked = [...new Set(terms(query))];
+  const rare = asked.map((w) => Math.log(sections.length / (0.5 + sections.filter(({words, names}) => words.has(w) || names.has(w)).length)));
+  const worth = ({words, names, above, length}) => asked.reduce((sum, w, i) => sum + rare[i] * (words.has(w) / (0.7 + 0.3 * length / mean) + 1.5 * names.has(w) + 0.5 * above.has(w)), 0);
+  const enough = 0.5 * rare.reduce((sum, x) => sum + x, 0);
+  return sections.map((s) => [worth(s), s]).filter(([x]) => x > 0 && x >= enough).sort(([a], [b]) => b - a).slice(0, many).map(([, s]) => s);
+}
+function near() {
+  const found = closest(new URLSearchParams(location.search).get("q") ?? "");
+  if (!found.length) return;
+  const list = document.createElement("ul");
+  list.id = "closest";
+  list.append(...found.map(({href, title, page}) => {
+    const item = document.createElement("li"), link = Object.assign(document.createElement("a"), {href, textContent: title});
+    item.append(link, title === page ? "" : `, in ${page}`);
+    return item;
+  }));
+  document.getElementById("search-results").before("The closest sections:", list);
+}
+
 window.addEventListener("DOMContentLoaded", () => {
   first();
+  near();
   const lines = () => document.querySelectorAll("#search-results li").forEach(line);
   new MutationObserver(lines).observe(document.getElementById("search-results"), {childList: true, subtree: true});
 });

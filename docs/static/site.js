@@ -55,14 +55,14 @@ window.addEventListener("DOMContentLoaded", () => document.querySelectorAll("[da
 
 // A path of the front page, once taken, is what "Next" and "Previous" follow, and stands on top of each of its pages.
 function take(path) {
-  const name = path.querySelector("em").textContent;
-  sessionStorage.path = JSON.stringify({name, steps: [...path.querySelectorAll("a")].map((a) => [a.href, a.textContent])});
+  const name = path.querySelector("em").textContent, row = [...path.parentElement.children].indexOf(path);
+  sessionStorage.path = JSON.stringify({name, row, steps: [...path.querySelectorAll("a")].map((a) => [a.href, a.textContent])});
 }
 function follow() {
   const here = location.href.replace(/[?#].*/, ""), paths = document.querySelectorAll("#three-paths li");
   paths.forEach((path) => path.addEventListener("click", () => take(path)));
   document.querySelector("a.go")?.addEventListener("click", () => take(paths[0]));
-  const {name, steps} = JSON.parse(sessionStorage.path ?? '{"steps": []}'), at = steps.findIndex(([href]) => href == here);
+  const {name, row, steps} = JSON.parse(sessionStorage.path ?? '{"steps": []}'), at = steps.findIndex(([href]) => href == here);
   if (at < 0) return;
   for (const [kind, to, word] of [["next", steps[at + 1], "Next on your path"], ["prev", steps[at - 1], "Before it on your path"]]) {
     const link = to && document.querySelector(`a.${kind}-page`);
@@ -73,6 +73,7 @@ function follow() {
   }
   const bar = document.createElement("nav");
   bar.className = "on-path";
+  bar.dataset.row = row;
   bar.ariaLabel = `the path ${name}`;
   bar.append(Object.assign(document.createElement("b"), {textContent: name}), ` ${at + 1} of ${steps.length} `);
   steps.forEach(([href, title], i) => {

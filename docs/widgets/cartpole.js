@@ -157,6 +157,7 @@ widget("cartpole", (box) => {
     const run = runs[chosen], points = (y) => y.map((v, u) => [u * lab.EPISODES, v]);
     curves.clear();
     if (before) curves.line(points(before.line), "before");
+    if (!running) curves.text(75, 250, "Train: twenty seeds learn here, in your browser", {"text-anchor": "middle"});
     runs.forEach(({lengths}, i) => { if (i !== chosen) curves.line(points(lengths), "thin").addEventListener("click", () => pick(i)); });
     curves.line(points(medians()), "middle");
     curves.line(points(run.lengths), "first");
@@ -178,7 +179,7 @@ widget("cartpole", (box) => {
   }
   function sentence(middle) {
     const done = runs.filter(({greedy}) => greedy !== undefined), held = done.filter(({greedy}) => greedy === lab.LIMIT);
-    if (!running) return "Twenty policies that know nothing yet. Training them takes some seconds.";
+    if (!running) return "Twenty policies that know nothing yet. Training takes some seconds.";
     if (done.length < SEEDS) return `Update ${middle.length} of ${lab.UPDATES}: the median is ${show(middle.at(-1) ?? 0, 0)} steps.`;
     return `The last 50 episodes: ${show(median(runs.map(({lengths}) => lengths.slice(-10).reduce((a, b) => a + b) / 10)), 0)} steps, the median of twenty seeds. ` +
       `Always taking the likelier action, ${held.length} of ${SEEDS} hold the pole for all ${lab.LIMIT} steps, ten times in a row.`;
