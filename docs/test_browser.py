@@ -144,7 +144,7 @@ def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
 
 
 QUERIES = {
-    "what to monitor": "metrics", "multi GPU": "language/machine", "CNN": "control/spaces", "pass@k": "studies/checkable",
+    "what to monitor": "metrics", "multi GPU": "bridges/scale#where-our-own-trainer-ends", "CNN": "control/spaces", "pass@k": "studies/checkable",
     "reward hacking": "hub/real_model", "Goodhart's law": "studies/variants", "LoRA": "hub/load", "my own environment": "control/envs",
     "own prompts": "hub/prompts", "resume a run": "training/runs", "save model": "hub/save", "inside verl": "bridges/verl",
     "TRL": "bridges/trl", "entropy collapse": "why#the-entropy-collapses-or-explodes",
@@ -157,7 +157,7 @@ QUERIES = {
     "how to debug PPO": "doctor", "ratio explodes NaN": "formulas/ratio#the-trap", "critic": "formulas/value", "trajectory": "start",
     "tanh squash action log prob": "control/policy#what-the-log-probability-is-then", "completions truncated max length reward zero": "why#responses-run-to-the-longest-length",
     "GRPO loss starts at 0": "why#grpo-s-loss-is-0-then-it-rises-is-it-learning",
-    "two GPUs": "language/machine", "DPO or PPO": "studies/preferences", "num_generations": "why#how-many-generations-do-i-need",
+    "two GPUs": "bridges/scale#where-our-own-trainer-ends", "DPO or PPO": "studies/preferences", "num_generations": "why#how-many-generations-do-i-need",
 }
 
 
@@ -181,7 +181,7 @@ ASKED = {
     "normalize advantages per minibatch or batch": "formulas/whitening", "GRPO divide by std criticism difficulty bias": "formulas/advantage formulas/grpo",
     "what to monitor during PPO training": "metrics", "reward function with dataset column": "hub/prompts", "LoRA own model load in transformers": "hub/load", "choose KL coefficient beta adaptive": "formulas/kl",
     "reward hacking example": "hub/real_model", "response cut off without eos": "language/rollout", "compare PPO RLOO GRPO REINFORCE++": "rlhf", "DPO gradient when does it fail": "formulas/preference",
-    "pass@k unbiased estimator": "studies/checkable", "token mean vs sequence mean loss": "formulas/masking", "GAE example by hand": "formulas/advantage", "two GPUs": "language/machine",
+    "pass@k unbiased estimator": "studies/checkable", "token mean vs sequence mean loss": "formulas/masking", "GAE example by hand": "formulas/advantage", "two GPUs": "bridges/scale",
     "large scale training which library": "bridges/scale", "use loss inside TRL or verl": "bridges/verl", "custom policy loss": "bridges/scale", "image observations Dict observation space": "control/spaces",
     "what is a policy gradient": "start", "why clip": "formulas/surrogate", "what is an advantage": "formulas/advantage", "PPO from scratch": "ladder", "RLHF explained": "rlhf",
     "off-policy stale samples": "studies/staleness", "reward model training": "hub/reward_trainer", "temperature": "formulas/logprob", "debug PPO": "doctor", "rate for lora": "why",

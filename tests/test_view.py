@@ -10,6 +10,7 @@ from hub.test_turns import talking
 from language.test_own_task import SMALL, count, tokenizer
 from language_models import make
 from test_cli import TINY
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_notes import RLHF, cli
 from rlhf_notes.formulas.grpo import _OURS, POLICY_VARIANTS, policy_loss
@@ -180,6 +181,21 @@ def test_a_page_has_two_megabytes_at_most():
     assert len(own_run(dict(settings=dict(algo="grpo"), records=records), rows)["rows"]) == 500
 
 
+def distance_from_saved(run):
+    "The largest error of the last kept log-probs against transformers with the run's saved policy."
+    lm = AutoModelForCausalLM.from_pretrained(run / "policy").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "policy")
+    record, found = read_run(run)["records"][-1], []
+    for r in record["responses"]:
+        asked = tokenizer(record["prompts"][r["prompt"]])["input_ids"]
+        ids = torch.tensor([asked + tokenizer("".join(r["tokens"]))["input_ids"]])
+        with torch.no_grad(): logp = lm(ids).logits[:, :-1].log_softmax(-1)
+        logp = logp.gather(-1, ids[:, 1:, None])[0, len(asked) - 1:, 0]
+        own = torch.tensor([x == "1" for x in r["own"]])
+        found.append((logp[own] - torch.tensor(r["policy"])[own]).abs().max().item())
+    return max(found)
+
+
 def test_a_run_of_the_reviews_keeps_what_the_page_needs(tmp_path, capsys):
     run = tmp_path / "run"
     assert cli.main(["rlhf", *TINY, "--out", str(run)]) == 0
@@ -187,6 +203,7 @@ def test_a_run_of_the_reviews_keeps_what_the_page_needs(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"{run / 'view.html'}\n")
     found = read_run(run)
     assert [r["iteration"] for r in found["records"]] == [1, 2] and len(found["rows"]) == 2
+    assert distance_from_saved(run) < 5e-6
     assert run_of((run / "view.html").read_text(encoding="utf-8")) == found
     (run / "responses.json").unlink()  # as earlier versions wrote it
     assert cli.main(["view", str(run), "--out", str(tmp_path / "old.html")]) == 0

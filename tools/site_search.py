@@ -15,8 +15,8 @@ TERM = re.compile(r"^\| ([^|$]+?) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 # several whose words are all in the query, the one with the most.
 ABOUT = {
     "monitor": "metrics", "metrics": "metrics", "log": "doctor", "doctor": "doctor",
-    "multi gpu": "language/machine", "two gpus": "language/machine",
-    "several gpus": "language/machine",
+    "multi gpu": "bridges/scale#where-our", "two gpus": "bridges/scale#where-our",
+    "several gpus": "bridges/scale#where-our",
     "deepspeed": "bridges/scale", "fsdp": "bridges/scale", "large scale": "bridges/scale",
     "distributed": "bridges/scale", "cnn": "control/spaces", "images": "control/spaces",
     "pixels": "control/spaces", "dict observation": "control/spaces",
@@ -76,6 +76,7 @@ ABOUT = {
     "truncation": "formulas/advantage", "ended": "formulas/reward",
     "normalize advantages": "formulas/whitening", "policy gradient": "start",
     "advantage": "formulas/advantage", "rlhf": "rlhf", "policy loss": "formulas/ppo",
+    "dpo gradient": "formulas/preference#dpo-no",
     "custom policy loss": "bridges/scale", "custom loss": "bridges/scale",
     "reward model": "reviews/reward_model", "train reward model": "hub/reward_trainer",
     "temperature": "formulas/logprob#which-temp", "top p ratio": "formulas/logprob#the-tokens",

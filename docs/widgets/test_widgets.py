@@ -25,7 +25,7 @@ LABORATORY = ("widgets.js", "cartpole-train.js", "cartpole.js", "widgets.css")
 @pytest.fixture(scope="module")
 def tabs(browser):
     "One tab for each widget, on a phone, and what went wrong in it."
-    context, found = browser.new_context(viewport={"width": 390, "height": 900}, reduced_motion="reduce"), {}
+    context, found = browser.new_context(viewport={"width": 390, "height": 900}, reduced_motion="reduce", has_touch=True), {}
     def tab(name):
         if name not in found:
             page, faults = context.new_page(), []
@@ -72,6 +72,29 @@ def test_without_javascript_there_is_the_picture(browser, name):
     before = place.locator("xpath=preceding-sibling::*[.//img or .//*[name()='svg']][1]")
     assert before.locator(".cell_output").count() and not page.locator(".on-paper").count()
     context.close()
+
+
+CONTROLS = "box => [...box.querySelectorAll('button, input, select, textarea, summary, a[href], [tabindex]')].filter((e) => e.checkVisibility() && !e.disabled && e.tabIndex >= 0 && !e.closest('[inert]') && (e.type !== 'radio' || e.checked))"
+FOCUSED = """box => {
+  const e = document.activeElement, ring = (x) => x && getComputedStyle(x).outlineStyle !== "none";
+  return box.contains(e) ? [%s(box).indexOf(e), ring(e) || ring(e.nextElementSibling)] : null;
+}""" % f"({CONTROLS})"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_all_of_a_widget_is_reached_by_keyboard_and_by_a_finger(tabs, name):
+    page, box, faults = tabs(name)
+    n = box.evaluate(f"box => ({CONTROLS})(box).length")
+    box.evaluate(f"box => {{ const [first] = ({CONTROLS})(box); first.focus(); }}")
+    page.keyboard.press("Shift+Tab")
+    reached = {}
+    for _ in range(n + 2):
+        page.keyboard.press("Tab")
+        if found := box.evaluate(FOCUSED): reached[found[0]] = found[1]
+    assert set(reached) == {*range(n)} and all(reached.values()), (n, reached)
+    small = box.evaluate(f"""box => ({CONTROLS})(box).map((e) => e.closest("label")?.getBoundingClientRect().height ? e.closest("label") : e).filter((e) => {{
+        const {{width, height}} = e.getBoundingClientRect(); return Math.min(width, height) < 24; }}).map((e) => e.outerHTML.slice(0, 120))""")
+    assert not small and not faults, small
 
 
 def test_the_clip_has_the_values_and_slopes_of_the_library(tabs):

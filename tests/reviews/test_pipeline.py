@@ -23,6 +23,7 @@ from language.parts import (
     weights,
     without_times,
 )
+from test_view import distance_from_saved
 
 from rlhf_notes.hub.load import pad_outside
 from rlhf_notes.hub.save import save_model
@@ -140,6 +141,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, model_dir):
         assert torch.equal(two["weights"], other["weights"])
         assert without_times([two["row"]]) == without_times([other["row"]])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 32
+    assert distance_from_saved(tmp_path / "run") < 5e-6
 
 
 def test_a_number_that_is_none_stops_the_run_and_says_where(tmp_path, model_dir, monkeypatch):
@@ -337,7 +339,7 @@ def no_figure(monkeypatch): monkeypatch.setattr(Run, "save_figure", lambda *args
 
 def same_as_whole(whole, path, t, rows):
     assert without_times(rows) == without_times(whole[3])
-    for name in ("sft.csv", "reward_model.csv", "samples.csv"):
+    for name in ("sft.csv", "reward_model.csv", "samples.csv", "responses.json"):
         assert (path / name).read_bytes() == (whole[0] / name).read_bytes(), name
     columns = [[{k: v for k, v in r.items() if k not in TIMES}
                 for r in csv.DictReader(open(p / "metrics.csv"))] for p in (path, whole[0])]
