@@ -8,6 +8,7 @@ import tokenize
 from functools import cache
 
 import breaks
+import lesson
 import notebooks
 import pytest
 from rules import broken
@@ -269,3 +270,9 @@ def test_a_lesson_that_stands_nowhere_is_seen():
     assert len(list(code_missing("fast.none"))) == 3
     assert not list(links_missing("fast/none.ipynb"))
     assert len(list(code_missing("control.none"))) == 1
+
+
+def test_a_skeleton_can_be_entered_in_each_room():
+    for room in lesson.ROOMS:
+        assert lesson.row(room).search(cell("index.ipynb", "map")), room
+        assert (notebooks.ROOT / "tests" / room).is_dir()
