@@ -270,7 +270,7 @@ def picture_net(
     return nn.Sequential(*layers, nn.Flatten())
 
 # %% ../../nbs/control/17_policy.ipynb #body
-PIECE = 256  # rows
+PIECE = 128  # rows
 
 class Body(nn.Module):
     "Features of a row: each picture through a network of its own, all else as it is."
@@ -304,10 +304,8 @@ class Body(nn.Module):
         self.outputs = out.shape[-1]
 
     def forward(self, rows):  # (..., numbers) -> (..., features)
-        "Features of rows; without a gradient, piece by piece: convolutions take much memory."
-        flat = rows.reshape(-1, rows.shape[-1])
-        whole = torch.is_grad_enabled() or len(flat) <= PIECE
-        pieces = [flat] if whole else flat.split(PIECE)
+        "Features of rows, piece by piece: convolutions take much memory beside their results."
+        pieces = rows.reshape(-1, rows.shape[-1]).split(PIECE)
         return torch.cat([*map(self._features, pieces)]).unflatten(0, rows.shape[:-1])
 
     def _features(self, rows):

@@ -3,6 +3,7 @@ shows something else than the single environment; seeds that C refuses; the true
 """
 import csv
 import warnings
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from rlhf_notes.control import trainer
+from rlhf_notes.control import envs, trainer
 from rlhf_notes.control.config import RECIPES, PPOConfig, recipe
 from rlhf_notes.control.envs import make_envs, reset
 from rlhf_notes.control.trainer import PPO
@@ -73,7 +74,8 @@ def test_every_seed_starts_evaluates_and_films_where_c_takes_31_bits(game, seed,
 
 
 def test_a_seed_is_shortened_only_where_it_is_refused():
-    assert reset(Stacks(2), 2**31 + 9)[0].shape == (2, *STACK.shape)
+    for seed in 2**31 + 9, 2**31 - 2, 2**40:  # of the second, only seed + i is too large
+        assert reset(Stacks(2), seed)[0].shape == (2, *STACK.shape)
     long = 2**31 + 9
     first, again = (reset(gym.make("CartPole-v1"), seed)[0] for seed in (long, long % 2**30))
     assert (first != again).any()
@@ -99,6 +101,20 @@ def test_a_name_means_one_thing_whatever_the_way(game, way, tmp_path):
 
 def test_what_a_function_makes_is_learned_from_as_it_is(game):
     assert PPO(lambda: gym.make(game), steps=16, **TINY).spaces[0] == SCREEN
+
+
+def test_both_forms_of_a_name_are_compared_once(game, monkeypatch):
+    envs._shows_other.cache_clear()
+    made, make = [], gym.make
+    monkeypatch.setattr(gym, "make", lambda *x, **more: made.append(x) or make(*x, **more))
+    for _ in range(3):
+        envs.make_one(game, {}).close()
+        envs.make_one("CartPole-v1", {}).close()
+    assert len(made) == 2 + 3  # to compare; CartPole itself, which shows the same in both forms
+    other = EnvSpec(game, Screens, vector_entry_point=partial(Stacks, 2))
+    monkeypatch.setitem(gym.registry, game, other)  # another one under the same name
+    envs.make_one(game, {})
+    assert len(made) == 6
 
 
 def test_a_film_shows_the_last_picture_in_grey(game):
@@ -257,5 +273,7 @@ def test_a_resumed_run_drops_the_episodes_after_its_checkpoint(tmp_path):
 def test_make_envs_closes_what_it_looks_at(game, monkeypatch):
     closed = []
     monkeypatch.setattr(Stacks, "close", lambda self, **how: closed.append(self), raising=False)
-    make_envs(game, 2, "sync").close()
-    assert len(closed) == 4  # two that were looked at, two that were played
+    envs._shows_other.cache_clear()
+    for many in 3, 5:  # one that is looked at, once, and two that are played
+        make_envs(game, 2, "sync").close()
+        assert len(closed) == many

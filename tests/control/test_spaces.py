@@ -214,10 +214,15 @@ def test_many_pictures_are_read_piece_by_piece():
     body, sizes = Body(space, generator=torch.Generator().manual_seed(0)), []
     body.nets[0].register_forward_hook(lambda module, x, out: sizes.append(len(x[0])))
     rows = torch.randint(0, 256, (3, 200, 64), dtype=torch.uint8)
-    whole = body(rows)
-    with torch.no_grad(): pieces = body(rows)
-    assert sizes == [600, 256, 256, 88] and pieces.shape == (3, 200, body.outputs)
+    weight, = (p for p in body.parameters() if p.ndim == 4)
+    with torch.no_grad(): whole = body._features(rows.flatten(0, 1)).unflatten(0, (3, 200))
+    pieces = body(rows)
+    assert sizes == [600, 128, 128, 128, 128, 88] and pieces.shape == (3, 200, body.outputs)
     torch.testing.assert_close(pieces, whole)
+    pieces.sum().backward()  # learned from in pieces, too
+    learned, weight.grad = weight.grad, None
+    body._features(rows.flatten(0, 1)).sum().backward()
+    torch.testing.assert_close(learned, weight.grad, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("space, network", [
