@@ -29,7 +29,7 @@ from numbers import Real
 from pathlib import Path
 from textwrap import shorten
 
-from .control.config import PendulumConfig, PPOConfig, recipe
+from .control.config import PendulumConfig, PPOConfig, continuous, recipe
 from .hub.config import OwnRunConfig
 from .language.config import LoopConfig, check_variant
 from .reviews.config import ReviewsConfig, ReviewsDPOConfig
@@ -69,11 +69,17 @@ def new_training(task: str, options: dict, out: Path | None=None, overwrite: boo
 
 def _with_recipe(task, options):
     "The options, and those that the environment's recipe adds, which are printed."
-    found = recipe(options.get("env", "")) if task == "train" else {}
+    if task != "train": return options
+    env = options.get("env", "CartPole-v1")
+    found, whose = recipe(env), f"the recipe of {env}"
+    if not found:
+        from rlhf_notes.control.envs import is_continuous
+        if is_continuous(env, options.get("env_kwargs")):
+            found, whose = continuous(options.get("num_envs", 1)), "the defaults of Box actions"
     added = {name: x for name, x in found.items() if name not in options}
     if added:
         told = ", ".join(f"{name}={x}" for name, x in added.items())
-        print(f"by the recipe of {options['env']}: {told}", flush=True)
+        print(f"by {whose}: {told}", flush=True)
     return {**added, **options}
 
 

@@ -472,6 +472,19 @@ def test_train_takes_the_recipe_of_the_environment_and_says_so(capsys):
     assert found == [2048, 64, 1, True]
 
 
+def test_train_says_its_defaults_for_actions_that_are_numbers(capsys, monkeypatch):
+    from gymnasium.envs.registration import EnvSpec
+    spec = EnvSpec("Mine-v0", "gymnasium.envs.classic_control.pendulum:PendulumEnv",
+                   max_episode_steps=50)
+    monkeypatch.setitem(gym.registry, "Mine-v0", spec)
+    own = ["--steps", "2048", "--epochs", "1", "--eval-episodes", "2"]
+    assert cli.main(["train", "--env", "Mine-v0", *own, "--num-envs", "4", "--out", "run"]) == 0
+    said = "by the defaults of Box actions: num_steps=512, minibatches=32, learning_rate=0.0003, "
+    assert capsys.readouterr().out.startswith(said)
+    config = json.loads(Path("run/config.json").read_text())
+    assert [config[name] for name in ("num_envs", "num_steps", "gamma")] == [4, 512, 0.99]
+
+
 def test_seeds_are_single_runs_and_a_table(capsys):
     assert cli.main(["cartpole", *QUICK, "--seeds", "2", "--out", "many"]) == 0
     out, _ = capsys.readouterr()

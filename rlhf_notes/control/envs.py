@@ -363,7 +363,18 @@ def identify(env, env_kwargs: dict | None = None) -> tuple:
         made = [env(**kwargs)]
         spec = made[0].spec or find_spec(env)
     make = wraps(env)(lambda **kwargs: made.pop() if made else env(**kwargs))
+    make.action_space = made[0].action_space
     return spec, make, same_task(made[0].spec, {}, made[0])
+
+
+def is_continuous(env, env_kwargs: dict | None = None) -> bool:  # as `identify` gives it
+    "True if its actions are of `Box`; by its name or its class, one is made to see."
+    if isinstance(env, (str, type)):
+        kwargs = env_kwargs or {}
+        with _naming(env), closing(make_one(env, kwargs) if isinstance(env, str)
+                                   else env(**kwargs)) as one:
+            return isinstance(one.action_space, gym.spaces.Box)
+    return isinstance(env.action_space, gym.spaces.Box)
 
 
 # arguments that change no task; the time limit is looked at apart

@@ -22,13 +22,14 @@ from gymnasium.envs.registration import EnvSpec
 from .. import __version__
 from ..checks import checked
 from . import plots
-from .config import PPOConfig, recipe
+from .config import PPOConfig, continuous, recipe
 from rlhf_notes.control.envs import (
     NORMALIZERS,
     autoreset_mode,
     copy_env,
     env_name,
     identify,
+    is_continuous,
     make_envs,
     reset,
     same_task,
@@ -105,6 +106,8 @@ class PPO(Loop):
         self.env, self._make, self._envs, self._spare = env, make, None, None
         self.threshold = threshold(self.spec) if same_units else None
         found = recipe(self.spec.id)
+        if not found and spaces is None and is_continuous(make, options.get("env_kwargs")):
+            found = continuous(options.get("num_envs", 1))
         self.config = c = PPOConfig(**{**found, "env": name, **options})
         self.spaces = spaces or spaces_of(self.envs)
         if "stagger" in found.keys() - options and spaces is None and not can_stagger(self.envs):

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import tqdm
+from gymnasium.envs.registration import EnvSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import stopped
@@ -30,7 +31,7 @@ from strategies import SEEDS
 from rlhf_notes import cli, fast
 from rlhf_notes.control import ppo as inner
 from rlhf_notes.control import trainer as control
-from rlhf_notes.control.config import RECIPES, PendulumConfig, PPOConfig
+from rlhf_notes.control.config import RECIPES, PendulumConfig, PPOConfig, continuous
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
 from rlhf_notes.control.ppo import Batch, batch_loss, health, make_batch, seeds
@@ -1243,6 +1244,42 @@ def test_the_recipe_follows_from_the_environment_however_it_comes():
         assert p.spec.id == "Pendulum-v1" and (p.collector.until_cut > 0).all()
     assert made.spec == gym.make("Pendulum-v1").spec                       # it was left alone
     assert PPO(lambda: gym.make("CartPole-v1")).config.gamma == PPOConfig().gamma
+
+
+class Numbers(gym.Env):
+    "A task without a recipe whose actions are numbers."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-1, 1, (3,))
+    made = 0
+    def __init__(self): Numbers.made += 1
+    def reset(self, *, seed=None, options=None): return np.zeros(2, np.float32), {}
+    def step(self, action): return np.zeros(2, np.float32), 0.0, False, True, {}
+
+
+@pytest.mark.parametrize("env, n", [
+    (lambda: "Numbers-v0", 1), (lambda: Numbers, 1), (lambda: lambda: Numbers(), 1), (Numbers, 1),
+    (lambda: gym.vector.SyncVectorEnv([Numbers] * 5), 5)],
+    ids=["name", "class", "function", "environment", "vector"])
+def test_where_actions_are_numbers_the_defaults_are_cautious(monkeypatch, tmp_path, env, n):
+    monkeypatch.setitem(gym.registry, "Numbers-v0", EnvSpec("Numbers-v0", Numbers))
+    c = PPO(env(), lam=0.5).config
+    assert vars(c) == vars(PPOConfig(**continuous(n), env=c.env, lam=0.5))
+    assert (c.learning_rate, c.normalize_obs, c.num_envs) == (3e-4, True, n)
+    PPO(env(), steps=2048).save(tmp_path / "p.pt")
+    assert PPO.load(tmp_path / "p.pt", Numbers, gamma=0.5).config.learning_rate == 3e-4
+    if n == 1:
+        c = PPO(env(), num_envs=4, learning_rate=1e-3, vectorization="sync").config
+        assert (c.num_envs, c.num_steps, c.learning_rate) == (4, 512, 1e-3)
+
+
+def test_a_batch_of_the_cautious_defaults_can_be_cut_whatever_the_number_of_environments():
+    for n in range(1, 200):
+        assert PPOConfig(**continuous(n)).batch >= min(32 * n, 1024)
+
+
+def test_a_function_is_not_called_once_more_to_see_the_actions():
+    Numbers.made = 0
+    PPO(lambda: Numbers())
+    assert Numbers.made == 1
 
 
 @pytest.mark.parametrize("env", ["Acrobot-v1", "MountainCarContinuous-v0"])
