@@ -173,6 +173,10 @@ RECIPES = {  # by ID of the environment, or by its namespace: options that repla
         steps=10_000_000, num_envs=8, num_steps=128, minibatches=4, learning_rate=2.5e-4,
         gamma=0.99, whitening="minibatch", clip=0.1, value_clip=0.1, entropy_coef=0.01,
         hidden=512, activation="relu", shared=True, reward_clip=1.0, recent_episodes=100),
+    "MinAtar/": dict(  # as gymnax-blines has them for Breakout; the network is another
+        steps=1_000_000, num_envs=64, num_steps=128, learning_rate=5e-4, lr_anneal=0.0,
+        gamma=0.999, value_clip=0.2, entropy_coef=0.01, hidden=128, activation="relu",
+        shared=True, recent_episodes=100),
 } | {f"{name}-v{n}": MUJOCO for name in ("HalfCheetah", "Hopper", "Walker2d") for n in (4, 5)}
 
 def recipe(env: str) -> dict:  # option -> value; empty without one

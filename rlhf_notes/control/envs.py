@@ -320,10 +320,9 @@ def copy_env(env, i):
     return copy
 
 
-def find_spec(
-    env,  # a name ("module:Name-v0" too), a function that makes one, an environment
-) -> EnvSpec:  # ID, threshold, entry points; the time limit of a name
-    "The entry of an environment in Gymnasium's registry, or one made for your own."
+def find_spec(env) -> EnvSpec:  # ID, threshold, entry points; the time limit of a name
+    """The entry of an environment in Gymnasium's registry, or one made for your own. It comes by
+    name ("module:Name-v0" too), as an object, or from a function."""
     if isinstance(env, EnvSpec): return env
     if isinstance(env, (gym.Env, gym.vector.VectorEnv)):
         known = env.spec if isinstance(env.spec, EnvSpec) else EnvSpec(env_name(env))
@@ -342,10 +341,8 @@ def find_spec(
         return gym.spec(name)
 
 
-def env_name(
-    env,  # a name, a function that makes one, an environment, a VectorEnv
-) -> str:  # as it came, or the name of the class or the function
-    "Name of an environment in logs and files."
+def env_name(env) -> str:
+    "A name as it came, or that of the class or the function, for logs and files."
     if isinstance(env, str): return env
     if isinstance(env, gym.Env): return type(env.unwrapped).__name__
     return getattr(env, "__name__", type(env).__name__).strip("<>")
@@ -353,11 +350,12 @@ def env_name(
 
 def identify(env, env_kwargs: dict | None = None) -> tuple:
     """Tell which environment it is: its `EnvSpec`; `env` for `make_envs`; True if its returns are
-    in the units of the registry's threshold. One that a function makes for that is used first.
+    in the units of the registry's threshold. What a function or a class makes for that is used
+    first.
     """
     kwargs = env_kwargs or {}
     if isinstance(env, str): return find_spec(env), env, same_task(find_spec(env), kwargs)
-    if isinstance(env, type) or not callable(env) or isinstance(env, gym.Env):
+    if isinstance(env, gym.Env) or not callable(env):
         return find_spec(env), env, same_task(getattr(env, "spec", None), kwargs, env)
     with _naming(env):
         made = [env(**kwargs)]
@@ -368,13 +366,10 @@ def identify(env, env_kwargs: dict | None = None) -> tuple:
 
 
 def is_continuous(env, env_kwargs: dict | None = None) -> bool:  # as `identify` gives it
-    "True if its actions are of `Box`; by its name or its class, one is made to see."
-    if isinstance(env, (str, type)):
-        kwargs = env_kwargs or {}
-        with _naming(env), closing(make_one(env, kwargs) if isinstance(env, str)
-                                   else env(**kwargs)) as one:
-            return isinstance(one.action_space, gym.spaces.Box)
-    return isinstance(env.action_space, gym.spaces.Box)
+    "True if its actions are of `Box`; by its name, one is made to see."
+    if not isinstance(env, str): return isinstance(env.action_space, gym.spaces.Box)
+    with _naming(env), closing(make_one(env, env_kwargs or {})) as one:
+        return isinstance(one.action_space, gym.spaces.Box)
 
 
 # arguments that change no task; the time limit is looked at apart
@@ -422,17 +417,13 @@ def wrapper_names(envs) -> list:
 
 THRESHOLDS = {"Pendulum-v1": -200.0}  # where Gymnasium names none
 
-def threshold(
-    env,  # a name, a function that makes one, an environment
-) -> float | None:  # mean return; None = no solve threshold defined
-    "Return from which an environment counts as solved."
+def threshold(env) -> float | None:  # mean return; None = none is known
+    "Return from which an environment, by `find_spec`, counts as solved."
     spec = find_spec(env)
     return THRESHOLDS.get(spec.id, spec.reward_threshold)
 
 
-def autoreset_mode(
-    envs: gym.vector.VectorEnv,  # its metadata name the mode
-) -> str:  # "NextStep" or "SameStep"
+def autoreset_mode(envs: gym.vector.VectorEnv) -> str:  # "NextStep" or "SameStep"
     "When a vectorized environment resets the environments that have ended."
     mode = getattr(envs.metadata.get("autoreset_mode"), "value", None)
     if mode in ("NextStep", "SameStep"): return mode

@@ -91,10 +91,7 @@ def numpy_mlp(net: nn.Sequential, activation: str, copy: bool = True):
 # %% ../../nbs/control/17_policy.ipynb #categorical
 class Categorical(nn.Module):
     "One of n discrete actions; the network gives their logits."
-    def __init__(
-        self,
-        space: gym.spaces.Discrete,  # of the actions
-    ):
+    def __init__(self, space: gym.spaces.Discrete):
         super().__init__()
         self.outputs, self.start = int(space.n), int(space.start)
 
@@ -123,10 +120,7 @@ def masked(out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 # %% ../../nbs/control/17_policy.ipynb #multi-categorical
 class MultiCategorical(nn.Module):
     "Independent choices from several lists; the network gives the logits, list by list."
-    def __init__(
-        self,
-        space: gym.spaces.MultiDiscrete,  # of the actions
-    ):
+    def __init__(self, space: gym.spaces.MultiDiscrete):
         super().__init__()
         self.space, self.sizes = space, space.nvec.ravel().tolist()
         self.outputs = sum(self.sizes)
@@ -153,10 +147,7 @@ class MultiCategorical(nn.Module):
 # %% ../../nbs/control/17_policy.ipynb #bernoulli
 class Bernoulli(nn.Module):
     "A row of switches; the network gives the logit of each being on."
-    def __init__(
-        self,
-        space: gym.spaces.MultiBinary,  # of the actions
-    ):
+    def __init__(self, space: gym.spaces.MultiBinary):
         super().__init__()
         self.shape, self.outputs = space.shape, math.prod(space.shape)
 
@@ -168,10 +159,7 @@ class Bernoulli(nn.Module):
         "Entropy, in nats."
         return (F.softplus(out) - out * out.sigmoid()).sum(-1)
 
-    def sampler(
-        self,
-        rng=None,  # a NumPy generator; None = the most probable ones
-    ):  # (N, switches) -> (N, switches)
+    def sampler(self, rng=None):  # (N, switches) -> (N, switches)
         "Draw actions: a logistic number below the logit turns a switch on."
         if rng is None: return lambda out: np.int8(out > 0)
         return lambda out: np.int8(out > rng.logistic(size=out.shape))
@@ -182,13 +170,9 @@ class Bernoulli(nn.Module):
 
 # %% ../../nbs/control/17_policy.ipynb #gaussian
 class Gaussian(nn.Module):
-    "Independent Gaussians; the network gives their means, the standard deviations are parameters."
-    def __init__(
-        self,
-        space: gym.spaces.Box,  # of the actions, N numbers in all
-        log_std: float = 0.0,  # at the start
-        squash: bool = False,  # bring actions between their bounds by tanh, not by clipping
-    ):
+    """Independent Gaussians; the network gives their means, the standard deviations are parameters.
+    `squash` brings actions between their bounds by tanh, not by clipping."""
+    def __init__(self, space: gym.spaces.Box, log_std: float = 0.0, squash: bool = False):
         super().__init__()
         self.shape, self.squash = space.shape, squash
         self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
@@ -227,12 +211,9 @@ class Gaussian(nn.Module):
 HEADS = {gym.spaces.Discrete: Categorical, gym.spaces.MultiDiscrete: MultiCategorical,
          gym.spaces.MultiBinary: Bernoulli}
 
-def distribution(
-    space: gym.Space,  # of the actions of one environment
-    log_std: float = 0.0,  # of a Gaussian
-    squash: bool = False,  # of a Gaussian
-) -> nn.Module:  # the head: log-probability, entropy and samples of actions
-    "The distribution that fits the actions of an environment."
+def distribution(space: gym.Space, log_std: float = 0.0, squash: bool = False) -> nn.Module:
+    """The distribution that fits the actions of an environment: log-probability, entropy, samples.
+    `log_std` and `squash` are of a Gaussian."""
     for kind, head in HEADS.items():
         if isinstance(space, kind) and 0 not in (space.shape or ()):
             if not squash: return head(space)
@@ -256,12 +237,9 @@ def distribution(
 # %% ../../nbs/control/17_policy.ipynb #picture-net
 NATURE, MINATAR = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), ((16, 3, 1),)  # channels, kernel, stride
 
-def picture_net(
-    shape: tuple,  # (channels, height, width)
-    init: str = "orthogonal",  # "orthogonal" with zero biases, or "default": PyTorch's own
-    generator: torch.Generator | None = None,  # source of the weights
-) -> nn.Sequential:  # (B, channels * height * width) -> (B, features)
-    "Convolutions with ReLU, as wide as the picture allows."
+def picture_net(shape: tuple, init: str = "orthogonal", generator=None) -> nn.Sequential:
+    """Convolutions with ReLU, as wide as the picture of shape (channels, height, width) allows:
+    (B, channels * height * width) -> (B, features)."""
     layers, channels = [nn.Unflatten(-1, shape)], shape[0]
     for filters, kernel, stride in NATURE if min(shape[1:]) >= 36 else MINATAR:
         layer = _empty(nn.Conv2d, channels, filters, kernel, stride)
@@ -273,14 +251,9 @@ def picture_net(
 PIECE = 128  # rows
 
 class Body(nn.Module):
-    "Features of a row: each picture through a network of its own, all else as it is."
-    def __init__(
-        self,
-        space: gym.Space,  # of one observation
-        init: str = "orthogonal",  # "orthogonal" with zero biases, or "default": PyTorch's own
-        generator: torch.Generator | None = None,  # source of the weights
-        network: nn.Module | None = None,  # of one picture (B, C, H, W), else of rows; eval mode
-    ):
+    """Features of a row: each picture through a network of its own, all else as it is. A `network`
+    of the user's, in eval mode, reads one picture (B, C, H, W), else rows."""
+    def __init__(self, space: gym.Space, init: str = "orthogonal", generator=None, network=None):
         super().__init__()
         shapes = [picture_shape(x) for x in parts(space).values()]
         self.sizes = [gym.spaces.flatdim(x) for x in parts(space).values()]
@@ -316,15 +289,9 @@ class Body(nn.Module):
 
 # %% ../../nbs/control/17_policy.ipynb #agent
 class Agent(nn.Module):
-    "A policy and a value function, each with a network of its own, or on one trunk."
-    def __init__(
-        self,
-        space: gym.Space,  # of one observation
-        actions: gym.Space,  # of one environment
-        config,  # hidden, activation, init, shared, log_std, squash of `PPOConfig`
-        generator: torch.Generator | None = None,  # source of the weights
-        network: nn.Module | tuple | None = None,  # a body (in eval mode), or hidden widths
-    ):
+    """A policy and a value function, each with a network of its own, or on one trunk. `network` is
+    a body of the user's (in eval mode), or hidden widths."""
+    def __init__(self, space: gym.Space, actions: gym.Space, config, generator=None, network=None):
         super().__init__()
         self.obs_size, self.activation = gym.spaces.flatdim(space), config.activation
         self.byte_scale = byte_scale(space)

@@ -24,10 +24,9 @@ from ..training.fit import step_size
 from ..training.runs import load_checked
 
 
-def split_options(
-    options: dict,  # of `PPO`
-) -> tuple:  # options of a config; what it cannot hold: a network, step sizes that are functions
-    "Tell data from code."
+def split_options(options: dict) -> tuple:
+    """Tell data from code: the options of a config, and what it cannot hold, a network and step
+    sizes that are functions."""
     options, own = {k: _plain(x) for k, x in options.items()}, {}
     network = options.pop("network", None)
     if isinstance(network, str):
@@ -51,12 +50,8 @@ def _plain(x):
     return x.item() if isinstance(x, np.generic) else x
 
 
-def options_again(
-    saved: dict,  # the content of a file
-    path,  # of that file
-    options: dict,  # that change
-) -> dict:  # all options of the trainer
-    "The options of a file; what is code has to be given again."
+def options_again(saved: dict, path, options: dict) -> dict:
+    "All options of a file's content, with those that change; what is code has to be given again."
     own = {name: x for name, x in saved.get("own", {}).items() if name not in options}
     if "network" in own and own["network"] is None:
         raise ValueError(f"network must be given to load again: {path} holds its weights, no code")
@@ -66,10 +61,8 @@ def options_again(
     return {**saved["config"], **{name: x for name, x in own.items() if x is not None}, **options}
 
 
-def read_saved(
-    path,  # a file of `PPO.save`
-) -> dict:  # its content
-    "Read a trainer's file; ValueError if it is another's."
+def read_saved(path) -> dict:
+    "The content of a file of `PPO.save`; ValueError if it is another's."
     try:
         saved, why = load_checked(path), ""
     except OSError: raise
@@ -96,10 +89,8 @@ def check_sizes(saved: dict, path, options: dict, spaces: list):
                              f"have shape {tuple(x.shape)}, got {tuple(getattr(got, 'shape', ()))}")
 
 
-def check_kept(
-    env_kwargs: dict,  # arguments of the environment
-):
-    "ValueError unless each argument comes back from a file as it was."
+def check_kept(env_kwargs: dict):
+    "ValueError unless each argument of the environment comes back from a file as it was."
     for name, x in env_kwargs.items():
         file = io.BytesIO()
         try:

@@ -32,9 +32,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 
 
-def parts(
-    space: gym.Space,  # of one observation
-) -> dict:  # name -> space
+def parts(space: gym.Space) -> dict:  # name -> space
     "The entries of a Dict; any other space is its own one entry, without a name."
     return dict(space.spaces) if isinstance(space, Dict) else {None: space}
 
@@ -42,10 +40,8 @@ def parts(
 def _entry(obs, name): return obs if name is None else obs[name]
 
 
-def picture_shape(
-    space: gym.Space,  # an entry of an observation
-) -> tuple | None:  # (channels, height, width); None = no picture
-    "The shape of a picture, channels first, as PyTorch wants it."
+def picture_shape(space: gym.Space) -> tuple | None:  # (channels, height, width)
+    "The shape of a picture, channels first, as PyTorch wants it; None for an entry that is none."
     axes, shape = len(space.shape or ()), space.shape
     if not (_is_small(space) and axes in (2, 3) or _is_unit(space) and axes == 3): return None
     first, middle, last = shape if axes == 3 else (1, *shape)
@@ -72,10 +68,9 @@ def _is_bytes(space):
     return isinstance(space, Box) and bool((space.low == 0).all() and (space.high == 255).all())
 
 
-def remedy(
-    space: gym.Space,  # of one observation
-) -> str | None:  # None = rows can be made of it; "" = they cannot, and no wrapper helps
-    "The wrapper that makes observations learnable, where they are not."
+def remedy(space: gym.Space) -> str | None:
+    """The wrapper that makes observations learnable; "" if none does, None if rows can be made of
+    them as they are."""
     for part in parts(space).values():
         shape = part.shape or ()
         if not isinstance(part, (Box, Discrete, MultiDiscrete, MultiBinary)) or 0 in shape:
@@ -168,11 +163,8 @@ def read_mask(info, shape, done=False):  # (N, n); (N,) bool: nothing follows
     return mask
 
 
-def as_batch(
-    space: gym.Space,  # of one observation
-    obs,  # one observation, or a batch of them
-) -> tuple:  # a batch; True if it was one alone
-    "Observations with an axis for the batch; ValueError if they do not fit the space."
+def as_batch(space: gym.Space, obs) -> tuple:  # a batch; True if it was one alone
+    "One observation or more, with an axis for the batch; ValueError if they do not fit the space."
     names, entries = parts(space), {}
     if None not in names and not (isinstance(obs, dict) and names.keys() <= obs.keys()):
         raise ValueError(f"obs must be a dict with {', '.join(names)}, got {obs}")
@@ -191,9 +183,7 @@ def as_batch(
     return batch.get(None, batch), kinds.pop()[1]
 
 
-def space_to_numbers(
-    space: gym.Space,  # of observations or actions
-) -> dict:  # of numbers, tensors, and such dicts
+def space_to_numbers(space: gym.Space) -> dict:  # of numbers, tensors, and such dicts
     "The numbers that tell a space from others of its kind."
     if isinstance(space, Dict):
         return dict(entries={name: space_to_numbers(x) for name, x in space.spaces.items()})
@@ -215,10 +205,8 @@ def _equal(a, b):
     return a == b
 
 
-def space_from_numbers(
-    numbers: dict,  # from `space_to_numbers`
-) -> gym.Space:  # the same space
-    "The space of a file."
+def space_from_numbers(numbers: dict) -> gym.Space:
+    "The space of a file, from `space_to_numbers`."
     if "entries" in numbers:
         entries = numbers["entries"].items()  # in pairs: of a dict, Dict would sort the names
         return Dict([(name, space_from_numbers(x)) for name, x in entries])

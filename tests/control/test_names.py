@@ -3,7 +3,6 @@ shows something else than the single environment; seeds that C refuses; the true
 """
 import csv
 import warnings
-from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -111,7 +110,7 @@ def test_both_forms_of_a_name_are_compared_once(game, monkeypatch):
         envs.make_one(game, {}).close()
         envs.make_one("CartPole-v1", {}).close()
     assert len(made) == 2 + 3  # to compare; CartPole itself, which shows the same in both forms
-    other = EnvSpec(game, Screens, vector_entry_point=partial(Stacks, 2))
+    other = EnvSpec(game, Screens, vector_entry_point=type("Others", (Stacks,), {}))
     monkeypatch.setitem(gym.registry, game, other)  # another one under the same name
     envs.make_one(game, {})
     assert len(made) == 6
@@ -140,6 +139,9 @@ def test_a_recipe_of_a_namespace():
     assert recipe("gymnasium:Pendulum-v1") == RECIPES["Pendulum-v1"]
     assert recipe("CartPole-v1") == recipe("Other/Pong-v5") == recipe("") == {}
     assert PPOConfig(env="ALE/Pong-v5", **atari).iterations > 9000
+    games = "Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"
+    assert {recipe(f"MinAtar/{game}-v{n}")["hidden"] for game in games for n in (0, 1)} == {128}
+    assert PPOConfig(**recipe("MinAtar/Breakout-v1")).batch == 8192
 
 
 @pytest.mark.parametrize("name", ["HalfCheetah", "Hopper", "Walker2d"])
