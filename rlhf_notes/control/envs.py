@@ -37,7 +37,7 @@ in processes (`SubprocVecEnv`) and resets in the same step; CleanRL uses `SyncVe
 threads of a C++ program; Brax and Gymnax thousands of environments at once on a GPU.
 """
 
-__all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'make_envs', 'make_one', 'reset',
+__all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'make_envs', 'close_envs', 'make_one', 'reset',
            'tells_episodes', 'told_episodes', 'copy_env', 'find_spec', 'env_name', 'identify', 'is_continuous',
            'same_task', 'wrappers_of', 'wrapper_names', 'threshold', 'autoreset_mode']
 
@@ -85,9 +85,19 @@ def make_envs(
     try:
         _check_envs(envs, env)
     except BaseException:
-        envs.close()
+        close_envs(envs)
         raise
     return envs
+
+def close_envs(envs):
+    "Close environments, also where the process of one has ended."
+    try:
+        envs.close()
+    except (ConnectionError, EOFError):
+        for process in envs.processes:
+            process.terminate()
+        envs.closed = True
+
 
 def _as_it_is(envs, num_envs):
     if envs.closed: raise ValueError(f"env must be open, got {envs}, which is closed")

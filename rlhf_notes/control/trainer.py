@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 import weakref
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from .config import PPOConfig, continuous, recipe
 from rlhf_notes.control.envs import (
     NORMALIZERS,
     autoreset_mode,
+    close_envs,
     copy_env,
     env_name,
     identify,
@@ -70,6 +71,15 @@ HIGH = 0.4  # clip fraction, from which on an update goes too far
 LARGE = 1000  # root mean square of advantages, from which on rewards should be scaled
 SCORES = ("eval_return_mean", "eval_return_std",
           "eval_sampled_return_mean", "eval_sampled_return_std")
+
+
+@contextmanager
+def told_ends():
+    "Say what the bare errors of a pipe mean."
+    try:
+        yield
+    except (ConnectionError, EOFError) as e:
+        raise ChildProcessError("the process of an environment has ended") from e
 
 
 class PPO(Loop):
@@ -170,7 +180,7 @@ class PPO(Loop):
             c = self.config
             self._envs = make_envs(self._make, c.num_envs, c.vectorization, c.env_kwargs)
             lent = self._envs is self._make  # a VectorEnv of the user's, who closes it
-            self._closing = weakref.finalize(self, bool if lent else self._envs.close)
+            self._closing = weakref.finalize(self, bool if lent else close_envs, self._envs)
             self._closing.atexit = False
             self._check_spaces(self._envs)
         return self._envs
@@ -189,7 +199,7 @@ class PPO(Loop):
         spare, self._spare = self._spare, None
         self._begin_episodes()
         if spare is not None and spare is not envs:
-            spare.close()
+            close_envs(spare)
         if envs is not None:
             self._closing()
 
@@ -212,11 +222,11 @@ class PPO(Loop):
         try:
             rollout, self.ended = super().collect()
             return rollout, self.ended
-        except BaseException as e:
+        except BaseException:
             with suppress(Exception):  # which may be as broken
                 self.close()
-            if not isinstance(e, (ConnectionError, EOFError)): raise
-            raise ChildProcessError("the process of an environment has ended") from e
+            with told_ends():
+                raise
 
     @usual_defaults("agent")
     def iterate(self) -> dict:  # column -> number
@@ -517,6 +527,7 @@ def spaces_of(envs) -> list:
     return [envs.single_observation_space, envs.single_action_space]
 
 
+@told_ends()
 @checked(episodes="int [1, 1e6]", longest="int [1, 1e12]?")
 def episode_returns(choose, seed: int, episodes: int = 100, env="CartPole-v1",
                     longest: int | None = None) -> torch.Tensor:

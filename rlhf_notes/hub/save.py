@@ -5,6 +5,7 @@ its own token or else with the end of a text. `generation_config.json` holds the
 sampling of the training, and nothing of the base's own sampling. Of a PeftModel the adapter alone
 is saved; with `merge=True` the sum, a model like any other. Other files in the directory stay. An
 adapter is not saved beside a whole model, its base perhaps, nor a whole model beside an adapter.
+Of several processes the first writes, and the others write nothing, as in transformers.
 
 A reward model's padding token gets a row of its own in the embedding. Its score is the raw one;
 `config.json` has gain and bias of its norm (lesson 09).
@@ -43,6 +44,7 @@ def save_model(
 ):
     "Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads."
     from transformers import GenerationConfig
+    if not is_first(): return
     own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
     check_value("dtype", dtype, (None, "float32", "bfloat16", "float16"))
     if merge and has_adapter(lm):
@@ -63,6 +65,12 @@ def save_model(
             part.save_pretrained(new)
         for name, text in (files or {}).items():
             (new / name).write_text(text, encoding="utf-8")
+
+
+def is_first() -> bool:
+    "True in the first of several processes, and in one that is alone."
+    group = torch.distributed
+    return not (group.is_available() and group.is_initialized()) or group.get_rank() == 0
 
 
 def _merged(lm, dtype):
@@ -163,6 +171,7 @@ def to_classifier(model: nn.Module, tokenizer) -> tuple:
 
 def save_classifier(path: Path, model: nn.Module, tokenizer):
     "Write a sequence classifier with its tokenizer; other files in the directory stay."
+    if not is_first(): return
     with _moved_into(path) as new, quiet_transformers():
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)

@@ -76,15 +76,21 @@ class Trainer:
 
     def _load_parts(self, config, model, tokenizer, prompts, reward, environment=None):
         "Load, check and adapt a model; read the prompts in its tokens; the model and its machine."
-        c, order = config, getattr(config, "prompt_order", "random")
+        c, order = config, getattr(config, "prompt_order", "epochs")  # of pairs, by DPO itself
         lm, tokenizer = load_model(model, tokenizer, process_device(c.device), c.lora, c.seed)
         machine = make_machine(c, torch.device(lm.device))
+        machine.check_same(**{name: x for name, x in asdict(c).items() if name != "device"})
+        machine.agree(lm)
         self.task = task_of(environment)(
             tokenizer, prompts, reward, c.response_length, c.prompt_length, c.stop_after, lm=lm,
             drop_long=c.long_prompts == "filter", order=order, seed=c.seed, top_p=c.top_p,
             top_k=c.top_k)
-        if self.task.rows:
-            self.task.widen(machine.largest(self.task.prompt_length))
+        longest, texts = machine.largest(self.task.prompt_length), self.task.rows
+        machine.check_same(rewards=len(self.task.rewards))
+        if order == "epochs":
+            machine.check_same(prompts=(len(texts), texts[:1], texts[-1:]))
+        if texts:
+            self.task.widen(longest)
         lengths = {"prompt_length" if c.prompt_length else "prompts": self.task.prompt_length}
         check_context(lm, **lengths, max_new_tokens=c.response_length)
         self.rows, self.evaluator = [], None
@@ -295,6 +301,8 @@ class RLHF(Trainer):
                     observation_coef)
         self.task.reward_timeout, self.loop.schedule = reward_timeout, schedule
         check_value("eval_every", eval_every, "int [1, inf)?")
+        self.loop.machine.check_same(eval_prompts=len(eval_prompts) > 0, eval_every=eval_every,
+                                     keep_best=keep_best)
         if len(eval_prompts):
             self._hold_out(eval_prompts, eval_reward or reward, eval_every or 10, keep_best)
         elif eval_every or eval_reward or keep_best:

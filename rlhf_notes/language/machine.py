@@ -3,11 +3,10 @@
 [The loop](../../nbs/language/27_loop.ipynb) says what is computed and asks a machine where.
 
 - *Several processes.* [Accelerate](https://huggingface.co/docs/accelerate) talks to the others.
-  Each
+  All have the same options, and the weights of the first; prompts may be a share of each. Each
   samples its share of the batch, and the results are gathered, so that every statistic is one of
-  the
-  whole batch; each computes the gradient of its share of a minibatch. DDP takes the mean over the
-  processes: a loss is multiplied by their number, and the sum remains.
+  the whole batch; each computes the gradient of its share of a minibatch. DDP takes the mean over
+  the processes: a loss is multiplied by their number, and the sum remains.
 - *Microbatches.* A minibatch that does not fit into memory is cut into parts, whose gradients add
   up,
   since each part divides by the count of the whole minibatch (P7).
@@ -19,6 +18,7 @@
 __all__ = ['Machine', 'Scaled', 'make_machine']
 
 from contextlib import nullcontext
+from zlib import crc32
 
 import torch
 
@@ -61,6 +61,12 @@ class Machine:
         "The largest that a process has."
         return number
 
+    def agree(self, lm):
+        "Give each process the weights of the first."
+
+    def check_same(self, **options):
+        "ValueError names an option that is another in another process."
+
 
 class Scaled(Machine):
     "Several processes by Accelerate, microbatches, bfloat16, steps recorded on a GPU."
@@ -89,6 +95,19 @@ class Scaled(Machine):
 
     def largest(self, number):
         return int(self.gather(torch.tensor([number], device=self.device)).max())
+
+    def agree(self, lm):
+        if self.processes == 1: return
+        for x in (*lm.parameters(), *lm.buffers()):
+            torch.distributed.broadcast(x.data, 0)
+
+    def check_same(self, **options):
+        sums = [crc32(repr(x).encode()) for x in options.values()]
+        found = self.gather(torch.tensor([sums], device=self.device))
+        for (name, x), same in zip(options.items(), (found == found[0]).all(0)):
+            if not same:
+                raise ValueError(f"{name} must be the same in each process, got {x!r} in process "
+                                 f"{self.rank}")
 
 
 def make_machine(config, device):

@@ -1496,6 +1496,21 @@ def test_after_a_process_was_killed_there_are_new_ones():
     p.close()
 
 
+class Ends(Endless):
+    "Ends its process at a step, as a crash in C does."
+    def step(self, action): os._exit(3)
+
+
+def test_a_process_that_ends_is_told_from_the_first_step_and_in_an_evaluation():
+    with pytest.raises(ValueError, match="^env must be an environment whose reset and step"):
+        PPO(Ends, **TINY | dict(vectorization="async"))
+    p = PPO("Pendulum-v1", **SHAPE, vectorization="async", stagger=False)
+    p.envs.processes[0].kill()
+    with pytest.raises(ChildProcessError, match="^the process of an environment has ended$"):
+        p.evaluate(2, envs=p.envs)
+    p.close()
+
+
 def test_an_evaluation_names_what_does_not_fit():
     p = PPO(**TINY)
     for envs in gym.make_vec("Pendulum-v1", 2), gym.make("Pendulum-v1"), "Pendulum-v1":
