@@ -18,8 +18,8 @@ from jobs import RESULTS, options, resume, text
 from rlhf_notes.studies.checkable import (
     ALGORITHMS,
     KS,
-    CheckableRLHF,
     N,
+    checkable_rlhf,
     make_questions,
     measure,
     pretrain,
@@ -36,14 +36,14 @@ def started(seed):
     questions = make_questions()
     train, held_out = questions[:3000], questions[3000:3300]
     lm = pretrain(train, seed)
-    right = measure(CheckableRLHF(lm, train, seed=seed), held_out)[1]
+    right = measure(checkable_rlhf(lm, train, seed=seed), held_out)[1]
     return train, held_out, lm, right.argsort(stable=True)
 
 
 def run(seed, name):
     torch.set_num_threads(1)
     train, held_out, lm, rank = started(seed)
-    trainer = CheckableRLHF(lm, train, name if name in ALGORITHMS else "GRPO", seed=seed)
+    trainer = checkable_rlhf(lm, train, name if name in ALGORITHMS else "GRPO", seed=seed)
     row = dict(seed=seed, algorithm=name)
     if name in ALGORITHMS:
         begin = time.process_time()

@@ -16,7 +16,7 @@ import torch
 from jobs import RESULTS, options, read, right, text, write
 
 from rlhf_notes.language.rollout import no_spread
-from rlhf_notes.studies.checkable import CheckableRLHF, exact_match, make_questions, pretrain
+from rlhf_notes.studies.checkable import checkable_rlhf, exact_match, make_questions, pretrain
 
 COLUMNS = "study", "choice", "value", "seed", "start", "right", "kl", "same"
 OPTIONS = dict(batch=128, group=8, iterations=40)
@@ -50,7 +50,7 @@ def run(study, choice, value, changes, steps, seed):
     torch.set_num_threads(1)
     questions = make_questions()
     lm = copy.deepcopy(started(seed, steps))
-    trainer = CheckableRLHF(lm, questions[:3000], seed=seed, **OPTIONS | changes)
+    trainer = checkable_rlhf(lm, questions[:3000], seed=seed, **OPTIONS | changes)
     score = partial(exact_match, None)  # looks at no prompt
     (start, _), same = right(trainer, questions[3000:3300], score), []
     while trainer.left:

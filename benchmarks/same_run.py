@@ -16,10 +16,9 @@ from functools import lru_cache
 import torch
 from jobs import RESULTS, options, read, side_by_side, text, write
 
-from rlhf_notes.language.loop import Loop
 from rlhf_notes.studies.checkable import (
     OPTIONS,
-    CheckableRLHF,
+    checkable_rlhf,
     digit_tokenizer,
     exact_match,
     make_questions,
@@ -39,23 +38,16 @@ def started(seed, padded):
     return train, pretrain(train, seed)
 
 
-class VerlLoop(Loop):
-    "Our loop; the loss of a minibatch is verl's own."
-
-    def loss(self, batch, whole):
-        from verl.trainer.ppo.core_algos import get_policy_loss_fn
-        from verl.workers.config import ActorConfig
-        config = ActorConfig(strategy="fsdp", rollout_n=self.config.group, ppo_mini_batch_size=8,
-                             ppo_micro_batch_size_per_gpu=1, clip_ratio=self.config.clip)
-        loss, _ = get_policy_loss_fn("vanilla")(
-            old_log_prob=batch.logp, log_prob=self.forward(batch)[0], advantages=batch.advantages,
-            response_mask=batch.response_mask, loss_agg_mode="seq-mean-token-mean", config=config)
-        return loss, dict(policy_loss=loss.detach())
-
-
-class VerlRLHF(CheckableRLHF):
-    "The trainer with that loop."
-    LOOP = VerlLoop
+def verl_loss(loop, batch, whole):
+    "In place of `Loop.loss`: the loss of a minibatch is verl's own."
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+    config = ActorConfig(strategy="fsdp", rollout_n=loop.config.group, ppo_mini_batch_size=8,
+                         ppo_micro_batch_size_per_gpu=1, clip_ratio=loop.config.clip)
+    loss, _ = get_policy_loss_fn("vanilla")(
+        old_log_prob=batch.logp, log_prob=loop.forward(batch)[0], advantages=batch.advantages,
+        response_mask=batch.response_mask, loss_agg_mode="seq-mean-token-mean", config=config)
+    return loss, dict(policy_loss=loss.detach())
 
 
 def by_trl(lm, train, config):
@@ -89,7 +81,8 @@ def by_trl(lm, train, config):
 def run(engine, seed):
     torch.set_num_threads(1)
     train, lm = started(seed, engine.endswith("padded"))
-    ours = (VerlRLHF if engine == "verl" else CheckableRLHF)(lm, train, "GRPO", seed=seed)
+    ours = checkable_rlhf(lm, train, "GRPO", seed=seed)
+    if engine == "verl": ours.loop.put(loss=verl_loss)
     if engine.startswith("trl"): rewards = by_trl(lm, train, ours.config)
     else: rewards = [row["score"] for row in ours.learn().rows]
     assert len(rewards) == OPTIONS["iterations"], len(rewards)

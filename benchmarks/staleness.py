@@ -13,7 +13,7 @@ import torch
 from jobs import RESULTS, options, resume, text
 
 from rlhf_notes.studies.checkable import make_questions, measure, pretrain
-from rlhf_notes.studies.staleness import CORRECTIONS, StaleRLHF
+from rlhf_notes.studies.staleness import CORRECTIONS, stale_rlhf
 
 ITERATIONS = 60
 RUNS = [
@@ -35,7 +35,7 @@ def started(seed):
 def run(seed, sampler, age, name):
     torch.set_num_threads(1)
     train, held_out, lm = started(seed)
-    trainer = StaleRLHF(lm, train, name, age, sampler, seed=seed, iterations=ITERATIONS)
+    trainer = stale_rlhf(lm, train, name, age, sampler, seed=seed, iterations=ITERATIONS)
     rows = trainer.learn().rows
     def mean(column, part): return sum(row[column] for row in part) / len(part)
     found = measure(trainer, held_out)[0]

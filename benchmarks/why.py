@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from rlhf_notes.formulas.masking import masked_sum
 from rlhf_notes.studies.checkable import (
     TOKENS,
-    CheckableRLHF,
+    checkable_rlhf,
     exact_match,
     make_questions,
     pretrain,
@@ -82,7 +82,7 @@ def run(study, choice, value, seed):
     questions, lm = make_questions(), copy.deepcopy(started(kind, seed))
     start = copy.deepcopy(lm.state_dict())
     if study == "rank": lm = adapted(lm, choice, seed)
-    trainer = CheckableRLHF(lm, questions[:3000], seed=seed, **BASE | changes)
+    trainer = checkable_rlhf(lm, questions[:3000], seed=seed, **BASE | changes)
     before, _ = right(trainer, questions[3000:3300], exact_of, n=2)
     while trainer.left:
         trainer.iterate()

@@ -6,7 +6,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/studies/checkable.html.md"""
 
 # %% auto #0
 __all__ = ['DIGITS', 'TOKENS', 'ALGORITHMS', 'OPTIONS', 'KS', 'N', 'exact_match', 'pass_at_k', 'pass_at_k_reward',
-           'make_questions', 'digit_tokenizer', 'pretrain', 'CheckableRLHF', 'measure']
+           'make_questions', 'digit_tokenizer', 'pretrain', 'checkable_rlhf', 'measure']
 
 # %% ../../nbs/studies/40_checkable.ipynb #export-imports
 import math
@@ -106,16 +106,14 @@ OPTIONS = dict(batch=256, group=8, epochs=1, learning_rate=1e-3, adam="tensorflo
                kl_coef=0.0, max_new_tokens=5, iterations=110)
 
 # %% ../../nbs/studies/40_checkable.ipynb #checkable-rlhf
-class CheckableRLHF(RLHF):
-    "`RLHF` on questions whose solutions are known."
-
-    def __init__(self, lm: nn.Module, questions: list, name: str = "GRPO", reward=exact_match,
-                 **options):
-        check_value("name", name, tuple(ALGORITHMS))
-        options = OPTIONS | ALGORITHMS[name] | options
-        super().__init__(lm, digit_tokenizer(), questions, reward, **options)
-        if self.config.dynamic_sampling:
-            self.loop.put(draw=partial(draw_again, again=3))  # where others take 2
+def checkable_rlhf(lm, questions: list, name="GRPO", reward=exact_match, **options) -> RLHF:
+    "`RLHF` of one of `ALGORITHMS` on questions whose solutions are known."
+    check_value("name", name, tuple(ALGORITHMS))
+    options = OPTIONS | ALGORITHMS[name] | options
+    trainer = RLHF(lm, digit_tokenizer(), questions, reward, **options)
+    if trainer.config.dynamic_sampling:
+        trainer.loop.put(draw=partial(draw_again, again=3))  # where others take 2
+    return trainer
 
 # %% ../../nbs/studies/40_checkable.ipynb #measure
 KS, N = (1, 2, 4, 8, 16, 32), 32

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from rlhf_notes.studies.checkable import (
     ALGORITHMS,
     TOKENS,
-    CheckableRLHF,
     _response_loss,
+    checkable_rlhf,
     digit_tokenizer,
     exact_match,
     make_questions,
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_the_tokenizer(questions):
 @pytest.mark.parametrize("name", ["PPO", "GRPO", "Dr. GRPO"])
 def test_a_training_and_what_is_measured(name, lm, questions):
     before = [p.clone() for p in lm.parameters()]
-    trainer = CheckableRLHF(lm, questions, name, **SMALL).learn()
+    trainer = checkable_rlhf(lm, questions, name, **SMALL).learn()
     assert all(torch.equal(p, q) for p, q in zip(before, lm.parameters()))
     assert len(trainer.rows) == 2 and all(0 <= r["same"] <= 1 for r in trainer.rows)
     found, right = measure(trainer, questions[:5])
@@ -111,7 +111,7 @@ def test_a_training_and_what_is_measured(name, lm, questions):
 def test_groups_with_one_reward_are_counted(lm, questions):
     def halves(prompts, responses, solution):
         return [float(8 <= i < 12) for i in range(len(responses))]
-    trainer = CheckableRLHF(lm, questions, "GRPO", halves, **SMALL).learn()
+    trainer = checkable_rlhf(lm, questions, "GRPO", halves, **SMALL).learn()
     # groups of 8: all 0; four 1, four 0
     assert trainer.rows[0]["same"] == 0.5 and trainer.rows[0]["rounds"] == 1
 
@@ -122,18 +122,18 @@ def test_dynamic_sampling_trains_on_groups_with_spread(lm, questions):
         calls.append(prompts)
         some = len(calls) % 3 != 1  # nothing has spread at first
         return [float(some and i % 2) for i in range(len(responses))]
-    t = CheckableRLHF(lm, questions, "GRPO, dynamic", reward, **SMALL).learn()
+    t = checkable_rlhf(lm, questions, "GRPO, dynamic", reward, **SMALL).learn()
     assert [r["rounds"] for r in t.rows] == [2, 1] and [r["same"] for r in t.rows] == [1, 0]
     assert t.rows[0]["score"] == 0.5 and calls[0] != calls[1]
-    t = CheckableRLHF(
+    t = checkable_rlhf(
         lm, questions, "GRPO, dynamic", lambda p, r, solution: [0.0] * len(p), **SMALL).learn()
     assert [r["rounds"] for r in t.rows] == [4, 4] and t.rows[0]["same"] == 1
 
 
 def test_every_algorithm_is_an_option_of_rlhf(lm, questions):
-    for name in ALGORITHMS: assert CheckableRLHF(lm, questions, name, **SMALL).config.kl_coef == 0
+    for name in ALGORITHMS: assert checkable_rlhf(lm, questions, name, **SMALL).config.kl_coef == 0
 
 
 def test_an_unknown_algorithm_is_named(lm, questions):
     with pytest.raises(ValueError, match="name must be.*GRPO.*'grpo'"):
-        CheckableRLHF(lm, questions, "grpo")
+        checkable_rlhf(lm, questions, "grpo")

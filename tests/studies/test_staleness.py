@@ -13,9 +13,9 @@ from rlhf_notes.studies.checkable import make_questions, pretrain
 from rlhf_notes.studies.staleness import (
     CORRECTIONS,
     SAMPLERS,
-    StaleRLHF,
     gradient_error,
     stale_reviews,
+    stale_rlhf,
 )
 from rlhf_notes.studies.variants import measure, prepare
 
@@ -95,19 +95,19 @@ def test_log_ratio_squared_is_a_pull_back_to_the_sampler():
 
 
 def test_age_is_in_iterations(lm, questions):
-    trainer, seen = StaleRLHF(lm, questions, age=2, reward=odd, **SMALL), []
+    trainer, seen = stale_rlhf(lm, questions, age=2, reward=odd, **SMALL), []
     for i in range(4):
         seen.append(copy.deepcopy(trainer.policy.lm).state_dict())
         trainer.iterate()
-        wrote, expected = trainer.loop.versions[0].state_dict(), seen[max(0, i - 2)]
+        wrote, expected = trainer.loop.stale.versions[0].state_dict(), seen[max(0, i - 2)]
         assert all(torch.equal(x, expected[name]) for name, x in wrote.items())
         kl = (trainer.rollout.logp - trainer.rollout.logp_ref)[trainer.rollout.response_mask]
         assert (kl.abs().max() < 1e-5) == (i == 0)
-    assert len(trainer.loop.versions) == 3
+    assert len(trainer.loop.stale.versions) == 3
 
 
 def test_a_mixture_is_of_four_versions(lm, questions):
-    trainer, seen = StaleRLHF(lm, questions, age=6, sampler="mixture", reward=odd,
+    trainer, seen = stale_rlhf(lm, questions, age=6, sampler="mixture", reward=odd,
                               **SMALL | dict(iterations=7)), []
     for _ in range(7):
         seen.append(copy.deepcopy(trainer.policy.lm))
@@ -144,7 +144,7 @@ def test_samplers_report_their_own_probabilities(lm, sampler):
 
 def test_a_training_with_each_sampler(lm, questions):
     for sampler in SAMPLERS:
-        trainer = StaleRLHF(lm, questions, "token TIS", 1, sampler, reward=odd, **SMALL).learn()
+        trainer = stale_rlhf(lm, questions, "token TIS", 1, sampler, reward=odd, **SMALL).learn()
         assert all(math.isfinite(row["kl_k1"]) for row in trainer.rows)
 
 
@@ -153,7 +153,7 @@ def test_fresh_reviews_are_those_of_grpo_without_a_price(start):
     for _ in range(3):
         loop.iterate()
         plain.iterate()
-    expected, begin = plain.policy.state_dict(), loop.versions[0].state_dict()
+    expected, begin = plain.policy.state_dict(), loop.stale.versions[0].state_dict()
     for name, x in loop.policy.state_dict().items():
         torch.testing.assert_close(x, expected[name], atol=1e-5, rtol=0)
     assert not torch.equal(begin["lm_head.weight"], loop.policy.lm.lm_head.weight)
@@ -167,7 +167,7 @@ def test_a_row_of_the_reviews(start, monkeypatch):
                         lambda *args: loops.append(stale_reviews(*args)) or loops[0])
     found = dict(zip(staleness_reviews.COLUMNS, staleness_reviews.run(1, 2, "sequence mask")))
     loop, expected = loops[0], measure(looker, loops[0].policy.lm)
-    assert (loop.age, loop.correction, loop.iteration) == (2, "sequence mask", 3)
+    assert (loop.stale.age, loop.stale.correction, loop.iteration) == (2, "sequence mask", 3)
     assert float(found["true"]) == pytest.approx(expected["true"], rel=1e-4)
     assert float(found["kl_pretrained"]) == pytest.approx(expected["kl"], rel=1e-4)
     assert float(found["kl"]) > 0 and float(found["kl"]) != float(found["kl_pretrained"])
@@ -177,7 +177,7 @@ def test_bad_options_are_named(lm, questions):
     for bad, name in ((("TIS",), "correction"), (("clip", -1), "age"),
                       (("clip", 1, "int8"), "sampler")):
         with pytest.raises(ValueError, match=f"{name} must be"):
-            StaleRLHF(lm, questions, *bad, **SMALL)
+            stale_rlhf(lm, questions, *bad, **SMALL)
 
 
 LOGITS = torch.tensor([[0.2, -0.3, 0.5], [1.0, 0.0, -0.4]], dtype=torch.float64)
