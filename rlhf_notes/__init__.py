@@ -8,6 +8,7 @@ Modules:
 - `rlhf_notes.bridges.trl`: TRL's GRPO and DPO trainers with a policy loss or a preference loss of ours.
 - `rlhf_notes.bridges.verl`: Every policy loss and advantage of ours as a `loss_mode` and an `adv_estimator` of verl.
 - `rlhf_notes.cli`: `rlhf-notes`: each run by one command, with options made from the configs.
+- `rlhf_notes.control.config`: Hyperparameters of PPO for control: each with its meaning, its range and its default.
 - `rlhf_notes.control.envs`: Any environment of Gymnasium, many copies side by side, behind one interface.
 - `rlhf_notes.control.export`: The whole policy as one module of PyTorch, for `torch.export`, ONNX and `torch.compile`.
 - `rlhf_notes.control.saved`: A trainer in a file, and what no file holds: networks and schedules of one's own.
