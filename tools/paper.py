@@ -155,7 +155,7 @@ def main():
     if args.kind == "book":
         front = site_pages.Page(ROOT / "nbs" / "index.ipynb")
         name, steps = site_paths.paths(front)[int(args.what) - 1]
-        pages = [site_pages.page(ROOT / "nbs" / f"{to}.ipynb").as_posix() for _, to in steps]
+        pages = [site_pages.page((ROOT / "nbs" / to).resolve()).as_posix() for _, to in steps]
         pages, out = [*dict.fromkeys(pages)], args.site / f"book-{args.what}.pdf"
         write(document(args.site, pages, BOOK, contents(name, args.site, pages)), args.site, out)
     else:

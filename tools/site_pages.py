@@ -332,24 +332,25 @@ def by_floor(pages):
 
 def timed(front, pages):
     "The paths of the front page, each with its minutes and a rail of its lessons with theirs."
-    at = {p.path.relative_to(ROOT / "nbs").as_posix(): p for p in pages if not p.is_module}
+    at = {site_paths.from_nbs(p): p for p in pages}
     def path(m):
         mark = LEAVES if m[0].startswith("1. ") else None
         minutes = {name: p.minutes_to(mark) for name, p in at.items() if f"({name})" in m[0]}
-        total = sum(minutes[to] for _, to in linked(m[0]))
+        total = sum(minutes[to] for *_, to in linked(m[0]))
         told, *rails = m[0].split("<br>")
         told = told.replace(":*", f'* <span class="minutes">{total} minutes</span>', 1)
         rails = "".join(rail(text, minutes) for text in rails)
         return f'{told} <span class="rails">{rails}</span>'
 
     def rail(text, minutes):
-        stops = [f'<span class="stop">{link} ({minutes[to]})</span>' for link, to in linked(text)]
-        total = sum(minutes[to] for _, to in linked(text))
+        found = linked(text)
+        stops = [f'<span class="stop">{link} ({minutes[to]})</span>' for link, _, to in found]
+        total = sum(minutes[to] for *_, to in found)
         name = re.match(r"\*(.+?):\*", text)
         head = f'*{name[1]}* <span class="minutes">{total} minutes</span> ' if name else ""
         return f'<span class="rail">{head}{" ".join(stops)}</span>'
 
-    def linked(text): return re.findall(r"(\[[^\]]+\]\(([^)]+ipynb)\))", text)
+    def linked(text): return re.findall(rf"({site_paths.LINK.pattern})", text)
     for cell in front.nb.cells:
         if cell.id != "paths": continue
         cell.source = re.sub(r"^\d\. .*$", path, cell.source, flags=re.M)

@@ -4,6 +4,7 @@ and the sheet of all formulas.
 import html
 import os
 import re
+from pathlib import Path
 
 import nbformat
 import site_folds
@@ -12,7 +13,7 @@ from notebooks import ROOT
 from rlhf_notes.exercises.check import EXERCISES
 
 PATH = re.compile(r"^\d\. \*(.+?):\* (.*)$", re.M)
-LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\.ipynb\)")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)]+\.(?:ipynb|py))\)")
 # The order of the front page; then the rest.
 FRONT = ("hero", "hero-picture", "paths", "loop-md", "loop", "written", "who", "three-ways",
          "cartpole-seeds", "cartpole-seeds-md")
@@ -24,13 +25,16 @@ SET_OFF = re.compile(r"\*\*.+?\*\*|\*[^*\n]+\*|\[[^\]]+\]", re.M)
 SOLUTION = re.compile(r"exercise-(\w+)-solution")
 
 
+def from_nbs(page): return Path(os.path.relpath(page.path, ROOT / "nbs")).as_posix()
+
+
 def only(cell):
     "For which of the two a cell of the index is: `site`, `readme`, or both."
     return cell.metadata.get("nbdev", {}).get("only", "both")
 
 
 def paths(front):
-    "[(name of the path, [(title, notebook below nbs without suffix)])]."
+    "[(name of the path, [(title, its file as seen from nbs)])]."
     text = next(c.source for c in front.nb.cells if c.id == "paths")
     return [(name, LINK.findall(line)) for name, line in PATH.findall(text)]
 
@@ -42,15 +46,14 @@ def front_first(cells):
 
 def next_on(walks, page):
     "A line for each path that `page` is on, as a cell for the foot of it; None on no path."
-    if page.is_module: return
-    here, lines = page.path.relative_to(ROOT / "nbs").with_suffix("").as_posix(), []
+    here, lines = from_nbs(page), []
     for name, steps in walks:
         at = next((i for i, (_, to) in enumerate(steps) if to == here), None)
         if at is None: continue
         if at + 1 == len(steps): lines.append(f"*{name}* ends here.")
         else:
             title, to = steps[at + 1]
-            to = os.path.relpath(ROOT / "nbs" / f"{to}.ipynb", page.path.parent)
+            to = os.path.relpath(ROOT / "nbs" / to, page.path.parent)
             lines.append(f"Next on *{name}*: [{title}]({to})")
     if not lines: return
     text = ":::{container} next-on-path\n" + "\n\n".join(lines) + "\n:::"
@@ -94,14 +97,13 @@ def plain(text):
 def early(steps, pages):
     "(page, term) where a path uses a word of `words` for the first time and does not introduce it."
     known, met = words(pages), set()
-    at = {p.path.relative_to(ROOT / "nbs").with_suffix("").as_posix(): p for p in pages
-          if not p.is_module}
-    for _, to in steps:
+    at = {from_nbs(p): p for p in pages}
+    for to in (to for _, to in steps if to in at):
         text = plain("\n\n".join(c.source for c in prose(at[to])))
         for term, (_, lesson) in known.items():
             if term in met or not re.search(use(term), text, re.I): continue
             met.add(term)
-            if lesson != to and not introduced(term, text): yield at[to], term
+            if f"{lesson}.ipynb" != to and not introduced(term, text): yield at[to], term
 
 
 def explain(page, term, said, outside):
