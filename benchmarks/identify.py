@@ -4,9 +4,10 @@
 
 Writes nbs/studies/results/identify.csv: what each function is, the numbers, findings, cautions.
 The libraries want CUDA, Ray or other versions of each other. Their functions of tensors want
-nothing of that: each is taken from its file with what it calls, and runs without the rest. The
-wheels come from `pip download --no-deps`; TRL and stable-baselines3 are those that are installed.
-A column says what was found by hand where there is a finding: `wrong`, or `on purpose`.
+nothing of that: each is taken from its file with what it calls, and runs without the rest; a
+method gets an object that has what it reads. The wheels come from `pip download --no-deps`; TRL and
+stable-baselines3 are those that are installed. A column says what was found by hand where there is
+a finding: `wrong`, or `on purpose`.
 """
 import argparse
 import ast
@@ -17,6 +18,7 @@ import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import torch
 from jobs import RESULTS, write
@@ -41,6 +43,9 @@ class Source:
                     self._nodes.setdefault((a.asname or a.name).split(".")[0], node)
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)): self._nodes[node.name] = node
+            if isinstance(node, ast.ClassDef):  # a method, without its class
+                self._nodes |= {f"{node.name}.{m.name}": m for m in node.body
+                                if isinstance(m, ast.FunctionDef)}
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._nodes[node.targets[0].id] = node
 
@@ -70,7 +75,7 @@ class Source:
                 try: getattr(self, part.id)
                 except AttributeError: pass
         exec(compile(ast.Module([node], []), str(self._path), "exec"), self._values)
-        return self._values[name]
+        return self._values[getattr(node, "name", name)]
 
     def _imported(self, node, name):
         real = next(a.name for a in node.names if (a.asname or a.name) == name)
@@ -173,6 +178,48 @@ def called(f):
     return loss
 
 
+def trl(level="token", high=0.28, **options):
+    "A trainer's `_compute_loss`, with a trainer that knows the log-probabilities."
+    def around(method):
+        def loss(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages,
+                 completion_mask, epsilon=0.2, epsilon_high=high, beta=0.04):
+            trainer, some = MagicMock(), torch.zeros_like(per_token_logps)
+            mask, ids = completion_mask, some.long()
+            for name, value in dict(
+                    top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=beta,
+                    epsilon_low=epsilon, epsilon_high=epsilon_high, importance_sampling_level=level,
+                    use_vllm=False, current_gradient_accumulation_steps=1, aux_loss_enabled=False,
+                    max_completion_length=20, _entropy_bonus_enabled=False, **options).items():
+                setattr(trainer, name, value)
+            trainer.args = MagicMock(delta=None, use_bias_correction_kl=False, top_k=0,
+                                     sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+                                     steps_per_generation=1)
+            trainer.accelerator.num_processes = 1
+            trainer.accelerator.gather = trainer.accelerator.reduce = lambda x, **_: x
+            trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+                per_token_logps, some, None)
+            return method(trainer, None, dict(
+                prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask,
+                old_per_token_logps=old_per_token_logps, old_logps=old_per_token_logps,
+                ref_per_token_logps=ref_per_token_logps, advantages=advantages,
+                num_items_in_batch=mask.sum()))
+        return loss
+    return around
+
+
+def sb3(method):
+    "A rollout buffer's `compute_returns_and_advantage`, with a buffer of these arrays."
+    def advantages(rewards, values, episode_starts, last_values, dones, gamma=0.99,
+                   gae_lambda=0.95):
+        buffer = SimpleNamespace(
+            rewards=rewards.numpy(), values=values.numpy(), buffer_size=len(rewards), gamma=gamma,
+            episode_starts=episode_starts.numpy(), gae_lambda=gae_lambda,
+            advantages=rewards.numpy() * 0)
+        method(buffer, last_values, dones.numpy())
+        return torch.as_tensor(buffer.advantages), torch.as_tensor(buffer.returns)
+    return advantages
+
+
 READ = [  # (module, name, keyword arguments of identify, or make= and around=)
     *((CORE, f"compute_policy_loss_{name}", with_config(VERL)) for name in (
         "vanilla", "gspo", "sapo", "cispo", "geo_mean", "dppo_tv", "gpg")),
@@ -214,6 +261,15 @@ READ = [  # (module, name, keyword arguments of identify, or make= and around=)
      dict(make=dict(clip_range_low=3e-4, clip_range_high=4e-4), around=called)),
     ("trl.trainer.utils", "selective_log_softmax", {}),
     ("trl.trainer.utils", "entropy_from_logits", {}),
+    *(("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss",
+       dict(around=trl(loss_type=kind, high=5.0 if kind == "cispo" else 0.28), mode=kind))
+      for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")),
+    ("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss",
+     dict(around=trl("sequence", loss_type="grpo"), mode="sequence")),
+    ("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss",
+     dict(around=trl("sequence", loss_type="luspo"), mode="luspo, sequence")),
+    ("stable_baselines3.common.buffers", "RolloutBuffer.compute_returns_and_advantage",
+     dict(around=sb3)),
 ]
 UNUSED = "on purpose: one signature for all estimators"
 BY_HAND = {  # (function, finding) -> what a reading of the source says
@@ -227,6 +283,8 @@ BY_HAND = {  # (function, finding) -> what a reading of the source says
     ("compute_gae_advantage_return", "mask-leak"):
         "stands: nothing on the way to it sets the values in the padding to 0",
     ("ppo_policy_error_continuous", "dual-clip-side"): "wrong: for A > 0 too",
+    ("GRPOTrainer._compute_loss", "option-without-effect"):
+        "on purpose: CISPO has no lower bound, SAPO none",
     ("_gae", "bootstrap-past-end"): "on purpose: its caller sets V after an end to 0",
     ("gae", "in-place"): "side effect: next_value *= 1 - done",
 }
@@ -247,10 +305,11 @@ def rows():
     "A row for each function that can be read."
     for module, name, given in READ:
         given, f = dict(given), getattr(source(module), name)
+        said = given.pop("mode", "")
         if isinstance(f, type): f = f(**given.pop("make", {}))
         if "around" in given: f = given.pop("around")(f)
         report = identify(f, **given)
-        mode = ", ".join(x for x in given.get("options", {}).values() if isinstance(x, str))
+        mode = said or ", ".join(x for x in given.get("options", {}).values() if isinstance(x, str))
         package = module.split(".")[0]
         kinds = [x.kind for x in report.findings]
         hand = "; ".join(BY_HAND.get((name, k), "not looked at") for k in kinds)

@@ -211,11 +211,10 @@ class GAE(Reader):
         return bool(V.diagonal()[:-1].abs().max() < 1e-6) and bool(V.any() or L.any())
 
     def _whitens(self, name):
-        "Whether advantages are divided by their deviation: then no scale changes them."
-        x = draws()
-        out = self(*x)[name]
-        out = out[:, :1] if self.single else out
-        if not same([out], [self(*(3 * y for y in x))[name][:, :out.shape[1]]], 1e-3): return False
+        "Whether advantages are divided by their deviation: then a scale changes their mean alone."
+        out, other = (self(*(k * x for x in draws()))[name][:, :1 if self.single else N]
+                      for k in (1, 3))
+        if not same([out - out.mean()], [other - other.mean()], 1e-3): return False
         deviation = {u: out.std(unbiased=u) for u in (False, True)}
         self.facts["whitened"] = next((n for n, u in (("population", False), ("sample", True))
                                        if abs(deviation[u] - 1) < 1e-3), "unknown")
@@ -329,7 +328,9 @@ class GAE(Reader):
             got = self(r + a * junk, v + b * junk, nv, mask=mask)[name]
             if same([got * mask], [clean * mask]): continue
             whole = self(r + a * junk, v + b * junk, nv)[name]
+            self.whitened, kept = None, self.whitened  # a mask may be used for that alone
             used = not same([*self(r, v, nv, mask=mask).values()], [*self(r, v, nv).values()])
+            self.whitened = kept
             kind = "mask-leak" if used or not same([got], [whole]) else "mask-ignored"
             return self.find(kind, f"{what} of 3 in the padding change the tokens' advantages")
 

@@ -323,8 +323,9 @@ class PolicyLoss(Losses):
         if got and not all(bool(x.isfinite().all()) for x in got):
             self.warn("overflow", "log-ratio 100, A > 0: loss or gradient is not finite in "
                                   "float32; the formula gives 0")
-        half = {n: x.bfloat16().double() if x.is_floating_point() else x for n, x in case.items()}
-        self.check_half(lambda: self(half), 1e-4 * self(half)[1].abs().sum())
+        half = {n: x.bfloat16().double() if x.is_floating_point() else x
+                for n, x in self.case(rich(B, T) * 0.1, 1 + 0 * A, m).items()}
+        self.check_half(lambda: self(half), 1e-5 * self(half)[1].abs().sum())
         for leaf, kind in (("logp_old", "old-gradient"), ("advantage", "advantage-gradient")):
             got = leaf in self.roles and self.in_dialect(lambda: self(case, leaf=leaf))
             if got and got[1].any():

@@ -108,6 +108,9 @@ class Reader:
         "Read; find the options that change nothing; say what was printed or changed."
         self._read()
         subject, values = self.subject, self.subject.numbers | self.subject.switches
+        if not self.movable:
+            self.report.notes.append("options were not moved: with this fault none can have an "
+                                     "effect")
         for name in dead_options(subject, self._outcome) if self.movable else ():
             self.find("option-without-effect", f"{name} = {values[name]!r}: other values give the "
                                                "same result")
