@@ -175,6 +175,7 @@ def _bounds(variant, eps_low, eps_high, dual_clip, tau):
 # %% ../../nbs/formulas/11_grpo.ipynb #register-variant
 _LISTENERS = []  # f(name), called for each variant that is registered
 _CONTEXT = "entropy", "logp_old", "logp_ref", "group", "lengths"
+_BY_PROMPT = set()  # variants whose loss needs the rows of a prompt together
 
 @checked(aggregation=AGGREGATION_MODES, eps_low="(0, 1]?", eps_high="(0, inf)?")
 def register_variant(
@@ -193,9 +194,15 @@ def register_variant(
         raise ValueError(f"eps_high must be None where eps_low is, got {eps_low} and {eps_high}")
     POLICY_VARIANTS[name] = aggregation, eps_low, eps_high
     asked = [x for x in inspect.signature(objective).parameters if x in _CONTEXT]
+    by_prompt = aggregation == "prompt-mean" or "group" in asked
+    (_BY_PROMPT.add if by_prompt else _BY_PROMPT.discard)(name)
     _OBJECTIVES[name] = partial(_own, name, objective, asked)
     for tell in _LISTENERS:
         tell(name)
+
+def _needs_groups(variant):
+    "True if the loss of a variant needs the rows of each prompt side by side."
+    return variant in _BY_PROMPT
 
 def _own(name, objective, asked, r, A, logp, logp_old, mask, low, high, **context):
     mask = torch.ones_like(r, dtype=torch.bool) if mask is None else mask

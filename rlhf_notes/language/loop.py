@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from ..fast.adam import Adam
-from ..formulas.grpo import POLICY_VARIANTS, policy_loss
+from ..formulas.grpo import POLICY_VARIANTS, _needs_groups, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from rlhf_notes.formulas.masking import (
     aggregate_count,
@@ -132,7 +132,7 @@ class Loop(Stage):
     def minibatches(self):
         "Rows of each minibatch: a few passes, each in an order of its own (P7)."
         c, order = self.config, seeded_generator("minibatches", self.config.seed, self.iteration)
-        k = c.responses_per_prompt if aggregation(c) == "prompt-mean" else 1  # stay together
+        k = c.responses_per_prompt if _needs_groups(c.variant) else 1  # stay together
         for _ in range(c.epochs):
             rows = torch.randperm(c.batch // k, generator=order)[:, None] * k + torch.arange(k)
             yield from to_device(rows.flatten(), self.device).chunk(c.minibatches)

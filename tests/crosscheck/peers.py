@@ -158,8 +158,9 @@ def _load_verl():
     groups = _alone("verl", ["utils.groupwise"], stands)["groupwise"]
     stands["verl.utils"] = dict(
         as_torch_index=groups.as_torch_index, group_mean_std=groups.group_mean_std)
-    return _alone("verl", ["utils.torch_functional", "trainer.ppo.core_algos",
-                           "trainer.ppo.rollout_corr_helper"], stands)
+    configs = _alone("verl", ["trainer.config.algorithm"], {"verl.base_config": {}})
+    return configs | _alone("verl", ["utils.torch_functional", "trainer.ppo.core_algos",
+                                     "trainer.ppo.rollout_corr_helper"], stands)
 
 
 def _load_openrlhf():
@@ -396,6 +397,7 @@ def verl_loss(
     # does not look
     aggregation: str = "token-mean",
     dual_clip: float = 1e9,  # c of the dual clip, for "vanilla"; 1e9 is as good as none
+    weight: torch.Tensor | None = None,  # (B, T), of another sampler's tokens
 ) -> tuple:
     "A registered policy loss of verl."
     config = lib.core_algos.ActorConfig()
@@ -410,7 +412,7 @@ def verl_loss(
     )
     config.get = lambda name, default: vars(config).get(name, default)
     return lib.core_algos.POLICY_LOSS_REGISTRY[kind](
-        logp_old, logp, advantage, mask.to(logp), aggregation, config)
+        logp_old, logp, advantage, mask.to(logp), aggregation, config, weight)
 
 
 def openrlhf_advantages(

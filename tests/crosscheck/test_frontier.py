@@ -1,5 +1,6 @@
 """The formulas that TRL or verl has too and the table of lesson 32 has not: value and gradient on
 the same random tensors. Without the library they are skipped."""
+import collections
 import importlib
 import inspect
 import math
@@ -9,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from crosscheck.peers import load_peer, random_batch
+from cells import names_of
+from crosscheck.peers import load_peer, random_batch, verl_loss
 from strategies import normal, random_mask, value_and_grad
 
 import rlhf_notes as rn
@@ -240,3 +242,107 @@ def test_luspo_is_trls(seed):
             exec(lines.removeprefix("el"), names)
         return names["loss"]
     same(lambda x: rn.policy_loss(x, b.logp_old, A, b.mask, "luspo")[0], theirs, b.logp)
+
+
+def test_the_entropys_weight_is_trls():
+    "Its lines of the bonus and of its weight, over eight steps of one minibatch each."
+    module = trl("trainer.grpo_trainer")
+    row = names_of("formulas/11_grpo", "export-imports", "entropy-target")["EntropyTarget"](2.0)
+    trainer = SimpleNamespace(
+        _entropy_bonus_enabled=True, use_adaptive_entropy=True, entropy_coef=0.0,
+        current_gradient_accumulation_steps=1, _last_world_entropy=math.inf,
+        _entropy_window_stats=None, _metrics=dict(train=collections.defaultdict(list)),
+        accelerator=SimpleNamespace(sync_gradients=True, gather=lambda x: x,
+                                    reduce=lambda x, reduction: x),
+        args=SimpleNamespace(entropy_target=2.0, entropy_coef_delta=0.005, entropy_coef_min=0.0,
+                             entropy_coef_max=1.0))
+    lines = trl_lines(module.GRPOTrainer._compute_loss, "if self._entropy_bonus_enabled:",
+                      'self._metrics[mode]["entropy_coef"].append')
+    mask, one = random_mask(0, (4, 6)), torch.ones(4, 6)
+    for step in range(8):
+        H = normal(step, (4, 6)).abs() + (2.5 if step in (0, 4, 5) else 0.5)
+        names = dict(vars(module), self=trainer, mode="train", entropies=H, mask=mask,
+                     entropy_mask=None, loss=torch.zeros(()), policy_loss=torch.zeros(()))
+        exec(lines, names)
+        bonus = rn.masked_mean(row(one, one * 0, None, mask, 0.2, 0.2, H), mask)
+        torch.testing.assert_close(bonus, -names["loss"])
+        assert row.coef == pytest.approx(trainer.entropy_coef)
+    assert row.coef > 0 and bonus > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_baseline_of_each_token_is_verls(seed):
+    "With pi of the token in the place of the sum of pi^2, whose mean it is."
+    f = verl().core_algos.compute_optimal_token_baseline_advantage
+    row = names_of("formulas/50_credit", "imports", "token-baseline")["token_baseline"]
+    logp, mask = -normal(seed, (6, 5)).abs(), random_mask(seed, (6, 5)).cumprod(1).bool()
+    mask[:, 0] = True
+    scores = normal(seed + 9, (6,))
+    last = (torch.arange(5) == mask.sum(1, keepdim=True) - 1) * scores[:, None]
+    theirs, _ = f(last, mask.double(), [0, 0, 0, 1, 1, 1], logp, logp.exp(),
+                  handle_zero_tail=False)
+    A = rn.rloo_advantage(scores.view(2, 3)).view(-1, 1) * 2 / 3  # scores less the group's mean
+    ours = row(torch.ones_like(logp), A * mask, logp, mask, 0.2, 0.2, 3)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+def weight(*bounds, **more):
+    return lambda now, mu, mask: rn.truncated_importance_weight(now, mu, *bounds, mask, **more)
+
+
+# what lesson 48 says of the presets' parts; verl bounds the inverse ratio
+WEIGHTS = {("token", 2.0): weight(2.0), ("sequence", 2.0): weight(2.0, level="sequence"),
+           ("token", "0.5_5.0"): weight(5.0, floor=0.5, above="zero")}
+KEPT = {"seq_mean_k1": weight(1 / 0.999, level="geometric", above="zero", floor=1 / 1.001),
+        "seq_sum_k1": weight(2.0, level="sequence", above="zero", floor=0.5),
+        "seq_mean_k3": lambda now, mu, mask: rn.rollout_rejection_mask(now, mu, "k3", 0.01, mask)}
+PRESETS = """decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
+decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis decoupled_k3_rs
+decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis bypass_ppo_clip bypass_ppo_clip_geo_rs
+bypass_ppo_clip_k3_rs bypass_pg_is bypass_pg_token_icepop bypass_pg_geo_rs
+bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis disabled""".split()
+
+
+def loss_of_verl(c, logp, old, mu, A, mask):
+    "By its weights, its rejection and its losses, as its trainer puts them together."
+    lib, m = verl(), mask.double()
+    now = logp.detach() if c.bypass_mode else old
+    w = c.rollout_is and lib.rollout_corr_helper.compute_rollout_correction_weights(
+        now - mu, m, c.rollout_is, c.rollout_is_threshold)[0]
+    if c.rollout_rs:
+        m = lib.rollout_corr_helper.compute_rollout_rejection_mask(
+            now - mu, m, c.rollout_rs, c.rollout_rs_threshold)[0]
+    if c.bypass_mode and c.loss_type == "reinforce":
+        config = SimpleNamespace(global_batch_info={})
+        return lib.core_algos.compute_policy_loss_reinforce(
+            mu, logp, A, m, "token-mean", config, w)[0]
+    old = mu if c.bypass_mode else old
+    return verl_loss(lib, "vanilla", logp, old, A, m, weight=None if c.bypass_mode else w)[0]
+
+
+def loss_of_ours(c, logp, old, mu, A, mask):
+    "By the table of lesson 48."
+    plain = c.bypass_mode and c.loss_type == "reinforce"
+    now = logp.detach() if c.bypass_mode else old
+    w = c.rollout_is and WEIGHTS[c.rollout_is, c.rollout_is_threshold](now, mu, mask)
+    if c.rollout_rs:
+        mask = mask & (KEPT[c.rollout_rs](now, mu, mask) > 0)
+    old = now if plain or not c.bypass_mode else mu
+    return rn.policy_loss(logp, old, A, mask, weight=w)[0]
+
+
+def test_the_table_has_all_presets_of_verl():
+    kind = verl().algorithm.RolloutCorrectionConfig
+    assert set(PRESETS) == {name for name, x in vars(kind).items() if isinstance(x, classmethod)}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_gradient_of_each_preset_is_verls(preset):
+    c = getattr(verl().algorithm.RolloutCorrectionConfig, preset)()
+    old, apart = normal(0, (24, 5)) - 3, torch.logspace(-4, 0, 24)[:, None]
+    mu, logp = (old + apart * normal(seed, (24, 5)) for seed in (1, 2))
+    A, mask = normal(3, (24, 1)).expand(24, 5), random_mask(4, (24, 5))
+    ours, theirs = (value_and_grad(lambda x: f(c, x, old, mu, A, mask), logp)[1]
+                    for f in (loss_of_ours, loss_of_verl))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    assert 0 < (ours[0] == 0).sum() < 120

@@ -1,14 +1,22 @@
 """Dialogues whose turns are paid and credited, what is said and hints as teachers, all variants."""
 import pytest
 import torch
+from cells import names_of
 from hub.test_turns import ASKED, CHATML, ENDS, echo, talking
 from language.parts import without_times
 from language.test_own_task import SMALL, count, tokenizer
 from language_models import make
 
-from rlhf_notes import POLICY_VARIANTS, RLHF
+from rlhf_notes import POLICY_VARIANTS, RLHF, register_variant
 from rlhf_notes.formulas.advantage import rloo_advantage
+from rlhf_notes.formulas.grpo import _needs_groups
 from rlhf_notes.hub.told import hinted_prompt, observed
+
+LESSON_ROWS = [
+    ("formulas/11_grpo", ("export-imports", "entropy-target"), "EntropyTarget"),
+    ("formulas/50_credit", ("imports", "token-baseline"), "token_baseline"),
+    ("studies/48_staleness", ("imports", "loglinear"), "loglinear")]
+
 
 def paying(prompts, responses):
     "`echo`, and a number that depends on what was said for each turn."
@@ -198,8 +206,8 @@ def chatting(prompts, template, hint, **_):
                 **small | dict(max_new_tokens=8))
 
 
-@pytest.mark.parametrize("variant", POLICY_VARIANTS)
-def test_each_variant_trains_on_responses_and_on_turns(variant):
+def trains(variant):
+    "On responses, and on turns that are paid and credited."
     for environment, credit in ((None, None), (paying, "leave-one-out")):
         t = talking(environment, variant=variant, turn_credit=credit, epochs=2, iterations=2,
                     max_new_tokens=8)
@@ -207,3 +215,31 @@ def test_each_variant_trains_on_responses_and_on_turns(variant):
         rows = t.learn().rows
         assert all(torch.isfinite(torch.tensor(r["policy_loss"])) for r in rows)
         assert any(not torch.equal(a, b) for a, b in zip(before, t.policy.lm.parameters()))
+
+
+@pytest.mark.parametrize("variant", POLICY_VARIANTS)
+def test_each_variant_trains_on_responses_and_on_turns(variant):
+    trains(variant)
+
+
+@pytest.mark.parametrize("notebook, cells, name", LESSON_ROWS)
+def test_each_row_of_a_lesson_trains_on_responses_and_on_turns(notebook, cells, name, own_variant):
+    row = names_of(notebook, *cells)[name]
+    row = row(target=9.0) if isinstance(row, type) else row
+    register_variant(own_variant, row)
+    trains(own_variant)
+    if name == "EntropyTarget": assert row.coef > 0.02
+
+
+def test_an_objective_that_asks_for_the_group_gets_prompts_together(own_variant):
+    seen = []
+    def objective(ratio, advantage, logp, mask, eps_low, eps_high, group):
+        seen.append(advantage.amax(1).view(-1, group).sum(1) + advantage.amin(1).view(
+            -1, group).sum(1))
+        return ratio * advantage
+    register_variant(own_variant, objective)
+    talking(None, variant=own_variant, minibatches=2, epochs=2, kl_coef=0.0).iterate()
+    assert len(seen) == 4
+    assert torch.stack(seen).abs().max() < 1e-4  # GRPO's advantages of a prompt add up to 0
+    register_variant(own_variant, lambda *x: x[0] * x[1])
+    assert not _needs_groups(own_variant)
