@@ -6,7 +6,8 @@
 
 Writes nbs/studies/results/papers.csv: about every 10,000 steps the mean of the last 100 episodes of
 the training, the processor seconds so far, and of ours the KL and the clip fraction. "-plain" has
-the defaults of `PPOConfig`, for 300,000 steps; stable-baselines3 ("-sb3") plays the first 300,000
+the defaults of `PPOConfig`, for 300,000 steps; "-recipe" plays the game by its name, a picture for
+convolutions, where the others see a vector. stable-baselines3 ("-sb3") plays the first 300,000
 steps of the same schedule, with the same options by its own names. Rows are stored as they come; a
 training that was cut short begins again.
 """
@@ -20,7 +21,7 @@ import torch
 from jobs import RESULTS, options, read, text, write
 
 from rlhf_notes import PPO
-from rlhf_notes.control.config import MUJOCO, PPOConfig
+from rlhf_notes.control.config import MUJOCO, PPOConfig, recipe
 from rlhf_notes.studies.benchmark import StableBaselines, equal
 
 OUT = RESULTS / "papers.csv"
@@ -50,6 +51,8 @@ TASKS = {"HalfCheetah": ("HalfCheetah-v4", MUJOCO), "Hopper": ("Hopper-v4", MUJO
          "SpaceInvaders": (partial(flat, "MinAtar/SpaceInvaders-v1"), GYMNAX)}
 TASKS |= {f"{name}-plain": (TASKS[name][0], PLAIN)
           for name in ("HalfCheetah", "Hopper", "Walker2d")}
+TASKS |= {f"{name}-recipe": (f"MinAtar/{name}-v1", recipe(f"MinAtar/{name}-v1"))
+          for name in ("Breakout", "SpaceInvaders")}
 
 
 def iterations(task, program):

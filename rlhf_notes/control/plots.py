@@ -17,12 +17,9 @@ from ..checks import checked
 from .envs import _naming, find_spec, make_one, reset, threshold
 
 # %% ../../nbs/control/20_plots.ipynb #draw
-def draw_pendulum(
-    ax,  # Matplotlib axes
-    state,  # angle (rad, 0 = upright, counterclockwise) and speed (rad/s)
-    torque: float = 0.0,  # in [-2, 2]
-):
-    "Draw the rod, its motor, and the torque."
+def draw_pendulum(ax, state, torque: float = 0.0):
+    """Draw the rod, its motor, and the torque in [-2, 2]; the state is an angle (rad, 0 = upright,
+    counterclockwise) and a speed (rad/s)."""
     from rlhf_notes.viz import COLORS
     angle, torque = float(state[0]), float(torque)
     rod = dict(color=COLORS["orange"], linewidth=4, linestyle="-", solid_capstyle="round")
@@ -36,11 +33,9 @@ def draw_pendulum(
     _bare(ax, xlim=(-1.15, 1.15), ylim=(-1.15, 1.15))
 
 # %% ../../nbs/control/20_plots.ipynb #draw-cartpole
-def draw_cartpole(
-    ax,  # Matplotlib axes
-    state,  # position (m), velocity, angle (rad, to the right), angular velocity
-):
-    "Draw the cart on its track and the pole."
+def draw_cartpole(ax, state):
+    """Draw the cart on its track and the pole; the state is position (m), velocity, angle (rad, to
+    the right), angular velocity."""
     from matplotlib.patches import Rectangle
 
     from rlhf_notes.viz import COLORS
@@ -63,16 +58,12 @@ DRAWINGS = {  # by module and class: another class of the same name draws itself
     "gymnasium.envs.classic_control.pendulum.PendulumEnv": draw_pendulum}
 
 @checked(seed="int [0, inf)")
-def film(
-    env,  # a name, a function that makes one, or an environment, of which a copy plays
-    choose,  # choose(obs) -> action; choose(obs, action_mask=...) where the info has a mask
-    path,  # the file to write, ends in .gif or .mp4
-    seed: int = 0,  # of the episode
-    every: int = 2,  # steps from one frame to the next
-    longest: int = 2000,  # steps; an episode may have no end
-    env_kwargs: dict | None = None,  # arguments of the environment
-) -> Path:  # the file
-    "Film one episode, 25 frames a second."
+def film(env, choose, path, seed: int = 0, every: int = 2, longest: int = 2000,
+         env_kwargs: dict | None = None) -> Path:
+    """Film one episode of an environment (of a copy, where it comes as an object), `longest` steps
+    at most, into a .gif or .mp4: 25 frames a second, one each `every` steps. choose(obs) -> action;
+    choose(obs, action_mask=...) where the info has a mask.
+    """
     path, env_kwargs = Path(path), env_kwargs or {}
     spec, save, draw = find_spec(env), _writer(path), _drawing(env)
     env = gym.make(spec, **env_kwargs) if draw else _rendered(env, env_kwargs)
@@ -142,12 +133,9 @@ PANELS = dict(return_mean="return, mean of recent episodes", kl_k3="KL(old, new)
               clip_fraction="clip fraction",
               explained_variance="explained variance (below -1 not shown)")
 
-def plot_run(
-    figure,  # a matplotlib figure
-    rows: list,  # `PPO.rows`
-    summary: dict,  # from `train`
-):
-    "Plot return, KL, clip fraction and explained variance against the steps."
+def plot_run(figure, rows: list, summary: dict):
+    """Plot return, KL, clip fraction and explained variance of `PPO.rows` against the steps, with
+    the summary of `train`."""
     for ax, (column, title) in zip(figure.subplots(2, 2, sharex=True).flat, PANELS.items()):
         ax.plot([r["steps"] for r in rows], [r[column] for r in rows])
         ax.set(title=title, xlabel="environment steps" + "; interrupted" * summary["interrupted"])

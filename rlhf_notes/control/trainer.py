@@ -83,7 +83,11 @@ def told_ends():
 
 
 class PPO(Loop):
-    "PPO for a user's environment: learn, predict, evaluate, save and load."
+    """PPO for a user's environment: learn, predict, evaluate, save and load.
+
+    Options that are not given come from the recipe of the environment, or else from `continuous`
+    where actions are numbers, or else they are CartPole's; `.config` shows them all.
+    """
     out = run = _rows = None
     clipped = 0  # iterations in a row with a clip fraction above HIGH; None = that was said
 
