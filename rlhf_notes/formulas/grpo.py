@@ -132,7 +132,7 @@ def _cispo(r, A, logp, logp_old, mask, low, high, **_):
     return objective, clip_fraction(r, A, low, high, "outside", mask)
 
 def _sapo(r, A, logp, logp_old, mask, tau, **_):
-    gate = [4 / t * torch.sigmoid(t * (r - 1)) for t in tau]
+    gate = [4 / t * torch.sigmoid(t * (r - 1)) for t in _two_slopes(tau)]
     return torch.where(A > 0, *gate) * A, A.new_zeros(())
 
 def _gmpo(r, A, logp, logp_old, mask, low, high, **_):
@@ -164,13 +164,16 @@ def _bounds(variant, eps_low, eps_high, dual_clip, tau):
     unused |= dict(eps_low=eps_low, eps_high=eps_high) if low is None else {}
     for name, x in unused.items():
         if x is not None: raise ValueError(f"{name} must be None for variant={variant!r}, got {x}")
+    low, high = eps_low or low, eps_high or eps_low or high
+    return dict(low=low, high=high, dual_clip=dual_clip, tau=tau)
+
+def _two_slopes(tau):
     tau = tau.tolist() if isinstance(tau, Tensor) else tau
     if not isinstance(tau, (tuple, list)) or len(tau) != 2:
         raise TypeError(f"tau must be a pair of numbers, for A > 0 and for the rest, got {tau!r}")
     for t in tau:
         check_value("tau", t, "(0, inf)")
-    low, high = eps_low or low, eps_high or eps_low or high
-    return dict(low=low, high=high, dual_clip=dual_clip, tau=tau)
+    return tau
 
 # %% ../../nbs/formulas/11_grpo.ipynb #register-variant
 _LISTENERS = []  # f(name), called for each variant that is registered
