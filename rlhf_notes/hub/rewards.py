@@ -187,18 +187,15 @@ def call_rewards(functions, bound, known, timeout=None) -> list:  # (B,) each, N
     `bound` is of `bind`, `known` has a list by each name; `timeout` is in seconds, for each call.
     ValueError tells what else a function does.
     """
-    found, count, end = [], len(known["responses"]), time.monotonic() + (timeout or 0)
+    calls, count, end = [], len(known["responses"]), time.monotonic() + (timeout or 0)
     try:
         for f, b in zip(functions, bound):  # if one fails at once, no other begins
-            found.append(_numbers(f, count, begin, f, b, known, timeout))
-        for i, x in enumerate(found):
-            if isinstance(x, Future):
-                found[i] = _numbers(functions[i], count, _result, x, timeout and end, timeout)
-        return found
+            calls.append(_numbers(f, count, begin, f, b, known, timeout))
+        return [_numbers(f, count, _result, x, timeout and end, timeout)
+                if isinstance(x, Future) else x for f, x in zip(functions, calls)]
     finally:
-        for x in found:
-            if isinstance(x, Future):
-                x.cancel()
+        for x in calls:
+            if isinstance(x, Future): x.cancel()
 
 
 def _numbers(function, count, step, *args):
@@ -213,9 +210,8 @@ def _numbers(function, count, step, *args):
         numbers = torch.tensor([math.nan if x is None else float(x + 0.0) for x in values])
     except KeyboardInterrupt: raise
     except BaseException as e:
-        place, hint = _place(e)
         raise _refused("a list of numbers, with None where there is no score", values, function,
-                       f" ({place})", hint) from e
+                       e) from e
     if len(numbers) != count:
         raise _refused(f"a number for each of the {count} responses", len(numbers), function)
     if numbers.isinf().any():
@@ -223,7 +219,8 @@ def _numbers(function, count, step, *args):
     return numbers
 
 
-def _refused(expected, got, function, place="", hint=""):
+def _refused(expected, got, function, error=None):
+    place, hint = _place(error) if error else ("", "")
     return ValueError(f"reward must return {expected}, got {shorten(str(got), 80)}{place} from "
                       f"{_name(function)}{hint}")
 
@@ -235,8 +232,8 @@ def _place(error):
     "An error in one line, with its place where that is the user's, and what may be done there."
     told = shorten(f"{type(error).__name__}: {error}", 250)
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if last.filename == __file__: return told, ""
-    return (f"{told}, line {last.lineno} of {last.filename}",
+    if last.filename == __file__: return f" ({told})", ""
+    return (f" ({told}, line {last.lineno} of {last.filename})",
             ", which may catch it and return None for the responses that it concerns")
 
 
