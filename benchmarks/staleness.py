@@ -1,4 +1,4 @@
-"""Responses of older policies, or of another sampler, and eleven losses, over many seeds.
+"""Responses of older policies, or of another sampler, and twelve losses, over many seeds.
 
     python benchmarks/staleness.py
 

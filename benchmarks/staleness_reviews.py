@@ -1,4 +1,4 @@
-"""Reviews by older policies, and eleven losses, over many seeds.
+"""Reviews by older policies, and twelve losses, over many seeds.
 
     python benchmarks/staleness_reviews.py
 

@@ -1,4 +1,4 @@
-"""Eleven losses on responses of a policy that is up to sixteen versions old.
+"""Twelve losses on responses of a policy that is up to sixteen versions old.
 
 Docs: https://rlhf-notes.github.io/rlhf_notes/studies/staleness.html.md"""
 
@@ -16,7 +16,7 @@ from ..checks import check_value, checked
 from ..formulas.grpo import off_policy_sequence_mask, policy_loss
 from ..formulas.kl import rollout_rejection_mask
 from ..formulas.masking import masked_mean, masked_sum
-from ..formulas.ratio import truncated_importance_weight
+from ..formulas.ratio import m2_mask, truncated_importance_weight
 from ..language.loop import Loop
 from .checkable import checkable_rlhf
 
@@ -35,6 +35,10 @@ def _sequence_mask(logp, old, mu, A, mask):
     keep = off_policy_sequence_mask(logp.detach(), mu, A[:, :1], 0.5, mask)
     return policy_loss(logp, mu, A * keep, mask)
 
+def _second_moment(logp, old, mu, A, mask):
+    keep = m2_mask(logp, mu, A, mask)
+    return policy_loss(logp, mu, A, mask, eps_low=1.0, eps_high=1e9, weight=keep.float())
+
 def _squared(logp, old, mu, A, mask, tau=0.1):
     away = masked_sum((logp - mu).detach(), mask, dim=1, keepdim=True)
     return policy_loss(logp, logp.detach(), A - tau * away, mask)
@@ -44,6 +48,7 @@ CORRECTIONS = {  # f(log pi, log pi_old, log pi_rollout, A, mask) -> (loss, numb
     "clip": lambda logp, old, mu, A, mask: policy_loss(logp, mu, A, mask),
     "DPPO": lambda logp, old, mu, A, mask: policy_loss(logp, mu, A, mask, "dppo"),
     "CISPO": lambda logp, old, mu, A, mask: policy_loss(logp, mu, A, mask, "cispo"),
+    "M2PO": _second_moment,
     "sequence mask": _sequence_mask,
     "decoupled PPO": _weighted(cap=1e9),
     "token TIS": _weighted(cap=2.0),

@@ -64,6 +64,7 @@ OLD, MU = [-1.0, -1.0, -1.0], [-1.0 - math.log(3), -1.0, -1.0 + math.log(4)]  # 
     ("clip", 1, [0, 1, 0.25]), ("clip", -1, [3, 1, 0]),
     ("DPPO", 1, [0, 1, 0.25]), ("DPPO", -1, [3, 1, 0]),  # e^-1 (1 - 1/3) = 0.25 is beyond 0.2
     ("CISPO", 1, [3, 1, 0.25]),
+    ("M2PO", 1, [0, 1, 0.25]), ("M2PO", -1, [3, 1, 0]),
     ("decoupled PPO", 1, [3, 1, 0.25]),
     ("token TIS", 1, [2, 1, 0.25]),
     ("IcePop", 1, [3, 1, 0]),
@@ -72,6 +73,14 @@ OLD, MU = [-1.0, -1.0, -1.0], [-1.0 - math.log(3), -1.0, -1.0 + math.log(4)]  # 
 ])
 def test_weights_by_hand(name, A, weights):
     assert slope(name, OLD, OLD, MU, A) == pytest.approx([A * w for w in weights])
+
+
+def test_m2po_keeps_what_is_near_on_average_beyond_any_clip():
+    mu = [x - math.log(r) for x, r in zip(OLD, (1.25, 1.1, 1.0))]  # squares .0498, .0091: .0294
+    assert slope("M2PO", OLD, OLD, mu, 1) == pytest.approx([1.25, 1.1, 1])
+    assert slope("clip", OLD, OLD, mu, 1) == pytest.approx([0, 1.1, 1])
+    mu[0] = OLD[0] - math.log(1.4)  # .0613 on average
+    assert slope("M2PO", OLD, OLD, mu, 1) == pytest.approx([0, 1.1, 1])
 
 
 def test_rejection_keeps_what_is_near():
