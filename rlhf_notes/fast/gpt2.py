@@ -229,7 +229,8 @@ class Recorded:
         with torch.cuda.device_of(tokens):
             if key != self.key:
                 self.replay, self.key = _passes(self.policy, numbers, inputs), key
-            return [x.clone() for x in self.replay(*inputs, *weights)]
+            found = [x.clone() for x in self.replay(*inputs, *weights)]
+            return *found, *[None] * (3 - len(found))  # no value
 
 
 def _passes(policy, numbers, inputs):
@@ -237,7 +238,8 @@ def _passes(policy, numbers, inputs):
     names, weights = zip(*policy.named_parameters())
     def forward(tokens, mask, response_mask, *weights):
         call = tokens, mask, *numbers, response_mask
-        return functional_call(policy, dict(zip(names, weights)), call)
+        found = functional_call(policy, dict(zip(names, weights)), call)
+        return tuple(x for x in found if x is not None)
     # other leaves: a weight's own adds up its gradient on the stream that saw it first
     leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
     dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")

@@ -257,7 +257,9 @@ def dispatch(func, args, kwargs):
             "cuda" if g._cdata in Generator.OF else "cpu") != target.type:
             raise RuntimeError(
                 f"Expected a '{target.type}' device type for generator ({func} at {place()})")
-    if not ours and target.type != "cuda": return func(*args, **kwargs)
+    if not ours and target.type != "cuda":
+        if not kwargs.get("pin_memory"): return func(*args, **kwargs)
+        return pin_memory(func(*args, **kwargs | {"pin_memory": False}))
     if func.namespace == "rlhf_notes": return own_operator(func, args)
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
