@@ -195,7 +195,8 @@ def call_rewards(functions, bound, known, timeout=None) -> list:  # (B,) each, N
                 if isinstance(x, Future) else x for f, x in zip(functions, calls)]
     finally:
         for x in calls:
-            if isinstance(x, Future): x.cancel()
+            if isinstance(x, Future):
+                x.cancel()
 
 
 def _numbers(function, count, step, *args):
