@@ -237,6 +237,19 @@ def test_each_word_is_met_before_it_is_used_on_each_path():
     assert early() == [("start", "explained variance")]
 
 
+def test_a_path_leads_through_modules():
+    at = NBS / "index.ipynb", notebooks.ROOT / "rlhf_notes" / "hub" / "load.py"
+    front, page = map(site_pages.Page, at)
+    walks = site_paths.paths(front)
+    foot = site_paths.next_on(walks, page).source
+    assert "[your own task](prompts.py)" in foot
+    site_pages.timed(front, [page, *map(site_pages.Page, notebooks.notebooks()),
+                             site_pages.Page(page.path.with_name("prompts.py"))])
+    cards = next(c.source for c in front.nb.cells if c.id == "paths")
+    stops = re.findall(r'class="stop">\[.+?\]\(.+?\) \(\d+\)</span>', cards)
+    assert len(stops) == sum(len(steps) for _, steps in walks) > 25
+
+
 def test_a_word_is_introduced_by_what_sets_it_off():
     for term, text in (
             ("nat", "a **nat**"), ("batch", "two *batches*"), ("entropy", "[entropies]")):
