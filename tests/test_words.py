@@ -12,6 +12,7 @@ import nbformat
 import notebooks
 import site_pages
 import site_paths
+import site_search
 from rules import broken
 
 NBS = notebooks.ROOT / "nbs"
@@ -235,6 +236,19 @@ def test_each_word_is_met_before_it_is_used_on_each_path():
     next(p for p in pages if p.page.name == "start").nb.cells.insert(
         1, nbformat.v4.new_markdown_cell("The explained variance is large.", id="planted"))
     assert early() == [("start", "explained variance")]
+
+
+def test_what_people_ask_for_leads_to_a_heading_that_is_there():
+    at = {site_pages.page(p).as_posix(): p for p in site_pages.sources()}
+    def lost(to):
+        page, _, start = to.partition("#")
+        cells = site_pages.Page(at[page]).nb.cells if start else []
+        text = "\n".join(c.source for c in cells if c.cell_type == "markdown")
+        heads = [re.sub(r"[^a-z0-9]+", "-", head.lower())
+                 for head in re.findall(r"^#+ `*(.*)$", text, re.M)]
+        return start and not any(head.startswith(start) for head in heads)
+    known = {*site_search.ABOUT.values()} - {"sheet"}
+    assert not [to for to in known if lost(to)] and lost("why#nobody")
 
 
 def test_a_path_leads_through_modules():

@@ -26,7 +26,7 @@ ABOUT = {
     "overoptimisation": "studies/variants", "overoptimization": "studies/variants",
     "clip": "formulas/surrogate", "dual clip": "formulas/surrogate", "lora": "hub/load",
     "own model": "hub/load", "gradient checkpointing": "hub/load",
-    "atari": "control/envs#one-meaning", "mujoco": "studies/papers",
+    "atari": "control/envs", "mujoco": "studies/papers",
     "cleanrl": "studies/papers", "own environment": "control/envs",
     "gymnasium": "control/envs", "own prompts": "hub/prompts",
     "own task": "hub/prompts", "turns": "hub/turns", "tools": "hub/turns",
