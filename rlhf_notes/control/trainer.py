@@ -61,7 +61,7 @@ from rlhf_notes.control.spaces import (
     space_to_numbers,
 )
 from ..training.devices import pick_device, usual_defaults
-from ..training.fit import Evaluator, fit
+from ..training.fit import Evaluator, as_hooks, fit
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
 from ..training.signals import FIRST_LINE, check_finite, diverged, end_later, progress_bar
@@ -257,8 +257,7 @@ class PPO(Loop):
         callback=None,  # callback(trainer, row) after each iteration; False ends the training
     ) -> "PPO":  # itself, with the metrics in `rows`
         "Train, until Ctrl-C at most; rate and clip fall to the end of `steps`, whichever is later."
-        if not (callback is None or callable(callback)):
-            raise TypeError(f"callback must be a function or None, got {callback!r}")
+        hooks, save = as_hooks(self.evaluator, callback), None
         c, goes_on = self.config, math.ceil((steps or 0) / self.config.batch)
         self.end = c.iterations if steps is None else self.iteration + goes_on
         self.goal, self.last = self.steps + (steps or 0), max(c.iterations, self.end)
@@ -266,9 +265,8 @@ class PPO(Loop):
             warnings.warn(f"nothing is left of {c.steps} steps; learn(steps=...) goes on",
                           stacklevel=3)
         run = run or self._begin_run()
-        hooks, save = [self.evaluator, callback], None
         if run is not None:
-            hooks.insert(1, lambda trainer, row: self._write(run, row))
+            hooks.insert(bool(self.evaluator), lambda trainer, row: self._write(run, row))
             def save(): run.save_checkpoint({"ppo": self.state_dict()})
         bar = progress_bar(self.end * c.batch, self.iteration * c.batch, c.env)
         with end_later():

@@ -23,7 +23,7 @@ from .save import save_classifier, to_classifier
 from ..language.loop import check_left, rate_by_size
 from ..language.model import RewardModel
 from ..training.devices import process_device, usual_defaults
-from ..training.fit import fit
+from ..training.fit import as_hooks, fit
 from ..training.seeds import seeded_generator
 from ..training.signals import check_finite, progress_bar
 
@@ -112,7 +112,7 @@ class RewardTrainer(Classifier):
     ) -> "RewardTrainer":  # itself, with the metrics in `rows`
         "Run the iterations that are left; Ctrl-C stops after the current one."
         bar = progress_bar(self.iterations, self.iteration, "reward model")
-        fit(self, bar, shown=dict(loss="loss", accuracy="accuracy"), hooks=[callback])
+        fit(self, bar, shown=dict(loss="loss", accuracy="accuracy"), hooks=as_hooks(callback))
         return self
 
     def save(

@@ -50,7 +50,7 @@ from ..language.machine import make_machine
 from ..language.model import autocast, check_context
 from ..language.rollout import ADVANTAGES, group_advantages, weighted_sum
 from ..training.devices import make_accelerator, process_device, stopped_anywhere, usual_defaults
-from ..training.fit import Evaluator, fit
+from ..training.fit import Evaluator, as_hooks, fit
 from ..training.options import read_options
 from ..training.runs import check_sums
 from ..training.seeds import seeded_generator
@@ -137,7 +137,7 @@ class Trainer:
             self.evaluator.go_on()
         with end_later():
             fit(self, bar, shown=dict(score="score"),
-                hooks=[*self.hooks, self.evaluator, callback],
+                hooks=as_hooks(*self.hooks, self.evaluator, callback),
                 stopped=partial(stopped_anywhere, make_accelerator()))
             if self.evaluator:
                 self.evaluator.take_best()
@@ -350,16 +350,23 @@ class RLHF(Trainer):
 
     def _hold_out(self, prompts, reward, every, keep_best):
         "Evaluate on prompts of their own."
-        c, vector, lm = self.config, self.loop.optimizer.vector, self.policy.lm
+        c, lm = self.config, self.policy.lm
         kind = task_of(getattr(self.task, "environment", None))
         self.held_out = kind(self.task.tokenizer, prompts, reward, c.response_length, 0,
                              c.stop_after, lm=lm)
         self.held_out.reward_timeout = self.task.reward_timeout
         check_context(lm, eval_prompts=self.held_out.prompt_length,
                       max_new_tokens=c.response_length)
-        self.evaluator = Evaluator(self.evaluate, every,
-                                   keep=(lambda: vector.detach().clone()) if keep_best else None,
-                                   put=vector.detach().copy_)
+        self.evaluator = Evaluator(self.evaluate, every, keep=self._keep if keep_best else None,
+                                   put=self._put)
+
+    def _keep(self):
+        self.loop.optimizer.tie()
+        return self.loop.optimizer.vector.detach().clone()
+
+    def _put(self, kept):
+        self.loop.optimizer.tie()
+        self.loop.optimizer.vector.detach().copy_(kept)
 
     def view(
         self,

@@ -9,7 +9,7 @@ The last policy is not always the best. An `Evaluator` is a hook: every so often
 policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
 """
 
-__all__ = ['CHECKPOINT_EVERY', 'fit', 'Evaluator', 'step_size', 'Stage']
+__all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'Stage']
 
 import math
 import threading
@@ -21,6 +21,20 @@ from .signals import note, stop_on_interrupt
 
 
 CHECKPOINT_EVERY = 10.0  # seconds
+
+
+def as_hooks(*hooks):
+    "Those that are not None; TypeError names a callback that is no function."
+    for hook in hooks:
+        if not (hook is None or callable(hook)):
+            raise TypeError(f"callback must be a function or None, got {hook!r}")
+    return [hook for hook in hooks if hook is not None]
+
+
+def ends(said):
+    "True if what a hook returned is False, of Python, NumPy or PyTorch; 0 and None are not."
+    kind = str(getattr(said, "dtype", type(said).__name__))
+    return kind.endswith("bool") and not said
 
 
 def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save=None,
@@ -44,7 +58,7 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
             values = {name: row.get(column) for name, column in (shown or {}).items()}
             bar.set_postfix({k: x for k, x in values.items() if x is not None}, refresh=False)
             bar.update(size)
-            if any([hook(trainer, row) is False for hook in hooks if hook]):
+            if any([ends(hook(trainer, row)) for hook in hooks]):
                 stop.set()  # in each process
             if save is not None and time.perf_counter() - saved >= CHECKPOINT_EVERY:
                 save()
