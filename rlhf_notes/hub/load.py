@@ -76,6 +76,8 @@ def load_model(model, tokenizer=None, device="cpu", lora=0, seed=0):
     vocabulary; ValueError tells in one sentence why they cannot be trained. `model` is a directory,
     a name on the hub or a model, which is changed in place; `lora` is the rank of an adapter."""
     lm, name = model, type(model).__name__
+    if not isinstance(model, nn.Module | str | Path):
+        raise TypeError(f"model must be a model, a directory or a name, got {model!r}")
     if not isinstance(model, nn.Module):
         lm, name = _from_directory(str(model)), str(model)
         tokenizer = tokenizer or name
@@ -85,8 +87,9 @@ def load_model(model, tokenizer=None, device="cpu", lora=0, seed=0):
     if tokenizer is None:
         raise ValueError(f"tokenizer must come with a model that is a module, got None for {name}")
     head = getattr(lm, "get_output_embeddings", lambda: None)()
-    if head is None:
-        raise ValueError(f"model must be a causal language model of transformers, got {name!r}")
+    if not isinstance(getattr(head, "weight", None), torch.Tensor):
+        raise ValueError("model must be a causal language model of transformers, whose head is a "
+                         f"matrix, got {name!r} with {type(head).__name__}")
     if any(p.is_meta for p in lm.parameters()):
         raise ValueError(f"model must have weights, got {name!r} on the device meta")
     _check_body(lm, name)
@@ -130,8 +133,8 @@ def _peft(rule, got):
 
 
 def _in_float32(lm):
-    "Half precision would round small updates away."
-    half = [p for p in lm.parameters() if p.requires_grad and p.dtype.itemsize < 4]
+    "Half precision would round small updates away; what is sampled is float32, not double."
+    half = [p for p in lm.parameters() if p.requires_grad and p.dtype != torch.float32]
     rounded = {n for n, b in lm.named_buffers() if b.is_floating_point() and b.dtype.itemsize < 4}
     if half and not has_adapter(lm):
         lm.float()
@@ -355,6 +358,11 @@ def check_trainable(lm: nn.Module, name: str):
     if lm.active_peft_config.is_prompt_learning:
         raise ValueError("model must have an adapter inside of its layers, as LoRA is, got "
                          f"{name!r} with {lm.active_peft_config.peft_type.value}")
+    init = str(getattr(lm.active_peft_config, "init_lora_weights", ""))
+    if init.startswith(("pissa_niter", "corda")):
+        raise ValueError("model must have an adapter whose base is the same when it is loaded "
+                         f"again, got {name!r} with init_lora_weights {init!r}, which changes it "
+                         "by chance or by data (pissa does so by neither)")
     others = [n for n in learned if lm.active_adapter not in n.split(".")]
     if others:
         raise ValueError("model must train nothing beside its adapter, which alone is saved, got "

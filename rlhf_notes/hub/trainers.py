@@ -331,11 +331,9 @@ class RLHF(Trainer):
 
     def _load_teacher(self, teacher):
         "A model to stand where the reference would; ValueError if its tokens are others."
-        own, is_model = self.task.tokenizer, isinstance(teacher, torch.nn.Module)
-        if not (is_model or isinstance(teacher, str | Path)):
-            raise TypeError(f"teacher must be a model, a directory or a name, got {teacher!r}")
-        alone = is_model or (Path(teacher).is_dir()
-                             and not Path(teacher, "tokenizer_config.json").exists())
+        own, is_name = self.task.tokenizer, isinstance(teacher, str | Path)
+        alone = not is_name or (Path(teacher).is_dir()
+                                and not Path(teacher, "tokenizer_config.json").exists())
         with told_as(dict(model="teacher")):
             found, theirs = load_model(teacher, own if alone else None, self.loop.device)
         sizes = [len(x.get_output_embeddings().weight) for x in (self.policy.lm, found)]

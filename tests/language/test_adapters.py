@@ -250,6 +250,12 @@ def test_an_adapter_beside_frozen_weights_is_trained():
     assert {"lora_" in n for n, p in r.policy.lm.named_parameters() if p.requires_grad} == {True}
 
 
+def test_an_adapter_whose_base_is_drawn_is_refused():
+    lm = lora(make("Llama"), init_lora_weights="pissa_niter_4")
+    with pytest.raises(ValueError, match="^model must have an adapter whose base is the same when"):
+        load_model(lm, tokenizer())
+
+
 def test_an_adapter_on_a_gpt2_leaves_the_fast_way(tmp_path):
     "Its matrices are not those that the quick code would read."
     lm, _ = load_model(lora(tiny(), target_modules=["c_attn"], fan_in_fan_out=True,

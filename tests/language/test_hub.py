@@ -373,9 +373,12 @@ def test_a_model_that_looks_ahead_or_forgets_is_refused():
     (lambda d: load_model(saved(make("Gemma2", num_key_value_heads=4), d, tokenizer())),
      "must be a decoder with a cache of what it has read, got '.*': "),
     (lambda d: load_model(tiny().transformer, tokenizer()),
-     "^model must be a causal language model of transformers, got " "'GPT2Model'$"),
+     "^model must be a causal language model .* a matrix, got 'GPT2Model' with NoneType$"),
     (lambda d: load_model(torch.nn.Linear(2, 2), tokenizer()),
-     "^model must be a causal language model of transformers, got 'Linear'$"),
+     "^model must be a causal language model .* a matrix, got 'Linear' with NoneType$"),
+    (lambda d: load_model(torch.ao.quantization.quantize_dynamic(
+        make("Llama"), {torch.nn.Linear}, torch.qint8), tokenizer()),
+     "^model must be a causal language model .* a matrix, got 'LlamaForCausalLM' with Linear$"),
     (lambda d: load_model(saved(tiny(), d, tokenizer()) + "/config.json"),
      "^model must be a directory or a name on the hub, got the file " "'.*config.json'$"),
     (lambda d: load_model(saved(tiny(n_positions=6), d, tokenizer())),
@@ -385,6 +388,17 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(call, words, tmp_path):
     with pytest.raises(ValueError, match=words) as e:
         call(tmp_path)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("given", [None, 5, lambda: make("Llama"), ["gpt2"]])
+def test_what_is_neither_a_model_nor_a_name_is_not_looked_up(given):
+    with pytest.raises(TypeError, match="^model must be a model, a directory or a name, got "):
+        load_model(given, tokenizer())
+
+
+def test_double_precision_learns_in_float32():
+    lm, _ = load_model(make("Llama").double(), tokenizer())
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}
 
 
 # --- a disk that is full
