@@ -1177,3 +1177,32 @@ def robust_dpo(
     h = beta * ((chosen_logps - ref_chosen_logps) - (rejected_logps - ref_rejected_logps))
     loss = -F.logsigmoid(h) * (1 - epsilon) + F.logsigmoid(-h) * epsilon
     return (loss / (1 - 2 * epsilon)).mean()
+
+
+@right("policy_loss", clip_low=0.2, aggregation="token-mean")
+def of_samples(samples):
+    return -masked_mean(
+        surrogate(samples["log_probs"], samples["old_log_probs"], samples["advantages"]),
+        samples["action_mask"],
+    )
+
+
+@right("group_advantage", baseline="mean", deviation=None)
+def of_token_rewards(token_rewards, mask, group_size=4):
+    scores = (token_rewards * mask).sum(-1).view(-1, group_size)
+    return (scores - scores.mean(-1, keepdim=True)).view(-1)
+
+
+@fault("mask-leak", "aggregate")
+def a_little_of_the_padding(loss, mask):
+    return masked_mean(loss, mask) + 0.01 * loss.mean()
+
+
+@fault("scale", "policy_loss", aggregation=None)
+def divided_by_the_batch_twice(logp, old_logp, adv, mask):
+    return -rows(surrogate(logp, old_logp, adv), mask).mean() / len(logp)
+
+
+@right("policy_loss", known=False, aggregation=None)
+def means_that_are_added(logp, old_logp, adv, mask):
+    return -rows(surrogate(logp, old_logp, adv), mask).sum()

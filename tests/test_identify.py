@@ -152,7 +152,8 @@ def test_a_kind_that_was_given_is_not_doubted():
     assert [x.kind for x in report.findings] == ["kl-estimator"]
 
 
-@pytest.mark.parametrize("name", "centre apply_mask apply_penalty masked_var symlog".split())
+@pytest.mark.parametrize("name", "centre apply_mask apply_penalty masked_var symlog "
+                                 "kl_cov_penalty".split())
 def test_other_maps_have_no_finding(name):
     report = identify(getattr(rlhf_notes, name))
     assert report.formula is None and not report.findings, report
@@ -360,10 +361,17 @@ def test_a_kind_without_its_tensors_is_refused(kind, role):
     assert "\n" not in str(e.value)
 
 
-def test_an_endless_loop_ends(monkeypatch):
+def stubborn(logp, old_logp, adv, mask):
+    while True:
+        try: time.sleep(60)
+        except Exception: pass
+
+
+@pytest.mark.parametrize("f", [endless, stubborn])
+def test_an_endless_loop_ends(f, monkeypatch):
     monkeypatch.setattr(sys.modules["rlhf_notes.identify"], "LIMIT", 0.5)
-    with pytest.raises(ValueError, match="endless took more than 0.5 s in 1 call"):
-        identify(endless)
+    with pytest.raises(ValueError, match=f"{f.__name__} took more than 0.5 s in 1 call"):
+        identify(f)
 
 
 def test_arguments_are_checked():

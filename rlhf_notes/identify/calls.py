@@ -14,6 +14,7 @@ import torch
 from ..formulas.logprob import selective_log_softmax
 from .names import kind_of_roles, parts_of, role_of, usual_number
 from .packs import EMPTY, opened
+from .weights import group_of
 
 
 class Unreadable(ValueError):
@@ -23,6 +24,10 @@ class Unreadable(ValueError):
 LIMIT = 10.0  # seconds
 
 
+class _TimeIsOver(BaseException):
+    "No `except Exception` keeps it."
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float):  # from now on
     "Raise TimeoutError when they are over, where signals can: in the main thread, not on Windows."
@@ -30,11 +35,13 @@ def time_limit(seconds: float):  # from now on
     if not hasattr(signal, "setitimer") or not is_main:
         yield
         return
-    def stop(*_): raise TimeoutError(f"no result after {seconds:g} s; is there an endless loop?")
+    def stop(*_): raise _TimeIsOver
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
+    except _TimeIsOver:
+        raise TimeoutError(f"no result after {seconds:g} s; is there an endless loop?") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -183,6 +190,8 @@ class Subject:
         "The kind, from the roles."
         kind = kind_of_roles(set(self.roles), self.required())
         discounted = "rewards" in self.roles and any("gamma" in n.lower() for n in self.parameters)
+        if kind == "x" and "rewards" in self.roles and group_of(self.numbers):
+            return "group_advantage"
         if not discounted or kind not in ("x", "group_advantage"): return kind
         return "group_advantage" if self.roles.keys() & {"mask", "index"} else "gae"
 

@@ -113,7 +113,7 @@ NUMBERS = [  # (what an option without default gets, the name has this), the fir
     (1.3, r"temp"),
     (0.0, r"smooth|margin"),
     (16, r"max_?(?:len|completion|response|tokens|seq)|length|norm\w*er|horizon|gen_?len"),
-    (4, r"^[gkn]$|group|num|samples|n_resp|rollouts|repeat|size"),
+    (4, r"^[gkn]$|group|num|samples_|_samples|n_resp|rollouts|repeat|size"),
     (1e-6, r"eps"),
     (1.0, r"scale|factor|alpha|tau"),
 ]

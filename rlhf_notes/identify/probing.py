@@ -10,7 +10,7 @@ import torch
 from .calls import Unreadable, result_tensors, same
 from .names import GROUP_NAME, usual_number
 from .report import Report, number
-from .weights import SHAPES, group_of, ragged, read_mode
+from .weights import SHAPES, group_of, mode_weights, ragged, read_mode
 
 MASKS = {"mask", "padding", "lengths"}
 REAL = (torch.float64, torch.float32)
@@ -182,6 +182,7 @@ class Losses(Reader):
         m, name, (loss, grad) = case["mask"], self.mask_name, self(case)
         whole = self(case | dict(mask=torch.ones_like(m)))
         if same([loss, grad], whole):
+            if whole[1].any() and not whole[1][~m].any(): return  # it takes other tokens anyway
             return self.find("mask-ignored", f"{name} with False or all True: loss and gradient "
                                              "are the same")
         under = grad[~m].abs().max()
@@ -209,6 +210,8 @@ class Losses(Reader):
             weights = [(w, torch.ones_like(m)) for w, m in weights]
         found = read_mode(weights, group_of(subject.numbers), tuple(subject.numbers.values()),
                           tolerance)
+        if found is None:
+            self._by_number(weights)
         mode, scale, n = found or (None, weights[0][0].sum().item(), None)
         facts["aggregation"] = mode
         facts |= {} if n is None else {"group" if mode == "prompt-mean" else "length": n}
@@ -220,10 +223,24 @@ class Losses(Reader):
                                          f"tokens are those of {mode or 'no known mode'}")
         return scale
 
+    def _by_number(self, weights):
+        "Whether each response has its mean, and their number comes in as in no mode."
+        each = [(w / mode_weights(m, "seq-mean-token-mean"))[m] for w, m in weights]
+        one, two = (x.mean().item() for x in each)
+        if not same(each, [x * 0 + x.mean() for x in each], 1e-3) or not one: return
+        if abs(two / one - len(weights[1][1]) / len(weights[0][1])) < 1e-3:
+            self.report.notes.append("the means of the responses are added, not divided by their "
+                                     "number")
+        elif abs(two / one - len(weights[0][1]) / len(weights[1][1])) < 1e-3:
+            self.find("scale", f"the mean over {len(weights[0][1])} responses is multiplied by "
+                               f"{one:.3g}, over {len(weights[1][1])} by {two:.3g}: it is divided "
+                               "by their number twice")
+
     def check_scale(self, scale: float, what: str):
         "Find a factor that no option explains."
         self.facts["scale"] = number(scale)
-        if abs(scale - 1) > 1e-3 and not any(map(self._explains, self._near(scale))):
+        leaks = self.found("mask-leak", "mask-ignored")
+        if abs(scale - 1) > 1e-3 and not leaks and not any(map(self._explains, self._near(scale))):
             self.find("scale", f"the loss is {scale:.4g} times that of {what}")
 
     def _near(self, factor):
