@@ -38,7 +38,9 @@ TESTS = {
     "loop": ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py",
              "language/test_own_task.py"),
     "dpo": ("language/test_dpo.py", "language/test_adapters.py"),
-    "language.rollout": ("language/test_rollout.py", "language/test_own_task.py")}
+    "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"),
+    **{f"identify.{name}": ("test_identify.py",) for name in (
+        "gae", "losses", "policy", "probing")}}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
