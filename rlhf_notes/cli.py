@@ -49,7 +49,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial, reduce
 from operator import or_
@@ -64,7 +63,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError,
 from . import __version__
 from .launch import LANGUAGE, TASKS, config_of, many_seeds, new_training, old_training, versions
 from .training.options import TRACKERS, read_json
-from .training.signals import Lenient, handle_signals
+from .training.signals import Lenient, handle_signals, told_once
 
 
 EVERYDAY = Group("Everyday", sort_key=0)
@@ -80,28 +79,11 @@ def main(
     "Run the command `rlhf-notes`."
     out, err = Lenient(sys.stdout), Lenient(sys.stderr)
     interrupts = handle_signals(signal.default_int_handler)
-    with redirect_stdout(out), redirect_stderr(err), interrupts, _told_once():
+    with redirect_stdout(out), redirect_stderr(err), interrupts, told_once():
         code = _run(argv)
         if out.error is None or isinstance(out.error, BrokenPipeError): return code
         print("rlhf-notes: cannot write to stdout:", out.error.strerror, file=err)
     return code or 1
-
-
-@contextmanager
-def _told_once():
-    "Leave a full disk to the main thread, where TensorBoard raises what its own thread met."
-    show = threading.excepthook
-
-    def other(args):
-        theirs = type(args.thread).__module__.startswith("tensorboard.")
-        if not (theirs and issubclass(args.exc_type, OSError)):
-            show(args)
-
-    threading.excepthook = other
-    try:
-        yield
-    finally:
-        threading.excepthook = show
 
 
 def _run(argv):

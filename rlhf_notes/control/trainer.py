@@ -64,7 +64,9 @@ from ..training.devices import pick_device, usual_defaults
 from ..training.fit import Evaluator, as_hooks, fit
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
-from ..training.signals import FIRST_LINE, check_finite, diverged, end_later, progress_bar
+from ..training.signals import (
+    FIRST_LINE, check_finite, diverged, end_later, progress_bar, told_once,
+)
 
 LONGEST = 10_000  # steps of an episode whose time limit is not known
 HIGH = 0.4  # clip fraction, from which on an update goes too far
@@ -269,7 +271,7 @@ class PPO(Loop):
             hooks.insert(bool(self.evaluator), lambda trainer, row: self._write(run, row))
             def save(): run.save_checkpoint({"ppo": self.state_dict()})
         bar = progress_bar(self.end * c.batch, self.iteration * c.batch, c.env)
-        with end_later():
+        with end_later(), told_once():
             if self.evaluator:
                 self.evaluator.go_on()
             fit(self, bar, c.batch, {"return": "return_mean", "kl": "kl_k3"}, hooks, save)

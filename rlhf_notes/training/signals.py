@@ -8,7 +8,7 @@ A NaN in the loss reaches all weights with the next step. So each training loop 
 before it saves: if one is NaN or infinite, it stops, says where, and leaves the last checkpoint.
 """
 
-__all__ = ['SIGNALS', 'BAR', 'FIRST_LINE', 'stop_on_interrupt', 'end_later', 'handle_signals', 'note', 'diverged', 'check_finite', 'progress_bar',
+__all__ = ['SIGNALS', 'BAR', 'FIRST_LINE', 'stop_on_interrupt', 'end_later', 'handle_signals', 'told_once', 'note', 'diverged', 'check_finite', 'progress_bar',
            'Lenient']
 
 import math
@@ -63,6 +63,23 @@ def end_later():
         yield
     finally:
         _send_again(_WAITING.pop())
+
+
+@contextmanager
+def told_once():
+    "Leave a full disk to the main thread, where TensorBoard raises what its own thread met."
+    show = threading.excepthook
+
+    def other(args):
+        theirs = type(args.thread).__module__.startswith("tensorboard.")
+        if not (theirs and issubclass(args.exc_type, OSError)):
+            show(args)
+
+    threading.excepthook = other
+    try:
+        yield
+    finally:
+        threading.excepthook = show
 
 
 def note(text: str):

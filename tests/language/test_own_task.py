@@ -1038,7 +1038,7 @@ Loop.prompts = share
 found = {}
 for algo, variant in (("ppo", "ppo"), ("grpo", "grpo"), ("rloo", "dapo")):
     t = own(reward=ragged, algo=algo, variant=variant, batch=32, microbatches=2, group=4,
-            kl_coef=0.1, adam_eps=1e-5).learn()
+            kl_coef=0.1, adam_eps=1e-5).learn()  # 1e-8 would make a step of a gradient of 1e-10
     assert t.loop.machine.processes == int(sys.argv[1])
     found[algo] = t.rows, [p.detach() for p in t.policy.parameters()]
 

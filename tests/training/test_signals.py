@@ -17,6 +17,7 @@ from rlhf_notes.training.signals import (
     end_later,
     note,
     stop_on_interrupt,
+    told_once,
 )
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
@@ -191,3 +192,15 @@ def test_no_number_of_a_log_is_nan_or_infinite(bad):
         FloatingPointError, match=f"^stage sft, iteration 5: loss is {bad}; the last checkpoint"):
         check_finite("stage sft, iteration 5", dict(a=1.0, loss=bad, none=None, n=3))
     check_finite("stage sft", dict(a=1.0, b=None, n=3))
+
+
+def test_the_thread_of_a_tracker_leaves_its_error_to_the_main_thread(monkeypatch):
+    seen, kind = [], type("Writer", (threading.Thread,), dict(__module__="tensorboard.writer"))
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    def full(): raise OSError(28, "No space left on device")
+    with told_once():
+        for thread in (kind(target=full), kind(target=lambda: 1 / 0), threading.Thread(target=full)):
+            thread.start()
+            thread.join()
+    assert [x.exc_type for x in seen] == [ZeroDivisionError, OSError]
+    assert threading.excepthook == seen.append
