@@ -199,7 +199,8 @@ def test_the_thread_of_a_tracker_leaves_its_error_to_the_main_thread(monkeypatch
     monkeypatch.setattr(threading, "excepthook", seen.append)
     def full(): raise OSError(28, "No space left on device")
     with told_once():
-        for thread in (kind(target=full), kind(target=lambda: 1 / 0), threading.Thread(target=full)):
+        own = threading.Thread(target=full)
+        for thread in (kind(target=full), kind(target=lambda: 1 / 0), own):
             thread.start()
             thread.join()
     assert [x.exc_type for x in seen] == [ZeroDivisionError, OSError]
