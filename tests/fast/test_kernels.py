@@ -27,8 +27,10 @@ if fast.HAS_TRITON:
     from rlhf_notes.fast import kernels
 inside = pytest.mark.skipif(
     not INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a process of its own")
+outside = pytest.mark.skipif(INTERPRETED, reason="this is that process")
 
 
+@outside
 def test_nothing_of_triton_is_imported_or_used_on_the_cpu():
     code = ("import sys, torch; from rlhf_notes import fast, formulas; assert not "
             "fast.has_kernels(torch.ones(3)); print('triton' in sys.modules)")
@@ -68,7 +70,7 @@ def test_triton_that_cannot_work_is_left_aside_with_one_warning(monkeypatch, rec
 
 
 @triton
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@outside
 def test_kernels_in_the_interpreter():
     p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W",
                         "ignore", __file__], capture_output=True, text=True,
@@ -253,10 +255,28 @@ def test_from_hidden_states():
         torch.testing.assert_close(g.double(), e, atol=1e-5, rtol=1e-4)
 
 
+@pytest.fixture
+def short_blocks(monkeypatch):
+    "Blocks of 32 steps, so that a few steps fill several: an interpreter takes each by itself."
+    tiles = kernels._tiles
+    def short(T, N):
+        grid, sizes = tiles(T, N)
+        return grid, sizes | dict(BLOCK=min(32, sizes["BLOCK"]))
+    monkeypatch.setattr(kernels, "_tiles", short)
+
+
 @inside
-def test_the_scan_equals_the_loop():
+def test_a_long_scan_takes_two_blocks():
+    x, decay = normal(0, (300, 8), torch.float32), torch.full((300, 8), 0.94)
+    assert kernels._tiles(*x.shape)[1]["BLOCK"] == 256
+    torch.testing.assert_close(
+        kernels.scan(x, decay), advantage.accumulate(x, decay), atol=1e-4, rtol=1e-5)
+
+
+@inside
+def test_the_scan_equals_the_loop(short_blocks):
     for T, N, dtypes in ((1, 3, [torch.float32]), (7, 2, [torch.float32]),
-                         (300, 8, [torch.float32, torch.float64])):  # two blocks
+                         (70, 5, [torch.float32, torch.float64])):  # three blocks
         for dtype in dtypes:
             x, decay = (normal(0, (T, N), dtype),
                         torch.full((T, N), 0.94,
@@ -275,8 +295,8 @@ def test_the_scan_equals_the_loop():
 
 
 @inside
-def test_gae_equals_the_formula():
-    for T, N in ((1, 1), (7, 3), (40, 9), (600, 8)):
+def test_gae_equals_the_formula(short_blocks):
+    for T, N in ((1, 1), (7, 3), (40, 9), (75, 8)):
         r, v, nv, terminated, truncated = (*(normal(i, (T, N), torch.float32) for i in range(3)),
                                            random_mask(3, (T, N), 0.05),
                                            random_mask(4, (T, N), 0.05))
@@ -293,12 +313,12 @@ def test_gae_equals_the_formula():
 
 @inside
 @pytest.mark.parametrize("gamma, lam", [(0.9, 0.0), (0.5, 0.5)])
-def test_a_decay_of_0_cuts_and_one_that_underflows_does_not(gamma, lam):
-    "0.25^75 is 0 in float32, but an infinity in the next block of steps still counts."
+def test_a_decay_of_0_cuts_and_one_that_underflows_does_not(gamma, lam, short_blocks):
+    "0.25^75 is 0 in float32, but an infinity some blocks of steps later still counts."
     for bad in (math.inf, -math.inf, math.nan):
-        r, zero = torch.ones(400, 8), torch.zeros(400, 8)
+        r, zero = torch.ones(200, 2), torch.zeros(200, 2)
         end = zero > 0
-        r[390], end[50] = bad, True
+        r[190], end[50] = bad, True
         with fast.off(): plain = advantage.gae(r, zero, zero, end, end, gamma, lam)[0]
         quick = kernels.gae(r, zero, zero, end, end, gamma, lam)
         torch.testing.assert_close(quick, plain, equal_nan=True)

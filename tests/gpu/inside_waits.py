@@ -32,7 +32,7 @@ def waits(f):
 
 def test_rlhf_waits_here_and_nowhere_else():
     training = pipeline.Training(
-        ReviewsConfig(device="cuda", sft_steps=4, labels=64, norm_samples=32, iterations=4,
+        ReviewsConfig(device="cuda", sft_steps=3, labels=24, norm_samples=16, iterations=3,
                       batch=16, eval_responses=16, eval_every=100))
     found = {}
     for name, key in (("sft", "pretraining"), ("reward_model", "reward model"), ("rl", "rl")):
