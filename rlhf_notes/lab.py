@@ -37,6 +37,7 @@ from pathlib import Path
 
 from .exercises import check  # noqa: F401, registers the exercises
 from .exercises.engine import EXERCISES, Exercise, Verdict
+from .identify.calls import TimeIsOver
 from .lessons import NOTEBOOKS
 
 LINE_MINUTES = 2  # to write a line of our solution; an estimate, nobody has been timed
@@ -254,7 +255,8 @@ def _judge(exercise, f):
     with contextlib.redirect_stdout(io.StringIO()):
         verdict = exercise(watched, draw=False)
     def mark(mistake): return Mark(exercise.name, 0, mistake, verdict.text)
-    if any(isinstance(e, TimeoutError) for e in watched.errors): return mark("endless")
+    stops = TimeIsOver, TimeoutError
+    if any(isinstance(e, stops) for e in watched.errors): return mark("endless")
     if watched.borrows: return mark("borrowed")
     if verdict: return Mark(exercise.name, 1, "", verdict.text)
     return mark(verdict.mistake or ("crash" if watched.errors else "wrong"))

@@ -1,6 +1,7 @@
 """A function of someone else, called with tensors by what its parameters mean."""
 
-__all__ = ["LIMIT", "time_limit", "quiet", "result_tensors", "same", "Subject", "Unreadable"]
+__all__ = ["LIMIT", "TimeIsOver", "time_limit", "quiet", "result_tensors", "same", "Subject",
+           "Unreadable"]
 
 import contextlib
 import inspect
@@ -24,7 +25,7 @@ class Unreadable(ValueError):
 LIMIT = 10.0  # seconds
 
 
-class _TimeIsOver(BaseException):
+class TimeIsOver(BaseException):
     "No `except Exception` keeps it."
 
 
@@ -35,12 +36,12 @@ def time_limit(seconds: float):  # from now on
     if not hasattr(signal, "setitimer") or not is_main:
         yield
         return
-    def stop(*_): raise _TimeIsOver
+    def stop(*_): raise TimeIsOver
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
-    except _TimeIsOver:
+    except TimeIsOver:
         raise TimeoutError(f"no result after {seconds:g} s; is there an endless loop?") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
