@@ -57,8 +57,8 @@ def new_training(task: str, options: dict, out: Path | None=None, overwrite: boo
     """Begin a run directory: the function that trains and returns the exit code; `own` has prompts,
     a file, and reward, module:function or a reward model. ValueError if it cannot begin here."""
     from rlhf_notes.training.runs import Run
-    options = _with_recipe(task, options)
     with _same_directory():
+        options = _with_recipe(task, options)
         config, train, is_main = _trainer(task, options, **own)
     about = {"task": task, "algo": "ppo", **asdict(config), **own, "track": track,
              "versions": versions()}
@@ -259,10 +259,10 @@ def many_seeds(task: str, options: dict, out: Path | None=None, overwrite: bool=
     """Train with `count` seeds, from that in the options on, one after the other: the function that
     trains. ValueError if that cannot begin here."""
     from rlhf_notes.training.runs import Run
-    options = _with_recipe(task, options)
     out, first = out or Path("runs", f"{task}-seeds"), options.get("seed", 0)
-    config_of(task, options.get("algo"))(**{**options, "seed": first + count - 1})
     with _same_directory():
+        options = _with_recipe(task, options)
+        config_of(task, options.get("algo"))(**{**options, "seed": first + count - 1})
         _trainer(task, options)
     Run.check(out, overwrite)
     for seed in range(first, first + count):

@@ -26,6 +26,7 @@ from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
 QUICK = ["--steps", "1024", "--num-envs", "4", "--epochs", "1"]                  # eight iterations
+SHORT = [*QUICK, "--num-steps", "32", "--eval-episodes", "2"]
 TINY = ["--sft-steps", "3", "--sft-batch", "8", "--labels", "16", "--norm-samples", "16",
         "--iterations", "2", "--batch", "16", "--eval-responses", "8", "--device", "cpu"]
 
@@ -742,7 +743,7 @@ def test_a_module_that_a_run_names_is_imported_by_ones_own_word_alone(
     tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.py").write_text(WALK.format("Mine"))
-    line = ["train", "--env", "mine:Mine-v0", *QUICK, "--eval-episodes", "2", "--out", "run"]
+    line = ["train", "--env", "mine:Mine-v0", *SHORT, "--out", "run"]
     assert cli.main(line) == 0
     del sys.modules["mine"], gym.registry["Mine-v0"]
     for given in ([], ["--env", "CartPole-v1"]):
@@ -758,7 +759,7 @@ def test_a_module_that_a_run_names_is_imported_by_ones_own_word_alone(
 def test_an_environment_that_changes_the_directory(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "roams.py").write_text(WALK.format("Roams"))
-    line = ["train", "--env", "roams:Roams-v0", *QUICK, "--eval-episodes", "2", "--seeds", "2"]
+    line = ["train", "--env", "roams:Roams-v0", *SHORT, "--seeds", "2"]
     assert cli.main([*line, "--out", "runs"]) == 0 and Path.cwd() == tmp_path
     assert {"ppo.pt", "curve.svg", "summary.json"} < {
         p.name for p in (tmp_path / "runs/seed1").iterdir()}
@@ -824,6 +825,6 @@ def test_an_environment_from_the_directory_one_stands_in(tmp_path, monkeypatch):
         "import gymnasium as gym\ngym.register('Walk-v0', "
         "'gymnasium.envs.classic_control:PendulumEnv', " "max_episode_steps=9)")
     command = [str(Path(sys.executable).with_name("rlhf-notes")), "train", "--env",
-               "walk_env:Walk-v0", *QUICK, "--eval-episodes", "2", "--out", "run"]
+               "walk_env:Walk-v0", *SHORT, "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -376,10 +376,12 @@ def identify(env, env_kwargs: dict | None = None) -> tuple:
 
 
 def is_continuous(env, env_kwargs: dict | None = None) -> bool:  # as `identify` gives it
-    "True if its actions are of `Box`; by its name, one is made to see."
-    if not isinstance(env, str): return isinstance(env.action_space, gym.spaces.Box)
+    "True if its actions are of `Box`, and no whole numbers; by its name, one is made to see."
+    if not isinstance(env, str):
+        space = env.action_space
+        return isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
     with _naming(env), closing(make_one(env, env_kwargs or {})) as one:
-        return isinstance(one.action_space, gym.spaces.Box)
+        return is_continuous(one)
 
 
 # arguments that change no task; the time limit is looked at apart
