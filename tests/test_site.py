@@ -490,7 +490,7 @@ def test_a_docstring_leads_to_its_page(built):
 
 def test_a_page_for_programs_leads_to_others(built):
     for page in built.rglob("*.html.md"):
-        text = re.sub(r"```python.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+        text = re.sub(r"(````?)python.*?\1", "", page.read_text(encoding="utf-8"), flags=re.S)
         links = re.findall(r"\]\(([^()\s:#]+\.(?:ipynb|html\.md))", text)
         assert not [x for x in links if not (page.parent / x).exists()], page.name
 

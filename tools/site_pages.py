@@ -416,7 +416,8 @@ def as_markdown(page):
             f"\n\n```text\n{s.rstrip()}\n```" for s in said if s.strip())
     cells = [cell(c) for c in page.nb.cells
              if not {"hide", "default_exp"} & directives(c.source).keys()]
-    if page.is_module: cells.append(f"```python\n{page.path.read_text(encoding='utf-8')}```")
+    if page.is_module:  # four, since its docstring may hold code between three
+        cells.append(f"````python\n{page.path.read_text(encoding='utf-8')}````")
     return "\n\n".join(cells) + "\n"
 
 
