@@ -969,8 +969,10 @@ def interrupt_after(monkeypatch, iteration, error=None):
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
 def test_a_signal_that_ends_the_program_leaves_a_run_that_goes_on(tmp_path, number):
     "The class writes all that the command would, then ends as who sent the signal expects."
-    code = ("import sys; from rlhf_notes import PPO; PPO('CartPole-v1', steps=200 * 128, "
-            "num_envs=4, num_steps=32, epochs=1, seed=2, out='cut').learn(); print('went on')")
+    code = ("import signal; from rlhf_notes import PPO; "
+            f"signal.signal(signal.{number}, signal.SIG_DFL); "  # nohup leaves SIGHUP ignored
+            "PPO('CartPole-v1', steps=200 * 128, num_envs=4, num_steps=32, epochs=1, seed=2, "
+            "out='cut').learn(); print('went on')")
     p = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "cut" / "metrics.csv"

@@ -883,7 +883,8 @@ def test_what_is_not_scored_counts_nowhere(algo, variant):
             r = before(*args)
             bad = ~r.is_scored
             assert bad.tolist() == [i % 4 == 3 for i in range(16)]
-            for x in (r.scores, r.logp, r.logp_ref, r.values): x[bad] += garbage
+            for x in (r.scores, r.logp, r.logp_ref, r.values):
+                if x is not None: x[bad] += garbage
             return r
         t.loop.collect = collect
         return t.learn()

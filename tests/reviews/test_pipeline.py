@@ -104,7 +104,8 @@ for i, options in enumerate({cases!r}):
     else: torch.save(dict(weights=T.weights(t), row=row), {path!r} + f"/other{{i}}.pt")
 P.Run.save_figure = lambda *args, **how: None
 training = P.Training(replace(T.TINY, model={model!r}, iterations=2))
-run = P.Run.create({path!r} + "/run", dict(task="rlhf")) if p.is_main_process else None
+about = dict(task="rlhf", **vars(training.config))
+run = P.Run.create({path!r} + "/run", about) if p.is_main_process else None
 _, rows, summary = P.train(training, run)
 assert summary["true_score"] is not None
 same = p.gather(torch.tensor([rows[-1]["kl_k1"]]))
