@@ -83,7 +83,7 @@ const plain = (text) => text.replace(/\r\n/g, "\n").replace(HIDDEN, (c) => c ===
 // Blue where a number is above 0, orange below, the stronger the further, up to `most`.
 function shade(x, most) {
   if (!x || !most) return "";
-  return `background: color-mix(in srgb, var(--${x > 0 ? "first" : "second"}) ${Math.round(Math.min(1, Math.abs(x) / most) * 55) + 5}%, transparent)`;
+  return `background: color-mix(in srgb, var(--${x > 0 ? "first" : "second"}) ${Math.round(Math.min(1, Math.abs(x) / most) * 40) + 5}%, transparent)`;
 }
 
 // A response token by token. `look(t)` gives {value, most, kind, label} of one; the arrow keys go from one to the next, `choose(t)` hears of it.
