@@ -57,6 +57,14 @@ def resume(run, jobs, args, columns, seconds):
         write(args.out, columns, rows)
 
 
+def names_of(notebook, *cells, **space):
+    "What cells of a notebook define, run in this order, in a space that holds the other names."
+    from fastcore.nbio import read_nb
+    sources = {cell.id: cell.source for cell in read_nb(notebook).cells}
+    for cell in cells: exec(sources[cell], space)
+    return space
+
+
 def by_seed(study, args, columns):
     "The rows of study(seed), the seed first, for each seed that has none; written seed by seed."
     import torch

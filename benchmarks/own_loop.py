@@ -13,22 +13,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from fastcore.nbio import read_nb
-from jobs import RESULTS, by_seed, options, text
+from jobs import RESULTS, by_seed, names_of, options, text
 from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 BRIDGES = RESULTS.parents[1] / "bridges"
 COLUMNS = "seed", "responses", "shared", "own"
 SIZES = 4, 8, 16, 64
-
-
-def page():
-    "The names of the page's cells."
-    cells = {cell.id: cell.source for cell in read_nb(BRIDGES / "own_loop.ipynb").cells}
-    space = {}
-    for name in ("imports", "world", "loop"): exec(cells[name], space)
-    return space
 
 
 def gradient(space, model, batch):
@@ -57,7 +48,8 @@ def differences(space, seed, rows):
 def process(rank, address, seed, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    found = [differences(page(), seed, rows) for rows in SIZES]
+    space = names_of(BRIDGES / "own_loop.ipynb", "imports", "world", "loop")
+    found = [differences(space, seed, rows) for rows in SIZES]
     if rank == 0: torch.save(found, out)
     dist.destroy_process_group()
 

@@ -10,8 +10,7 @@ that was stopped goes on with the first seed that is missing.
 """
 from statistics import mean
 
-from fastcore.nbio import read_nb
-from jobs import RESULTS, by_seed, options, text
+from jobs import RESULTS, by_seed, names_of, options, text
 
 from rlhf_notes.studies.checkable import measure
 
@@ -20,17 +19,9 @@ LOGGED = "score", "entropy", "clip_fraction"
 COLUMNS = "seed", "clip", "iteration", *LOGGED, "pass_1", "pass_8"
 
 
-def page():
-    "The names of the page's cells."
-    cells = {cell.id: cell.source for cell in read_nb(RESULTS.parent / "own_variant.ipynb").cells}
-    space = {}
-    for name in ("imports", "variant", "train"): exec(cells[name], space)
-    return space
-
-
 def study(seed):
     "Yield the rows of a seed."
-    space = page()
+    space = names_of(RESULTS.parent / "own_variant.ipynb", "imports", "variant", "train")
     lm = space["pretrain"](space["train"], seed)
     for name, variant in CLIPS.items():
         trainer = space["trainer"](lm, variant, seed).learn()

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-from fastcore.nbio import read_nb
 from gymnasium.spaces import Box, Discrete
-from jobs import options, text, write
+from jobs import names_of, options, text, write
 
 from rlhf_notes import PPO
 from rlhf_notes.training.devices import THREADS
@@ -25,10 +24,8 @@ COLUMNS = "seed", "steps", "seconds", "greedy", "sampled"
 
 def catch():
     "The environment, from its cell."
-    cells = read_nb(CONTROL / "47_own_environment.ipynb").cells
-    space = dict(gym=gym, np=np, Box=Box, Discrete=Discrete)
-    exec(next(cell.source for cell in cells if cell.id == "catch"), space)
-    return space["Catch"]
+    return names_of(CONTROL / "47_own_environment.ipynb", "catch",
+                    gym=gym, np=np, Box=Box, Discrete=Discrete)["Catch"]
 
 
 def run(env, seed):

@@ -11,8 +11,7 @@ of nbs/formulas/50_credit.ipynb. A run that was stopped goes on with the first s
 """
 from functools import partial
 
-from fastcore.nbio import read_nb
-from jobs import RESULTS, by_seed, options, text
+from jobs import RESULTS, by_seed, names_of, options, text
 
 from rlhf_notes.language.rollout import turn_advantages
 
@@ -21,17 +20,9 @@ COLUMNS = "seed", "advantage", "iteration", "score", "asked"
 WAYS = "leave-one-out", "by index", "dialogue"
 
 
-def lesson():
-    "The names of the lesson's world, from its cells."
-    cells = {cell.id: cell.source for cell in read_nb(FORMULAS / "50_credit.ipynb").cells}
-    space = {}
-    for name in ("imports", "by-index", "world"): exec(cells[name], space)
-    return space
-
-
 def study(seed):
     "Yield the rows of a seed."
-    space = lesson()
+    space = names_of(FORMULAS / "50_credit.ipynb", "imports", "by-index", "world")
     for name in WAYS:
         trainer = space["world"](seed, turn_credit=None if name == "dialogue" else "leave-one-out")
         if name == "by index":

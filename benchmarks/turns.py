@@ -6,24 +6,15 @@ Appends to nbs/hub/results/turns.csv: for ten seeds and each environment of the 
 says "higher" or "lower" and one that says "no", the score of every iteration. The game is that of
 nbs/hub/turns.ipynb. A run that was stopped goes on with the first seed that is missing.
 """
-from fastcore.nbio import read_nb
-from jobs import RESULTS, by_seed, options, text
+from jobs import RESULTS, by_seed, names_of, options, text
 
 HUB = RESULTS.parents[1] / "hub"
 COLUMNS = "seed", "environment", "iteration", "score"
 
 
-def lesson():
-    "The names of the lesson's game, from its cells."
-    cells = {cell.id: cell.source for cell in read_nb(HUB / "turns.ipynb").cells}
-    space = {}
-    for name in ("imports", "game"): exec(cells[name], space)
-    return space
-
-
 def study(seed):
     "Yield the rows of a seed."
-    space = lesson()
+    space = names_of(HUB / "turns.ipynb", "imports", "game")
     for name in ("told", "untold"):
         trainer = space["game"](seed, space[name]).learn()
         for row in trainer.rows:
