@@ -29,7 +29,7 @@ from numbers import Real
 from pathlib import Path
 from textwrap import shorten
 
-from .control.config import PendulumConfig, PPOConfig, continuous, recipe
+from .control.config import PendulumConfig, PPOConfig, recipe
 from .hub.config import OwnRunConfig
 from .language.config import LoopConfig, check_variant
 from .reviews.config import ReviewsConfig, ReviewsDPOConfig
@@ -70,12 +70,10 @@ def new_training(task: str, options: dict, out: Path | None=None, overwrite: boo
 def _with_recipe(task, options):
     "The options, and those that the environment's recipe adds, which are printed."
     if task != "train": return options
+    from rlhf_notes.control.envs import usual_options
     env = options.get("env", "CartPole-v1")
-    found, whose = recipe(env), f"the recipe of {env}"
-    if not found:
-        from rlhf_notes.control.envs import is_continuous
-        if is_continuous(env, options.get("env_kwargs")):
-            found, whose = continuous(options.get("num_envs", 1)), "the defaults of Box actions"
+    whose = f"the recipe of {env}" if recipe(env) else "the defaults of Box actions"
+    found = usual_options(env, env, options)
     added = {name: x for name, x in found.items() if name not in options}
     if added:
         told = ", ".join(f"{name}={x}" for name, x in added.items())

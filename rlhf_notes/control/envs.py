@@ -38,7 +38,7 @@ threads of a C++ program; Brax and Gymnax thousands of environments at once on a
 """
 
 __all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'make_envs', 'close_envs', 'make_one', 'reset',
-           'tells_episodes', 'told_episodes', 'copy_env', 'find_spec', 'env_name', 'identify', 'is_continuous',
+           'tells_episodes', 'told_episodes', 'copy_env', 'find_spec', 'env_name', 'identify', 'is_continuous', 'usual_options',
            'same_task', 'wrappers_of', 'wrapper_names', 'threshold', 'autoreset_mode']
 
 import inspect
@@ -60,6 +60,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from ..checks import checked
+from .config import continuous, recipe
 from .spaces import parts, read_mask, remedy, row_maker
 
 
@@ -382,6 +383,13 @@ def is_continuous(env, env_kwargs: dict | None = None) -> bool:  # as `identify`
         return isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
     with _naming(env), closing(make_one(env, env_kwargs or {})) as one:
         return is_continuous(one)
+
+
+def usual_options(name: str, env, options: dict) -> dict:  # option -> value
+    "Those of the name's recipe, or else of `continuous`, where the actions of `env` are numbers."
+    found = recipe(name)
+    if found or not is_continuous(env, options.get("env_kwargs")): return found
+    return continuous(options.get("num_envs", 1))
 
 
 # arguments that change no task; the time limit is looked at apart

@@ -22,7 +22,7 @@ from gymnasium.envs.registration import EnvSpec
 from .. import __version__
 from ..checks import checked
 from . import plots
-from .config import PPOConfig, continuous, recipe
+from .config import PPOConfig, recipe
 from rlhf_notes.control.envs import (
     NORMALIZERS,
     autoreset_mode,
@@ -30,10 +30,10 @@ from rlhf_notes.control.envs import (
     copy_env,
     env_name,
     identify,
-    is_continuous,
     make_envs,
     reset,
     same_task,
+    usual_options,
     tells_episodes,
     threshold,
     told_episodes,
@@ -121,9 +121,8 @@ class PPO(Loop):
         options, self.own = split_options(options)
         self.env, self._make, self._envs, self._spare = env, make, None, None
         self.threshold = threshold(self.spec) if same_units else None
-        found = recipe(self.spec.id)
-        if not found and spaces is None and is_continuous(make, options.get("env_kwargs")):
-            found = continuous(options.get("num_envs", 1))
+        found = (recipe(self.spec.id) if spaces else
+                 usual_options(self.spec.id, make, options))
         self.config = c = PPOConfig(**{**found, "env": name, **options})
         self.spaces = spaces or spaces_of(self.envs)
         if "stagger" in found.keys() - options and spaces is None and not can_stagger(self.envs):
