@@ -37,10 +37,11 @@ from training itself, or from an environment or a reward of your own, keeps its 
 which a line says how to continue.
 """
 
-__all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'CONVERTERS', 'Out', 'Overwrite', 'Resume', 'Trust', 'Prompts',
-           'Reward', 'Directory', 'FEW', 'Few', 'Whole', 'Seeds', 'Track', 'Chat', 'From', 'Named', 'BenchTask', 'main',
-           'options_of', 'training', 'command', 'demo', 'generate', 'aligned', 'compare', 'bench', 'doctor',
-           'view', 'identify']
+__all__ = ['EVERYDAY', 'app', 'SECTIONS', 'GROUPS', 'ALIASES', 'CONVERTERS', 'Out', 'Overwrite',
+           'Resume', 'Trust', 'Prompts', 'Reward', 'Directory', 'FEW', 'Few', 'Whole', 'Seeds',
+           'Track', 'Chat', 'From', 'Named', 'BenchTask', 'main', 'options_of', 'training',
+           'command', 'demo', 'generate', 'aligned', 'compare', 'bench', 'doctor', 'view',
+           'identify']
 
 import errno
 import inspect

@@ -5,12 +5,15 @@ rlhf-notes view RUN                 # writes RUN/view.html
 rlhf-notes view LOG --out FILE.html
 ```
 
-| RUN or LOG | what the page shows |
-|---|---|
-| a run of `rlhf-notes rlhf` | each token with log pi of sampler, policy and reference, ratio, advantage, its weight in the gradient, clipped or not, by the variant that is chosen in the page; curves over the iterations |
-| a run of an earlier version | the texts in its `samples.csv` |
-| what TRL writes with `log_completions=True`: a file of `completions`, or the directory of the training | texts, rewards, advantages; turns told apart |
-| JSON lines of verl (`trainer.rollout_data_dir`): a file, or the directory | texts and scores |
+What the page shows of a RUN or a LOG:
+
+- of a run of `rlhf-notes rlhf`, each token with log pi of sampler, policy and reference, ratio,
+  advantage, its weight in the gradient, clipped or not, by the variant that is chosen in the page;
+  and curves over the iterations
+- of a run of an earlier version, the texts in its `samples.csv`
+- of what TRL writes with `log_completions=True` (a file of `completions`, or the directory of the
+  training), texts, rewards, advantages, and turns told apart
+- of JSON lines of verl (`trainer.rollout_data_dir`: a file, or the directory), texts and scores
 
 A trainer in memory has the same page: `RLHF(...).learn().view("run.html")`, and in a notebook
 `rlhf.view()` alone. The policy's log-probabilities are those after the update of the iteration;

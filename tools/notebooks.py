@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from configparser import ConfigParser
 from functools import cache
@@ -156,9 +157,20 @@ def readme(root=ROOT):
             + "\n", figures)
 
 
+def narrow(source):
+    "A module whose `__all__` has lines of 100 characters; and no list of all others' first lines."
+    def wrapped(m):
+        return "\n".join(textwrap.wrap(" ".join(m[0].split()), 100, subsequent_indent=" " * 11))
+    source = re.sub(r"^__all__ = \[[^]]*\]$", wrapped, source, flags=re.M)
+    return re.sub(r'\n\nModules:\n(\n- `rlhf_notes.*)+"""', '\n"""', source)
+
+
 def export(root=ROOT):
     "Make the modules and the README anew: `nbdev-export`, and the index as Markdown."
     subprocess.run([BIN / "nbdev-export"], cwd=root, check=True)
+    for path in (root / "rlhf_notes").rglob("*.py"):
+        if (narrowed := narrow(source := path.read_text(encoding="utf-8"))) != source:
+            path.write_text(narrowed, encoding="utf-8")
     text, figures = readme(root)
     (root / "README.md").write_text(text, encoding="utf-8")
     (root / "nbs" / "images").mkdir(exist_ok=True)

@@ -37,9 +37,10 @@ in processes (`SubprocVecEnv`) and resets in the same step; CleanRL uses `SyncVe
 threads of a C++ program; Brax and Gymnax thousands of environments at once on a GPU.
 """
 
-__all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'make_envs', 'close_envs', 'make_one', 'reset',
-           'tells_episodes', 'told_episodes', 'copy_env', 'find_spec', 'env_name', 'identify', 'is_continuous', 'usual_options',
-           'same_task', 'wrappers_of', 'wrapper_names', 'threshold', 'autoreset_mode']
+__all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'make_envs', 'close_envs', 'make_one',
+           'reset', 'tells_episodes', 'told_episodes', 'copy_env', 'find_spec', 'env_name',
+           'identify', 'is_continuous', 'usual_options', 'same_task', 'wrappers_of',
+           'wrapper_names', 'threshold', 'autoreset_mode']
 
 import inspect
 import os

@@ -22,7 +22,9 @@ each entry of a dict, and masks in its contrib package; CleanRL has a script of 
 pictures and one for masks; RLlib flattens dicts and takes masks from an entry of the observation.
 """
 
-__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'picture_is_last', 'scale_of', 'byte_scale', 'mask_shape', 'read_mask', 'as_batch', 'space_to_numbers', 'space_from_numbers', 'same_space']
+__all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'picture_is_last', 'scale_of',
+           'byte_scale', 'mask_shape', 'read_mask', 'as_batch', 'space_to_numbers',
+           'space_from_numbers', 'same_space']
 
 import math
 

@@ -4,7 +4,8 @@
 the command runs.
 """
 
-__all__ = ['LONGEST', 'HIGH', 'LARGE', 'SCORES', 'PPO', 'spaces_of', 'episode_returns', 'finish', 'train']
+__all__ = ['LONGEST', 'HIGH', 'LARGE', 'SCORES', 'PPO', 'spaces_of', 'episode_returns', 'finish',
+           'train']
 
 import math
 import time

@@ -3,8 +3,8 @@
 `x` are values, `m` a mask, `r` a ratio, `A` an advantage.
 """
 
-__all__ = ['NAN', 'INF', 'vec', 'flags', 'normal', 'keep', 'mean', 'row_means', 'over_rows', 'variance', 'clip', 'always_clipped',
-           'pessimistic', 'k3', 'curves', 'steps']
+__all__ = ['NAN', 'INF', 'vec', 'flags', 'normal', 'keep', 'mean', 'row_means', 'over_rows',
+           'variance', 'clip', 'always_clipped', 'pessimistic', 'k3', 'curves', 'steps']
 
 import math
 

@@ -4,8 +4,8 @@ A call that takes more than ten seconds is stopped. Two functions are the same f
 outcomes agree on all inputs: a thousandth is a mistake, a hundred-thousandth is not.
 """
 
-__all__ = ['LIMIT', 'RTOL', 'ATOL', 'Outcome', 'attempt', 'weights', 'time_limit', 'alike', 'close', 'each_close', 'kind_of',
-           'show', 'difference']
+__all__ = ['LIMIT', 'RTOL', 'ATOL', 'Outcome', 'attempt', 'weights', 'time_limit', 'alike', 'close',
+           'each_close', 'kind_of', 'show', 'difference']
 
 from copy import deepcopy
 from dataclasses import dataclass

@@ -18,8 +18,9 @@ of lesson 02. The door opens from two thousand logits on; up to 131,072 logits i
 2048, PyTorch's operations compute the gradient above.
 """
 
-__all__ = ['LARGE', 'FEW', 'SMALL', 'forward', 'backward', 'four_of', 'rows', 'new_like', 'gradient', 'usable', 'check_inplace',
-           'log_softmax', 'is_small', 'log_prob', 'entropy', 'log_prob_and_entropy', 'draw']
+__all__ = ['LARGE', 'FEW', 'SMALL', 'forward', 'backward', 'four_of', 'rows', 'new_like',
+           'gradient', 'usable', 'check_inplace', 'log_softmax', 'is_small', 'log_prob', 'entropy',
+           'log_prob_and_entropy', 'draw']
 
 from importlib import import_module
 

@@ -47,7 +47,9 @@ have the same, and as text otherwise.
 | many scripts set `trust_remote_code=True`, which runs whatever a repository holds | never set |
 """
 
-__all__ = ['load_model', 'Classifier', 'other_tokens', 'as_text', 'check_tokens', 'quiet_transformers', 'check_trainable', 'add_lora', 'pad_outside', 'end_tokens', 'warn_of_turns_without_end', 'check_model']
+__all__ = ['load_model', 'Classifier', 'other_tokens', 'as_text', 'check_tokens',
+           'quiet_transformers', 'check_trainable', 'add_lora', 'pad_outside', 'end_tokens',
+           'warn_of_turns_without_end', 'check_model']
 
 import copy
 import functools

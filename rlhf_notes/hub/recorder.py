@@ -6,7 +6,8 @@ the numbers of the rollout. It keeps about `TOKENS` tokens, and one in `SHARE` o
 sampled, spread evenly over the iterations; of long responses it keeps fewer iterations.
 """
 
-__all__ = ['FILE', 'TOKENS', 'SHARE', 'ITERATIONS', 'LONGEST', 'pieces', 'Recorder', 'write_records']
+__all__ = ['FILE', 'TOKENS', 'SHARE', 'ITERATIONS', 'LONGEST', 'pieces', 'Recorder',
+           'write_records']
 
 import json
 import math

@@ -15,7 +15,8 @@ An exception ends the training, None leaves a response out. Several rewards come
 weights or without; a directory or a name is that of a reward model.
 """
 
-__all__ = ['TEXTS', 'STARRED', 'fresh', 'bind', 'begin', 'called', 'call_rewards', 'reward_functions']
+__all__ = ['TEXTS', 'STARRED', 'fresh', 'bind', 'begin', 'called', 'call_rewards',
+           'reward_functions']
 
 import asyncio
 import copy

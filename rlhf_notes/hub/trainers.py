@@ -31,7 +31,8 @@ or the list with one message of the assistant that datasets of chats have there;
 `rlhf_notes.hub.pairs` makes tokens of them.
 """
 
-__all__ = ['GREEDY', 'Trainer', 'task_of', 'save_policy', 'unscored', 'own_advantage', 'RLHF', 'DPO']
+__all__ = ['GREEDY', 'Trainer', 'task_of', 'save_policy', 'unscored', 'own_advantage', 'RLHF',
+           'DPO']
 
 import json
 from dataclasses import asdict

@@ -1,7 +1,6 @@
 """Reads in four steps: probe the function in its dialect, measure, read off, report."""
 
-__all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "edges", "read_eps", "Reader",
-           "Losses"]
+__all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "edges", "read_eps", "Reader", "Losses"]
 
 import re
 

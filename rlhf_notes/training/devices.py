@@ -12,8 +12,8 @@ a training, by `learn`; a single `iterate()` computes with those of its caller. 
 overlap: the first one saves what it finds, and the last one restores it.
 """
 
-__all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'SMALL', 'pick_device', 'to_device', 'make_accelerator', 'process_device',
-           'stopped_anywhere', 'Setting', 'usual_defaults']
+__all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'SMALL', 'pick_device', 'to_device',
+           'make_accelerator', 'process_device', 'stopped_anywhere', 'Setting', 'usual_defaults']
 
 import os
 import re

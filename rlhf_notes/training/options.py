@@ -7,8 +7,10 @@ are taken. An error has one line per fault: the option, what came, what was expe
 unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
 """
 
-__all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number', 'Positive', 'Temperature',
-           'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES', 'TRACKERS', 'Only', 'config_class', 'plain_errors', 'our_names', 'read_json', 'read_options', 'versions']
+__all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number',
+           'Positive', 'Temperature', 'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES',
+           'TRACKERS', 'Only', 'config_class', 'plain_errors', 'our_names', 'read_json',
+           'read_options', 'versions']
 
 import functools
 import inspect

@@ -29,8 +29,8 @@ written after the checkpoint are dropped, in TensorBoard too.
 `--track` adds TensorBoard (the default), Weights & Biases or Trackio, by way of Accelerate.
 """
 
-__all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'SUMS', 'write_sums', 'check_sums',
-           'write_table', 'Run']
+__all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'SUMS',
+           'write_sums', 'check_sums', 'write_table', 'Run']
 
 import csv
 import io

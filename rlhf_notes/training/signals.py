@@ -8,8 +8,8 @@ A NaN in the loss reaches all weights with the next step. So each training loop 
 before it saves: if one is NaN or infinite, it stops, says where, and leaves the last checkpoint.
 """
 
-__all__ = ['SIGNALS', 'BAR', 'FIRST_LINE', 'stop_on_interrupt', 'end_later', 'handle_signals', 'told_once', 'note', 'diverged', 'check_finite', 'progress_bar',
-           'Lenient']
+__all__ = ['SIGNALS', 'BAR', 'FIRST_LINE', 'stop_on_interrupt', 'end_later', 'handle_signals',
+           'told_once', 'note', 'diverged', 'check_finite', 'progress_bar', 'Lenient']
 
 import math
 import os
