@@ -10,12 +10,13 @@ Rows that are there are not made again. `nbs/studies/48_staleness.ipynb` says wh
 from functools import lru_cache
 
 import torch
-from jobs import RESULTS, options, resume, text
+from jobs import RESULTS, names_of, options, resume, text
 
 from rlhf_notes.studies.checkable import make_questions, measure, pretrain
-from rlhf_notes.studies.staleness import CORRECTIONS, stale_rlhf
 
-ITERATIONS = 60
+LESSON = names_of(RESULTS.parent / "48_staleness.ipynb", "imports", "corrections", "samplers",
+                  "stale-loop", "stale-rlhf")
+CORRECTIONS, ITERATIONS = LESSON["CORRECTIONS"], 60
 RUNS = [
     *(("float32", age, "nothing") for age in (0, 2, 4)),
     *(("float32", age, name) for age in (8, 16) for name in CORRECTIONS),
@@ -35,7 +36,8 @@ def started(seed):
 def run(seed, sampler, age, name):
     torch.set_num_threads(1)
     train, held_out, lm = started(seed)
-    trainer = stale_rlhf(lm, train, name, age, sampler, seed=seed, iterations=ITERATIONS)
+    trainer = LESSON["stale_rlhf"](lm, train, name, age, sampler, seed=seed,
+                                   iterations=ITERATIONS)
     rows = trainer.learn().rows
     def mean(column, part): return sum(row[column] for row in part) / len(part)
     found = measure(trainer, held_out)[0]

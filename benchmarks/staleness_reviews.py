@@ -12,13 +12,15 @@ model and a reward model of its own. Rows that are there are not made again.
 from functools import lru_cache
 
 import torch
-from jobs import RESULTS, options, resume, text
+from jobs import RESULTS, names_of, options, resume, text
 
 from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
-from rlhf_notes.studies.staleness import CORRECTIONS, stale_reviews
 from rlhf_notes.studies.variants import prepare
 
+LESSON = names_of(RESULTS.parent / "48_staleness.ipynb", "imports", "corrections", "samplers",
+                  "stale-loop", "stale-reviews")
+CORRECTIONS, stale_reviews = LESSON["CORRECTIONS"], LESSON["stale_reviews"]
 RUNS = [*((age, "nothing") for age in (0, 2, 4, 8)), *((16, name) for name in CORRECTIONS)]
 COLUMNS = ("seed", "age", "correction", "proxy", "true", "valid", "win", "kl_pretrained", "score",
            "kl")

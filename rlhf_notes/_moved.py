@@ -45,8 +45,7 @@ PLACES = {
     "rlhf_notes.language.model.adapter_off": "rlhf_notes.language.model.as_reference",
     "rlhf_notes.language.scale": "rlhf_notes.language.machine",
     "rlhf_notes.studies.checkable.CheckableRLHF": "rlhf_notes.studies.checkable.checkable_rlhf",
-    "rlhf_notes.studies.staleness.StaleLoop": "rlhf_notes.studies.staleness.Stale",
-    "rlhf_notes.studies.staleness.StaleRLHF": "rlhf_notes.studies.staleness.stale_rlhf",
+    "rlhf_notes.studies.staleness": "the cells of nbs/studies/48_staleness.ipynb",
 }
 
 

@@ -4,21 +4,19 @@ import math
 import pytest
 import staleness_reviews
 import torch
+from cells import names_of
 
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.language.sampling import sample
 from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.checkable import make_questions, pretrain
-from rlhf_notes.studies.staleness import (
-    CORRECTIONS,
-    SAMPLERS,
-    gradient_error,
-    stale_reviews,
-    stale_rlhf,
-)
 from rlhf_notes.studies.variants import measure, prepare
 
+LESSON = names_of("studies/48_staleness", "imports", "corrections", "samplers",
+                  "stale-loop", "stale-rlhf", "stale-reviews", "gradient-error")
+CORRECTIONS, SAMPLERS, gradient_error, stale_reviews, stale_rlhf = (LESSON[name] for name in (
+    "CORRECTIONS", "SAMPLERS", "gradient_error", "stale_reviews", "stale_rlhf"))
 SMALL = dict(batch=16, iterations=4, minibatches=2, seed=1)
 TINY = dict(sft_steps=4, sft_batch=8, labels=16, norm_samples=16, batch=16, eval_responses=12)
 ONE = torch.ones(1, 3, dtype=torch.bool)
