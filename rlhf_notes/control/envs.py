@@ -61,10 +61,13 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from ..checks import checked
+from ..training.devices import settings_kept
+from ..training.options import error_text, text_of
 from .config import continuous, recipe
 from .spaces import parts, read_mask, remedy, row_maker
 
 
+@settings_kept()
 @checked(num_envs="int [1, inf)", vectorization=("auto", "sync", "async"))
 def make_envs(
     env,  # a name such as "CartPole-v1", a function that makes one, an environment, a VectorEnv
@@ -163,14 +166,14 @@ class _Single(gym.Wrapper):
         try:
             return call(*args, **kwargs)
         except (Exception, SystemExit) as e:
-            raise RuntimeError(f"the environment's {name} raised {_say(e)}") from e
+            raise RuntimeError(f"the environment's {name} raised {error_text(e)}") from e
 
     def close(self):
         if self.lent: return
         try:
             self.env.close()
         except Exception as e:  # no reason to lose what was learned
-            warnings.warn(f"the environment's close raised {_say(e)}", stacklevel=2)
+            warnings.warn(f"the environment's close raised {error_text(e)}", stacklevel=2)
 
 def _read_of(info):
     "All that is read of an info: the possible actions, and what RecordEpisodeStatistics tells."
@@ -230,12 +233,11 @@ def _naming(env, wanted="that Gymnasium can make", hint=""):
     try:
         yield
     except (Exception, SystemExit) as e:
-        if isinstance(e, ValueError) and str(e).startswith("env must"): raise
-        told = isinstance(e, (gym.error.Error, RuntimeError, TypeError, ValueError)) and str(e)
+        if isinstance(e, ValueError) and text_of(e).startswith("env must"): raise
+        told = isinstance(e, (gym.error.Error, RuntimeError, TypeError, ValueError)) and text_of(e)
         raise ValueError(f"env must be an environment {wanted}, got {env!r}: "
-                         f"{told or _say(e)}{hint}") from e
+                         f"{told or error_text(e)}{hint}") from e
 
-def _say(e): return f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
 
 
 def make_one(env: str, kwargs: dict, **render) -> gym.Env:

@@ -262,7 +262,7 @@ class Body(nn.Module):
         picture = [nn.Unflatten(-1, shapes[0])] if shapes[0] and len(shapes) == 1 else []
         if network is not None:
             self.sizes = [sum(self.sizes)]
-            nets = [nn.Sequential(*picture, deepcopy(network).eval())]
+            nets = [nn.Sequential(*picture, _copied(network))]
         self.nets = nn.ModuleList(nets)
         self.register_buffer("scale", torch.tensor(byte_scale(space)), persistent=False)
         try:
@@ -287,6 +287,12 @@ class Body(nn.Module):
             rows = rows / self.scale
         entries = zip(self.nets, rows.split(self.sizes, -1))
         return torch.cat([net(x) for net, x in entries], -1)
+
+def _copied(network):
+    try: return deepcopy(network).eval()
+    except Exception as e:
+        raise ValueError("network must be a module that copy.deepcopy copies, got "
+                         f"{type(network).__name__}: {e}") from e
 
 # %% ../../nbs/control/17_policy.ipynb #agent
 class Agent(nn.Module):

@@ -61,7 +61,7 @@ from rlhf_notes.control.spaces import (
     space_from_numbers,
     space_to_numbers,
 )
-from ..training.devices import pick_device, usual_defaults
+from ..training.devices import pick_device, settings_kept, usual_defaults
 from ..training.fit import Evaluator, as_hooks, fit
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
@@ -226,7 +226,8 @@ class PPO(Loop):
     def collect(self) -> tuple:  # a rollout (T, N), scaled; (return, length) of episodes
         "Play; an environment that fails is closed."
         try:
-            rollout, self.ended = super().collect()
+            with settings_kept():
+                rollout, self.ended = super().collect()
             return rollout, self.ended
         except BaseException:
             with suppress(Exception):  # which may be as broken
@@ -532,6 +533,7 @@ def spaces_of(envs) -> list:
 
 
 @told_ends()
+@settings_kept()
 @checked(episodes="int [1, 1e6]", longest="int [1, 1e12]?")
 def episode_returns(choose, seed: int, episodes: int = 100, env="CartPole-v1",
                     longest: int | None = None) -> torch.Tensor:

@@ -84,7 +84,8 @@ def dpo_loss(
     if kind != "rpo" and chosen_length is not None:
         raise ValueError(f"chosen_length must be None for kind={kind!r}, got a tensor")
     w, l = chosen_logp - ref_chosen_logp.detach(), rejected_logp - ref_rejected_logp.detach()
-    imitation = alpha * chosen_logp / (1 if chosen_length is None else chosen_length)
+    length = 1 if chosen_length is None else chosen_length.clamp(min=1)
+    imitation = alpha * chosen_logp / length
     pairs = _pair_loss(kind, w, l, beta, label_smoothing) - (imitation if kind == "rpo" else 0)
     return masked_mean(pairs) if reduction == "mean" else pairs
 

@@ -14,7 +14,8 @@ updates away.
 **LoRA** ([Hu et al. 2021](https://arxiv.org/abs/2106.09685), eq. 3) freezes a matrix W and learns a
 product of two thin ones beside it, W x + (alpha / r) B A x, here with alpha = 2 r and for every
 matrix of the body: for one of 64 by 64 and r = 4, 512 numbers in place of 4,096. B begins with
-zeros, so the model begins as it was. `RLHF(..., lora=8)` and `--lora 8` do this, at
+zeros, so the model begins as it was. A model that is given itself has the adapter in its layers
+from then on, as after `peft.get_peft_model`. `RLHF(..., lora=8)` and `--lora 8` do this, at
 [a rate of its own](../../nbs/hub/recipes.ipynb#which-learning-rate); `peft.get_peft_model` has
 other settings. A model with an adapter (`pip install rlhf_notes[peft]`) trains and saves that
 alone, and [the reference](../../nbs/language/23_model.ipynb#the-reference) is the model with the
@@ -62,6 +63,7 @@ from textwrap import shorten
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..formulas.logprob import selective_log_softmax
 from ..language.model import (
@@ -69,6 +71,7 @@ from ..language.model import (
 )
 from ..language.sampling import sample
 from ..training.devices import Setting
+from ..training.options import text_of
 from ..training.runs import check_sums
 from ..training.seeds import global_seed
 
@@ -197,7 +200,7 @@ def _told(what, name, option="model"):
                          f"transformers can load, got {name!r}: {_in_one_line(e)}") from e
 
 
-def _in_one_line(e): return shorten(str(e), 250) or type(e).__name__
+def _in_one_line(e): return shorten(text_of(e), 250) or type(e).__name__
 
 
 class Classifier:
@@ -346,6 +349,11 @@ def check_trainable(lm: nn.Module, name: str):
     if not learned:
         raise ValueError(f"model must have weights to train, got {name!r} with all of them frozen "
                          "(lora= trains an adapter)")
+    made = [n for n, m in lm.named_modules() if is_parametrized(m) or _is_made(m)]
+    if made:
+        raise ValueError("model must have weights that are parameters themselves, got "
+                         f"{name!r} with {made[0]}, whose weight is made of others (by "
+                         "weight_norm, spectral_norm or pruning): remove that first")
     half = next((dtype for dtype in learned.values() if dtype.itemsize < 4), None)
     if half is not None:
         raise ValueError(f"model must train weights in float32, got {name!r} with {half}")
@@ -360,6 +368,11 @@ def check_trainable(lm: nn.Module, name: str):
     if lm.active_peft_config.is_prompt_learning:
         raise ValueError("model must have an adapter inside of its layers, as LoRA is, got "
                          f"{name!r} with {lm.active_peft_config.peft_type.value}")
+    if hasattr(lm.base_model, "update_and_allocate") and getattr(
+            lm.active_peft_config, "use_asa", True):
+        raise ValueError("model must have an adapter that its gradient alone changes, got "
+                         f"{name!r} with {lm.active_peft_config.peft_type.value}, whose ranks "
+                         "follow from a call after each step")
     init = str(getattr(lm.active_peft_config, "init_lora_weights", ""))
     if init.startswith(("pissa_niter", "corda")):
         raise ValueError("model must have an adapter whose base is the same when it is loaded "
@@ -369,6 +382,11 @@ def check_trainable(lm: nn.Module, name: str):
     if others:
         raise ValueError("model must train nothing beside its adapter, which alone is saved, got "
                          f"{name!r} with {others[0]}")
+
+
+def _is_made(module):
+    "True if a hook computes the weight before each call."
+    return isinstance(vars(module).get("weight"), torch.Tensor)
 
 
 def _refuse_router_loss(config, name):
@@ -383,7 +401,13 @@ def _refuse_router_loss(config, name):
 
 def add_lora(lm: nn.Module, rank: int, seed: int = 0) -> nn.Module:
     "Freeze a model, and put an adapter beside each matrix of its body; with rank 0, nothing."
-    if not rank or has_adapter(lm): return lm
+    if not rank: return lm
+    if has_adapter(lm):
+        own = getattr(lm.active_peft_config, "r", None)
+        if own == rank: return lm
+        raise ValueError(f"lora must be 0 for a model with an adapter, whose rank is {own}, got "
+                         f"{rank}")
+    if hasattr(lm, "peft_config"): return lm  # which `check_trainable` refuses
     peft = _peft("lora must be 0", rank)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear",
                              task_type="CAUSAL_LM")

@@ -34,7 +34,7 @@ response ([how it is called](rewards.py)):
 
 | | |
 |---|---|
-| it gets | what its signature names: `prompts`, `responses` (or `completions`), `completion_ids` (the tokens of each response), and columns; under other names, the first is the prompts and the second the responses |
+| it gets | what its signature names: `prompts`, `responses` (or `completions`), `completion_ids` (the tokens of each response), and columns, `**kwargs` the rest of these; under other names, the first is the prompts and the second the responses |
 | several | are added, each with a weight if it has one; the log has the mean of each |
 | a reward model | of transformers (`AutoModelForSequenceClassification` with one label) may take the place of a function, as may [one that you trained](../../nbs/hub/reward_trainer.ipynb); it reads prompt and response together |
 | `None` or NaN | means *not scored*: the other functions count alone, and where none scores, the response is `unscored` in the log and enters no mean, no group and no loss. As a 0 it would punish the policy for a slow checker |

@@ -15,7 +15,7 @@ An exception ends the training, None leaves a response out. Several rewards come
 weights or without; a directory or a name is that of a reward model.
 """
 
-__all__ = ['TEXTS', 'STARRED', 'fresh', 'bind', 'begin', 'called', 'call_rewards',
+__all__ = ['TEXTS', 'STARRED', 'fresh', 'bind', 'begin', 'called', 'call_rewards', 'shown',
            'reward_functions']
 
 import asyncio
@@ -37,6 +37,8 @@ from textwrap import shorten
 
 import torch
 
+from ..training.devices import settings_kept
+from ..training.options import error_text, text_of
 from .load import Classifier
 
 
@@ -68,8 +70,10 @@ def bind(function, columns=(), kind="reward") -> inspect.BoundArguments:
     for name, p in parameters:
         if name in named:
             bound.arguments[name] = named[name]
-        elif p.kind is p.VAR_KEYWORD:
-            bound.arguments[name] = {x: x for x in columns if x not in named}
+        elif p.kind is p.VAR_KEYWORD:  # the last
+            texts = {x: known[x] for x in known if left and known[x] in (*left, "completion_ids")}
+            bound.arguments[name] = texts | {x: x for x in columns if x not in named}
+            left = []
         elif p.kind is p.VAR_POSITIONAL:
             bound.arguments[name], left = tuple(left), []
         elif p.default is p.empty:
@@ -95,8 +99,9 @@ def begin(function, bound, known, timeout=None):
 
 def called(function, bound, known):  # an environment
     "The result of a function that may be async."
-    result = begin(function, bound, known)
-    return _result(result) if isinstance(result, Future) else result
+    with settings_kept():
+        result = begin(function, bound, known)
+        return _result(result) if isinstance(result, Future) else result
 
 
 def _in_loop(awaitable):
@@ -190,10 +195,11 @@ def call_rewards(functions, bound, known, timeout=None) -> list:  # (B,) each, N
     """
     calls, count, end = [], len(known["responses"]), time.monotonic() + (timeout or 0)
     try:
-        for f, b in zip(functions, bound):  # if one fails at once, no other begins
-            calls.append(_numbers(f, count, begin, f, b, known, timeout))
-        return [_numbers(f, count, _result, x, timeout and end, timeout)
-                if isinstance(x, Future) else x for f, x in zip(functions, calls)]
+        with settings_kept():
+            for f, b in zip(functions, bound):  # if one fails at once, no other begins
+                calls.append(_numbers(f, count, begin, f, b, known, timeout))
+            return [_numbers(f, count, _result, x, timeout and end, timeout)
+                    if isinstance(x, Future) else x for f, x in zip(functions, calls)]
     finally:
         for x in calls:
             if isinstance(x, Future):
@@ -209,7 +215,8 @@ def _numbers(function, count, step, *args):
         if isinstance(values, (Mapping, Set)) or hasattr(values, "iterrows"):
             raise TypeError(f"a {type(values).__name__} is no list")
         # + 0.0, since float takes strings
-        numbers = torch.tensor([math.nan if x is None else float(x + 0.0) for x in values])
+        numbers = [math.nan if x is None else float(x + 0.0) for x in values]
+        numbers = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     except KeyboardInterrupt: raise
     except BaseException as e:
         raise _refused("a list of numbers, with None where there is no score", values, function,
@@ -223,8 +230,11 @@ def _numbers(function, count, step, *args):
 
 def _refused(expected, got, function, error=None):
     place, hint = _place(error) if error else ("", "")
-    return ValueError(f"reward must return {expected}, got {shorten(str(got), 80)}{place} from "
+    return ValueError(f"reward must return {expected}, got {shown(got)}{place} from "
                       f"{_name(function)}{hint}")
+
+
+def shown(x): return shorten(text_of(x), 80) or f"a {type(x).__name__}"
 
 
 def _name(function): return getattr(function, "__name__", type(function).__name__)
@@ -232,7 +242,7 @@ def _name(function): return getattr(function, "__name__", type(function).__name_
 
 def _place(error):
     "An error in one line, with its place where that is the user's, and what may be done there."
-    told = shorten(f"{type(error).__name__}: {error}", 250)
+    told = shorten(error_text(error), 250)
     last = traceback.extract_tb(error.__traceback__)[-1]
     if last.filename == __file__: return f" ({told})", ""
     return (f" ({told}, line {last.lineno} of {last.filename})",

@@ -49,6 +49,9 @@ def save_model(
     check_value("dtype", dtype, (None, "float32", "bfloat16", "float16"))
     if merge and has_adapter(lm):
         lm = _merged(lm, dtype)
+    if has_adapter(lm) and not lm.peft_config["default"].base_model_name_or_path:
+        warnings.warn("the adapter alone is saved, and its base has no name or directory to be "
+                      "found by; merge=True saves both as one", stacklevel=4)
     if dtype and has_adapter(lm):
         raise ValueError(f"dtype must be None for an adapter that is not merged, got {dtype}")
     if dtype:

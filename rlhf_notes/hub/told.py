@@ -13,14 +13,13 @@ which nothing is learned. The context must hold prompt, hint and response.
 __all__ = ['observing_loss', 'Hint', 'hinted_prompt']
 
 from dataclasses import replace
-from textwrap import shorten
 
 import torch
 
 from ..formulas.credit import observation_loss
 from ..language.loop import rl_loss
 from ..language.model import check_context, response_logp
-from .rewards import bind, called
+from .rewards import bind, called, shown
 
 
 def observing_loss(coef, loop, part, batch):
@@ -64,7 +63,7 @@ class Hint:
         known = isinstance(hints, list) and all(isinstance(x, str | None) for x in hints)
         if not known or len(hints) != len(rows):
             raise ValueError(f"hint must return a list of {len(rows)} texts, with None where there "
-                             f"is no hint, got {shorten(str(hints), 80)}")
+                             f"is no hint, got {shown(hints)}")
         return hints
 
 

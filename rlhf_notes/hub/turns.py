@@ -10,13 +10,12 @@ __all__ = ['next_prompt', 'reply_tokens', 'read_replies', 'Dialogues', 'Turns']
 # %% ../../nbs/hub/turns.ipynb #export-imports
 import math
 import re
-from textwrap import shorten
 
 import torch
 
 from .load import as_text, check_tokens
 from .prompts import Prompts, token_ids
-from .rewards import bind, called
+from .rewards import bind, called, shown
 from ..language.model import check_context
 from ..language.rollout import Responses
 
@@ -50,10 +49,10 @@ def read_replies(found, count, has_reward):
     if not (known and isinstance(found, list) and len(found) == count):
         raise ValueError(f"environment must return a list of {count} texts, with None where a "
                          "dialogue is over, or of pairs (such a reply, what the turn earned), got "
-                         f"{shorten(str(found), 80)}")
+                         f"{shown(found)}")
     if not (has_reward or all(paid is not None for _, paid in pairs)):
         raise ValueError("environment must pay for each turn, by a pair (reply, number), where "
-                         f"there is no reward, got {shorten(str(found), 80)}")
+                         f"there is no reward, got {shown(found)}")
     return [x for x, _ in pairs], [math.nan if x is None else float(x) for _, x in pairs]
 
 def _is_pay(x):

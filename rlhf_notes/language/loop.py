@@ -74,6 +74,8 @@ class Loop(Stage):
     def put(self, **own):
         "Functions in place of methods, such as loss, called with the loop before its arguments."
         for name, function in own.items():
+            if not hasattr(type(self), name):
+                raise ValueError(f"put must name methods of {type(self).__name__}, got {name}")
             setattr(self, name, partial(function, self))
 
     def iterate(self):

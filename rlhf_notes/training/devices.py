@@ -9,17 +9,19 @@ whole model, so a launcher that is to shard it is refused.
 A training computes in float32, and on one thread if the largest of its models is small: threads
 wait for one another at the end of every operation. Both are settings of the process, made once for
 a training, by `learn`; a single `iterate()` computes with those of its caller. Trainings may
-overlap: the first one saves what it finds, and the last one restores it.
+overlap: the first one saves what it finds, and the last one restores it. What a reward, an
+environment or a callback sets for all of PyTorch is put back behind it.
 """
 
-__all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'SMALL', 'pick_device', 'to_device',
-           'make_accelerator', 'process_device', 'stopped_anywhere', 'Setting', 'usual_defaults']
+__all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'READ_AND_SET', 'SMALL', 'pick_device',
+           'to_device', 'make_accelerator', 'process_device', 'stopped_anywhere', 'Setting',
+           'settings_kept', 'usual_defaults']
 
 import os
 import re
 import threading
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter
 
 import torch
@@ -112,6 +114,30 @@ class Setting:
 
 DTYPE = Setting(torch.get_default_dtype, torch.set_default_dtype)
 THREADS = Setting(torch.get_num_threads, torch.set_num_threads, threading.get_ident)
+READ_AND_SET = [(getattr(torch, get), getattr(torch, put)) for get, put in (
+    ("get_default_dtype", "set_default_dtype"), ("is_grad_enabled", "set_grad_enabled"),
+    ("get_num_threads", "set_num_threads"),
+    ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+    ("get_float32_matmul_precision", "set_float32_matmul_precision"))]
+READ_AND_SET += [(partial(torch.is_autocast_enabled, kind),
+                  partial(torch.set_autocast_enabled, kind)) for kind in ("cpu", "cuda")]
+
+
+@contextmanager
+def settings_kept():
+    "Put back, at the end, the settings of PyTorch that users' code has changed inside."
+    device = torch.get_default_device()
+    before = [(read, put, read()) for read, put in READ_AND_SET]
+    try:
+        yield
+    finally:
+        for read, put, x in before:
+            if read() != x:
+                put(x)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
+
+
 SMALL = 1_000_000  # weights; a model with fewer computes on one thread
 
 

@@ -17,6 +17,7 @@ import time
 import warnings
 from numbers import Real
 
+from .devices import settings_kept
 from .signals import note, stop_on_interrupt
 
 
@@ -58,7 +59,9 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
             values = {name: row.get(column) for name, column in (shown or {}).items()}
             bar.set_postfix({k: x for k, x in values.items() if x is not None}, refresh=False)
             bar.update(size)
-            if any([ends(hook(trainer, row)) for hook in hooks]):
+            with settings_kept():
+                said = [hook(trainer, row) for hook in hooks]
+            if any(map(ends, said)):
                 stop.set()  # in each process
             if save is not None and time.perf_counter() - saved >= CHECKPOINT_EVERY:
                 save()

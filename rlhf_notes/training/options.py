@@ -9,8 +9,8 @@ unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
 
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number',
            'Positive', 'Temperature', 'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES',
-           'TRACKERS', 'Only', 'config_class', 'plain_errors', 'our_names', 'read_json',
-           'read_options', 'versions']
+           'TRACKERS', 'Only', 'config_class', 'plain_errors', 'text_of', 'error_text', 'our_names',
+           'read_json', 'read_options', 'versions']
 
 import functools
 import inspect
@@ -123,6 +123,19 @@ def plain_errors(
 
     cls.__init__ = init
     return cls
+
+
+def text_of(x) -> str:  # "" where its `__str__` fails
+    "The text of users' own objects, whatever their code does."
+    try:
+        return str(x)
+    except BaseException:
+        return ""
+
+
+def error_text(e) -> str:
+    "The kind of an error, and what it says."
+    return ": ".join(filter(None, (type(e).__name__, text_of(e))))
 
 
 def our_names(

@@ -289,3 +289,32 @@ def test_the_networks_of_pictures_are_those_of_their_papers():
     assert picture_net((4, 84, 84))(torch.zeros(1, 4 * 84 * 84)).shape == (1, 64 * 7 * 7)
     assert picture_net((4, 10, 10))(torch.zeros(1, 400)).shape == (1, 16 * 8 * 8)
     assert CartPoleEnv  # drawn by us
+
+
+class Sets(Own):
+    "Changes what all of PyTorch does."
+    def step(self, action):
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        return super().step(action)
+
+
+def test_what_an_environment_sets_for_all_of_pytorch_is_put_back():
+    def rows(make): return PPO(make, eval_every=256, eval_episodes=2, **TINY).learn().rows
+    assert rows(Sets) == rows(Own)
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Mute(Exception):
+    def __str__(self): raise RuntimeError("no text")
+
+
+def test_an_error_without_a_text_is_told_by_its_kind():
+    class Fails(Own):
+        def step(self, action): raise Mute
+    def none(): raise Mute
+    for make in (Fails, none):
+        with pytest.raises(ValueError, match="^env must be .* Mute|raised Mute"):
+            PPO(make, **TINY)

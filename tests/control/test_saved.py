@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from rlhf_notes.control import trainer as control
 from rlhf_notes.control.config import PPOConfig
@@ -155,6 +156,15 @@ def test_a_network_of_ones_own_is_tried_once(network, words):
     with pytest.raises(ValueError, match=f"{wanted} .* got {words}"): PPO(network=network)
     with pytest.raises(ValueError, match=r"shape \(n, 1, 6, 6\) "):
         Body(gym.spaces.Box(0, 255, (6, 6), np.uint8), network=network)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
+def test_a_network_that_cannot_be_copied_is_refused_by_name():
+    network = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 8)), nn.Tanh())
+    network(torch.zeros(1, 4))  # its weight is the result of a computation now
+    with pytest.raises(ValueError, match="^network must be a module that copy.deepcopy copies"):
+        PPO(network=network)
+    PPO(network=nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), steps=1024).close()
 
 
 @pytest.mark.parametrize("options, words", [

@@ -353,6 +353,10 @@ def test_rpo_imitates_what_was_chosen(seed, alpha, eps):
     close(rejected, -slope)
     assert refs == [None, None]
     alone = dpo_loss(*pairs, 0.2, eps, "rpo", "none")                    # alpha 1, length 1
+    empty = [x.masked_fill(x == x, 0.0) for x in pairs[:2]] + [*pairs[2:]]
+    none = torch.zeros(len(empty[0]), dtype=torch.long)
+    found = dpo_loss(*empty, 0.2, eps, "rpo", "none", chosen_length=none)
+    assert torch.equal(found, dpo_loss(*empty, 0.2, eps, reduction="none"))
     close(alone, dpo_loss(*pairs, 0.2, eps, reduction="none") - pairs[0])
 
 

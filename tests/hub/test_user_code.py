@@ -158,3 +158,81 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     message = "^teacher must have the model's tokens, got (7 as the number of 'w8', which is 8|8 "
     message += "as the number of 'w7', which is 7) to the model"
     with pytest.raises(ValueError, match=message): student("other")
+
+
+class Mute(Exception):
+    "An error without a text."
+    def __str__(self): raise RuntimeError("no text")
+    __repr__ = __str__
+
+
+class Exits(Mute):
+    def __str__(self): raise SystemExit(3)
+
+
+@pytest.mark.parametrize("error", [Mute, Exits])
+def test_an_error_without_a_text_is_told_by_its_kind(error):
+    def raises(prompts, responses): raise error
+    for more in ({}, dict(reward_timeout=9.0)):
+        with pytest.raises(ValueError, match=f"^reward must .* got nothing .{error.__name__}, "):
+            own(reward=raises, **more).iterate()
+    def texts(prompts, responses): return error()
+    for name in ("environment", "hint"):
+        with pytest.raises(ValueError, match=f"^{name} must return .* got a {error.__name__}"):
+            own(reward=count, kl_coef=None, **{name: texts}).iterate()
+    with pytest.raises(ValueError, match=f"^reward must return .* got a {error.__name__} "):
+        own(reward=texts).iterate()
+
+
+CHANGES = [lambda: torch.set_default_dtype(torch.float64),
+           lambda: torch.set_default_device("meta"),
+           lambda: torch.set_grad_enabled(False), lambda: torch.set_num_threads(2),
+           lambda: torch.use_deterministic_algorithms(True),
+           lambda: torch.set_autocast_enabled("cpu", True),
+           lambda: torch.set_float32_matmul_precision("medium")]
+
+
+def settings():
+    return [torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
+            torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
+            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
+
+
+@pytest.mark.parametrize("where", ["reward", "async", "environment", "hint", "callback"])
+def test_what_users_code_sets_for_all_of_pytorch_is_put_back(where):
+    def changes():
+        for change in CHANGES: change()
+    def reward(prompts, responses):
+        if where == "reward": changes()
+        return count(prompts, responses)
+    async def other(prompts, responses): return reward(prompts, responses)
+    def replies(prompts, responses):
+        if where in ("environment", "hint"): changes()
+        return [None] * len(responses)
+    def callback(trainer, row):
+        if where == "callback": changes()
+    def rows():
+        more = {where: replies, "kl_coef": None} if where in ("environment", "hint") else {}
+        judge = other if where == "async" else reward
+        return without_times(own(reward=judge, iterations=2, **more).learn(callback).rows)
+    before = settings()
+    found, where, kind = rows(), "", where
+    assert settings() == before
+    if kind not in ("environment", "hint"):
+        assert found == rows()
+
+
+@pytest.mark.parametrize("reward", [
+    lambda **known: [float(len(r)) for r in known["responses"]],
+    lambda **known: [float(len(r)) for r in known["completions"]],
+    lambda prompts, **known: [float(len(r)) for r in known["responses"]],
+    lambda completions, **known: [float(len(r)) for _, r in zip(known["prompts"], completions)],
+    lambda **known: [float(len(r)) for _, r in zip(known["completion_ids"], known["responses"])],
+])
+def test_a_reward_may_take_all_by_their_names(reward):
+    plain = own(reward=lambda p, r: [float(len(x)) for x in r]).iterate()
+    assert own(reward=reward).iterate()["score"] == plain["score"]
+    seen = []
+    def judge(p, r, **columns): return seen.append(sorted(columns)) or [0.0] * len(r)
+    own(prompts=[dict(prompt="w3", n=1)], reward=judge).iterate()
+    assert seen == [["n"]]

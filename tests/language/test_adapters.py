@@ -379,6 +379,9 @@ def two(lm):
     (lambda lm: peft.get_peft_model(lm, peft.PromptEncoderConfig(
         num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM")),
      "have an adapter inside .* with P_TUNING"),
+    (lambda lm: peft.get_peft_model(lm, peft.AdaLoraConfig(
+        init_r=4, target_r=2, total_step=9, target_modules=["q_proj"], task_type="CAUSAL_LM")),
+     "have an adapter that its gradient alone changes, got .* with ADALORA"),
 ])
 def test_what_is_no_adapter_of_its_own_is_refused(change, words):
     with pytest.raises(ValueError, match="model must " + words):
@@ -437,6 +440,21 @@ def test_an_adapter_by_an_option(tmp_path):
     assert len(learned) == 2 * 2 * 7 and all("lora_" in n for n in learned)
     t.save(tmp_path / "adapter")
     assert RLHF.load(tmp_path / "adapter").policy.lm.peft_config["default"].r == 2
+
+
+def test_an_adapter_belongs_to_one_trainer_and_to_its_rank(recwarn, tmp_path):
+    lm = make("Llama")
+    t = RLHF(lm, tokenizer(), prompts=["w1 w2"], reward=short, lora=2, **SMALL)
+    start = [p.clone() for p in t.policy.lm.parameters()]
+    with pytest.raises(ValueError, match="^model must be a PeftModel if it has adapters"):
+        RLHF(lm, tokenizer(), prompts=["w1 w2"], reward=short, lora=2, **SMALL)
+    assert all(map(torch.equal, start, t.policy.lm.parameters()))
+    with pytest.raises(ValueError, match="^lora must be 0 for .* whose rank is 2, got 4"):
+        RLHF(t.policy.lm, tokenizer(), prompts=["w1 w2"], reward=short, lora=4, **SMALL)
+    with pytest.warns(UserWarning, match="its base has no name or directory .* merge=True"):
+        t.save(tmp_path / "adapter")
+    t.save(tmp_path / "sum", merge=True)
+    assert RLHF.load(tmp_path / "sum").generate(["w1 w2"], n=4) == t.generate(["w1 w2"], n=4)
 
 
 def test_the_reviews_train_all_weights():

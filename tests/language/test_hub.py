@@ -11,8 +11,10 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.utils.prune
 import transformers
 from language_models import KINDS, WORDS, make, rough, texts, tiny, tokenizer
+from torch import nn
 
 from rlhf_notes import RLHF, RewardTrainer, fast
 from rlhf_notes.formulas.reward import RewardNorm
@@ -503,6 +505,23 @@ def test_a_policy_is_saved_in_the_dtype_that_is_asked_for(dtype, tmp_path):
     assert again.dtype == getattr(torch, dtype or "float32") and lm.dtype == torch.float32
     with pytest.raises(ValueError, match="^dtype must be"):
         save_model(tmp_path, lm, tokenizer(), dtype="int8")
+
+
+def places(lm): return lm.lm_head, lm.model.layers[0].mlp.up_proj, lm.model.embed_tokens
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("change", [
+    nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm,
+    nn.utils.weight_norm, nn.utils.spectral_norm,
+    lambda m: nn.utils.prune.random_unstructured(m, "weight", 0.5)])
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
+def test_weights_that_are_made_of_others_are_refused_by_name(change, place):
+    lm = make("Llama")
+    change(places(lm)[place])
+    with pytest.raises(ValueError, match="^model must have weights that are parameters .* with "
+                                         "(lm_head|model)"):
+        load_model(lm, tokenizer())
 
 
 @pytest.mark.parametrize("kind, words", [

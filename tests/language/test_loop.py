@@ -14,3 +14,9 @@ def test_one_loop_runs_on_the_plain_machine_and_on_the_other(algo):
     for name in set(a) - {"tokens_per_second"}:
         assert (a[name] is None) == (b[name] is None), name
         if a[name] is not None: assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-4), name
+
+
+def test_put_names_a_method():
+    t = trainer("grpo", 0)
+    with pytest.raises(ValueError, match="^put must name methods of Loop, got los$"):
+        t.loop.put(los=lambda loop, *args: None)
