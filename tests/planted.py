@@ -1206,3 +1206,91 @@ def divided_by_the_batch_twice(logp, old_logp, adv, mask):
 @right("policy_loss", known=False, aggregation=None)
 def means_that_are_added(logp, old_logp, adv, mask):
     return -rows(surrogate(logp, old_logp, adv), mask).sum()
+
+
+# rl_games, RLlib, ORPO; a row's own KL; a compiled function
+
+
+@right("policy_loss", clip_low=0.11, clip_high=0.11)
+def of_negative_log_probs(old_action_neglog_probs_batch, action_log_probs, advantage, e_clip=0.11):
+    ratio = torch.exp(old_action_neglog_probs_batch - action_log_probs)
+    clipped = torch.clamp(ratio, 1.0 - e_clip, 1.0 + e_clip)
+    return torch.max(-advantage * ratio, -advantage * clipped)
+
+
+@right("value_loss", factor=1.0, clip=0.13)
+def new_values_last(value_preds_batch, values, return_batch, curr_e_clip=0.13):
+    clipped = value_preds_batch + (values - value_preds_batch).clamp(-curr_e_clip, curr_e_clip)
+    return torch.max((values - return_batch) ** 2, (clipped - return_batch) ** 2)
+
+
+@right("value_loss", factor=0.5)
+def of_rllib(value_fn_out, value_targets):
+    return 0.5 * torch.mean(torch.pow(value_fn_out - value_targets, 2.0))
+
+
+@right("gae", gamma=0.95, lam=0.6)
+def discount_values(fdones, last_values, mb_fdones, mb_values, mb_rewards, gamma=0.95, tau=0.6):
+    live = 1 - torch.cat([mb_fdones[1:], fdones[None]]).double()
+    return recursion(mb_rewards, mb_values, live, live, last_values, gamma, tau)[0]
+
+
+@right("gae", gamma=0.913, lam=0.37, bootstrap=True)
+def short_names(rew, val, next_val, term, truncateds, gamma=0.913, lam=0.37):
+    return gae_with_limits(rew, val, next_val, term, truncateds, gamma, lam)
+
+
+@right("gae", gamma=0.9, lam=0.37)
+def of_one_episode(rewards, vf_preds, last_r, gamma=0.9, lambda_=0.37):
+    following = torch.cat([vf_preds[1:], last_r.reshape(1)])
+    delta, last, out = rewards + gamma * following - vf_preds, 0, []
+    for x in reversed(delta):
+        last = x + gamma * lambda_ * last
+        out.append(last)
+    return torch.stack(out[::-1])
+
+
+@fault("off-by-one", "gae")
+def ends_of_the_next_step(rewards, values, next_values, dones, gamma=0.9, lam=0.8):
+    ends = torch.cat([dones[1:], dones[-1:]]).bool()
+    return gae_with_limits(rewards, values, next_values, ends, ends, gamma, lam)
+
+
+@right("kl", estimator="k1")
+def of_each_row(log_probs, log_probs_base, action_mask):
+    return rows(log_probs - log_probs_base, action_mask)
+
+
+@right("preference_loss", known=False)
+def orpo(chosen_logps, rejected_logps, beta=0.1):
+    odds = [x - torch.log1p(-x.exp()) for x in (chosen_logps, rejected_logps)]
+    return -beta * F.logsigmoid(odds[0] - odds[1]).mean()
+
+
+# Of two results the advantages are those that the other exceeds by V
+
+
+@fault("sign", "gae")
+def both_turned(rewards, values, dones, last_value, gamma=0.97, lam=0.83):
+    live = 1 - dones.double()
+    adv, _ = recursion(rewards, values, live, live, last_value, gamma, lam)
+    return values - adv, -adv
+
+
+@fault("baseline", "gae")
+def returns_called_advantages(rewards, values, dones, next_val, discount=0.97, gae_lambda=0.83):
+    live = 1 - dones.double()
+    adv, _ = recursion(rewards, 0 * values, live, live, 0 * next_val, discount, gae_lambda)
+    return adv, adv + values
+
+
+@fault("no-gradient", "group_advantage")
+def all_zero(rewards, num_generations=4):
+    return 0 * rewards.view(-1, num_generations).flatten()
+
+
+@fault("no-gradient", "value_loss")
+def detached(vpreds, values, returns, response_mask, cliprange_value=0.37):
+    clipped = values + (vpreds - values).clamp(-cliprange_value, cliprange_value)
+    error = torch.max((vpreds - returns) ** 2, (clipped - returns) ** 2)
+    return 0.5 * masked_mean(error, response_mask).detach()

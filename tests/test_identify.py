@@ -97,6 +97,23 @@ def test_compositions(seed):
         assert near(report.facts["clip_low"], low) and near(report.facts["clip_high"], high)
 
 
+ESTIMATES = dict(k1=lambda d: d, k2=lambda d: d.square() / 2, k3=lambda d: (-d).exp() - 1 + d)
+TOTALS = {"each": lambda k, m: k * m, "mean": masked_mean, "rows": rows,
+          "sums": lambda k, m: (k * m).sum(1), "mean of sums": lambda k, m: (k * m).sum(1).mean(),
+          "sum of means": lambda k, m: rows(k, m).sum(), "sum": lambda k, m: (k * m).sum()}
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_an_estimate_is_read_in_any_sum(name, total):
+    def kl(logprobs, ref_logprobs, mask):
+        return TOTALS[total](ESTIMATES[name](logprobs - ref_logprobs), mask)
+    def turned(logprobs, ref_logprobs, mask): return -kl(logprobs, ref_logprobs, mask)
+    report = identify(kl)
+    assert report.right and report.facts["estimator"] == name, report
+    assert [x.kind for x in identify(turned).findings] == ["kl-sign"]
+
+
 @pytest.mark.parametrize("variant", POLICY_VARIANTS)
 def test_each_variant_of_ours_is_named(variant):
     def loss(logp, logp_old, advantage, mask):
@@ -208,7 +225,8 @@ def test_groups_in_one_call(f, found):
 
 @pytest.mark.parametrize("name, formula", [
     ("ppo_error", "dr_grpo"), ("ppo_policy_error", "dr_grpo"), ("grpo_policy_error", "grpo"),
-    ("ppo_value_error", "value_loss")])
+    ("ppo_value_error", "value_loss"), ("rloo_policy_error", "grpo"),
+    ("ppo_error_continuous", "dr_grpo"), ("ppo_policy_error_continuous", "dr_grpo")])
 def test_losses_of_logits(name, formula):
     report = identify(getattr(rlhf_notes, name))
     assert report.right and report.formula == formula, report
@@ -223,6 +241,17 @@ def test_a_fault_in_a_loss_of_logits():
     report = identify(loss)
     assert [x.kind for x in report.findings] == ["no-min"], report
     assert near(report.facts["clip_low"], 0.37)
+
+
+def script(logps: torch.Tensor, old_logps: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor):
+    r = (logps - old_logps).exp()
+    return -(torch.min(r * adv, r.clamp(0.87, 1.37) * adv) * mask).sum() / mask.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_what_is_compiled_is_read_as_what_it_was_made_of():
+    report = identify(torch.jit.script(script))
+    assert report.right and near(report.facts["clip_low"], 0.13), report
 
 
 # A batch in one argument

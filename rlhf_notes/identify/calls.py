@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import io
 import itertools
+import math
 import signal
 import threading
 
@@ -99,14 +100,23 @@ def _as_logits(logp):  # (B, T), below 0 -> (B, T, 2)
     return torch.stack([logp, torch.where(logp.isnan(), logp.detach(), rest)], -1)
 
 
+def _as_gauss(logp, sigma=0.05):
+    "Mean and deviation with which the action 0 has this log-density."
+    mu = sigma * (-2 * (logp + math.log(sigma) + 0.5 * math.log(2 * math.pi))).sqrt()[..., None]
+    return dict(mu=mu, sigma=torch.full_like(mu, sigma))
+
+
 class Subject:
     "A function, the roles of its parameters, its options, and the dialect in which it is called."
 
     def __init__(self, function, names=None, options=None, layout=None, guessed=False):
+        for plain in ("_orig_mod", "_torchdynamo_inline", "_torchdynamo_orig_callable"):
+            function = getattr(function, plain, function)  # compiled: what it was made of
         self.function = function.forward if isinstance(function, torch.nn.Module) else function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.parameters = self._signature(function)
         self.roles, self.batch = {}, None  # role -> parameter; the one whose keys they are
+        self.vague = False  # whether the order alone says which of two is the new one
         for name, x in dict(names=names, options=options).items():
             if x is not None and not isinstance(x, dict):
                 raise TypeError(f"{name} must be a dict or None, got {type(x).__name__}")
@@ -119,7 +129,8 @@ class Subject:
         self.dialect, self.printed, self.calls, self.changed = {}, "", 0, set()
         self.guessed = guessed  # the kind, from the names
         self.filled, self.unset = {}, {}  # options without a number -> the one they get here
-        self.as_logits = set()  # parameters that want logits
+        self.wants = {n: lambda x: -x for r, n in self.roles.items() if "logp" in r and any(
+            "neglogp" in parts_of(n) for n in self.roles.values())}  # parameter -> what it wants
 
     def _signature(self, function):
         if not callable(function):
@@ -175,12 +186,13 @@ class Subject:
 
     def _second(self, role, name):
         "Two parameters of one role: that of the new policy says so, or stands first."
-        old = {"logp": "logp_old", "value": "value_old"}.get(role)
+        old = {"logp": "logp_old", "value": "value_old", "done": "done_last"}.get(role)
         if old is None or old in self.roles:
             self.unknown += [name] * (self.parameters[name].default is EMPTY)
             return
         both = [self.roles[role], name]
-        both.sort(key=lambda n: "new" not in parts_of(n))
+        self.vague = not any("new" in parts_of(n) for n in both)
+        both.sort(key=lambda n: not {"new", "mb"} & {*parts_of(n)})
         self.roles[role], self.roles[old] = both
 
     def required(self) -> set:  # roles
@@ -197,10 +209,13 @@ class Subject:
         return "group_advantage" if self.roles.keys() & {"mask", "index"} else "gae"
 
     def take_logits(self):
-        "Give the log-probabilities as logits: those of one action and of all the others."
+        "Give the log-probabilities as logits, of one action and all others, or as Gaussians."
+        gauss = any("gauss" in parts_of(n) for n in self.roles.values())
+        if gauss:
+            self.wants[self.roles["labels"]] = lambda x: x[..., None].double()
         for name in [n for n in self.roles if n.startswith("logits")]:
             self.roles[name.replace("logits", "logp")] = parameter = self.roles.pop(name)
-            self.as_logits.add(parameter)
+            self.wants[parameter] = _as_gauss if gauss else _as_logits
         for name, p in self.parameters.items():
             if callable(p.default) and role_of(name.removesuffix("_fn")) == "logp":
                 self.given.setdefault(name, selective_log_softmax)  # theirs may go row by row
@@ -262,8 +277,8 @@ class Subject:
         "One call; exceptions become one sentence."
         values = self.filled | self.unset | self.given | {
             self.roles[role]: self.cast(x) for role, x in case.items() if role in self.roles}
-        for name in self.as_logits & values.keys():
-            values[name] = _as_logits(values[name])
+        for name in self.wants.keys() & values.keys():
+            values[name] = self.wants[name](values[name])
         values |= options
         args = [values.pop(n) for n, p in self.parameters.items()
                 if p.kind is p.POSITIONAL_ONLY and n in values]

@@ -2,7 +2,7 @@
 
 __all__ = ["GAE"]
 
-from itertools import combinations
+from itertools import combinations, permutations
 
 import torch
 
@@ -20,7 +20,7 @@ def earlier(x): return torch.cat([x[1:], torch.zeros_like(x[:1])])
 def later(x): return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
 
 
-def later_but_last(x): return torch.cat([later(x)[:-1], x[-1:]])
+def but_last(move): return lambda x: torch.cat([move(x)[:-1], x[-1:]])
 
 
 ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for them
@@ -31,9 +31,8 @@ ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for th
     ("ends-ignored", lambda end, done: (end, end)),
     ("bootstrap-past-end", lambda end, done: (end & False, done)),
     ("bootstrap-past-end", lambda end, done: (end & ~LAST, done & ~LAST)),
-    ("off-by-one", lambda end, done: (earlier(end), earlier(done))),
-    ("off-by-one", lambda end, done: (later(end), later(done))),
-    ("off-by-one", lambda end, done: (later_but_last(end), later_but_last(done))),
+    *(("off-by-one", lambda end, done, move=move: (move(end), move(done)))
+      for move in (earlier, later, but_last(earlier), but_last(later))),
     ("off-by-one", lambda end, done: (end, earlier(done))),
     ("off-by-one", lambda end, done: (earlier(end), done)),
 )
@@ -187,10 +186,12 @@ class GAE(Reader):
         return torch.stack([(run(x) - run(zero))[:, 0] for x in columns], 1)
 
     def _read(self):
-        results = [*self(*draws())]
-        own = {n: self.response(n, "v").diagonal()[:-1].mean().abs() for n in results}
-        adv = next((n for n in results if "adv" in str(n).lower()), max(results, key=own.get))
-        ret = next((n for n in results if n != adv), None)
+        out, v = self(*draws()), draws()[1][:, :1 if self.single else N]
+        own = {n: self.response(n, "v").diagonal()[:-1].mean().abs() for n in out}
+        summed = (a for a, b in permutations(out, 2) if same([out[b]], [out[a] + v]))
+        adv = next((n for n in out if "adv" in str(n).lower()),
+                   next(summed, max(out, key=own.get)))
+        ret = next((n for n in out if n != adv), None)
         source, of_values = adv, ret is None and self._is_return(adv)
         if self._whitens(adv):
             if self.single and ret is None:

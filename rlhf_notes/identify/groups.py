@@ -35,6 +35,9 @@ class GroupAdvantage(Reader):
                           index=("numpy", "tensor", "list")[:None if "index" in roles else 1],
                           flags=("bool", "float"))
 
+    @property
+    def movable(self): return not self.found("no-gradient")
+
     def rewards(self):
         "Groups of different means and spreads."
         spread, mean = (torch.linspace(*ends, P).double()[:, None] for ends in ((0.5, 3), (-2, 5)))

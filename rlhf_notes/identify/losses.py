@@ -29,7 +29,15 @@ class ValueLoss(Losses):
     def _probe(self):
         case = self.case(ragged(*SHAPES[0]))
         self.settle(case)
+        if self.subject.vague and not self._moves():
+            self._turn()
+            self._moves() or self._turn()
         return [*self(case)]
+
+    def _turn(self):
+        self.roles |= dict(value=self.roles["value_old"], value_old=self.roles["value"])
+
+    def _moves(self): return bool(self.slopes(BATCHES[0], 1.0).any())
 
     def slopes(self, mask, error):
         "The gradient for one error of every value, per unit of it."
@@ -126,10 +134,12 @@ class KL(Losses):
         return [*self(self.case(noise(*SHAPES[0], seed=4), ragged(*SHAPES[0])), **options)]
 
     def _read(self):
-        def value(d, shape=SHAPES[0]): return self(self.case(d, shape=shape))[0]
-        v, n = torch.stack([value(d) for d in self.D]), SHAPES[0][0] * SHAPES[0][1]
-        if not self.reduced or abs(value(1.0, SHAPES[1]) / (value(1.0) or 1) - 1) > 0.1:
-            v = v / n  # a sum over the tokens
+        def value(d, shape=SHAPES[0]): return self(self.case(d, shape=shape))[0] / self.numel
+        v, grown = torch.stack([value(d) for d in self.D]), value(1.0, SHAPES[1])
+        grown = grown / (value(1.0) or 1)
+        (B, T), (B2, T2) = SHAPES  # a sum over tokens, over responses, or over both?
+        v = v / next((n for n, r in ((T, T2 / T), (B, B2 / B), (B * T, B2 * T2 / (B * T)))
+                      if abs(grown - r) < 1e-3), 1)
         v = torch.where(v.abs() < 1e-12, 0, v)
         rich = self.case(noise(*SHAPES[0], seed=4), ragged(*SHAPES[0]))
         if self.reduced:
@@ -199,7 +209,7 @@ class PreferenceLoss(Losses):
 
     def case(self, h, seed=0):
         "Pairs in which the chosen response leads by h."
-        w, *ref = (noise(len(h), seed=seed + i) for i in range(3))
+        w, *ref = (noise(len(h), seed=seed + i) - 9 for i in range(3))
         ref = ref if self.has_ref else [0 * w, 0 * w]
         return dict(chosen=w, rejected=w - ref[0] + ref[1] - h, chosen_ref=ref[0],
                     rejected_ref=ref[1])
@@ -223,13 +233,21 @@ class PreferenceLoss(Losses):
         mean = self.reduced and same([self(self.case(h.repeat(2)))[1][:N]], [psi / 2], 1e-3)
         psi = N * psi if mean else psi
         self.facts["aggregation"] = "mean" if mean else "sum" if self.reduced else None
-        if not self._other_kind():
+        if not self._other_kind() and self._of_lead():
             self._form(h, psi)
             self._reference()
         self.report.curves = {"": (h[2:], psi[2:], None)}
         for leaf in PAIR[2:]:
             if leaf in self.roles and self(self.case(h), leaf=leaf)[1].any():
                 self.warn("old-gradient", f"a gradient flows into {self.roles[leaf]}: detach it")
+
+    def _of_lead(self):
+        "Whether the lead alone decides: 7 nats more for both responses change nothing."
+        c = self.case(0.3 * noise(N))
+        likely = {n: c[n] + 7 for n in ("chosen", "rejected")}
+        if same([self(c)[1]], [self(c | likely)[1]]): return True
+        self.report.nearest = "dpo_loss" if self.has_ref else "bradley_terry_loss"
+        self.report.notes.append("more than the lead of the chosen response decides")
 
     def _form(self, h, psi):
         "Squared, hinge or logistic: its slope against the lead gives beta, margin and smoothing."

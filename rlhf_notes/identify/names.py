@@ -8,37 +8,40 @@ KINDS = ("policy_loss", "value_loss", "gae", "group_advantage", "kl", "log_prob"
          "aggregate", "whiten", "preference_loss")
 
 WORDS = {  # one word -> those that mean the same in other people's code
-    "logp": "logp logps logprob logprobs lp lps logpi logpis loglikelihood loglikelihoods logpt",
+    "logp": "logp logprob lp logpi loglikelihood logpt",
+    "neglogp": "neglogp neglogpac",
     "logits": "logits logit",
+    "gauss": "gauss",
     "old": "old behavior behaviour prev previous mu sampled before anchor prox proximal",
     "rollout": "rollout sampling sampler inference generation vllm",
-    "ref": "ref refs reference base sft init initial frozen prior teacher",
+    "ref": "ref reference base sft init initial frozen prior teacher pretrained",
     "new": "new newlogprob newvalue current curr cur policy pi",
     "chosen": "chosen preferred winner winning win better positive pos w yw",
     "rejected": "rejected reject dispreferred loser losing lose worse negative neg yl",
-    "mask": "mask masks valid keep real",
+    "mask": "mask valid keep real",
     "pad": "pad padding padded ignore ignored",
-    "advantage": "advantage advantages adv advs a ahat gae",
-    "value": "value values v val vals vpred vpreds vf critic vs vt baselines",
-    "next": "next last bootstrap final boot tail tp1 nextvalue nextvalues lastvalue",
-    "return": "return returns ret rets vtarg vtargs returned",
-    "reward": "reward rewards score scores rew rews r rs rwd rwds outcome outcomes",
-    "target": "target targets",
-    "terminated": "terminated terminations termination terminal terminals term terms",
-    "truncated": "truncated truncations truncation trunc truncs timeout timeouts timelimit",
-    "done": "done dones end ends ended over resets reset cut cuts",
-    "start": "start starts first firsts begins",
-    "not": "not non nonterminal nonterminals notdone notdones continues cont alive",
-    "ratio": "ratio ratios rho rhos",
-    "entropy": "entropy entropies ent ents",
-    "index": "index uid uids groupid groupids gid gids",
-    "label": "label labels token tokens ids id action actions completion completions response "
-             "responses sequence sequences sampled_tokens choices chosen_tokens",
-    "length": "length lengths len lens seqlen seqlens",
-    "x": "x xs loss losses tensor input inputs term matrix mat elementwise arr per_token_loss l",
+    "advantage": "advantage adv a ahat gae",
+    "value": "value v val vpred vf critic vt baselines",
+    "next": "next last bootstrap final boot tail tp1 nextvalue lastvalue",
+    "return": "return ret vtarg returned",
+    "reward": "reward score rew r rwd outcome",
+    "target": "target",
+    "terminated": "terminated termination terminal term",
+    "truncated": "truncated truncation trunc timeout timelimit",
+    "done": "done fdone end ended over reset cut",
+    "start": "start first begin",
+    "not": "not non nonterminal notdone continue cont alive",
+    "ratio": "ratio rho",
+    "entropy": "entropy entropie ent",
+    "index": "index uid groupid gid",
+    "label": "label token id action completion response sequence choice",
+    "length": "length len seqlen",
+    "x": "x loss losse tensor input matrix mat elementwise arr l",
 }
 MEANS = {word: meaning for meaning, words in WORDS.items() for word in words.split()}
-NOISE = set("b mb batch minibatch flat per the t token tokens seq all my raw level each".split())
+MEANS |= {word + "s": meaning for word, meaning in MEANS.items()}
+NOISE = set("b mb batch minibatch flat per the t token tokens seq all my raw level each out "
+            "output".split())
 OPTION = set("""clip cliprange coef coeff coefficient eps epsilon range low high norm normalize
     normalise lam lambda lmbda gamma discount beta alpha temperature temp temps mode type kind agg
     aggregation reduction scale weight smoothing max min num n use size factor dim horizon margin
@@ -53,6 +56,8 @@ def parts_of(
     name = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().strip("_")
     name = re.sub(r"log_?(probabilities|probability|probs?|ps?|pis?|likelihoods?)(?=_|$)", "logp",
                   name)
+    name = re.sub(r"neg(ative)?_?logp(?=_|$)", "neglogp", name)
+    name = re.sub(r"(mu|mean)_?(and_)?(sigma|std)(?=_|$)", "gauss", name.removesuffix("_fn_out"))
     name = re.sub(r"(?<=_)l$", "rejected", name)
     name = re.sub(r"log_?(importance_|prob_)?(ratios?|r)(?=_|$)", "log_ratio", name)
     name = re.sub(r"(^|_)(new|old|ref|next|last|not|non)_?(?=(logp|values?|vals?|v|dones?|term"
@@ -62,7 +67,7 @@ def parts_of(
 
 def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = an option
     "The role of an argument, by the words of its name."
-    words = parts_of(name)
+    words = [w.removeprefix("neg") for w in parts_of(name)]
     has = set(words)
     plain = has - NOISE
     if "mask" in has: return "padding" if "pad" in has and "not" not in has else "mask"
@@ -73,7 +78,7 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     if {"chosen", "rejected"} & plain and (plain - {"chosen", "rejected"} or len(name) > 2):
         side = "chosen" if "chosen" in has else "rejected"
         if not has & {"length", "label"}: return f"{side}_ref" if "ref" in has else side
-    if "logits" in has:
+    if has & {"logits", "gauss"}:
         return next((f"logits_{w}" for w in ("ref", "old") if w in has), "logits")
     if "logp" in has:
         return next((f"logp_{w}" for w in ("rollout", "ref", "old") if w in has), "logp")
@@ -83,7 +88,7 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     if "value" in has and name.endswith("_"): return "next_value"  # V(s'), as in tianshou
     if "value" in has or plain == {"next"}: return _values(has)
     if "return" in has: return "returns"
-    if "reward" in has: return "rewards"
+    if "reward" in has: return "next_value" if "last" in name else "rewards"
     if plain == {"target"}: return "labels"
     if "length" in has: return "lengths"
     if "index" in has or "group" in has and has & {"ids", "label", "idx"}: return "index"
@@ -138,6 +143,7 @@ def kind_of_roles(
     if {"chosen", "rejected"} <= roles: return "preference_loss"
     if "advantage" in roles and roles & {"logp", "ratio", "log_ratio"}: return "policy_loss"
     if {"advantage", "logits", "labels"} <= roles: return "policy_loss"
+    if {"rewards", "logits", "logits_old", "labels"} <= roles: return "policy_loss"
     if "logits" in roles: return "log_prob" if "labels" in roles else "entropy"
     if "logp" in roles and roles & {"logp_ref", "logp_old"} or "log_ratio" in roles: return "kl"
     if "rewards" in roles and roles & {"value", "next_value"}: return "gae"

@@ -45,6 +45,8 @@ class PolicyLoss(Losses):
         self.alone = False  # whether a part without advantage, a KL, is taken off
         if "labels" in self.roles:
             self.subject.take_logits()
+        if "rewards" in self.roles and "advantage" not in self.roles:
+            self.roles["advantage"] = self.roles.pop("rewards")
 
     def _probe(self):
         B, T = SHAPES[0]
@@ -166,11 +168,16 @@ class PolicyLoss(Losses):
         return "sequence" if changed else "token"
 
     def _aggregation(self, weights):
-        "The mode and its scale; advantages whitened inside: a scale and a shift change nothing."
+        """The mode and its scale. Advantages may be made inside, of rewards: whitened, so that a
+        scale and a shift change nothing, or less the mean of the others."""
         B, T = SHAPES[0]
         A, facts = halves(B), self.facts
-        whitened = self.reduced and same([self.grad(zeros(B, T), 2 * A + 0.5)],
-                                         [self.grad(zeros(B, T), A)], 1e-3)
+        def grad(A): return [self.grad(zeros(B, T), A)]
+        shifted = self.reduced and same(grad(A + 0.5), grad(A), 1e-3)
+        whitened = shifted and same(grad(2 * A + 0.5), grad(A), 1e-3)
+        if shifted and not whitened:
+            facts["advantage"] = "leave-one-out"
+            weights = [(w * (len(w) - 1) / len(w), m) for w, m in weights]
         scale = self.read_mode(weights, 2e-3 if whitened else 2e-4)
         if whitened and abs(scale - 1) < 0.02:
             scale, facts["advantage"] = 1.0, "whitened"

@@ -165,7 +165,8 @@ class Losses(Reader):
         each = [y for y in named if y.shape in (x.shape, x.shape[:1], (x.numel(),))]
         graded = [y for y in scalar + each if y.requires_grad] or scalar or each
         if graded:
-            self.reduced = graded[0].numel() == 1
+            self.numel = graded[0].numel()
+            self.reduced = self.numel == 1
             return graded[0]
         self.refuse(named, f"one loss, or a loss for each token, {tuple(x.shape)}")
 
