@@ -144,7 +144,7 @@ def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
 
 
 QUERIES = {
-    "what to monitor": "metrics", "multi GPU": "bridges/scale#where-our-own-trainer-ends", "CNN": "control/spaces", "pass@k": "studies/checkable",
+    "what to monitor": "metrics", "multi GPU": "bridges/scale#where-our-own-trainer-ends", "CNN": "control/own_environment#a-picture", "several rewards": "formulas/advantage#several-rewards", "pass@k": "studies/checkable",
     "reward hacking": "hub/real_model", "Goodhart's law": "studies/variants", "LoRA": "hub/load", "my own environment": "control/envs",
     "own prompts": "hub/prompts", "resume a run": "training/runs", "save model": "hub/save", "inside verl": "bridges/verl",
     "TRL": "bridges/trl", "entropy collapse": "why#the-entropy-collapses-or-explodes",
@@ -167,7 +167,7 @@ def test_the_words_of_the_field_lead_to_the_page_about_them(tab):
         page.goto((SITE / "search.html").as_uri() + f"?q={quote(words)}")
         found = page.get_attribute("#about a", "href", timeout=5_000) if page.locator("#about a").count() else None
         if found != re.sub("(#|$)", r".html\1", about, count=1): wrong[words] = found
-    assert len(QUERIES) == 48 and not wrong, wrong
+    assert len(QUERIES) == 49 and not wrong, wrong
 
 
 # Questions as people ask them -> the page that answers; it is the page about them, or that of one of the closest sections.

@@ -15,8 +15,8 @@ from rlhf_notes.exercises.check import EXERCISES
 PATH = re.compile(r"^\d\. \*(.+?):\* (.*)$", re.M)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)]+\.(?:ipynb|py))\)")
 # The order of the front page; then the rest.
-FRONT = ("hero", "hero-picture", "paths", "loop-md", "loop", "written", "who", "three-ways",
-         "cartpole-seeds", "cartpole-seeds-md")
+FRONT = ("hero", "hero-picture", "paths", "in-the-page", "looking-for", "loop-md", "loop",
+         "written", "who", "three-ways", "cartpole-seeds", "cartpole-seeds-md")
 WORD = re.compile(r"^\| ([^|$`,]+)[^|$]*\|[^|]*\| ([^|]*) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
 CODE = re.compile(r"```.*?```|\$\$.*?\$\$|\$[^$\n]*\$|`[^`]*`", re.S)
 AWAY = (r"^(?:#+ |    )[^\n]*|"     # headings and indented code

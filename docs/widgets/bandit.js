@@ -64,9 +64,10 @@ widget("bandit", (box) => {
     const n = now.history.length - 1, scale = Math.max(n, 40) / 40, logp = now.history[n];
     lines.title.textContent = "log-probability of each action";
     lines.clear();
+    const ends = logp.map((x) => Math.max(x, -6)), near = (a) => [0, 1, 2].filter((b) => Math.abs(ends[b] - ends[a]) < 0.4);
     kinds.forEach((kind, a) => {
       lines.line(now.history.map((row, t) => [t / scale, row[a]]), kind);
-      if (n) lines.text(Math.min(n / scale, 38.5), logp[a], NAMES[a], {dx: 4, dy: 4});
+      if (n && near(a)[0] === a) lines.text(Math.min(n / scale, 38.5), ends[a], near(a).map((b) => NAMES[b]).join(""), {dx: 2, dy: -5});
     });
     barsOf(logp.map(Math.exp));
     lines.add("text", {x: lines.X(40), y: 190, "text-anchor": "end"}, String(Math.round(40 * scale)));

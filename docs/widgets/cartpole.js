@@ -13,6 +13,7 @@ const FAULTS = {       // name: what it is called, from which rung on it can be 
 const SEEDS = 20, LAB = {rung: 4, eps: 0.2, lam: 0.95, rate: -2, epochs: 10, fault: "none", first: 0};
 const DIALS = {eps: [0.05, 0.5, 0.05], lam: [0, 1, 0.05], rate: [-4, -1, 0.25], epochs: [1, 20, 1]};
 const LIMITS = {...DIALS, rung: [1, 5], first: [0, 1e6]};
+const KNOCK = 0.9;                                             // radians a second
 const rateOf = (x) => +(10 ** x).toPrecision(2);
 const allowed = (key, x) => key === "fault" ? Object.hasOwn(FAULTS, x) : x >= LIMITS[key][0] && x <= LIMITS[key][1];
 
@@ -60,6 +61,11 @@ class Track {
     this.carts[this.chosen = i].g.classList.add("chosen");
     this.counter.before(this.carts[i].g);                    // in front of the others
     this.draw();
+  }
+  // A knock at each pole, to one side: what has learned to balance takes it.
+  knock() {
+    const side = this.random() < 0.5 ? -KNOCK : KNOCK;
+    for (const c of this.carts) if (!c.fallen) c.s[3] += side;
   }
   // A fiftieth of a second of each cart. A pole that has fallen sinks to the ground, and begins anew.
   tick() {
@@ -179,10 +185,10 @@ widget("cartpole", (box) => {
   }
   function sentence(middle) {
     const done = runs.filter(({greedy}) => greedy !== undefined), held = done.filter(({greedy}) => greedy === lab.LIMIT);
-    if (!running) return "Twenty policies that know nothing yet. Training takes some seconds.";
+    if (!running) return "Twenty policies that know nothing yet. All they are told is a point for each step that the pole stands. Press Train: it takes some seconds.";
     if (done.length < SEEDS) return `Update ${middle.length} of ${lab.UPDATES}: the median is ${show(middle.at(-1) ?? 0, 0)} steps.`;
     return `The last 50 episodes: ${show(median(runs.map(({lengths}) => lengths.slice(-10).reduce((a, b) => a + b) / 10)), 0)} steps, the median of twenty seeds. ` +
-      `Always taking the likelier action, ${held.length} of ${SEEDS} hold the pole for all ${lab.LIMIT} steps, ten times in a row.`;
+      `Always taking the likelier action, ${held.length} of ${SEEDS} hold the pole for all ${lab.LIMIT} steps, ten times in a row.${state.fault === "none" && held.length > SEEDS / 2 ? " Now push them." : ""}`;
   }
   function pick(i) { chosen = i; seed.set(i); track.pick(i); soon(); }
 
@@ -211,13 +217,14 @@ widget("cartpole", (box) => {
   const rungs = choice("program", RUNGS, state.rung, (x) => set({rung: +x}));
   const faults = choice("plant a fault", Object.fromEntries(Object.entries(FAULTS).map(([name, [text]]) => [name, text])), state.fault, (x) => set({fault: x}));
   const seed = dial("seed", {min: 0, max: SEEDS - 1, step: 1, value: 0, text: (i) => String(state.first + i)}, pick);
-  const train = button("Train", start, {class: "go"}), others = button("Other seeds", () => { set({first: state.first + SEEDS}); if (!running) start(); });
+  const train = button("Train", start, {class: "go"}), push = button("Push", () => { track.knock(); moving.firstChild.checked = true; track.move(true); }, {class: "knock"}), others = button("Other seeds", () => { set({first: state.first + SEEDS}); if (!running) start(); });
   const moving = toggle("moving", !matchMedia("(prefers-reduced-motion: reduce)").matches, (on) => track.move(on));
 
   box.classList.add("lab");
-  box.append(rungs,
-    make("div", {class: "panes"}, make("div", {}, track.svg, make("div", {class: "dials"}, train, seed, moving)), make("div", {}, curves.svg, key, told)),
-    make("details", {class: "more", open: !("brief" in box.dataset)}, make("summary", {}, "the program, its dials, its faults"),
+  const brief = "brief" in box.dataset, panes = make("div", {class: "panes"},
+    make("div", {}, track.svg, make("div", {class: "dials"}, train, push, seed, moving)), make("div", {}, curves.svg, key, told));
+  box.append(...brief ? [panes, rungs] : [rungs, panes],       // on the front page the poles come first
+    make("details", {class: "more", open: !brief}, make("summary", {}, "the program, its dials, its faults"),
       make("div", {class: "panes"}, make("div", {}, code), make("div", {}, make("div", {class: "dials column"}, Object.values(dials)), faults, why)),
       make("div", {class: "panes small"}, [ratio, kl, explained].map(({svg}) => make("div", {}, svg))),
       make("p", {class: "foot"}, others, link)));

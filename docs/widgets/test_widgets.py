@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -577,6 +578,40 @@ def test_the_laboratory_trains_in_the_page(tabs):
     assert not box.locator(".line.first").first.get_attribute("points").startswith(curve[:30]) and not faults
 
 
+@pytest.mark.skipif(not NODE, reason="no node")
+def test_what_has_learned_takes_a_push_and_what_has_not_falls():
+    kick = float(re.search(r"KNOCK = ([\d.]+)", (SCRIPTS / "cartpole.js").read_text(encoding="utf-8"))[1])
+    held, untrained = in_node(f"""
+        const settings = {json.dumps(SETTINGS)}, held = [0, 0];
+        for (let seed = 0; seed < 5; seed++) {{
+          const random = chance(seed), raw = lab.weights(chance(seed));
+          let last;
+          for (const update of lab.training(seed, settings)) last = update;
+          for (let n = 0; n < 20; n++) [last.w, raw].forEach((w, i) => {{
+            const s = lab.start(random);
+            s[3] += n % 2 ? {kick} : -{kick};
+            let t = 0;
+            while (t < 300 && !lab.push(s, +(random() < 1 / (1 + Math.exp(-lab.odds(w, s)))))) t++;
+            held[i] += t === 300;
+          }});
+        }}
+        return held;""")
+    assert held > 70 and untrained == 0, (held, untrained)
+
+
+def test_a_push_moves_the_poles_and_sets_them_going(tabs):
+    page, box, faults = tabs("cartpole")
+    toggle, pole = box.locator(".toggle input"), box.locator(".cart.chosen line")
+    assert not toggle.is_checked()                           # the tab prefers reduced motion
+    before = pole.get_attribute("transform")
+    box.get_by_role("button", name="Push").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(200)
+    assert toggle.is_checked() and pole.get_attribute("transform") != before
+    toggle.uncheck()
+    assert not faults
+
+
 def test_a_link_carries_the_settings(tabs):
     page, box, faults = tabs("cartpole")
     page.evaluate("location.hash = '#cartpole:rung=5&eps=0.3&lam=0.5&rate=-3&epochs=4&fault=sign&first=40&nonsense=1'")
@@ -611,6 +646,7 @@ def test_the_front_page_begins_with_it(browser):
     lab = page.locator("[data-widget=cartpole]")
     lab.get_by_role("button", name="Train").wait_for()
     assert lab.get_by_role("button", name="Train").bounding_box()["y"] < 800
+    assert lab.locator("svg.track").bounding_box()["y"] < lab.locator("fieldset").first.bounding_box()["y"]
     assert not lab.locator(".program").is_visible()
     lab.locator("summary").focus()
     page.keyboard.press("Enter")
