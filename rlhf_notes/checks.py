@@ -34,7 +34,7 @@ def checked(
     ("k1", "k2")        one of these names
 
     Kinds: float (half precision comes in as float32), number (the same, from integers and booleans
-    too), raw (floating, as it came), real (any of these, as it came), int, bool.
+    too), raw (floating, as it came), float32, real (any of these, as it came), int, bool.
     All tensors must be on one device.
     """
     def decorate(f):
@@ -122,6 +122,7 @@ KINDS = {
     "number": (lambda x: not x.is_complex(), "be real"),
     "float": (torch.Tensor.is_floating_point, "have a floating-point dtype"),
     "raw": (torch.Tensor.is_floating_point, "have a floating-point dtype"),
+    "float32": (lambda x: x.dtype == torch.float32, "have dtype torch.float32"),
     "int": (lambda x: not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool),
             "have an integer dtype"),
     "bool": (lambda x: x.dtype == torch.bool, "be boolean (True = counts)"),

@@ -37,5 +37,5 @@ def own_variant(monkeypatch):
     from rlhf_notes.formulas import grpo
     for names in (grpo.POLICY_VARIANTS, grpo._OBJECTIVES):
         monkeypatch.setitem(names, "mine", None)
-    monkeypatch.setattr(grpo, "_BY_PROMPT", set(grpo._BY_PROMPT))
-    return "mine"
+    yield "mine"
+    grpo.BY_PROMPT.discard("mine")

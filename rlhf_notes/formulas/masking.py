@@ -129,13 +129,12 @@ def aggregation_weights(
 ) -> Tensor:  # (B, T); 0 under the mask; a part's weights are those rows of the batch's
     "w with aggregate loss = sum(w l)."
     size, count = _AGGREGATIONS[mode](mask.sum(1), length or mask.shape[1], group)
-    n, dtype = _total(total, count).clamp(min=1), dtype or torch.float32
-    return mask.to(dtype) / size.clamp(min=1).to(dtype).unsqueeze(1) / n.to(dtype)
+    n, w = count if total is None else _given(total), mask.to(dtype or torch.float32)
+    return w / size.clamp(min=1).to(w).unsqueeze(1) / n.clamp(min=1).to(w)
 
-def _total(total, count):
-    if total is None: return count
-    check_value("total", total, "real ()" if isinstance(total, Tensor) else "int [0, 1e18)")
-    return torch.as_tensor(total, device=count.device)
+def _given(total):
+    rule = "real ()" if isinstance(total, Tensor) else "int [0, 1e18)"
+    return torch.as_tensor(check_value("total", total, rule))
 
 # %% ../../nbs/formulas/01_masking.ipynb #aggregate-sum
 @checked(loss="real (B T)", mask="bool (B T)?", length="int [1, inf)?", group="int [1, inf)?")

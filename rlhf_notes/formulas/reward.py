@@ -100,20 +100,16 @@ def truncate_at_stop(
     "Replace everything after the first stop token by padding (code of Ziegler et al. 2019)."
     if not torch.iinfo(tokens.dtype).min <= pad_token <= torch.iinfo(tokens.dtype).max:
         raise ValueError(f"pad_token must fit in {tokens.dtype}, got {pad_token}")
-    is_stop = (tokens.unsqueeze(-1) == _stops(stop_token, tokens.device)).any(-1)
+    none = torch.zeros_like(tokens, dtype=torch.bool)
+    is_stop = sum((tokens.long() == stop for stop in _stops(stop_token)), none)
     stop = is_stop & (torch.arange(tokens.shape[1], device=tokens.device) >= after)
     mask = stop.cumsum(1) - stop.long() == 0  # no stop token stands before
     return torch.where(mask, tokens, pad_token), mask, stop.any(1)
 
-def _stops(stop_token, device):  # -> (K,)
-    if isinstance(stop_token, Tensor):
-        check_value("stop_token", stop_token, "int (K)")
-        return stop_token.to(device)
+def _stops(stop_token):  # -> K numbers, or 0-dim tensors
+    if isinstance(stop_token, Tensor): return check_value("stop_token", stop_token, "int (K)")
     stops = stop_token if isinstance(stop_token, (list, tuple)) else [stop_token]
-    for token in stops:
-        check_value("stop_token", token, "int (-1e18, 1e18)")
-    if len(stops) == 1: return torch.full((1,), stops[0], device=device) # waits for no GPU
-    return torch.tensor(stops, dtype=torch.int64, device=device)
+    return [check_value("stop_token", token, "int (-1e18, 1e18)") for token in stops]
 
 # %% ../../nbs/formulas/09_reward.ipynb #penalty
 PENALTY_MODES = ("replace", "subtract")

@@ -61,7 +61,6 @@ from .load import Classifier, as_text, check_tokens, end_tokens, warn_of_turns_w
 from .rewards import TEXTS, bind, call_rewards, fresh, reward_functions
 from ..language.rollout import Responses, no_spread
 from ..language.sampling import sample
-from ..training.devices import to_device
 from ..training.options import read_json
 from ..training.seeds import seeded_generator
 
@@ -184,6 +183,9 @@ class Prompts:
         self.reward_models = nn.ModuleList(models)
         self.weights = torch.tensor([float(weight) for _, weight in self.rewards] or [1.0])
         self.own = [f for f, _ in self.rewards if not isinstance(f, Classifier)]
+        names = [getattr(f, "__name__", type(f).__name__) for f, _ in self.rewards]
+        several = enumerate(names, 1) if len(names) > 1 else ()
+        self.reward_columns = [f"reward_{i}_{name}" for i, name in several]
         self.bound = [bind(f, self.columns()) for f in self.own if self.rows]
 
     def columns(self):
@@ -276,11 +278,10 @@ class Prompts:
     def reward_stats(self, rollout, config):
         """Of the newest responses: those without a score, the share of groups without spread, and
         the mean of each of several rewards."""
-        same = no_spread(config, rollout, to_device(self.weights, rollout.parts.device))
-        unscored, same = torch.stack([(~rollout.is_scored).sum(), same.float().mean()]).tolist()
-        means = rollout.parts.nanmean(0).tolist() if len(self.rewards) > 1 else []
-        names = [getattr(f, "__name__", type(f).__name__) for f, _ in self.rewards]
-        means = {f"reward_{i}_{x}": mean for i, (x, mean) in enumerate(zip(names, means), 1)}
+        same = no_spread(config, rollout, self.weights).float().mean()
+        numbers = torch.stack([(~rollout.is_scored).sum(), same, *rollout.parts.nanmean(0)])
+        unscored, same, *means = numbers.tolist()  # the only synchronisation
+        means = dict(zip(self.reward_columns, means))
         return dict(unscored=int(unscored)) | means | dict(same=same, rounds=1)
 
 

@@ -21,7 +21,6 @@ import warnings
 import torch
 
 from ..language.rollout import no_spread
-from ..training.devices import to_device
 
 
 def refill(rollout, more, same, too):
@@ -48,7 +47,7 @@ def draw_again(loop, again=2):
 
 def without_spread(loop, rollout):
     "The groups of a rollout that teach nothing."
-    return no_spread(loop.config, rollout, to_device(loop.task.weights, rollout.parts.device))
+    return no_spread(loop.config, rollout, loop.task.weights)
 
 
 class Warnings:

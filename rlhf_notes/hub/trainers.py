@@ -51,7 +51,7 @@ from ..language.machine import make_machine
 from ..language.model import autocast, check_context
 from ..language.rollout import ADVANTAGES, group_advantages, weighted_sum
 from ..training.devices import make_accelerator, process_device, stopped_anywhere, usual_defaults
-from ..training.fit import Evaluator, as_hooks, fit
+from ..training.fit import Evaluator, as_hooks, fit, step_size
 from ..training.options import read_options
 from ..training.runs import check_sums
 from ..training.seeds import seeded_generator
@@ -168,6 +168,8 @@ class Trainer:
         task, generator = self.task, seeded_generator("generate", seed)
         rows = [row for row in read_prompts(prompts) for _ in range(n)]
         tokens, mask = (x.repeat_interleave(n, 0) for x in task.encode(prompts))
+        check_context(self.policy.lm, prompts=tokens.shape[1],
+                      max_new_tokens=self.config.response_length)
         whole = task.rows and rows[0].keys() >= task.rows[0].keys()  # an environment asks for them
         respond = task.respond if whole else partial(Prompts.respond, task)
         parts = self._respond(respond, tokens, mask, rows, generator, temperature)
@@ -213,6 +215,11 @@ def own_schedule(options):
     rate = options.get("learning_rate")
     if not callable(rate): return options, None
     return {k: x for k, x in options.items() if k != "learning_rate"}, rate
+
+
+def own_rate(schedule, loop):
+    "In place of `Loop.rate`: the rate by a function of the share of iterations that is left."
+    return step_size("learning_rate", schedule, 1 - loop.iteration / loop.iterations)
 
 
 def unscored(prompts, responses):
@@ -300,7 +307,9 @@ class RLHF(Trainer):
             compare = partial(group_advantages, partial(own_advantage, advantage))
         self._begin(config, model, tokenizer, prompts, reward, environment, compare, teacher, hint,
                     observation_coef)
-        self.task.reward_timeout, self.loop.schedule = reward_timeout, schedule
+        self.task.reward_timeout = reward_timeout
+        if schedule:
+            self.loop.put(rate=partial(own_rate, schedule))
         check_value("eval_every", eval_every, "int [1, inf)?")
         self.loop.machine.check_same(eval_prompts=len(eval_prompts) > 0, eval_every=eval_every,
                                      keep_best=keep_best)
@@ -430,4 +439,5 @@ class DPO(Trainer):
         lm, machine = self._load_parts(config, model, tokenizer, prompts, None)
         choices = own_choices(self.task, self.task.rows)
         self.loop = DPOLoop(config, lm, self.task, choices, machine)
-        self.loop.schedule = schedule
+        if schedule:
+            self.loop.put(rate=partial(own_rate, schedule))

@@ -17,7 +17,7 @@ from .load import as_text, check_tokens
 from .prompts import Prompts, token_ids
 from .rewards import bind, called, shown
 from ..language.model import check_context
-from ..language.rollout import Responses
+from ..language.rollout import Responses, weighted_sum
 
 # %% ../../nbs/hub/turns.ipynb #next-prompt
 def next_prompt(prompt, turn, reply):
@@ -130,12 +130,11 @@ class Turns(Prompts):
         "Dialogues, each as one response; its mask is True at tokens of the model alone."
         d, T, kept = Dialogues(self, prompts, mask, u.shape[1], rows), u.shape[1], []
         going = torch.arange(len(u), device=u.device)
-        for n in range(T):
-            if not len(going): break
+        while len(going):
             at = d.end[going] + d.place[:T - int(d.end[going].min())]  # where the next turn stands
             turn = super().respond(lm, *d.so_far(going), u[going].gather(1, at.clamp(max=T - 1)),
                                    None, temperature)
-            number = torch.full_like(turn.tokens, n).where(turn.mask, -1)
+            number = (d.turns[going].amax(1, keepdim=True) + 1).where(turn.mask, -1)
             parts = turn.tokens, turn.logp, turn.hidden, turn.mask, number
             kept = kept or [d.tokens, *map(torch.zeros_like, parts[1:3]), d.own, d.turns]
             fits = at < T
@@ -151,7 +150,6 @@ class Turns(Prompts):
 
     def score(self, prompts, mask, found):
         "Each of the user's rewards, and what the environment paid, (B, R + 1)."
-        paid = found.paid.nansum(1, keepdim=True)
-        paid = paid.masked_fill(found.paid.isnan().all(1, keepdim=True), math.nan)
+        paid = weighted_sum(found.paid, 1.0).unsqueeze(1)
         rewards = [super().score(prompts, mask, found)] if self.rewards else []
         return torch.cat([*rewards, paid], 1)

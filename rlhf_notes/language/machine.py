@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 
 from ..fast import gpt2
-from ..training.devices import make_accelerator
+from ..training.devices import make_accelerator, to_device
 from .model import autocast
 
 
@@ -34,6 +34,10 @@ class Machine:
     def prepare(self, policy):
         "Return the policy in the form that computes a training step."
         return policy
+
+    def send(self, x):
+        "A tensor of the CPU, where this machine computes."
+        return x
 
     def precision(self):
         "A context in which matrix products have the precision of this machine."
@@ -81,6 +85,8 @@ class Scaled(Machine):
     def prepare(self, policy):
         self.policy = self.accelerator.prepare_model(policy)
         return gpt2.Recorded(self.policy)
+
+    def send(self, x): return to_device(x, self.device)
 
     def precision(self): return autocast(self.device, self.dtype)
 

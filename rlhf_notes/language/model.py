@@ -36,7 +36,6 @@ def hidden_states(lm, tokens, mask, at=None):
     """Final hidden state (B, T, d) at each position, before the head, of a causal language model of
     transformers or its body; undefined where `mask`, False = padding, or `at`, the states that are
     read, is False. What the tokens (B, T) are under the mask does not matter."""
-    check_context(lm, tokens=tokens.shape[1])
     tokens = tokens.masked_fill(~mask, 0) # G2: the model has no embedding for padding
     at = mask if at is None else mask & at
     return _states(body(lm), tokens, mask, position_ids(mask), at)
@@ -149,9 +148,8 @@ def response_states(lm, tokens, mask, length, response_mask=None):
 def response_logp(lm, tokens, mask, response_mask, temperature=1.0):
     """Log-probabilities (B, T) of responses, the last T of the tokens (B, Q + T); undefined where
     `response_mask` (B, T) is False."""
-    T = response_mask.shape[1]
-    hidden = response_states(lm, tokens, mask, T, response_mask)
-    return head_log_probs(lm, hidden, tokens[:, -T:], temperature)[0]
+    hidden = response_states(lm, tokens, mask, response_mask.shape[1], response_mask)
+    return head_log_probs(lm, hidden, tokens[:, -hidden.shape[1]:], temperature)[0]
 
 # %% ../../nbs/language/23_model.ipynb #adapters
 def has_adapter(lm: nn.Module) -> bool:

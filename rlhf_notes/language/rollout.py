@@ -102,8 +102,7 @@ def group_advantages(compare, config, rollout, reward_weights=None):
     x, total = rollout, masked_sum(rollout.rewards, rollout.response_mask, dim=1)
     score, total, scored = (y.unflatten(0, (-1, config.group))
                             for y in (x.scores, total, x.is_scored))
-    parts = x.parts if x.parts is None else x.parts.unflatten(0, (-1, config.group))
-    A = compare(config, score, total, scored, parts, reward_weights)
+    A = compare(config, score, total, scored, x.parts, reward_weights)
     return apply_mask(A, scored).reshape(-1, 1).expand_as(x.logp), None
 
 # %% ../../nbs/language/26_rollout.ipynb #rloo
@@ -121,6 +120,7 @@ def grpo(config, score, total, scored, *_):
 # %% ../../nbs/language/26_rollout.ipynb #gdpo
 def gdpo(config, score, total, scored, parts, weights):
     "Each reward normalised in its group, then their sum over the batch (Liu 2026)."
+    parts = parts.unflatten(0, scored.shape)
     given = scored.unsqueeze(-1) & ~parts.isnan()
     A = multi_reward_advantage(parts.nan_to_num(), weights.to(parts), mask=given)
     return centre(A, scored, 1) + centre(total - score, scored, 1)

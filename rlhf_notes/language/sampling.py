@@ -16,8 +16,7 @@ from torch import nn
 from ..checks import checked
 from ..fast import door, lengths, rows, steps
 from ..formulas.logprob import selective_log_softmax
-from .model import body, check_context, position_ids, to_logits
-from ..training.devices import to_device
+from .model import body, position_ids, to_logits
 
 # %% ../../nbs/language/24_sampling.ipynb #draw
 @door(rows.draw)
@@ -75,21 +74,22 @@ class Ends:
     "Tells when all responses have ended; on a GPU some tokens later, without waiting for it."
     def __init__(self, stop, first, like):
         "A token of `stop` ends a response from position `first` on; `like` (B,) are integers."
-        self.stop, self.first = to_device(torch.tensor(stop, dtype=torch.long), like.device), first
+        self.stop, self.first = stop, first
         self.going = torch.ones_like(like, dtype=torch.bool)
         self.any_going = torch.ones((), dtype=torch.bool, pin_memory=like.is_cuda)
 
     def __call__(self, i, token):
         "True if all have ended at position `i`, where `token` (B,) was drawn, as far as is known."
         if i >= self.first:
-            self.going &= ~torch.isin(token, self.stop)
+            for stop in self.stop:
+                self.going &= token != stop
         if token.is_cpu or i % 8 == 0:
             self.any_going.copy_(self.going.any(), non_blocking=True)
         return not self.any_going.item()
 
 # %% ../../nbs/language/24_sampling.ipynb #sample
 @torch.no_grad()
-@checked(prompts="int (B Q)", mask="bool (B Q)", u="raw (B T)", temperature="(0, inf)",
+@checked(prompts="int (B Q)", mask="bool (B Q)", u="float32 (B T)", temperature="(0, inf)",
          top_p="(0, 1]", top_k="int [0, inf)")
 def sample(lm, prompts, mask, u, temperature=1.0, stop=(), stop_after=0, top_p=1.0, top_k=0):
     """A response of T tokens to each of the prompts (B, Q), which a `mask`, False = padding, pads
@@ -97,12 +97,9 @@ def sample(lm, prompts, mask, u, temperature=1.0, stop=(), stop_after=0, top_p=1
     responses. A token of `stop` ends one from position `stop_after` on; what comes after all have
     ended is 0. Tokens come from the `top_k` likeliest, 0 = all, and of those from the likeliest
     with probability `top_p` in all."""
-    if u.dtype != torch.float32: # more digits could be rounded to 1
-        raise TypeError(f"u must have dtype torch.float32, got {u.dtype}")
     if padded := int((~mask[:, -1]).sum()): # the only synchronisation
         raise ValueError("mask must be True in its last column (pad prompts on the left), got "
                          f"{padded} of {len(mask)} rows that end in padding")
-    check_context(lm, prompts=prompts.shape[1], u=u.shape[1])
     return Samples(*_sample(lm, prompts, mask, u, temperature, stop, stop_after, top_p, top_k))
 
 @door(lengths.sample)

@@ -9,7 +9,7 @@ from language_models import make
 
 from rlhf_notes import POLICY_VARIANTS, RLHF, register_variant
 from rlhf_notes.formulas.advantage import rloo_advantage
-from rlhf_notes.formulas.grpo import _needs_groups
+from rlhf_notes.formulas.grpo import BY_PROMPT
 from rlhf_notes.hub.told import hinted_prompt, observed
 
 LESSON_ROWS = [
@@ -242,4 +242,4 @@ def test_an_objective_that_asks_for_the_group_gets_prompts_together(own_variant)
     assert len(seen) == 4
     assert torch.stack(seen).abs().max() < 1e-4  # GRPO's advantages of a prompt add up to 0
     register_variant(own_variant, lambda *x: x[0] * x[1])
-    assert not _needs_groups(own_variant)
+    assert own_variant not in BY_PROMPT

@@ -447,6 +447,8 @@ def test_a_bad_file_is_refused_with_its_line(text, words, tmp_path):
      r"prompts must fit into the model's context of 32 tokens, got 41 \+ 4"),
     (lambda: own(prompt_length=40),
      r"prompt_length must fit into the model's context of 32 tokens, got 40 " r"\+ 4"),
+    (lambda: own().generate(["w3 " * 40]),
+     r"prompts must fit into the model's context of 32 tokens, got 41 \+ "),
     (lambda: own(max_new_tokens=0), "max_new_tokens must be in"),
     (lambda: own(prompts=["w3", CHAT], tok=tokenizer(TEMPLATE)),
      r"prompts must be all strings or all chats, got both in prompts\[1\]"),

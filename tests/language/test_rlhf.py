@@ -1,6 +1,7 @@
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -26,7 +27,7 @@ from strategies import SEEDS
 from rlhf_notes.formulas.kl import AdaptiveKLController
 from rlhf_notes.formulas.logprob import linear_log_probs
 from rlhf_notes.formulas.reward import RewardNorm
-from rlhf_notes.hub.trainers import RLHF
+from rlhf_notes.hub.trainers import RLHF, own_rate
 from rlhf_notes.language import loop as R
 from rlhf_notes.language.config import Variant
 from rlhf_notes.language.machine import Machine, Scaled
@@ -660,12 +661,12 @@ def test_the_rate_is_a_warm_up_and_a_power_of_what_is_left():
 
 def test_a_rate_of_ones_own_is_a_function_of_what_is_left():
     t, seen = trainer(replace(TINY, iterations=4)), []
-    t.schedule = lambda left: seen.append(left) or 1e-3 * left ** 2
+    t.put(rate=partial(own_rate, lambda left: seen.append(left) or 1e-3 * left ** 2))
     rows = [t.iterate() for _ in range(4)]
     assert {*seen} == {1.0, 0.75, 0.5, 0.25}
     assert [r["learning_rate"] for r in rows] == [1e-3 * x ** 2 for x in (1.0, 0.75, 0.5, 0.25)]
     t = trainer()
-    t.schedule = lambda left: 0.0
+    t.put(rate=partial(own_rate, lambda left: 0.0))
     with pytest.raises(ValueError, match="^learning_rate must be a function to numbers > 0"):
         t.iterate()
 

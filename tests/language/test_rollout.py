@@ -106,7 +106,7 @@ def test_a_reward_that_was_not_given_stays_out_of_its_group():
     nan = float("nan")
     parts = torch.tensor([[[1.0, 2.0], [0.0, nan], [1.0, 4.0], [0.0, 6.0]]])
     score = parts.nansum(-1)
-    A = gdpo(TINY, score, score, torch.ones(1, 4, dtype=torch.bool), parts, torch.ones(2))
+    A = gdpo(TINY, score, score, torch.ones(1, 4, dtype=torch.bool), parts[0], torch.ones(2))
     half = 0.75 ** 0.5  # 0.5 over the deviation of 1, 0, 1, 0
     by_hand = torch.tensor([[half - 1, -half, half, 1 - half]])  # 2, 4, 6 become -1, 0, 1
     torch.testing.assert_close(A / A[0, 2], by_hand / half, atol=1e-3, rtol=0)

@@ -219,8 +219,6 @@ def test_what_a_head_adds_is_not_passed_over():
 def test_the_context_may_be_used_to_its_end(f):
     lm, (prompts, mask) = gpt2(n_positions=12), texts(12, 3, 5)
     assert f(lm, prompts, mask, uniform(0, 3, 7)).tokens.shape == (3, 7)
-    with pytest.raises(ValueError, match="must fit into the model's context of 12 tokens, got"):
-        f(lm, prompts, mask, uniform(0, 3, 8))
 
 
 P, M, U = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 4)
@@ -228,7 +226,7 @@ P, M, U = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool
     ((P, M, U, 0.0), ValueError, "temperature must be in"),
     ((P, M, U, -1.0), ValueError, "temperature must be in"),
     ((P, M, U[:1]), ValueError, r"B = 2, as prompts has, got \(1, 4\)"),
-    ((P, M, U.long()), TypeError, "u must have a floating-point dtype"),
+    ((P, M, U.long()), TypeError, "u must have dtype torch.float32, got torch.int64"),
     ((P, M, U.double()), TypeError, "u must have dtype torch.float32, got torch.float64"),
     ((P, M.long(), U), TypeError, "mask must be boolean"),
     ((P, M[:, :2], U), ValueError, "mask must have the shape of prompts"),
