@@ -14,12 +14,14 @@ rlhf = RLHF("path/or/name", prompts=["Tell me a story."], reward=reward,
 prompts, cuts responses at their end, and scores them. [Reviews](../../nbs/reviews/22_task.ipynb) is
 another such task.
 
-| a prompt | is |
-|---|---|
-| a string, a line of a file | read with the special tokens that the tokenizer adds, such as `<s>` |
-| a list of chat messages | text by the tokenizer's chat template |
-| a dict, a line of a `.jsonl` file, an item of a JSON array, a row of a `datasets` dataset or of a DataFrame | a `prompt` and columns for the reward, such as the right result |
-| its columns `tools` and `chat_template_kwargs` | for the chat template; the second is a dict of its options, such as `enable_thinking` |
+A prompt is
+
+- a string, or a line of a file: read with the tokenizer's own special tokens, such as `<s>`;
+- a list of chat messages: text by the tokenizer's chat template;
+- a dict, a line of a `.jsonl` file, an item of a JSON array, a row of a `datasets` dataset or of a
+  DataFrame: a `prompt`, and columns for the reward, such as the right result. The columns `tools`
+  and `chat_template_kwargs` are for the chat template; the second is a dict of its options, such as
+  `enable_thinking`.
 
 The same prompt may stand in several rows with other columns. A training draws prompts at random;
 with `prompt_order="epochs"` it takes them in turn. A response ends at the first end-of-sequence
@@ -32,16 +34,23 @@ how many.
 A reward function, `reward(prompts, responses, **columns)`, gets lists and returns a number for each
 response ([how it is called](rewards.py)):
 
-| | |
-|---|---|
-| it gets | what its signature names: `prompts`, `responses` (or `completions`), `completion_ids` (the tokens of each response), and columns, `**kwargs` the rest of these; under other names, the first is the prompts and the second the responses |
-| several | are added, each with a weight if it has one; the log has the mean of each |
-| a reward model | of transformers (`AutoModelForSequenceClassification` with one label) may take the place of a function, as may [one that you trained](../../nbs/hub/reward_trainer.ipynb); it reads prompt and response together |
-| `None` or NaN | means *not scored*: the other functions count alone, and where none scores, the response is `unscored` in the log and enters no mean, no group and no loss. As a 0 it would punish the policy for a slow checker |
-| `async` | lets a function's requests to a server overlap |
-| an exception | in a function ends the run |
-| copies | of prompts, responses and columns are what a function gets: what it does to them stays with it |
-| more than one turn | `environment(prompts, responses, **columns)` is called like a reward after each turn of the model and returns what is said next, or `None` where the dialogue is over; the model learns from its own tokens alone, and the reward sees the last turn after all that came before ([turns](../../nbs/hub/turns.ipynb)) |
+- It gets what its signature names: `prompts`, `responses` (or `completions`), `completion_ids`
+  (the tokens of each response), and columns, `**kwargs` the rest of these; under other names, the
+  first is the prompts and the second the responses. They are copies: what a function does to them
+  stays with it.
+- Several are added, each with a weight if it has one; the log has the mean of each.
+- A reward model of transformers (`AutoModelForSequenceClassification` with one label) may take the
+  place of a function, as may [one that you trained](../../nbs/hub/reward_trainer.ipynb); it reads
+  prompt and response together.
+- `None` or NaN means *not scored*: the other functions count alone, and where none scores, the
+  response is `unscored` in the log and enters no mean, no group and no loss. As a 0 it would punish
+  the policy for a slow checker.
+- `async` lets a function's requests to a server overlap. An exception ends the run.
+
+For more than one turn, `environment(prompts, responses, **columns)` is called like a reward after
+each turn of the model and returns what is said next, or `None` where the dialogue is over; the
+model learns from its own tokens alone, and the reward sees the last turn after all that came before
+([turns](../../nbs/hub/turns.ipynb)).
 
 Every mistake in a file or a function is reported with its place, before anything is written.
 """
@@ -110,11 +119,8 @@ def _lines(path):
     for i, line in enumerate(text.split("\n"), 1):
         place = f"line {i} of {path}"
         if not line.strip(): continue
-        if not is_json:
-            yield place, line
-            continue
         try:
-            yield place, read_json(line)
+            yield place, read_json(line) if is_json else line
         except ValueError as e:
             raise ValueError(f"prompts must be JSON, got {place}: {e}") from e
 

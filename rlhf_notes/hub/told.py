@@ -1,9 +1,9 @@
 """Learn from what is told: an environment's replies, and a hint beside the prompt.
 
-| option of `RLHF` | what is learned |
-|---|---|
-| `observation_coef=0.05` | beside the loss, to predict what the environment says (ECHO, [lesson 50](../../nbs/formulas/50_credit.ipynb)) |
-| `hint=f` | in place of a reward, what the policy itself would have said with a hint (SDPO, [lesson 39](../../nbs/formulas/39_distillation.ipynb)) |
+- `RLHF(observation_coef=0.05)` learns, beside the loss, to predict what the environment says (ECHO,
+  [lesson 50](../../nbs/formulas/50_credit.ipynb)).
+- `RLHF(hint=f)` learns, in place of a reward, what the policy itself would have said with a hint
+  (SDPO, [lesson 39](../../nbs/formulas/39_distillation.ipynb)).
 
 `hint` is called like a reward, with whole dialogues as responses: it returns a text for each, which
 the policy reads after the prompt, or at the end of a chat's last message; None = no hint, from

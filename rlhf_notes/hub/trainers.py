@@ -300,9 +300,7 @@ class RLHF(Trainer):
                            response_length=max_new_tokens, **options)
         check_variant(config)
         check_ways(config, environment, **given)
-        compare = None
-        for name in given.keys() & {"hint", "turn_credit"}:
-            compare = ADVANTAGES[turn_credit or name]
+        compare = ADVANTAGES[turn_credit] if turn_credit else None
         if advantage is not None:
             compare = partial(group_advantages, partial(own_advantage, advantage))
         self._begin(config, model, tokenizer, prompts, reward, environment, compare, teacher, hint,
@@ -322,7 +320,7 @@ class RLHF(Trainer):
     @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward, environment=None, compare=None,
                teacher=None, hint=None, observation_coef=None):
-        if config.algo in ("dpo", *TAUGHT) and reward is not None and not (teacher or compare):
+        if config.algo in ("dpo", *TAUGHT) and reward is not None and not (teacher or hint):
             raise ValueError("algo must be ppo, grpo or rloo to learn from a reward, got "
                              f"{config.algo}")
         lm, machine = self._load_parts(config, model, tokenizer, prompts, reward, environment)

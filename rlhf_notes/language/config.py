@@ -193,20 +193,11 @@ class DPOConfig(LoopConfig):
     algo: Literal["dpo"] = "dpo"
     dpo_beta: Positive = 0.3
     "dpo: pull to the pretrained model, reward per nat"
-    dpo_kind: str = "sigmoid"
-    "dpo: the loss of a pair, one of DPO_KINDS: sigmoid, ipo and its relatives"
+    dpo_kind: Literal["sigmoid", "ipo", "apo_zero", "apo_down", "robust", "rpo"] = "sigmoid"
+    "dpo: the loss of a pair: sigmoid, ipo and its relatives"
     label_smoothing: Annotated[Fraction, Field(le=0.5)] = 0.0
     "dpo: share of the pairs whose chosen and rejected are taken to be the wrong way round"
     kl_adapts, beta, overlong = False, 0.0, "keep"  # of its samples, for evaluation
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dpo_kind != "sigmoid" and self.dpo_kind not in _dpo_kinds():
-            self.refuse("dpo_kind", f"be one of {', '.join(_dpo_kinds())}")
-
-def _dpo_kinds():
-    from rlhf_notes.formulas.preference import DPO_KINDS  # brings torch
-    return DPO_KINDS
 
 # %% ../../nbs/language/21_config.ipynb #check-variant
 def check_variant(config):

@@ -17,6 +17,7 @@ import torch
 from ..formulas.masking import masked_sum
 from ..formulas.preference import dpo_loss, implicit_reward
 from .loop import Loop, check_left, end_iteration
+from .rollout import Rows
 from ..training.seeds import seeded_generator
 
 # %% ../../nbs/language/30_dpo.ipynb #choice-loss
@@ -28,20 +29,12 @@ def choice_loss(logp, logp_ref, beta, **options):
 
 # %% ../../nbs/language/30_dpo.ipynb #choices
 @dataclass
-class Choices:
+class Choices(Rows):
     "N responses to each of n prompts, the chosen one first."
     tokens: torch.Tensor         # Prompt and response, (n, N, Q + T)
     mask: torch.Tensor           # False = padding of the prompt, (n, N, Q + T)
     response_mask: torch.Tensor  # False = after the end of the response, (n, N, T)
     logp_ref: torch.Tensor | None = None  # log pi_ref of each response, (n, N)
-
-    def map(self, function):
-        "Apply function(tensor) -> tensor to every tensor."
-        return Choices(*(None if x is None else function(x) for x in vars(self).values()))
-
-    def __getitem__(self, rows): return self.map(lambda x: x[rows])
-
-    def __len__(self): return len(self.tokens)
 
 # %% ../../nbs/language/30_dpo.ipynb #chosen-first
 def chosen_first(prompts, mask, responses, response_mask, best):
@@ -58,13 +51,8 @@ class DPOLoop(Loop):
     "Direct preference optimization: a policy from choices, without a reward model and samples."
 
     def __init__(self, config, lm, task, choices, machine=None):
-        "The task is for evaluations; `choices` come without `logp_ref`."
+        "The task is for evaluations; `choices` come without `logp_ref`, computed here, once."
         super().__init__(config, lm, task, self.implicit_reward, machine)
-        self.learn_from(choices)
-
-    @torch.no_grad()
-    def learn_from(self, choices):
-        "Compute the reference's log-probs, once, and the order of the prompts."
         c, n = self.config, len(choices)
         self.choices = choices.map(lambda x: x.to(self.device))
         parts = [self.choices[i:i + 256] for i in range(0, n, 256)]

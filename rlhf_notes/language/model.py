@@ -7,8 +7,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/language/model.html.md"""
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'check_context', 'to_logits',
            'head_log_probs', 'make_gpt2', 'no_dropout', 'response_states', 'response_logp',
-           'has_adapter', 'Policy', 'checkpointing', 'as_reference', 'RewardModel', 'autocast',
-           'sum_of_squares']
+           'has_adapter', 'Policy', 'checkpointing', 'as_reference', 'RewardModel', 'autocast']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -37,8 +36,7 @@ def hidden_states(lm, tokens, mask, at=None):
     transformers or its body; undefined where `mask`, False = padding, or `at`, the states that are
     read, is False. What the tokens (B, T) are under the mask does not matter."""
     tokens = tokens.masked_fill(~mask, 0) # G2: the model has no embedding for padding
-    at = mask if at is None else mask & at
-    return _states(body(lm), tokens, mask, position_ids(mask), at)
+    return _states(body(lm), tokens, mask, position_ids(mask), mask if at is None else mask & at)
 
 @door(gpt2.states)
 def _states(trunk, tokens, mask, positions, at):
@@ -270,9 +268,3 @@ def autocast(device, precision: str):
     "Context of matrix products in `precision`, float32 or bfloat16."
     bfloat16 = precision == "bfloat16"
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=bfloat16)
-
-# %% ../../nbs/language/23_model.ipynb #check-weights
-@torch.no_grad()
-def sum_of_squares(weights) -> torch.Tensor:
-    "Sum of squares of all weights; NaN or infinite if one is."
-    return torch.stack([w.float().square().sum() for w in weights]).sum()

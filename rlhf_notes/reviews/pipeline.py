@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch.nn.utils import get_total_norm
 
 from ..formulas.reward import RewardNorm
 from ..hub.config import OwnRunConfig
@@ -26,13 +26,7 @@ from ..hub.save import save_reward_model
 from ..hub.trainers import RLHF, save_policy
 from ..language.dpo import DPOLoop
 from ..language.loop import Loop
-from rlhf_notes.language.model import (
-    RewardModel,
-    check_context,
-    has_adapter,
-    make_gpt2,
-    sum_of_squares,
-)
+from ..language.model import RewardModel, check_context, has_adapter, make_gpt2
 from ..language.rollout import Rollout, rollout_stats, sample_table
 from .config import ReviewsConfig, ReviewsDPOConfig
 from .pretraining import Pretraining
@@ -200,11 +194,9 @@ def make_world(config: ReviewsConfig, device: torch.device) -> tuple:
         tokenizer = pad_outside(make_tokenizer(), size)
         lm = make_gpt2(config.preset, size, eos_token_id=tokenizer.eos_token_id, seed=config.seed,
                        device=device)
-    lengths = dict(response_length=config.response_length)
-    check_context(lm, prompt_length=config.prompt_length, **lengths)
     task = Reviews(tokenizer, config.response_length, config.stop_after, config.prompt_length,
                    top_p=config.top_p, top_k=config.top_k)
-    check_context(lm, prompt_length=task.prompt_length, **lengths)
+    check_context(lm, prompt_length=task.prompt_length, response_length=config.response_length)
     return lm, task
 
 # %% ../../nbs/reviews/28_pipeline.ipynb #own-training
@@ -301,10 +293,10 @@ def train(training: Training, run: Run | None = None) -> tuple:
 def _save(training, run):
     "Write checkpoint and tables."
     if run is None: return
-    stage, rl = training.stage, training.name == "rl"
-    weights = stage.optimizer.weights if rl else stage.optimizer.param_groups[0]["params"]
-    check_finite(f"stage {training.name}, iteration {stage.iteration}",
-                 dict(weights=sum_of_squares(weights).item()))
+    stage, where = training.stage, f"stage {training.name}, iteration {training.stage.iteration}"
+    if training.name != "rl":  # which looks at its weights in each iteration
+        weights = [w.detach() for w in stage.optimizer.param_groups[0]["params"]]
+        check_finite(where, dict(weights=get_total_norm(weights).item()))
     run.save_checkpoint(training.state_dict())
     for name in STAGES[:2]:
         if training.rows[name]:

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, JUNK, SEEDS, normal, random_mask, value_and_grad
 
-from rlhf_notes.formulas.grpo import POLICY_VARIANTS, off_policy_sequence_mask, policy_loss
+from rlhf_notes.formulas.grpo import (
+    BY_PROMPT,
+    POLICY_VARIANTS,
+    off_policy_sequence_mask,
+    policy_loss,
+    register_variant,
+)
 from rlhf_notes.formulas.masking import aggregate_count, aggregation_weights
 from rlhf_notes.formulas.ratio import importance_ratio, truncated_importance_weight
 
@@ -729,3 +735,11 @@ def test_the_mean_over_prompts_is_that_of_policy_loss_too():
     advantage = torch.tensor([3.0, 0.0, 1.0, 1.0])
     loss, _ = policy_loss(logp, logp, advantage, mask, aggregation="prompt-mean", group=2)
     assert loss.item() == pytest.approx(-(6 / 3 + 2 / 2) / 2)
+
+
+def test_a_mean_over_prompts_needs_their_rows_side_by_side(own_variant):
+    assert not BY_PROMPT & {*POLICY_VARIANTS} - {own_variant}
+    def objective(ratio, advantage, *rest): return ratio * advantage
+    for aggregation, needed in (("prompt-mean", True), ("token-mean", False)):
+        register_variant(own_variant, objective, aggregation)
+        assert (own_variant in BY_PROMPT) == needed

@@ -10,6 +10,7 @@ from language_models import make
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_notes.formulas.preference import DPO_KINDS
 from rlhf_notes.formulas.reward import RewardNorm
 from rlhf_notes.hub.trainers import DPO as UserDPO
 from rlhf_notes.hub.trainers import RLHF
@@ -182,8 +183,9 @@ def test_the_loss_of_a_pair_may_be_another():
     t.loop.log_probs, part = lambda part: logp, replace(t.loop.choices, logp_ref=ref)
     loss = t.loop.loss(part, part)[0].item()
     assert loss == pytest.approx(0.75 * math.log1p(math.exp(-1)) + 0.25 * math.log1p(math.e))
-    with pytest.raises(ValueError, match="^dpo_kind must be one of sigmoid, ipo.*, got hinge$"):
+    with pytest.raises(ValueError, match="^dpo_kind must be 'sigmoid', 'ipo'.*, got 'hinge'$"):
         own(kind="hinge")
+    for name in DPO_KINDS: assert own(kind=name).config.dpo_kind == name
 
 
 def test_responses_may_be_the_messages_of_a_chat():

@@ -26,7 +26,6 @@ from rlhf_notes.language.model import (
     no_dropout,
     position_ids,
     response_states,
-    sum_of_squares,
     to_logits,
 )
 from rlhf_notes.reviews.pretraining import Pretraining, next_token_loss, warm_cosine
@@ -118,13 +117,6 @@ def test_no_dropout_is_left(kind):
     assert torch.equal(a, b)
     assert all(value == 0 for name, value in vars(lm.config).items() if ("drop" in name)
                and isinstance(value, float))
-
-
-def test_weights_that_are_no_numbers_or_nearly_none_are_noticed():
-    for bad in (math.nan, math.inf, -math.inf, 1e38):
-        assert not sum_of_squares([torch.ones(3), torch.tensor([[1.0, bad]])]).isfinite()
-    assert sum_of_squares(
-        [torch.full((2, 3), 1e9), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16)]) == 6e18
 
 
 def test_context():

@@ -7,7 +7,7 @@ from language.parts import TINY, a_batch, handmade, trainer
 from rlhf_notes.formulas.advantage import gae_tokens, group_advantage, rloo_advantage
 from rlhf_notes.formulas.whitening import whiten
 from rlhf_notes.hub.prompts import Prompts
-from rlhf_notes.language.rollout import gdpo, treat_overlong, with_advantages
+from rlhf_notes.language.rollout import Rows, gdpo, treat_overlong, with_advantages
 from rlhf_notes.reviews.task import make_tokenizer
 
 def test_rows_of_a_rollout():
@@ -110,3 +110,12 @@ def test_a_reward_that_was_not_given_stays_out_of_its_group():
     half = 0.75 ** 0.5  # 0.5 over the deviation of 1, 0, 1, 0
     by_hand = torch.tensor([[half - 1, -half, half, 1 - half]])  # 2, 4, 6 become -1, 0, 1
     torch.testing.assert_close(A / A[0, 2], by_hand / half, atol=1e-3, rtol=0)
+
+
+def test_a_batch_is_cut_row_by_row_and_what_it_lacks_it_lacks_then():
+    x = handmade()
+    part = x[1:3]
+    assert isinstance(part, Rows) and type(part) is type(x) and (len(x), len(part)) == (4, 2)
+    assert torch.equal(part.logp, x.logp[1:3]) and part.rewards is None
+    doubled = x.map(lambda y: y.double() if y.is_floating_point() else y)
+    assert doubled.scores.dtype == torch.float64 and doubled.mask.dtype == torch.bool
