@@ -276,12 +276,14 @@ for task in TASKS:
 
 def command(
     function,  # each argument on a line of its own, with a comment
+    to: App = app,  # the app that gets it
+    **named,  # `name=`, of the command
 ):  # the function
     "Add a command; the comments of its arguments explain its options."
     arguments = re.findall(r"(\w+):.*# (.+)", inspect.getsource(function))
     lines = [f":param {name}: {help[0].lower()}{help[1:]}" for name, help in arguments]
     function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", *lines])
-    return app.command(function)
+    return to.command(function, **named)
 
 
 @command
@@ -494,7 +496,7 @@ lab = App(name="lab", help="Hand out lessons without solutions, and mark what co
 app.command(lab)
 
 
-@lab.command(name="make")
+@partial(command, to=lab, name="make")
 def make_lab(
     folder: Path,  # to write
     *,
@@ -508,7 +510,7 @@ def make_lab(
     print(f"{len(rows)} exercises, about {sum(row[2] for row in rows)} minutes, in {folder}")
 
 
-@lab.command(name="grade")
+@partial(command, to=lab, name="grade")
 def grade_lab(
     folder: Path,  # with the notebooks of one student
 ):
