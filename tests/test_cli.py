@@ -13,6 +13,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import processes
 import pytest
 import torch
 from processes import stopped
@@ -44,18 +45,9 @@ def read(path): return json.loads(Path(path).read_text())
 
 
 def command(*args, **kwargs):
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(cli.__file__).parent.parent),
-                                       os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "rlhf_notes.cli", *args], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=env, preexec_fn=no_nohup,
-                            **kwargs)
-
-
-def no_nohup():
-    "SIGHUP is heard in the child, though the tests may run under nohup."
-    if hasattr(signal, "SIGHUP"): signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    hup = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # the tests may run under nohup
+    return processes.start(f"import signal, sys; from rlhf_notes import cli; {hup}; "
+                           f"sys.exit(cli.main({[*args]!r}))", **kwargs)
 
 
 # a mistake gets a message and exit code 2, and leaves everything as it was
@@ -226,9 +218,10 @@ def test_a_lock_that_cannot_be_used_is_named(tmp_path, capsys):
 
 
 def test_a_mistake_in_a_process_of_its_own(tmp_path):
-    p = command("cartpole", "--seed", "abc")
-    out, err = p.communicate()
-    assert (p.returncode, out) == (2, "") and "--seed" in err and contents(tmp_path) == {}
+    line = [sys.executable, "-m", "rlhf_notes.cli", "cartpole", "--seed", "abc"]
+    p = subprocess.run(line, capture_output=True, text=True)
+    assert (p.returncode, p.stdout) == (2, "") and "--seed" in p.stderr
+    assert contents(tmp_path) == {}
 
 
 def test_every_whole_number_is_whole_and_no_text_is_empty(capsys):
@@ -269,6 +262,19 @@ def test_help_and_version_load_nothing_heavy():
             [sys.executable, "-c", code.format(argv=argv)], capture_output=True, text=True, env=env)
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "0 []" and done.stderr == ""
         for w in words: assert w in " ".join(done.stdout.split()), w
+
+
+def test_every_argument_of_a_command_is_explained():
+    def silent(app):
+        for name in app:
+            if name[0] == "-": continue
+            if (sub := app[name]).default_command is None:
+                yield from silent(sub)
+                continue
+            told = sub.default_command.__doc__ or ""
+            yield from ((name, a.names) for a in sub.assemble_argument_collection()
+                        if not a.parameter.help and f":param {a.field_info.name}:" not in told)
+    assert not [*silent(cli.app)]
 
 
 def test_the_command_needs_no_docstrings():
@@ -367,13 +373,13 @@ def test_a_run_leaves_what_was_promised(tmp_path, capsys):
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent to a process")
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, number):
-    p = command("cartpole", "--steps", "25600", "--num-envs", "4", "--epochs", "1", "--minibatches",
-                "1", "--seed", "2", "--out", "cut")
+    p = command("cartpole", "--steps", "7680", "--num-envs", "4", "--epochs", "1", "--minibatches",
+                "1", "--seed", "2", "--eval-episodes", "2", "--out", "cut")
     metrics = tmp_path / "cut" / "metrics.csv"
     out, err = stopped(p, metrics, number)
     assert p.returncode == 130 and "interrupted" in out and "--resume cut" in out, (out, err)
     asked, *rest = err.splitlines()
-    assert re.fullmatch(r"stopping after \d+ of 200 iterations; a second Ctrl-C .*", asked)
+    assert re.fullmatch(r"stopping after \d+ of 60 iterations; a second Ctrl-C .*", asked)
     assert rest == ([] if number == "SIGINT" else ["rlhf-notes: interrupted"])
     summary, before = read("cut/summary.json"), metrics.read_text()
     assert summary["interrupted"] is True
@@ -387,7 +393,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, number):
     assert second.returncode == 2
     run.held.release()
     assert cli.main(["cartpole", "--resume", "cut"]) == 0
-    assert metrics.read_text().startswith(before) and metrics.read_text().count("\n") == 201
+    assert metrics.read_text().startswith(before) and metrics.read_text().count("\n") == 61
     assert read("cut/summary.json")["interrupted"] is False
 
 
@@ -422,7 +428,7 @@ def test_a_process_of_an_environment_that_ends_is_told_in_a_line(capsys, monkeyp
 @pytest.mark.parametrize("redirect, code", [(">/dev/full", 1), (">&- 2>&-", 0), ("2>/dev/full", 0)])
 def test_output_that_cannot_be_written_ends_no_training(tmp_path, redirect, code):
     line = (f"{sys.executable} -m rlhf_notes.cli cartpole {' '.join(QUICK)} --seeds "
-            f"2 --out many {redirect}")
+            f"2 --eval-episodes 2 --out many {redirect}")
     env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, env=env)
     assert Path("many/seeds.csv").read_text().count("\n") == 3 and done.returncode == code
@@ -435,7 +441,7 @@ def test_output_that_cannot_be_written_ends_no_training(tmp_path, redirect, code
 def test_a_full_disk_is_told_in_a_line(tmp_path, kilobytes, full):
     "With 2 the file of TensorBoard is full, whose thread has an error of its own."
     line = (f"ulimit -f {kilobytes}; {sys.executable} -m rlhf_notes.cli cartpole "
-            f"{' '.join(QUICK)} --out run")
+            f"{' '.join(QUICK)} --eval-episodes 2 --out run")
     env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=env)
     assert ((done.returncode, done.stderr)

@@ -3,6 +3,7 @@ opens it in a browser besides (docs/test_browser.py).
 """
 import ast
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -68,8 +69,14 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pages(built):
-    return {path.relative_to(built): Tags(path.read_text(encoding="utf-8"))
-            for path in sorted(built.rglob("*.html"))}
+    "Each page of the site, read once for all workers."
+    kept = built.with_name("pages")
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            read = {path.relative_to(built): Tags(path.read_text(encoding="utf-8"))
+                    for path in sorted(built.rglob("*.html"))}
+            kept.write_bytes(pickle.dumps(read))
+    return pickle.loads(kept.read_bytes())
 
 
 def test_notebooks_and_modules_without_one_are_pages_in_the_sidebar(built, pages):

@@ -236,7 +236,7 @@ def test_advantages_of_another_shape_have_trls_name(trainer):
 def test_two_processes_end_with_the_weights_of_one(path, tmp_path):
     "The same prompts and responses in two halves, by torch.distributed on a CPU."
     script = Path(__file__).with_name("two_processes.py")
-    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    two = [Path(__file__).parent.parent / "together.py", "2"]
     for start, batch, out in (([], "16", "one"), (two, "8", "two")):
         subprocess.run([sys.executable, *start, script, path, batch, tmp_path / out], check=True)
     one, both = (torch.load(tmp_path / out) for out in ("one", "two"))

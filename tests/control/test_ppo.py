@@ -19,6 +19,7 @@ from pathlib import Path
 import gymnasium as gym
 import matplotlib
 import numpy as np
+import processes
 import pytest
 import torch
 import tqdm
@@ -971,18 +972,17 @@ def test_a_signal_that_ends_the_program_leaves_a_run_that_goes_on(tmp_path, numb
     "The class writes all that the command would, then ends as who sent the signal expects."
     code = ("import signal; from rlhf_notes import PPO; "
             f"signal.signal(signal.{number}, signal.SIG_DFL); "  # nohup leaves SIGHUP ignored
-            "PPO('CartPole-v1', steps=200 * 128, num_envs=4, num_steps=32, epochs=1, seed=2, "
-            "out='cut').learn(); print('went on')")
-    p = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, text=True)
+            "PPO('CartPole-v1', steps=60 * 128, num_envs=4, num_steps=32, epochs=1, seed=2, "
+            "eval_episodes=2, out='cut').learn(); print('went on')")
+    p = processes.start(code, cwd=tmp_path)
     metrics = tmp_path / "cut" / "metrics.csv"
     out, err = stopped(p, metrics, number)
     assert (p.returncode, out) == (-getattr(signal, number), ""), err
-    assert re.fullmatch(r"stopping after \d+ of 200 iterations; .*\n", err)
+    assert re.fullmatch(r"stopping after \d+ of 60 iterations; .*\n", err)
     summary, before = json.loads((tmp_path / "cut/summary.json").read_text()), metrics.read_text()
-    assert summary["interrupted"] and 0 < before.count("\n") - 1 < 200
+    assert summary["interrupted"] and 0 < before.count("\n") - 1 < 60
     assert cli.main(["train", "--resume", str(tmp_path / "cut")]) == 0
-    assert metrics.read_text().startswith(before) and metrics.read_text().count("\n") == 201
+    assert metrics.read_text().startswith(before) and metrics.read_text().count("\n") == 61
     assert not json.loads((tmp_path / "cut/summary.json").read_text())["interrupted"]
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import processes
 import pytest
 
 from rlhf_notes.hub import rewards
@@ -199,7 +200,7 @@ try: r.learn()
 except KeyboardInterrupt: print("ended", flush=True)
 """
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes.run(code)
     assert done.stdout == "ended\n" and "stopping after 1 of 2 iterations" in done.stderr, done
     assert time.monotonic() - start < 28
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import processes
 import pytest
 import torch
 from language_models import make, tokenizer
@@ -60,8 +61,7 @@ print("went on", ppo.left)
 ppo.learn()
 print(ppo.left)
 """
-    line = [sys.executable, "-c", code]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    done = processes.run(code, cwd=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "stopping after 2 of 8 iterations" in done.stderr
     if number == "SIGINT":
@@ -81,6 +81,6 @@ def test_a_run_that_has_ended_is_free(tmp_path):
     trainer = PPO("CartPole-v1", steps=256, num_envs=4, num_steps=32, eval_episodes=2, device="cpu",
                   out=tmp_path / "run").learn()
     code = f"from rlhf_notes.training.runs import Run; Run.resume({str(tmp_path / 'run')!r}).lock()"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert processes.run(code).returncode == 0
     trainer.learn(steps=128)  # and it is taken again
     assert trainer.rows[-1]["iteration"] > 2

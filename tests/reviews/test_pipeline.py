@@ -9,6 +9,7 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from language.parts import (
@@ -392,8 +393,7 @@ Loop.iterate = lambda self: (time.sleep(0.5), iterate(self))[1]
 training = P.Training(replace(T.TINY, model={whole[1].model!r}))
 P.train(training, P.Run.create({str(path)!r}, dict(task="rlhf", seed=3)))
 """
-    child = subprocess.Popen([sys.executable, "-c", script],
-                             env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    child = processes.start(script)
     deadline = time.time() + 120
     while time.time() < deadline and child.poll() is None:
         if (path / "metrics.csv").exists() and len(

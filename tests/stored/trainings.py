@@ -89,7 +89,7 @@ def write(path, lines):
 
 def in_two_processes(path, seeds=SEEDS):
     "Rows of trainings in two processes, written by the first of them."
-    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
+    launcher = HERE.parent / "together.py", "2"
     env = os.environ | dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="1")
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     subprocess.run([sys.executable, *launcher, __file__, path, *map(str, seeds)],

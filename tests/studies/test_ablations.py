@@ -1,5 +1,4 @@
 import math
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -270,18 +269,20 @@ def test_comparison():
     assert table["other"]["mean"] == -1 and table["other"]["dials"] == {}
 
 
-def test_the_benchmark_resumes(tmp_path):
+def test_the_benchmark_resumes(tmp_path, monkeypatch, capsys):
     "What stands in the file is not trained again, and a line that was cut short is."
     out = tmp_path / "ablations.csv"
     lines = [f"{task},{d},0,1,1,,1,2,3,4,5,6" for task in CONFIGS
              for d in (INTACT, "no clip")] + [f"{task},untrained,0,3,4,,,,,,," for task in CONFIGS]
     out.write_text("\n".join([",".join(details.COLUMNS), *lines, "cartpole,intact,5,77"]) + "\n")
-    command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "ablations.py"), "--seeds", "1",
-               "--only", "no clip", "--out", str(out)]
-    r = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert r.stdout.startswith("0 trainings to do") and len(details.read(out, details.COLUMNS)) == 6
-    r = subprocess.run([*command, "--only", "nonsense"], capture_output=True, text=True)
-    assert r.returncode == 2 and "invalid choice: 'nonsense'" in r.stderr
+    command = ["ablations.py", "--seeds", "1", "--only", "no clip", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    details.main()
+    assert capsys.readouterr().out.startswith("0 trainings to do")
+    assert len(details.read(out, details.COLUMNS)) == 6
+    monkeypatch.setattr(sys, "argv", [*command, "--only", "nonsense"])
+    with pytest.raises(SystemExit, match="2"): details.main()
+    assert "invalid choice: 'nonsense'" in capsys.readouterr().err
 
 
 def test_the_results_are_whole():

@@ -1,6 +1,5 @@
 import math
 import random
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -422,14 +421,16 @@ def test_what_is_recorded():
         sum(bool(diagnose(case, letter)) for letter in "abcd") for case in (1, 2, 3)] == [1, 1, 1]
 
 
-def test_the_benchmark_resumes(tmp_path):
+def test_the_benchmark_resumes(tmp_path, monkeypatch, capsys):
     path = tmp_path / "failures.csv"
     path.write_text(",".join(COLUMNS) + "\n"
                     + "".join(f"{n},0,1,2,3,4,5,,,{','.join('6' * len(DIALS))}\n"
                               for n in (PRETRAINED, *BASES, "no KL")) + "ppo,5,77\n")
-    command = [sys.executable, str(notebooks.ROOT / "benchmarks" / "failures.py"), "--seeds", "1",
-               "--out", str(tmp_path), "--only", "no KL"]
-    r = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert r.stdout.startswith("0 trainings to do") and len(read(path, COLUMNS)) == len(BASES) + 2
-    r = subprocess.run([*command, "--only", "nonsense"], capture_output=True, text=True)
-    assert r.returncode == 2 and "invalid choice: 'nonsense'" in r.stderr
+    command = ["failures.py", "--seeds", "1", "--out", str(tmp_path), "--only", "no KL"]
+    monkeypatch.setattr(sys, "argv", command)
+    failures.main()
+    assert capsys.readouterr().out.startswith("0 trainings to do")
+    assert len(read(path, COLUMNS)) == len(BASES) + 2
+    monkeypatch.setattr(sys, "argv", [*command, "--only", "nonsense"])
+    with pytest.raises(SystemExit, match="2"): failures.main()
+    assert "invalid choice: 'nonsense'" in capsys.readouterr().err

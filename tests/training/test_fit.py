@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import processes
 import pytest
 import torch
 
@@ -103,7 +104,7 @@ for i in range(3):
         save=lambda: print("saved", toy.iteration, flush=True))
     print("went on")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes.run(code)
     assert done.stdout == "saved 1\n" and done.returncode == -number, done
     assert "stopping after 1 of 7 iterations" in done.stderr
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import matplotlib
+import processes
 import pytest
 import torch
 from hypothesis import given
@@ -116,13 +117,11 @@ for begin in (lambda: Run.resume({str(run.path)!r}).lock(),
     try: begin()
     except ValueError as e: print(e)
 """
-    def second():
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    done = second()
+    done = processes.run(code)
     assert (done.stdout == f"{run.path} must be free, but another process is training there\n" * 2
             and snapshot(tmp_path) == before), (done)
     del run
-    assert second().stdout == ""
+    assert processes.run(code).stdout == ""
 
 
 def test_a_table_is_quoted_where_it_must_be(tmp_path):
