@@ -23,7 +23,6 @@ __all__ = ["LINE_MINUTES", "Mark", "lessons", "make", "grade"]
 
 import ast
 import contextlib
-import csv
 import faulthandler
 import io
 import json
@@ -32,13 +31,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .exercises import check  # noqa: F401, registers the exercises
 from .exercises.engine import EXERCISES, Exercise, Verdict
 from .identify.calls import TimeIsOver
 from .lessons import NOTEBOOKS
+from .training.runs import read_table, write_table
 
 LINE_MINUTES = 2  # to write a line of our solution; an estimate, nobody has been timed
 ADDRESS = "https://github.com/rlhf-notes/rlhf_notes/blob/main/nbs"
@@ -70,7 +70,8 @@ def make(
         (folder / f"{name}.ipynb").write_text(text + "\n", encoding="utf-8")
     rows = [(e.name, e.lesson, _minutes(e, chosen[e.lesson]), e.task)
             for e in EXERCISES.values() if e.lesson in chosen]
-    _write(folder / "exercises.csv", ("exercise", "lesson", "minutes", "task"), rows)
+    columns = "exercise", "lesson", "minutes", "task"
+    write_table(folder / "exercises.csv", [dict(zip(columns, row)) for row in rows])
     return rows
 
 
@@ -104,11 +105,6 @@ def _minutes(exercise, path):
     return 5 + LINE_MINUTES * sum(not line.startswith(("#", "check.")) for line in lines)
 
 
-def _write(path, header, rows):
-    with path.open("w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows([header, *rows])
-
-
 @dataclass
 class Mark:
     "The mark of an exercise."
@@ -131,17 +127,16 @@ def grade(
         for mark in _graded(notebook, seconds):
             if mark.mistake != "empty" or mark.exercise not in marks:
                 marks[mark.exercise] = mark
-    found = [*marks.values()]
-    _write(folder / "marks.csv", ("exercise", "right", "mistake"), [astuple(m)[:3] for m in found])
-    return found
+    rows = [dict(exercise=m.exercise, right=m.right, mistake=m.mistake) for m in marks.values()]
+    write_table(folder / "marks.csv", rows)
+    return [*marks.values()]
 
 
 def _asked(folder, notebooks):
     "Names of the exercises that were handed out."
     stems, table = {p.stem for p in notebooks}, folder / "exercises.csv"
     if table.exists():
-        with table.open(newline="", encoding="utf-8") as f:
-            stems |= {r["lesson"] for r in csv.DictReader(f)}
+        stems |= {row["lesson"] for row in read_table(table)}
     return [e.name for e in EXERCISES.values() if e.lesson in stems]
 
 
@@ -294,7 +289,7 @@ def _inside(notebook, report, stopped, seconds):
             else:
                 step(e.name, 4 * seconds)
                 mark = _judge(e, f)
-            say({field.name: getattr(mark, field.name) for field in fields(Mark)})
+            say(asdict(mark))
         say("done")
 
 

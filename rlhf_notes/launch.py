@@ -16,7 +16,6 @@ may come from someone else, so `--resume` imports a module only if it is given a
 
 __all__ = ['TASKS', 'LANGUAGE', 'config_of', 'new_training', 'old_training', 'report', 'many_seeds']
 
-import csv
 import json
 import os
 import random
@@ -241,8 +240,8 @@ def _control(s, path):
 
 
 def _reviews(s, path):
-    with open(path / "samples.csv", newline="", encoding="utf-8") as f:
-        rows = list(csv.DictReader(f))
+    from rlhf_notes.training.runs import read_table
+    rows = read_table(path / "samples.csv")
     texts = {(r["iteration"], r["prompt"]): f"{float(r['true_score']):5.2f} {r['response']}"
              for r in rows}
     first, last = rows[0]["iteration"], rows[-1]["iteration"]

@@ -23,7 +23,6 @@ over the responses that the page shows.
 
 __all__ = ['LIMIT', 'COLUMNS', 'View', 'own_run', 'read_run', 'page', 'view']
 
-import csv
 import html
 import json
 import math
@@ -32,7 +31,7 @@ from pathlib import Path
 from string import Template
 
 from .training.options import read_json, read_options
-from .training.runs import write_atomically
+from .training.runs import read_table, write_atomically
 
 
 LIMIT = 2_000_000  # bytes of a page
@@ -115,10 +114,7 @@ def _ours(path):
     return _run(title, rows, _by_step([_row(x) for x in samples]), lacks=lacks)
 
 
-def _table(path):
-    if not path.is_file(): return []
-    with open(path, newline="", encoding="utf-8") as f:
-        return list(csv.DictReader(f))
+def _table(path): return read_table(path) if path.is_file() else []
 
 
 def _theirs(path):

@@ -30,7 +30,7 @@ written after the checkpoint are dropped, in TensorBoard too.
 """
 
 __all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'SUMS',
-           'write_sums', 'check_sums', 'write_table', 'Run']
+           'write_sums', 'check_sums', 'write_table', 'read_table', 'Run']
 
 import csv
 import io
@@ -150,6 +150,12 @@ def write_table(path: Path, rows: list):
     "Write a CSV file of dicts with the same keys, whole or not at all."
     lines = *rows[:1], *(row.values() for row in rows)
     write_atomically(path, "".join(map(_line, lines)))
+
+
+def read_table(path: Path) -> list:
+    "The rows of a CSV file: dicts, column -> text."
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def _line(cells):
