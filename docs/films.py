@@ -3,7 +3,7 @@
     python docs/films.py [SITE] [NAME ...]
 
 Each is taken in Chromium from the built site (`make site`), by mouse as a reader would; `view` is that of
-a run that is trained first, half a minute.
+a run that is trained first.
 """
 import subprocess
 import sys
@@ -120,7 +120,7 @@ TILES = {bandit: "start", clip: "formulas/surrogate", gae: "formulas/advantage",
 def view(browser):
     "The first screen of `rlhf-notes view RUN`."
     with tempfile.TemporaryDirectory() as run:
-        for line in (["rlhf", "--seed", "0", "--out", f"{run}/run"], ["view", f"{run}/run", "--out", f"{run}/view.html"]):
+        for line in (["rlhf", "--seed", "0", "--iterations", "12", "--out", f"{run}/run"], ["view", f"{run}/run", "--out", f"{run}/view.html"]):
             subprocess.run([sys.executable, "-m", "rlhf_notes.cli", *line], check=True, stdout=subprocess.DEVNULL)
         page = browser.new_page(viewport=dict(width=1180, height=800))
         page.goto((Path(run) / "view.html").as_uri())

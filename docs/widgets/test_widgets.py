@@ -606,8 +606,8 @@ def test_a_push_moves_the_poles_and_sets_them_going(tabs):
     before = pole.get_attribute("transform")
     box.get_by_role("button", name="Push").focus()
     page.keyboard.press("Enter")
-    page.wait_for_timeout(200)
-    assert toggle.is_checked() and pole.get_attribute("transform") != before
+    page.wait_for_function("(was) => document.querySelector('.cart.chosen line').getAttribute('transform') !== was", arg=before, timeout=20_000)
+    assert toggle.is_checked()
     toggle.uncheck()
     assert not faults
 
