@@ -45,7 +45,7 @@ function viewOf(box, run) {
     const points = rows.filter((row) => row[name] != null).map((row) => [row.iteration, row[name]]);
     if (points.length < 2) return [];
     const ys = points.map(([, y]) => y), low = Math.min(...ys), high = Math.max(...ys), room = 0.08 * (high - low) || Math.abs(high) || 1, last = points.at(-1)[0];
-    const chart = new Chart(title, {x: [Math.min(1, points[0][0]), last], y: [low - room, high + room], yticks: low < high ? [low, high] : [low], ytext: (v) => Math.abs(v) < 1e-3 * (high - low) ? "0" : digits(v, 2), xticks: [points[0][0], last], xlabel: "iteration", width: 200, height: 125});
+    const chart = new Chart(title, {x: [Math.min(1, points[0][0]), last], y: [low - room, high + room], yticks: low < high ? [low, high] : [low], ytext: (v) => Math.abs(v) < 1e-3 * (high - low) ? "0" : Math.abs(v) < 0.01 ? v.toExponential(0).replaceAll("-", "−") : digits(v, digits(low, 2) === digits(high, 2) ? 3 : 2), xticks: [points[0][0], last], xlabel: "iteration", width: 200, height: 125});
     chart.svg.setAttribute("aria-label", `${title}: ${digits(ys[0])} at first, ${digits(ys.at(-1))} at last`);
     chart.svg.addEventListener("click", (e) => {
       const place = chart.svg.getBoundingClientRect(), x = chart.value((e.clientX - place.left) / place.width * chart.width);

@@ -93,7 +93,7 @@ const button = (text, click, attributes = {}) => make("button", {type: "button",
 // A drawing with axes: `x` and `y` are [low, high], ticks are numbers. X and Y turn numbers into places.
 class Chart {
   constructor(label, {x, y, xlabel = "", xticks = [], yticks = [], xtext = String, ytext, width = 340, height = 210, digits = 0}) {
-    const [left, top, right, bottom] = [38, 22, width - 12, height - 34];
+    const [left, top, right, bottom] = [42, 22, width - 12, height - 34];
     this.X = (v) => left + (v - x[0]) / (x[1] - x[0]) * (right - left);
     this.Y = (v) => bottom - (Math.min(Math.max(v, y[0]), y[1]) - y[0]) / (y[1] - y[0]) * (bottom - top);
     this.x = x;
