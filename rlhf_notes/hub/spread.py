@@ -6,8 +6,8 @@ Such a group teaches nothing; the log has the share of them, `same`.
   [Yu et al. 2025](https://arxiv.org/abs/2503.14476), eq. 11); `rounds` counts the rollouts of an
   iteration, `same` is of the first, and its `score` is that of the groups that were kept.
 - `reward_aggregation="normalise"` normalises each of several rewards in its group before they are
-  added ([GDPO](../../nbs/formulas/08_advantage.ipynb#several-rewards)), so that one of large variance
-  cannot drown the others; a group has spread where one of them has.
+  added ([GDPO](../../nbs/formulas/08_advantage.ipynb#several-rewards)), so that one of large
+  variance cannot drown the others; a group has spread where one of them has.
 
 The scores are those of the rewards: what `overlong` makes of them does not count.
 
