@@ -3,9 +3,10 @@
     python tools/breaks.py [MODULE ...] [--out breaks.csv] [--keep] [--tests-first]
 
 Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its place, and why that
-would be wrong. A break is made in a copy of
-the project, in the module and in its notebook, if it has one, alike; then the module's tests are
-run and the notebook is run. It is caught if either fails.
+would be wrong. A break is made in a copy of the project, in the module and in its notebook, if it
+has one, alike; then the module's tests are run and the notebook is run. It is caught if either
+fails. With "cell", the id of one that exports nothing, it is made in the notebook alone, which is
+run first, and the tests where it notices nothing.
 A module whose name stands twice is called FOLDER.MODULE. Before anything is broken the same is done
 with nothing changed, which must not be "caught",
 and says how long tests and notebook take; a break that makes them take four times as long, and more
@@ -38,14 +39,21 @@ TESTS = {
     "loop": ("language/test_rlhf.py", "language/test_dpo.py", "reviews/test_pipeline.py",
              "language/test_own_task.py"),
     "dpo": ("language/test_dpo.py", "language/test_adapters.py"),
-    "language.rollout": ("language/test_rollout.py", "language/test_own_task.py"),
+    "language.rollout": ("hub/test_credit.py", "language/test_rollout.py",
+                         "language/test_own_task.py"),
+    "told": ("hub/test_credit.py",),
+    "48_staleness": ("studies/test_staleness.py",),
     **{f"identify.{name}": ("test_identify.py",) for name in (
         "gae", "losses", "policy", "probing")}}
+LESSONS = ("48_staleness",)  # that export nothing
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 def find(name):
     "The module called `name`, its notebook (or None) and its tests, as paths from the top."
+    if name in LESSONS:
+        notebook = next((ROOT / "nbs").rglob(f"{name}.ipynb")).relative_to(ROOT)
+        return [None, notebook, *(Path("tests") / t for t in TESTS[name])]
     module = next((ROOT / "rlhf_notes").rglob(name.replace(".", "/") + ".py"))
     folder = ROOT / "nbs" / module.parent.relative_to(ROOT / "rlhf_notes")
     notebook = next((p for p in folder.glob("*.ipynb")
@@ -56,12 +64,13 @@ def find(name):
     return [p and p.relative_to(ROOT) for p in (module, notebook, *tests)]
 
 
-def replace_once(path, old, new):
+def replace_once(path, old, new, cell=None):
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         nb = json.loads(text)
-        cells = [c for c in nb["cells"] if "#| export" in "".join(c["source"])
-                 and old in "".join(c["source"])]
+        sources = [(c, "".join(c["source"])) for c in nb["cells"]]
+        cells = [c for c, x in sources if old in x and (c["id"] == cell if cell else
+                                                        "#| export" in x)]
         if len(cells) != 1:
             raise ValueError(f"{path}: {old!r} stands in {len(cells)} exported cells, expected 1")
         cells[0]["source"] = "".join(cells[0]["source"]).replace(old, new)
@@ -91,15 +100,19 @@ def try_break(name, change, tests_first, limit):
         shutil.copytree(ROOT, tree,
                         ignore=shutil.ignore_patterns(".git", ".venv", "_docs", "runs",
                                                       ".hypothesis", "__pycache__"))
+        cell = change.get("cell")
         if change["old"]:
-            replace_once(tree / module, change["old"], change["new"])
-            if notebook: replace_once(tree / notebook, change["old"], change["new"])
-        by_tests = run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider",
-                        *map(str, tests)], tree, limit) != 0
-        by_notebook = "" if not notebook or tests_first and by_tests else run(
-            [sys.executable, "tools/notebooks.py", "run", str(notebook)], tree, limit) != 0
-    return {"module": name, "break": change["why"], "notebook": by_notebook, "tests": by_tests,
-            "caught": bool(by_notebook or by_tests)}
+            for path in [notebook] if cell else filter(None, [module, notebook]):
+                replace_once(tree / path, change["old"], change["new"], cell)
+        how = {"tests": [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider",
+                         *map(str, tests)] if tests else None,
+               "notebook": [sys.executable, "tools/notebooks.py", "run", str(notebook)]
+               if notebook else None}
+        noticed = {"notebook": "", "tests": ""}
+        for by in reversed(how) if cell else how:
+            if how[by] and not ((tests_first or cell) and True in noticed.values()):
+                noticed[by] = run(how[by], tree, limit) != 0
+    return {"module": name, "break": change["why"], **noticed, "caught": True in noticed.values()}
 
 
 def main():
