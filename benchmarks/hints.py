@@ -1,14 +1,15 @@
 """A policy that is told a right response, or that gets a reward for one: equal responses.
 
-    python benchmarks/hints.py    # ten seeds
+    python benchmarks/hints.py                        # ten seeds
+    python benchmarks/hints.py --first 100 --seeds 3  # the learning rates
 
-Appends to nbs/formulas/results/hints.csv: the digits of lesson 40, for each seed and way the mean
-score of the rollouts, the exact match and the pass@8 of 32 responses to each held-out prompt, after
-0, 10 and 30 rollouts of 256 responses. `sibling` is `RLHF(hint=)` told a right response to the
-same prompt, where the rollout has one: it knows what GRPO's reward knows. The pretrained model has
-read texts that repeat what was said after the prompt, so that it can take a hint. Both learn at
-lesson 40's rate, which was chosen for GRPO. A run that was stopped goes on with the first seed that
-is missing.
+Appends to nbs/formulas/results/hints.csv: the digits of lesson 40, for each seed, way and learning
+rate the mean score of the rollouts, the exact match and the pass@8 of 32 responses to each held-out
+prompt, after 0, 10 and 30 rollouts of 256 responses. `sibling` is `RLHF(hint=)` told a right
+response to the same prompt, where the rollout has one: it knows what GRPO's reward knows. The
+pretrained model has read texts that repeat what was said after the prompt, so that it can take a
+hint. Seeds from 100 on try all rates; the others learn at lesson 40's, and at the best of each way.
+A run that was stopped goes on with the first seed that is missing.
 """
 import random
 
@@ -27,8 +28,10 @@ from rlhf_notes.studies.checkable import (
     measure,
 )
 
-COLUMNS = "seed", "way", "iteration", "score", "pass_1", "pass_8"
+COLUMNS = "seed", "way", "rate", "iteration", "score", "pass_1", "pass_8"
 WAYS, STOPS = ("grpo", "sibling"), (0, 10, 30)
+RATE, RATES = 1e-3, (1e-4, 3e-4, 1e-3, 3e-3)
+BEST = dict(grpo=1e-3, sibling=3e-4)
 
 
 def told(response): return f" {response} ="
@@ -75,10 +78,11 @@ def answer_loss(lm, tokens):
     return nn.functional.cross_entropy(lm(tokens).logits[:, :-1].flatten(0, 1), targets.flatten())
 
 
-def trainer(lm, questions, way, seed):
+def trainer(lm, questions, way, seed, rate=RATE):
     "A training by the reward, or by a hint, with the same prompts and random numbers."
     ways = dict(hint=sibling, kl_coef=None) if way == "sibling" else {}
-    return checkable_rlhf(lm, questions, seed=seed, iterations=STOPS[-1], **ways)
+    return checkable_rlhf(lm, questions, seed=seed, iterations=STOPS[-1], learning_rate=rate,
+                          **ways)
 
 
 def study(seed):
@@ -87,13 +91,15 @@ def study(seed):
     train, held_out = questions[:3000], questions[3000:3300]
     lm = pretrain(train, seed)
     first = measure(trainer(lm, train, WAYS[0], seed), held_out)[0]
-    for way in WAYS:
-        t = trainer(lm, train, way, seed)
+    for way, rate in ((way, rate) for way in WAYS
+                      for rate in (RATES if seed >= 100 else sorted({RATE, BEST[way]}))):
+        t = trainer(lm, train, way, seed, rate)
         for stop in STOPS:
             rows = [t.iterate() for _ in range(t.iteration, stop)]
             found = measure(t, held_out)[0] if stop else first
             score = sum(r["score"] for r in rows) / len(rows) if rows else None
-            yield [text(x) for x in (seed, way, stop, score, found["pass_1"], found["pass_8"])]
+            yield [text(x) for x in (seed, way, rate, stop, score, found["pass_1"],
+                                     found["pass_8"])]
 
 
 def main():
