@@ -1294,3 +1294,19 @@ def detached(vpreds, values, returns, response_mask, cliprange_value=0.37):
     clipped = values + (vpreds - values).clamp(-cliprange_value, cliprange_value)
     error = torch.max((vpreds - returns) ** 2, (clipped - returns) ** 2)
     return 0.5 * masked_mean(error, response_mask).detach()
+
+
+# Groups whose size divides no power of 2
+
+
+@right("policy_loss", aggregation="prompt-mean", clip_low=0.2, clip_high=0.2)
+def of_seven(logps, old_logps, advantages, mask, num_generations=7):
+    x = surrogate(logps, old_logps, advantages) * mask
+    total, count = (y.sum(1).view(-1, num_generations).sum(1) for y in (x, mask))
+    return -(total / count).mean()
+
+
+@right("aggregate", aggregation="prompt-mean")
+def of_five(loss, mask, group_size=5):
+    total, count = ((y * mask).sum(1).view(-1, group_size).sum(1) for y in (loss, mask))
+    return (total / count).mean()

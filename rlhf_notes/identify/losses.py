@@ -10,9 +10,7 @@ from ..formulas.kl import KL_KINDS, kl_estimate
 from ..formulas.preference import DPO_KINDS, dpo_loss
 from ..formulas.value import value_loss
 from .calls import same
-from .probing import SHAPES, Losses, edges, noise, number, ragged
-
-BATCHES = [ragged(B, T, seed=B) for B, T in SHAPES]
+from .probing import Losses, edges, noise, number, ragged
 
 
 class ValueLoss(Losses):
@@ -27,7 +25,7 @@ class ValueLoss(Losses):
         return dict(value=R + e, value_old=R + e + old, returns=R, mask=mask)
 
     def _probe(self):
-        case = self.case(ragged(*SHAPES[0]))
+        case = self.case(ragged(*self.shapes[0]))
         self.settle(case)
         if self.subject.vague and not self._moves():
             self._turn()
@@ -37,7 +35,7 @@ class ValueLoss(Losses):
     def _turn(self):
         self.roles |= dict(value=self.roles["value_old"], value_old=self.roles["value"])
 
-    def _moves(self): return bool(self.slopes(BATCHES[0], 1.0).any())
+    def _moves(self): return bool(self.slopes(self.batches[0], 1.0).any())
 
     def slopes(self, mask, error):
         "The gradient for one error of every value, per unit of it."
@@ -45,10 +43,10 @@ class ValueLoss(Losses):
         return self(dict(value=R + error, value_old=R + error, returns=R, mask=mask))[1] / error
 
     def _outcome(self, **options): return [
-        y for m in BATCHES for y in self(self.case(m, seed=21), **options)]
+        y for m in self.batches for y in self(self.case(m, seed=21), **options)]
 
     def _read(self):
-        weights = [(self.slopes(m, 1.0), m) for m in BATCHES]
+        weights = [(self.slopes(m, 1.0), m) for m in self.batches]
         if all(w.abs().max() < 1e-12 for w, _ in weights): return self._without_gradient()
         W, mask = weights[0]
         self.check_mask(self.case(mask), dict(value=0.7, value_old=1.4, returns=2.1))
@@ -72,9 +70,9 @@ class ValueLoss(Losses):
 
     def _without_gradient(self):
         "No gradient at V: a fault where the number is a square of V - R, else no loss of values."
-        V = torch.ones(SHAPES[0]).double()
-        one, three = (self(dict(value=k * V, value_old=k * V, returns=0 * V, mask=BATCHES[0]))[0]
-                      for k in (1, 3))
+        V = torch.ones(self.shapes[0]).double()
+        one, three = (self(dict(value=k * V, value_old=k * V, returns=0 * V,
+                                mask=self.batches[0]))[0] for k in (1, 3))
         if not one or not same([three], [9 * one]):
             self.subject.doubt("a number without gradient that is no square of V - R, a statistic")
         self.find("no-gradient", "V = 1, R = 0: the gradient at V is 0, the formula gives V - R")
@@ -120,28 +118,30 @@ class KL(Losses):
     supplied = "logp logp_ref logp_old log_ratio ratio mask padding lengths"
     D = torch.tensor([-1.5, -1.0, -0.5, -0.02, 0.0, 0.02, 0.5, 1.0, 1.5], dtype=torch.float64)
 
-    def case(self, d, mask=None, shape=SHAPES[0]):
+    def case(self, d, mask=None, shape=None):
         "Log-probs whose difference is d."
-        mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+        mask = torch.ones(shape or self.shapes[0], dtype=torch.bool) if mask is None else mask
         x = -2 + 0.3 * noise(*mask.shape)
         return dict(logp=x, logp_ref=x - d, logp_old=x - d, mask=mask)
 
     def _probe(self):
-        self.settle(self.case(0.3, BATCHES[0]))
+        self.settle(self.case(0.3, self.batches[0]))
         return [*self(self.case(0.3))]
 
     def _outcome(self, **options):
-        return [*self(self.case(noise(*SHAPES[0], seed=4), ragged(*SHAPES[0])), **options)]
+        return [*self(self._rich(), **options)]
+
+    def _rich(self): return self.case(noise(*self.shapes[0], seed=4), ragged(*self.shapes[0]))
 
     def _read(self):
-        def value(d, shape=SHAPES[0]): return self(self.case(d, shape=shape))[0] / self.numel
-        v, grown = torch.stack([value(d) for d in self.D]), value(1.0, SHAPES[1])
+        def value(d, shape=None): return self(self.case(d, shape=shape))[0] / self.numel
+        v, grown = torch.stack([value(d) for d in self.D]), value(1.0, self.shapes[1])
         grown = grown / (value(1.0) or 1)
-        (B, T), (B2, T2) = SHAPES  # a sum over tokens, over responses, or over both?
+        (B, T), (B2, T2) = self.shapes  # a sum over tokens, over responses, or over both?
         v = v / next((n for n, r in ((T, T2 / T), (B, B2 / B), (B * T, B2 * T2 / (B * T)))
                       if abs(grown - r) < 1e-3), 1)
         v = torch.where(v.abs() < 1e-12, 0, v)
-        rich = self.case(noise(*SHAPES[0], seed=4), ragged(*SHAPES[0]))
+        rich = self._rich()
         if self.reduced:
             self.check_mask(rich, dict(logp=0.7, logp_ref=1.4, logp_old=1.4))
         near = self.D.abs() < 0.1
@@ -156,7 +156,7 @@ class KL(Losses):
                                "or a reward")
         if self.reduced and self.masked:
             if self(rich)[1].any():
-                self.read_mode([(self(self.case(0.5, m))[1], m) for m in BATCHES])
+                self.read_mode([(self(self.case(0.5, m))[1], m) for m in self.batches])
             self.check_empty(rich, ("logp", "logp_ref", "logp_old"))
 
     def _estimator(self, v, reverse):  # log-probs before an update: the ratio may be turned

@@ -7,7 +7,7 @@ import re
 import torch
 
 from .calls import Unreadable, result_tensors, same
-from .probing import SHAPES, Losses, noise, number, ragged, read_eps
+from .probing import Losses, noise, number, ragged, read_eps
 
 NAMES = ("value", "advantage", "rewards", "returns", "logp", "entropy")  # what may stand for x
 
@@ -28,7 +28,7 @@ class OfX(Losses):
     def case(self, B, T, seed=0): return dict(x=noise(B, T, seed=seed), mask=ragged(B, T, seed))
 
     def _probe(self):
-        self.plain = self.case(*SHAPES[0])
+        self.plain = self.case(*self.shapes[0])
         self.settle(self.plain)
         return [*self(self.plain)]
 
@@ -36,7 +36,8 @@ class OfX(Losses):
 class _Shape(OfX):
     kind = "x"
     def _probe(self):
-        found = [x.detach() for x in result_tensors(self.call(self.case(*SHAPES[0]))).values()]
+        case = self.case(*self.shapes[0])
+        found = [x.detach() for x in result_tensors(self.call(case)).values()]
         self.several = bool(found) and found[0].numel() > 1
         return found
 
@@ -51,7 +52,7 @@ class Aggregate(OfX):
     kind = "aggregate"
 
     @property
-    def cases(self): return [self.case(B, T, seed=B) for B, T in SHAPES]
+    def cases(self): return [self.case(B, T, seed=B) for B, T in self.shapes]
 
     def _outcome(self, **options): return [y for c in self.cases for y in self(c, **options)]
 
@@ -92,7 +93,7 @@ class Whiten(OfX):
 
     def _start(self):
         super()._start()
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         self.mask = ragged(B, T) if self.masked else torch.ones(B, T, dtype=torch.bool)
         self.x = 3e3 * noise(B, T) + 2e3
 

@@ -8,9 +8,9 @@ import torch
 
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from .calls import Unreadable, same
-from .probing import FLAGS, REAL, SHAPES, Losses, edges, noise, number, ragged
+from .probing import FLAGS, REAL, Losses, edges, noise, number, ragged
 
-CURVE = (336, 3)  # rows of one ratio each, A > 0 and A < 0 by turns
+CURVE = 336  # rows of one ratio each, A > 0 and A < 0 by turns
 CLIPPED = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
 FAMILY = {"token-mean": "ppo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}
 OTHERS = ("entropy", "value", "value_old", "returns")  # of the whole loss of PPO
@@ -49,7 +49,7 @@ class PolicyLoss(Losses):
             self.roles["advantage"] = self.roles.pop("rewards")
 
     def _probe(self):
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         self.plain = self.case(zeros(B, T), halves(B), ragged(B, T))
         case = self.case(zeros(B, T) + 0.3, halves(B), ragged(B, T))
         self.settle(case)
@@ -92,10 +92,10 @@ class PolicyLoss(Losses):
     def _read(self):
         "Sign, level, mask, aggregation, bounds, variant, KL; then what ordinary input hides."
         if not self._flows(): return
-        weights = [self._weights(*shape) for shape in SHAPES]
+        weights = [self._weights(*shape) for shape in self.shapes]
         self.sign = self._sign(*weights[0])
         self.facts["ratio"] = self._level()
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         A = noise(B, seed=B) + 0.2
         case = self.case(rich(B, T), A, ragged(B, T))
         moved = dict(logp=-0.7, logp_old=-1.4, logp_ref=-2.1, advantage=2.1)
@@ -111,7 +111,7 @@ class PolicyLoss(Losses):
 
     def _outcome(self, **options):
         "Loss and gradient at large and small ratios."
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         A, m = noise(B, seed=B) + 0.2, ragged(B, T, seed=5)
         wide = torch.linspace(-2, 2.2, B).double()[:, None] * A.sign()[:, None].roll(1)
         return [x for logr in (rich(B, T, 7) + wide, 0.002 * rich(B, T, 8))
@@ -124,7 +124,7 @@ class PolicyLoss(Losses):
 
     def _flows(self):
         "Whether any gradient reaches log pi."
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         A, mask = noise(B, seed=B) + 0.2, ragged(B, T)
         if any(self.grad(x, A, mask).abs().max() > 1e-12 for x in (zeros(B, T), rich(B, T))):
             return True
@@ -160,7 +160,7 @@ class PolicyLoss(Losses):
 
     def _level(self):
         'Whether the ratio of a token changes the gradient of the others: "token" or "sequence".'
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         m, A, moved = ragged(B, T), halves(B), zeros(B, T)
         moved[:, 0] = 0.15 * A
         before, after = (self.grad(x, A, m)[:, 1:] for x in (zeros(B, T), moved))
@@ -170,7 +170,7 @@ class PolicyLoss(Losses):
     def _aggregation(self, weights):
         """The mode and its scale. Advantages may be made inside, of rewards: whitened, so that a
         scale and a shift change nothing, or less the mean of the others."""
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         A, facts = halves(B), self.facts
         def grad(A): return [self.grad(zeros(B, T), A)]
         shifted = self.reduced and same(grad(A + 0.5), grad(A), 1e-3)
@@ -178,7 +178,7 @@ class PolicyLoss(Losses):
         if shifted and not whitened:
             facts["advantage"] = "leave-one-out"
             weights = [(w * (len(w) - 1) / len(w), m) for w, m in weights]
-        scale = self.read_mode(weights, 2e-3 if whitened else 2e-4)
+        scale = self.read_mode(weights, 1e-2 if whitened else 2e-4)
         if whitened and abs(scale - 1) < 0.02:
             scale, facts["advantage"] = 1.0, "whitened"
         if facts["aggregation"]:
@@ -222,7 +222,7 @@ class PolicyLoss(Losses):
 
     def _name(self):
         "The variant whose gradient this is on a random batch, with the bounds that were read off."
-        report, facts, (B, T) = self.report, self.facts, SHAPES[0]
+        report, facts, (B, T) = self.report, self.facts, self.shapes[0]
         report.curves = self.curve.panels(facts)
         m = ragged(B // 2, T, seed=B).repeat(2, 1)
         if not self.masked or self.found("mask-ignored"):
@@ -288,7 +288,7 @@ class PolicyLoss(Losses):
             yield "gmpo", dict(eps_low=-math.log1p(-low) if low < 1 else 40.0,
                                eps_high=math.log1p(high))
         try:  # the probability of every token was 1 / e; ratios above e have no probability
-            p, moved = math.exp(-1), Curve(self, torch.full(CURVE, -1.0).double())
+            p, moved = math.exp(-1), Curve(self, zeros(self.rows(CURVE), 3) - 1)
         except Unreadable: return
         up, down = moved.dies(0, True), moved.dies(1, False)
         if up and down:
@@ -321,7 +321,7 @@ class PolicyLoss(Losses):
         self.facts.update(kl="unknown")
 
     def _cautions(self):
-        B, T = SHAPES[0]
+        B, T = self.shapes[0]
         A, m, far = halves(B) * 0.85 + 0.15, ragged(B, T, seed=9), zeros(B, T)
         case = self.case(0.1 * torch.sin(torch.arange(B * T).double()).view(B, T), A, m)
         self.check_empty(case, ("logp", "logp_old", "logp_ref", "value", "value_old", "returns"))
@@ -364,9 +364,10 @@ class Curve:
     "The weight of the gradient against the ratio, for A > 0 and A < 0, and where it vanishes."
 
     def __init__(self, policy, old=None):
-        self.policy, self.old, B = policy, old, CURVE[0]
+        self.policy, self.old, B = policy, old, policy.rows(CURVE)
+        self.shape = (B, 3)
         self.A = halves(B)
-        at_one = [policy.grad(zeros(*CURVE), s * self.A, old=old)[:, 0].abs() for s in (1, -1)]
+        at_one = [policy.grad(zeros(B, 3), s * self.A, old=old)[:, 0].abs() for s in (1, -1)]
         self.norm = policy.sign * torch.where(at_one[0] > 1e-12, *at_one).clamp(min=1e-300)
         sizes = torch.logspace(-5, 0.7, B // 4, dtype=torch.float64)
         self.logr = torch.cat([-sizes.flip(0), sizes])
@@ -379,7 +380,7 @@ class Curve:
         "Weights at these log-ratios, for A > 0 and for A < 0."
         both, up = torch.empty(len(self.A), dtype=torch.float64), self.A > 0
         both[up] = both[~up] = logr
-        g = self.policy.grad(both[:, None].expand(CURVE), self.A, old=self.old)[:, 0]
+        g = self.policy.grad(both[:, None].expand(self.shape), self.A, old=self.old)[:, 0]
         g = g / (-self.A * self.norm)
         return g[up], g[~up]
 

@@ -2,6 +2,7 @@
 
 __all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "edges", "read_eps", "Reader", "Losses"]
 
+import math
 import re
 
 import torch
@@ -60,12 +61,19 @@ class Reader:
         self.subject, self.roles = subject, subject.roles
         self.report = Report(self.kind, subject.name, axes=self.axes)
         self.find, self.warn, self.facts = self.report.find, self.report.warn, self.report.facts
+        self.shapes = [(self.rows(B), T) for B, T in SHAPES]
+        self.batches = [ragged(B, T, seed=B) for B, T in self.shapes]
         self._start()
         for role in self.needs.split():
             if not self.roles.keys() & {*role.split("|")}:
                 subject.refuse("names", role)
         subject.prepare(self.supplied.split())
         subject.tune(self.tries, self._probe)
+
+    def rows(self, least: int) -> int:
+        "A number of rows that a group's size divides, and 4."
+        by = math.lcm(4, group_of(self.subject.numbers) or 1)
+        return -(-least // by) * by
 
     def _start(self): "Settle roles and dialects before the first call."
 
