@@ -118,7 +118,7 @@ ROOTS = []
 CORE, SKY = "verl.trainer.ppo.core_algos", "skyrl.backends.skyrl_train.utils.ppo_utils"
 VF, LOSS, UTILS = "verl.utils.torch_functional", "openrlhf.models.loss", "openrlhf.models.utils"
 AREAL, TUNE = "areal.utils.functional.functional", "torchtune.rlhf"
-TRINITY = "trinity.algorithm.policy_loss_fn"
+TRINITY, SWIFT = "trinity.algorithm.policy_loss_fn", "swift.rlhf_trainers.grpo_trainer"
 
 
 class Config(SimpleNamespace):
@@ -220,6 +220,70 @@ def sb3(method):
     return advantages
 
 
+class Caught:
+    "A coefficient that keeps the loss to which its term is added, and asks for no gradient."
+    def __init__(self, loss): self.loss = loss
+    def __mul__(self, term): return Caught(self.loss * term)
+    def __radd__(self, other): return Caught(other + self.loss)
+    def backward(self): Caught.last = self.loss
+    def item(self): return self.loss.item()
+
+
+def sb3_train(of):
+    "`PPO.train` for one minibatch, with a trainer that knows values and log-probabilities."
+    def around(method):
+        def train(log_prob, old_log_prob, advantages, values, old_values, returns, clip_range,
+                  clip_range_vf):
+            trainer = MagicMock(
+                n_epochs=1, batch_size=len(advantages), ent_coef=0.0, vf_coef=Caught(0.5),
+                clip_range=lambda _: clip_range, clip_range_vf=lambda _: clip_range_vf,
+                target_kl=None, normalize_advantage=True, _n_updates=0)
+            trainer.policy.evaluate_actions = lambda *_: (values, log_prob, log_prob * 0)
+            trainer.policy.log_std = log_prob.detach()
+            trainer.rollout_buffer.get = lambda _: [SimpleNamespace(
+                actions=log_prob, observations=None, advantages=advantages, returns=returns,
+                old_log_prob=old_log_prob, old_values=old_values)]
+            trainer.rollout_buffer.values = trainer.rollout_buffer.returns = returns.numpy()
+            method(trainer)
+            return Caught.last
+        def policy_loss(log_prob, old_log_prob, advantages, clip_range=0.2):
+            zero = advantages.detach() * 0
+            return train(log_prob, old_log_prob, advantages, zero, zero, zero, clip_range, 0.2)
+        def value_loss(values, old_values, returns, clip_range_vf=0.2):
+            zero = returns.detach() * 0
+            return train(zero, zero, zero, values, old_values, returns, 0.2, clip_range_vf)
+        return dict(policy=policy_loss, value=value_loss)[of]
+    return around
+
+
+def swift(loss_type, level="token", high=0.28, **options):
+    "A trainer's `_compute_loss_and_metrics`, with a trainer that knows the log-probabilities."
+    def around(method):
+        def loss(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages,
+                 completion_mask, epsilon=0.2, epsilon_high=high, beta=0.04):
+            trainer = MagicMock()
+            for name, value in dict(
+                    compute_entropy=False, overlong_filter=False, beta=beta, kl_in_reward=False,
+                    rollout_importance_sampling_mode=None, log_rollout_offpolicy_metrics=False,
+                    importance_sampling_level=level, _has_teacher=False, loss_type=loss_type,
+                    epsilon_low=epsilon, epsilon_high=epsilon_high, tau_pos=1.0, tau_neg=1.05,
+                    off_policy_sequence_mask_delta=None, max_completion_length=20,
+                    sdar_loss_coef=0, chord_sft_iterator=None, **options).items():
+                setattr(trainer, name, value)
+            trainer.args = MagicMock(delta=None, top_entropy_quantile=1.0)
+            trainer.accelerator.num_processes = 1
+            trainer.accelerator.gather_for_metrics = lambda x: x
+            trainer._undo_gradient_accumulation_scaling = lambda x: x  # one step
+            trainer._get_per_token_logps_and_entropies = lambda *_, **__: (per_token_logps, None)
+            return method(trainer, None, {}, SimpleNamespace(
+                completion_mask=completion_mask, truncated_mask=completion_mask[:, 0] & False,
+                ref_per_token_logps=ref_per_token_logps, advantages=advantages,
+                old_per_token_logps=old_per_token_logps, rollout_per_token_logps=None,
+                teacher_per_token_logps=None, num_items_in_batch=completion_mask.sum()))[0]
+        return loss
+    return around
+
+
 READ = [  # (module, name, keyword arguments of identify, or make= and around=)
     *((CORE, f"compute_policy_loss_{name}", with_config(VERL)) for name in (
         "vanilla", "gspo", "sapo", "cispo", "geo_mean", "dppo_tv", "gpg")),
@@ -270,6 +334,13 @@ READ = [  # (module, name, keyword arguments of identify, or make= and around=)
      dict(around=trl("sequence", loss_type="luspo"), mode="luspo, sequence")),
     ("stable_baselines3.common.buffers", "RolloutBuffer.compute_returns_and_advantage",
      dict(around=sb3)),
+    *(("stable_baselines3.ppo.ppo", "PPO.train", dict(around=sb3_train(of), mode=of))
+      for of in ("policy", "value")),
+    *((SWIFT, "GRPOTrainer._compute_loss_and_metrics",
+       dict(around=swift(kind, high=5.0 if kind == "cispo" else 0.28), mode=kind))
+      for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")),
+    *((SWIFT, "GRPOTrainer._compute_loss_and_metrics",
+       dict(around=swift("grpo", level), mode=level)) for level in ("sequence", "sequence_token")),
 ]
 UNUSED = "on purpose: one signature for all estimators"
 BY_HAND = {  # (function, finding) -> what a reading of the source says
@@ -283,8 +354,9 @@ BY_HAND = {  # (function, finding) -> what a reading of the source says
     ("compute_gae_advantage_return", "mask-leak"):
         "stands: nothing on the way to it sets the values in the padding to 0",
     ("ppo_policy_error_continuous", "dual-clip-side"): "wrong: for A > 0 too",
-    ("GRPOTrainer._compute_loss", "option-without-effect"):
-        "on purpose: CISPO has no lower bound, SAPO none",
+    **{(f"GRPOTrainer.{name}", "option-without-effect"): "on purpose: CISPO has no lower bound, "
+       "SAPO none" for name in ("_compute_loss", "_compute_loss_and_metrics")},
+    ("PPO.train", "no-min"): "stands: the clipped error alone, not the larger, and off by default",
     ("_gae", "bootstrap-past-end"): "on purpose: its caller sets V after an end to 0",
     ("gae", "in-place"): "side effect: next_value *= 1 - done",
 }
@@ -298,7 +370,7 @@ def version(package):
         if found: return found[0].name.split("-")[1].removesuffix(".dist")
 
 
-NAMES = {"ding": "DI_engine", "trinity": "trinity_rft"}
+NAMES = {"ding": "DI_engine", "trinity": "trinity_rft", "swift": "ms_swift"}
 
 
 def rows():
@@ -329,6 +401,7 @@ def main():
     logger = SimpleNamespace(logger=SimpleNamespace(warning=print, info=print))
     sys.modules.setdefault("loguru", logger)
     source(CORE)._values["ActorConfig"] = Config
+    source(SWIFT)._values["logger"] = logger
     found = []
     for row in rows():
         print(*row[:7], row[7], sep=" | ")
