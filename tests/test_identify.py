@@ -176,6 +176,30 @@ def test_other_maps_have_no_finding(name):
     assert report.formula is None and not report.findings, report
 
 
+def log_cosh(values, returns): return (values - returns).cosh().log().mean()
+
+
+def ranks(rewards, num_generations=4):
+    rank = rewards.view(-1, num_generations).argsort(-1).argsort(-1).double()
+    return (rank - rank.mean(-1, keepdim=True)).flatten()
+
+
+@pytest.mark.parametrize("f", [log_cosh, ranks])
+def test_what_breaks_no_property_is_not_accused(f):
+    report = identify(f)
+    assert not report.findings and not report.right and report.nearest, report
+
+
+def explained(values, returns): return 1 - (returns - values).var() / returns.var()
+def sample_size(logp, old_logp): return (logp - old_logp).exp().sum().square() / (
+    2 * (logp - old_logp)).exp().sum()
+
+
+@pytest.mark.parametrize("f", [explained, sample_size])
+def test_a_statistic_is_doubted(f):
+    with pytest.raises(ValueError, match="kind must be given, as .* a statistic"): identify(f)
+
+
 def of_one(rewards, eps=1e-4): return (rewards - rewards.mean()) / (rewards.std() + eps)
 def listed(rewards): return [r - sum(rewards) / len(rewards) for r in rewards]
 def left_out(rewards): return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
@@ -360,6 +384,10 @@ def nothing(logp, old_logp, adv, mask): pass
 def other_shape(logp, old_logp, adv, mask): return logp.new_ones(3, 3)
 def asks(logp, old_logp, adv, mask, mystery): return logp.sum()
 def three(rewards, values, dones, next_value, gamma=0.9): return rewards, rewards, rewards
+def in_graph(logp, old_logp, adv, mask):
+    r = (logp - old_logp).exp()
+    x, _ = r * adv[:, None], r.mul_(2)
+    return -(x * mask).sum()
 def nameless(foo, bar): return foo + bar
 async def awaited(values, returns): return values.sum()
 def yields(values, returns): yield values.sum()
@@ -374,6 +402,7 @@ def not_finite(logp, old_logp, adv, mask): return logp.sum() * float("nan")
     (other_shape, ValueError, r"\(3, 3\)"), (three, ValueError, "three returned"),
     (asks, ValueError, "what mystery of asks is; it has logp, old_logp, adv, mask, mystery"),
     (awaited, TypeError, "got awaited, which"), (yields, TypeError, "got yields, which"),
+    (in_graph, ValueError, "the gradient of in_graph fails: one of the variables"),
     (nameless, ValueError, "kind must be given"), (not_finite, ValueError, "gives NaN")])
 def test_what_cannot_be_read_is_said_in_one_sentence(f, error, says):
     with pytest.raises(error, match=says) as e: identify(f)

@@ -14,15 +14,18 @@ ENDS = {"done", "terminated", "truncated", "not_done", "starts", "done_last", "n
 LAST = torch.arange(T)[:, None].expand(T, N) == T - 1
 
 
-def earlier(x): return torch.cat([x[1:], torch.zeros_like(x[:1])])
+def moved(by, keep_last=False):
+    "Moves flags in time; the last step keeps its own, or gets none."
+    def move(x):
+        y = x.roll(by, 0)
+        y[-1 if by < 0 else 0] = False
+        if keep_last:
+            y[-1] = x[-1]
+        return y
+    return move
 
 
-def later(x): return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-
-
-def but_last(move): return lambda x: torch.cat([move(x)[:-1], x[-1:]])
-
-
+later, earlier = moved(1), moved(-1)
 ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for them
     ("no-bootstrap", lambda end, done: (end | LAST, done)),
     ("no-bootstrap", lambda end, done: (done, done)),
@@ -32,10 +35,9 @@ ENDINGS = (  # fault, (terminated, done) -> what a function with it takes for th
     ("bootstrap-past-end", lambda end, done: (end & False, done)),
     ("bootstrap-past-end", lambda end, done: (end & ~LAST, done & ~LAST)),
     *(("off-by-one", lambda end, done, move=move: (move(end), move(done)))
-      for move in (earlier, later, but_last(earlier), but_last(later))),
+      for move in (earlier, later, moved(-1, True), moved(1, True))),
     ("off-by-one", lambda end, done: (end, earlier(done))),
-    ("off-by-one", lambda end, done: (earlier(end), done)),
-)
+    ("off-by-one", lambda end, done: (earlier(end), done)))
 SAYS = {
     "no-bootstrap": "V of what follows a cut that is no end is 1: the advantage before the cut "
                     "changes by 0, the formula gives gamma",

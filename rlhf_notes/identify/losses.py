@@ -56,7 +56,7 @@ class ValueLoss(Losses):
             if factor < 0:
                 self.find("sign", "V = 1, R = 0: the gradient at V is negative; minimising drives "
                                   "V from R")
-            if known:
+            if known and same([self.slopes(mask, 0.1)], [W], 1e-3):  # a square
                 self._factor(abs(factor))
         self._clip(W, mask)
         case, clip = self.case(mask, seed=11), self.facts["clip"]
@@ -73,7 +73,7 @@ class ValueLoss(Losses):
         V = torch.ones(self.shapes[0]).double()
         one, three = (self(dict(value=k * V, value_old=k * V, returns=0 * V,
                                 mask=self.batches[0]))[0] for k in (1, 3))
-        if not one or not same([three], [9 * one]):
+        if not one or not one.isfinite() or not same([three], [9 * one]):
             self.subject.doubt("a number without gradient that is no square of V - R, a statistic")
         self.find("no-gradient", "V = 1, R = 0: the gradient at V is 0, the formula gives V - R")
 
@@ -148,6 +148,8 @@ class KL(Losses):
         if any(same([v[near]], [(s * self.D[near]).exp()]) for s in (1, -1)):
             self.subject.doubt("1 where both log-probs are equal, and exp of their difference near "
                                "it: a ratio, no KL")
+        if v[4] and same([v], [v[4].expand_as(v)]):
+            self.subject.doubt("the same for any log-ratio that all tokens have, a statistic")
         self.report.curves = {"": (self.D, v, None)}
         if not self.found("mask-leak"):
             self._estimator(v, "logp_ref" not in self.roles)

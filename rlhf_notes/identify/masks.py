@@ -33,18 +33,12 @@ class OfX(Losses):
         return [*self(self.plain)]
 
 
-class _Shape(OfX):
-    kind = "x"
-    def _probe(self):
-        case = self.case(*self.shapes[0])
-        found = [x.detach() for x in result_tensors(self.call(case)).values()]
-        self.several = bool(found) and found[0].numel() > 1
-        return found
-
-
 def reduces(subject):
     "The reader of a function of x: one number comes back, or as many as went in."
-    return (Whiten if _Shape(subject).several else Aggregate)(subject)
+    try:
+        reader = Aggregate(subject)
+    except Unreadable: return Whiten(subject)
+    return reader if reader.reduced else Whiten(subject)
 
 
 class Aggregate(OfX):

@@ -94,6 +94,15 @@ class Reader:
         shapes = ", ".join(str(tuple(x.shape)) for x in found) or "nothing"
         raise Unreadable(f"{self.subject.name} returned {shapes}; expected {expected}")
 
+    def gradient(self, y, x):
+        "Of the sum of y at x; 0 where none flows."
+        if not y.requires_grad: return torch.zeros_like(x)
+        try:
+            return torch.autograd.grad(y.sum(), x, allow_unused=True, materialize_grads=True)[0]
+        except RuntimeError as e:
+            text = str(e).split(": [")[0].split(chr(10))[0]
+            raise Unreadable(f"the gradient of {self.subject.name} fails: {text}") from e
+
     def in_dialect(self, call, **how):  # () -> tensors
         "Make a call in another dialect; None if it cannot be made."
         kept = self.subject.dialect
@@ -159,9 +168,7 @@ class Losses(Reader):
         x = case[leaf].detach().double().clone().requires_grad_()
         loss = self._loss(self.call(case | {leaf: x}, **options), x).double()
         self.graded = loss.requires_grad
-        grad, = (torch.autograd.grad(loss.sum(), x, allow_unused=True, materialize_grads=True)
-                 if self.graded else [torch.zeros_like(x)])
-        return loss.sum().detach(), grad
+        return loss.sum().detach(), self.gradient(loss, x)
 
     def _loss(self, out, x):
         "The first number with a gradient, by its name or its place; a tensor of losses is summed."
@@ -288,13 +295,12 @@ class Losses(Reader):
                                        "responses; here it is left out")
 
 
-MODES = {  # what an option says -> the mode
-    "tokenmean": "token-mean", "token": "token-mean", "seqmeantokenmean": "seq-mean-token-mean",
-    "seqmean": "seq-mean-token-mean", "sequencemean": "seq-mean-token-mean",
-    "sequence": "seq-mean-token-mean", "responsemean": "seq-mean-token-mean",
-    "samplemean": "seq-mean-token-mean", "sample": "seq-mean-token-mean",
-    "seqmeantokensum": "seq-mean-token-sum", "promptmean": "prompt-mean", "prompt": "prompt-mean",
-    "constant": "constant", "sum": "sum"}
+MODES = {alias: mode for mode, aliases in {  # what an option says -> the mode
+    "token-mean": "tokenmean token", "prompt-mean": "promptmean prompt", "sum": "sum",
+    "seq-mean-token-mean": "seqmeantokenmean seqmean sequencemean sequence responsemean samplemean "
+                           "sample",
+    "seq-mean-token-sum": "seqmeantokensum", "constant": "constant",
+    }.items() for alias in aliases.split()}
 
 
 def _brief(out): return repr(out).replace("\n", " ")[:60]

@@ -32,7 +32,7 @@ class OfLogits(Reader):
             self.refuse(found, f"a number for each token, {(B, T)} or {(B, T - 1)}")
         value = y.detach().double().reshape((B, -1) if y.numel() > 1 else ())
         if not grad: return value
-        return value, torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else 0 * x.detach()
+        return value, self.gradient(y, x)
 
     def _probe(self): return [self(2 * noise(B, T, V))]
 
@@ -75,7 +75,7 @@ class LogProb(OfLogits):
         self.check_fragile()
 
     def _labels(self, find, **options):
-        "(temperature, shift)."
+        "(temperature, shift), of the first logits and labels between which the result is linear."
         z = 2 * noise(1, T, V).expand(B, T, V).contiguous()  # the same logits in each row
         labels = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
         labels[1] = (labels[0] + 1 + torch.arange(T) % 3) % V
@@ -85,26 +85,21 @@ class LogProb(OfLogits):
         if not grad.any():
             find("no-gradient", "no gradient reaches the logits")
         n = y.shape[1]
-        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):  # first logits, first label
-            if max(i, j) + n > T: continue
-            logits, of = z[:, i:i + n], labels[:, j:j + n]
-            picked = logits.gather(-1, of[..., None])[..., 0]
-            rise, run = y[0] - y[1], picked[0] - picked[1]
+        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1), (0, -1), (-1, 0)):  # beside its own position
+            own = slice(max(0, -i, -j), min(n, T - i, T - j))
+            def beside(x, by, own=own): return x[:, own.start + by:own.stop + by]
+            logits, got = beside(z, i), y[:, own]
+            picked = logits.gather(-1, beside(labels, j)[..., None])[..., 0]
+            rise, run = got[0] - got[1], picked[0] - picked[1]
             slope = ((rise * run).sum() / run.square().sum()).item()
-            if abs(slope) > 1e-6 and same([rise], [slope * run], 1e-3):
-                return self._normalised(find, y, logits, picked, slope, (i, j))
-        return self._diagonal(find, y, z, labels)
-
-    def _diagonal(self, find, y, z, labels):
-        "Neighbours: logits of t with the label of t + 1 in a result of T - 1, or none."
-        table = z.log_softmax(-1)
-        for name, logits, of in (("the label of the position before", table[:, 1:], labels[:, :-1]),
-                                 ("the label of the next position", table[:, :-1], labels[:, 1:])):
-            right = logits.gather(-1, of[..., None])[..., 0]
-            if any(part.shape == right.shape and same([part], [right], 1e-3)
-                   for part in (y[:, 1:], y[:, :-1])):
-                find("shift", f"a result for each position takes {name}")
-                return 1.0, None
+            if abs(slope) < 1e-6 or not same([rise], [slope * run], 1e-3): continue
+            right = (i, j) == ((0, 0) if n == T else (0, 1))
+            if not right:
+                find("shift", f"of {T} positions come {n} results: the first takes the logits of "
+                              f"position {own.start + i} and the label of position "
+                              f"{own.start + j}; the formula takes logits[:, :-1], labels[:, 1:]")
+            shift = (1 if n < T else 0) if right else None
+            return self._normalised(find, got, logits, picked, slope), shift
         self.report.nearest = "selective_log_softmax"
         total = sum(self(z, torch.full_like(labels, v)).exp() for v in range(V))
         if (total - 1).abs().max() > 1e-3:
@@ -112,18 +107,14 @@ class LogProb(OfLogits):
                           "gives 1")
         return None, None
 
-    def _normalised(self, find, y, logits, picked, slope, at):
-        n = y.shape[1]
+    def _normalised(self, find, y, logits, picked, slope):
+        "The temperature, and what is wrong with the sum over the vocabulary."
         if slope < 0:
             find("sign", f"the log-probability of a token is {y[0, 0].item():.3g}, the negative is "
                          "given: log pi <= 0")
             y, slope = -y, -slope
         heat, whole = 1 / slope, logits.logsumexp(-1)
         base = next((b for b in (2, 10) if abs(heat - math.log(b)) < 1e-4), None)
-        right = at == ((0, 0) if n == T else (0, 1))
-        if not right:
-            find("shift", f"a result of T - 1 takes the logits from position {at[0]} and the "
-                          f"labels from {at[1]}; the formula takes logits[:, :-1], labels[:, 1:]")
         for kind, formula, says in (
                 (None, picked / heat - (logits / heat).logsumexp(-1), ""),
                 ("temperature", (picked - whole) / heat, f"the log-probability is divided by "
@@ -141,7 +132,7 @@ class LogProb(OfLogits):
         else:
             total = (y - picked / heat).exp()[0, 0] * (logits[0, 0] / heat).exp().sum()
             find(kind, says.format(total))
-        return number(heat), (1 if n < T else 0) if right else None if n < T else 0
+        return number(heat)
 
 
 class Entropy(OfLogits):
