@@ -44,7 +44,7 @@ TESTS = {
     "told": ("hub/test_credit.py",),
     "48_staleness": ("studies/test_staleness.py",),
     **{f"identify.{name}": ("test_identify.py",) for name in (
-        "gae", "losses", "policy", "probing")}}
+        "calls", "gae", "groups", "losses", "policy", "probing", "tokens", "weights")}}
 LESSONS = ("48_staleness",)  # that export nothing
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
