@@ -9,7 +9,7 @@ reward model are made once for each seed. Rows that are there are not made again
 """
 
 import torch
-from jobs import RESULTS, options, read, text, write
+from jobs import RESULTS, names_of, options, read, text, write
 
 from rlhf_notes.formulas.masking import masked_sum
 from rlhf_notes.language.dpo import DPOLoop
@@ -17,9 +17,10 @@ from rlhf_notes.reviews.config import ReviewsConfig, dpo_config
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.reward_model import choices_of
 from rlhf_notes.reviews.task import HELD_OUT
-from rlhf_notes.studies.preferences import selection_kl
 from rlhf_notes.studies.variants import best_of_n, prepare
 
+selection_kl = names_of(RESULTS.parent / "41_preferences.ipynb", "imports",
+                        "selection-kl")["selection_kl"]
 COLUMNS = ("seed", "method", "step", "true", "kl", "proxy", "valid", "win")
 METHODS, NS = ("PPO", "GRPO", "RLOO", "DPO"), (1, 2, 4, 8, 16, 32, 64)
 # chosen on seeds 100 and 101; at the other methods' batch some seeds leave the reference at once

@@ -45,6 +45,7 @@ PLACES = {
     "rlhf_notes.language.model.adapter_off": "rlhf_notes.language.model.as_reference",
     "rlhf_notes.language.scale": "rlhf_notes.language.machine",
     "rlhf_notes.studies.checkable.CheckableRLHF": "rlhf_notes.studies.checkable.checkable_rlhf",
+    "rlhf_notes.studies.preferences": "the cells of nbs/studies/41_preferences.ipynb",
     "rlhf_notes.studies.staleness": "the cells of nbs/studies/48_staleness.ipynb",
 }
 

@@ -2,12 +2,11 @@ import math
 
 import pytest
 import torch
-from preferences import METHODS, best_of_n_curve, curve
+from preferences import METHODS, best_of_n_curve, curve, selection_kl
 
 from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.reviews.task import HELD_OUT
-from rlhf_notes.studies.preferences import selection_kl
 from rlhf_notes.studies.variants import best_of_n_kl, prepare
 
 @pytest.fixture(scope="module")
