@@ -100,8 +100,10 @@ def article(site, page, pages):
     return found
 
 
-def document(site, pages, style, front=""):
-    "One page with the articles of all `pages`, the styles of the site and its formulas."
+def document(site, pages, style, name=None):
+    """One page with the articles of all `pages`, the styles of the site and its formulas; with the
+    `name` of a book, its contents before them.
+    """
     head = "".join(f'<link rel="stylesheet" href="{p.relative_to(site).as_posix()}">'
                    for css in SITE_CSS for p in sorted((site / "_static").glob(css)))
     html = (site / f"{pages[0]}.html").read_text(encoding="utf-8")
@@ -109,9 +111,11 @@ def document(site, pages, style, front=""):
     math = [s for s in first.select("script") if "mathjax" in (s.text + s.get("src", "")).lower()]
     for s in math:
         if s.get("src"): s["src"] = urljoin(f"{pages[0]}.html", s["src"])
+    front = contents(name, site, pages) if name else ""
+    title = f"<title>{name or first.title.get_text()}</title>"
     body = "".join(str(article(site, page, pages)) for page in pages)
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8">{head}<style>{STYLE}'
-            f'{style}</style></head><body data-theme="light">{front}{body}'
+    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8">{title}{head}<style>'
+            f'{STYLE}{style}</style></head><body data-theme="light">{front}{body}'
             f'{"".join(map(str, math))}<script src="_static/site.js"></script></body></html>')
 
 
@@ -157,7 +161,7 @@ def main():
         name, steps = site_paths.paths(front)[int(args.what) - 1]
         pages = [site_pages.page((ROOT / "nbs" / to).resolve()).as_posix() for _, to in steps]
         pages, out = [*dict.fromkeys(pages)], args.site / f"book-{args.what}.pdf"
-        write(document(args.site, pages, BOOK, contents(name, args.site, pages)), args.site, out)
+        write(document(args.site, pages, BOOK, name), args.site, out)
     else:
         out = args.site / f"slides-{args.what.split('/')[-1]}.pdf"
         soup = BeautifulSoup(document(args.site, [args.what], SLIDES), "html.parser")
