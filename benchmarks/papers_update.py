@@ -35,12 +35,13 @@ def plain_loss(agent, batch, unbiased):
 def share(seed, unbiased):
     ppo = PPO("Hopper-v4", seed=seed, **{**MUJOCO, "num_steps": 512, "minibatches": 8})
     batch = make_batch(ppo.agent, ppo.collect()[0], ppo.config)
+    clip = ppo.anneal("clip")
     ppo.optimizer.tie()
     plain, start = deepcopy(ppo.agent), deepcopy(ppo.agent)
     adam = torch.optim.Adam(plain.parameters(), lr=ppo.anneal("learning_rate"), eps=1e-5)
     for _ in range(ppo.config.epochs):
         for rows in minibatches(len(batch), ppo.config.minibatches, ppo.generator):
-            ppo.step(batch[rows])
+            ppo.step(batch[rows], clip)
             adam.zero_grad()
             plain_loss(plain, batch[rows], unbiased).backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)

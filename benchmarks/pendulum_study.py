@@ -44,7 +44,7 @@ FILES = dict(study=("variant", "seed", "greedy", "sampled"),
 
 def trained(config, shift=0.0, fixed_std=False):
     "PPO after training, and (steps, return_mean, std) of each iteration."
-    from rlhf_notes.control.scaling import Scaling
+    from rlhf_notes.control.rollout import Scaling
     from rlhf_notes.control.trainer import PPO
 
     class Shifted(Scaling):

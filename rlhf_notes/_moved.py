@@ -16,6 +16,7 @@ PLACES = {
     "rlhf_notes.control.ppo.episode_returns": "rlhf_notes.control.trainer.episode_returns",
     "rlhf_notes.control.ppo.finish": "rlhf_notes.control.trainer.finish",
     "rlhf_notes.control.ppo.train": "rlhf_notes.control.trainer.train",
+    "rlhf_notes.control.scaling": "rlhf_notes.control.rollout",
     "rlhf_notes.control.spaces.mask_size": "rlhf_notes.control.spaces.mask_shape",
     "rlhf_notes.exercises.check.hint": "check.NAME.hint()",
     "rlhf_notes.exercises.check.names": "rlhf_notes.check",
@@ -47,6 +48,7 @@ PLACES = {
     "rlhf_notes.studies.checkable.CheckableRLHF": "rlhf_notes.studies.checkable.checkable_rlhf",
     "rlhf_notes.studies.preferences": "the cells of nbs/studies/41_preferences.ipynb",
     "rlhf_notes.studies.staleness": "the cells of nbs/studies/48_staleness.ipynb",
+    "rlhf_notes.training.signals": "rlhf_notes.training.fit",
 }
 
 

@@ -63,8 +63,8 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError,
 
 from . import __version__
 from .launch import LANGUAGE, TASKS, config_of, many_seeds, new_training, old_training, versions
+from .training.fit import handle_signals
 from .training.options import TRACKERS, read_json
-from .training.signals import Lenient, handle_signals, told_once
 
 
 EVERYDAY = Group("Everyday", sort_key=0)
@@ -80,11 +80,29 @@ def main(
     "Run the command `rlhf-notes`."
     out, err = Lenient(sys.stdout), Lenient(sys.stderr)
     interrupts = handle_signals(signal.default_int_handler)
-    with redirect_stdout(out), redirect_stderr(err), interrupts, told_once():
+    with redirect_stdout(out), redirect_stderr(err), interrupts:
         code = _run(argv)
         if out.error is None or isinstance(out.error, BrokenPipeError): return code
         print("rlhf-notes: cannot write to stdout:", out.error.strerror, file=err)
     return code or 1
+
+
+class Lenient:
+    "A stream that goes on when it can no longer be written to; `error` tells why."
+    def __init__(self, stream):
+        self.stream, self.error = stream or open(os.devnull, "w"), None
+
+    def write(self, text: str) -> int:  # the number of characters
+        "Write at once, or never again."
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError as e:
+            self.error = e
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
+
+    def __getattr__(self, name): return getattr(self.stream, name)
 
 
 def _run(argv):

@@ -342,18 +342,17 @@ class Agent(nn.Module):
         will be: a function of obs (N, obs_size), and of the mask (N, n) where there is one, to
         actions. `rng` draws them; None = the most probable ones.
         """
-        forward, sample = self._forward(copy), self.head.sampler(rng)
+        net, sample = self.whole_policy(), self.head.sampler(rng)
+        forward = (_torch_body(net, copy) if isinstance(net[0], Body)
+                   else numpy_mlp(net, self.activation, copy))
         def act(obs, mask=None):
             out = forward(obs)
             return sample(out if mask is None else np.where(mask, out, -np.inf))
         return act
 
-    def _forward(self, copy):
-        policy = self.whole_policy()
-        if not isinstance(policy[0], Body):
-            return numpy_mlp(policy, self.activation, copy)
-        policy = deepcopy(policy) if copy else policy
-        device = next(policy.parameters()).device
-        @torch.no_grad()
-        def forward(obs): return policy(torch.from_numpy(obs).to(device)).cpu().numpy()
-        return forward
+def _torch_body(net, copy):
+    "A network that begins with a `Body` as a function from and to NumPy, as of `numpy_mlp`."
+    net, device = deepcopy(net) if copy else net, next(net.parameters()).device
+    @torch.no_grad()
+    def forward(obs): return net(torch.from_numpy(obs).to(device)).cpu().numpy()
+    return forward

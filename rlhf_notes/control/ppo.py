@@ -17,8 +17,7 @@ import torch
 
 from .config import PPOConfig
 from .policy import Agent
-from .rollout import Rollout, minibatches
-from .scaling import Scaling
+from .rollout import Rollout, Scaling, minibatches
 from ..fast.adam import Adam
 from ..formulas.advantage import gae
 from ..formulas.kl import kl_estimate
@@ -80,10 +79,13 @@ def make_batch(agent: Agent, rollout: Rollout, config: PPOConfig) -> Batch:  # a
 class Loop:
     "Proximal policy optimization (Schulman et al. 2017, algorithm 1), iteration by iteration."
     def __init__(self, config: PPOConfig, agent: Agent, collector=None):  # a `Collector`
-        self.config, self.agent, self._collector = config, agent, collector
+        self.config, self.agent = config, agent
+        if collector is not None:
+            self.collector = collector
         self.device = next(agent.parameters()).device
         self.optimizer = Adam(agent, config.adam_eps)
         self.scaling = Scaling(config, agent.obs_size, agent.byte_scale)
+        self.size, self.iterations = config.batch, config.iterations
         self.iteration, self.last = 0, config.iterations  # the rate falls to 0 at the last
         self.schedules = dict(  # functions of the fraction of the training that is left
             learning_rate=partial(decayed, config.learning_rate, config.lr_anneal),
@@ -92,11 +94,6 @@ class Loop:
         self.recent = deque(maxlen=config.recent_episodes)  # (return, length)
         self.draw_from(seeds(config.seed)[1])
 
-    @property
-    def collector(self):  # in the middle of its episodes
-        "Plays the environments."
-        return self._collector
-
     def draw_from(self, seed: int):
         "Begin with fresh random numbers."
         self.rng = np.random.default_rng(seed)  # of the actions
@@ -104,16 +101,16 @@ class Loop:
 
     def iterate(self) -> dict:  # column -> number
         "One iteration: collect, estimate advantages, take gradient steps on minibatches."
-        c, logs = self.config, []
-        rollout, episodes = self.collect()
+        c, clip, logs = self.config, self.anneal("clip"), []
+        rollout, self.ended = self.collect()
         self.optimizer.tie()
         batch = make_batch(self.agent, rollout, c)
         del rollout  # as large as the batch: pictures take hundreds of megabytes
         for _ in range(c.epochs):
             for rows in minibatches(len(batch), c.minibatches, self.generator, self.device):
-                logs.append(self.step(batch[rows]))
-            if c.target_kl and self.health(batch)["kl_k3"] > c.target_kl: break
-        return self.log(batch, episodes, logs)
+                logs.append(self.step(batch[rows], clip))
+            if c.target_kl and health(self.agent, batch, c, clip)["kl_k3"] > c.target_kl: break
+        return self.log(batch, logs, clip)
 
     def collect(self) -> tuple:  # a rollout (T, N), scaled; (return, length) of each episode's end
         "Play with the policy as it is now."
@@ -121,13 +118,12 @@ class Loop:
         rollout, episodes = self.collector.collect(act, self.config.num_steps, for_env)
         return self.scaling(rollout).map(lambda x: x.to(self.device)), episodes
 
-    def step(self, batch: Batch) -> dict:  # name -> 0-dim tensor, for the log
+    def step(self, batch: Batch, clip: float) -> dict:  # name -> 0-dim tensor, for the log
         "One gradient step on a minibatch."
-        c = self.config
         self.optimizer.zero_grad()
-        loss, log = batch_loss(self.agent, batch, c, self.anneal("clip"))
+        loss, log = batch_loss(self.agent, batch, self.config, clip)
         loss.backward()
-        log["grad_norm"] = self.optimizer.clip(c.max_grad_norm)
+        log["grad_norm"] = self.optimizer.clip(self.config.max_grad_norm)
         self.optimizer.step(self.anneal("learning_rate"))
         return log
 
@@ -135,19 +131,15 @@ class Loop:
         "A step size, by its schedule."
         return self.schedules[name](1 - self.iteration / max(self.last, self.iteration + 1))
 
-    def health(self, batch: Batch) -> dict:  # name -> number
-        "Distance that the policy has moved on its batch, and what else tells of an update."
-        return health(self.agent, batch, self.config, self.anneal("clip"))
-
-    def log(self, batch: Batch, episodes: list, logs: list) -> dict:  # column -> number
+    def log(self, batch: Batch, logs: list, clip: float) -> dict:  # column -> number
         "Count an iteration; its row of metrics."
         means = torch.stack([torch.stack([*log.values()]) for log in logs]).mean(0)
-        means = dict(zip(logs[0], means.tolist())) | self.health(batch)
+        means = dict(zip(logs[0], means.tolist())) | health(self.agent, batch, self.config, clip)
         means["learning_rate"] = self.anneal("learning_rate")
         self.iteration += 1
         self.steps += len(batch)
-        self.episodes += len(episodes)
-        self.recent.extend(episodes)
+        self.episodes += len(self.ended)
+        self.recent.extend(self.ended)
         returns = np.mean(self.recent, axis=0).tolist() if self.recent else (None, None)
         return dict(iteration=self.iteration, steps=self.steps, episodes=self.episodes,
                     return_mean=returns[0], length_mean=returns[1], **means)

@@ -27,6 +27,7 @@ __all__ = ['parts', 'picture_shape', 'remedy', 'row_maker', 'picture_is_last', '
            'space_from_numbers', 'same_space']
 
 import math
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -96,9 +97,8 @@ def row_maker(space):  # of one observation -> rows(obs of N environments): (N, 
     """
     raw = all(_is_small(part) and picture_shape(part) for part in parts(space).values())
     makers = {name: _columns(part, raw) for name, part in parts(space).items()}
-    def rows(obs):
-        columns = [make(_entry(obs, name)) for name, make in makers.items()]
-        return columns[0] if len(columns) == 1 else np.concatenate(columns, 1)
+    if None in makers: return makers[None]
+    def rows(obs): return np.concatenate([make(obs[name]) for name, make in makers.items()], 1)
     return rows
 
 
@@ -109,6 +109,7 @@ def _columns(space, raw):
     # C-contiguous: the last digits of a matrix product depend on the order in memory
     size, dtype = math.prod(space.shape), np.uint8 if raw else np.result_type(space.dtype, "f4")
     is_bytes, last = _is_bytes(space) and not raw, picture_is_last(space)
+    if len(space.shape) == 1 and not is_bytes: return partial(np.ascontiguousarray, dtype=dtype)
     def columns(x):
         turned = np.moveaxis(x, -1, 1) if last else x
         flat = np.ascontiguousarray(turned, dtype).reshape(len(x), size)

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 
 import gymnasium as gym
 import numpy as np
@@ -23,7 +23,7 @@ from gymnasium.envs.registration import EnvSpec
 from .. import __version__
 from ..checks import checked
 from . import plots
-from .config import PPOConfig, recipe
+from .config import PPOConfig
 from rlhf_notes.control.envs import (
     NORMALIZERS,
     autoreset_mode,
@@ -61,13 +61,19 @@ from rlhf_notes.control.spaces import (
     space_from_numbers,
     space_to_numbers,
 )
-from ..training.devices import pick_device, settings_kept, usual_defaults
-from ..training.fit import Evaluator, as_hooks, fit
+from ..training.devices import few_threads, pick_device, settings_kept, usual_defaults
+from ..training.fit import (
+    FIRST_LINE,
+    Evaluator,
+    as_hooks,
+    check_finite,
+    diverged,
+    end_later,
+    fit,
+    progress_bar,
+)
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
-from ..training.signals import (
-    FIRST_LINE, check_finite, diverged, end_later, progress_bar, told_once,
-)
 
 LONGEST = 10_000  # steps of an episode whose time limit is not known
 HIGH = 0.4  # clip fraction, from which on an update goes too far
@@ -92,7 +98,8 @@ class PPO(Loop):
     where actions are numbers, or else they are CartPole's; `.config` shows them all.
     """
     out = run = _rows = None
-    clipped = 0  # iterations in a row with a clip fraction above HIGH; None = that was said
+    clipped = False  # True once the clip fraction was said to be high
+    collect = settings_kept()(Loop.collect)  # an environment may have set them
 
     @our_names
     @usual_defaults()
@@ -122,11 +129,11 @@ class PPO(Loop):
         options, self.own = split_options(options)
         self.env, self._make, self._envs, self._spare = env, make, None, None
         self.threshold = threshold(self.spec) if same_units else None
-        found = (recipe(self.spec.id) if spaces else
-                 usual_options(self.spec.id, make, options))
+        whole = spaces or options.keys() >= PPOConfig.__dataclass_fields__.keys() - {"env"}
+        found = {} if whole else usual_options(self.spec.id, make, options)
         self.config = c = PPOConfig(**{**found, "env": name, **options})
         self.spaces = spaces or spaces_of(self.envs)
-        if "stagger" in found.keys() - options and spaces is None and not can_stagger(self.envs):
+        if "stagger" in found.keys() - options and not can_stagger(self.envs):
             warnings.warn(f"the recipe of {self.spec.id} has stagger=True, which is left off: "
                           "these environments have no time limit, or are not reset one by one")
             self.config = c = replace(c, stagger=False)
@@ -171,9 +178,10 @@ class PPO(Loop):
 
     def __getstate__(self):  # of a copy or a pickle, without environments and run directory
         spec = EnvSpec(self.spec.id, reward_threshold=self.spec.reward_threshold)
-        left_out = dict.fromkeys(("_envs", "_spare", "_collector", "_rows", "out", "run"))
-        left_out |= dict(spec=spec, _make=self.env)
-        return {name: x for name, x in vars(self).items() if name != "_closing"} | left_out
+        left_out = dict.fromkeys(("_envs", "_spare", "_rows", "out", "run"))
+        kept = vars(self).keys() - {"_closing", "collector"}
+        return {name: vars(self)[name] for name in kept} | left_out | dict(spec=spec,
+                                                                           _make=self.env)
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -209,47 +217,41 @@ class PPO(Loop):
         if envs is not None:
             self._closing()
 
-    @property
+    @cached_property
     def collector(self) -> Collector:  # in the middle of its episodes
         "Plays the environments of the training."
-        if self._collector is None:
-            env_seed = seeds(self.config.seed, self.iteration)[0]
-            self._collector = Collector(self.envs, env_seed, self.config.stagger)
-        return self._collector
+        return Collector(self.envs, seeds(self.config.seed, self.iteration)[0],
+                         self.config.stagger)
 
     def _begin_episodes(self):
         "Fresh episodes and random numbers, seeded by (seed, iteration)."
-        self._collector = None
+        vars(self).pop("collector", None)
         self.scaling.running.zero_()
         self.draw_from(seeds(self.config.seed, self.iteration)[1])
 
-    def collect(self) -> tuple:  # a rollout (T, N), scaled; (return, length) of episodes
-        "Play; an environment that fails is closed."
-        try:
-            with settings_kept():
-                rollout, self.ended = super().collect()
-            return rollout, self.ended
-        except BaseException:
-            with suppress(Exception):  # which may be as broken
-                self.close()
-            with told_ends():
-                raise
-
-    @usual_defaults("agent")
     def iterate(self) -> dict:  # column -> number
         "One iteration: its row of metrics, which joins `rows`."
-        start, where = time.perf_counter(), f"iteration {self.iteration + 1}"
+        start = time.perf_counter()
         try:
             row = super().iterate()
-        except FloatingPointError as e:
-            raise diverged(where, e) from e
-        check_finite(where, row)
+        except BaseException as e:
+            self._fail(e)
+        check_finite(f"iteration {self.iteration}", row)
         self.rows.append(row)
         if self.iteration == 1:
             self._note_size(row)
-        self._note_clips(row)
+        self._note_clips()
         self._note_time(row, time.perf_counter() - start)
         return row
+
+    def _fail(self, error):
+        "Close the environments, one of which may have failed; raise, and say what it means."
+        with suppress(Exception):  # which may be as broken
+            self.close()
+        if isinstance(error, FloatingPointError):
+            raise diverged(f"iteration {self.iteration + 1}", error) from error
+        with told_ends():
+            raise error
 
     @our_names
     @checked(steps="int [1, 1e12]?")
@@ -260,38 +262,37 @@ class PPO(Loop):
         callback=None,  # callback(trainer, row) after each iteration; False ends the training
     ) -> "PPO":  # itself, with the metrics in `rows`
         "Train, until Ctrl-C at most; rate and clip fall to the end of `steps`, whichever is later."
-        hooks, save = as_hooks(self.evaluator, callback), None
-        c, goes_on = self.config, math.ceil((steps or 0) / self.config.batch)
-        self.end = c.iterations if steps is None else self.iteration + goes_on
-        self.goal, self.last = self.steps + (steps or 0), max(c.iterations, self.end)
+        c = self.config
+        self.goal = self.steps + (steps or 0)
+        more = self.iteration + math.ceil((steps or 0) / self.size)
+        self.end = self.iterations if steps is None else more
+        self.last = max(self.iterations, self.end)
         if not self.left:
             warnings.warn(f"nothing is left of {c.steps} steps; learn(steps=...) goes on",
                           stacklevel=3)
-        run = run or self._begin_run()
-        if run is not None:
-            hooks.insert(bool(self.evaluator), lambda trainer, row: self._write(run, row))
-            def save(): run.save_checkpoint({"ppo": self.state_dict()})
-        bar = progress_bar(self.end * c.batch, self.iteration * c.batch, c.env)
-        with end_later(), told_once():
+        log, save = self._files(run) if run or self.out else (None, None)
+        hooks = as_hooks(self.evaluator, log, callback)
+        bar = progress_bar(self.end * self.size, self.iteration * self.size, c.env)
+        with end_later(), few_threads(self.agent):
             if self.evaluator:
                 self.evaluator.go_on()
-            fit(self, bar, c.batch, {"return": "return_mean", "kl": "kl_k3"}, hooks, save)
+            fit(self, bar, self.size, {"return": "return_mean", "kl": "kl_k3"}, hooks, save)
             self.take_best()
             if self.run is not None:
                 finish(self, self.run, interrupted=self.left)
         return self
 
-    def _write(self, run, row):
-        "Append a row and the episodes of its iteration to the files of a run."
-        run.log(row, row["steps"])
-        run.log_episodes(self.ended)
-
-    def _begin_run(self):
-        "The directory `out`, made by the first `learn`; None without one."
-        if self.out is not None and self.run is None:
+    def _files(self, run):
+        "A hook that writes a row to a run, or to the directory `out`; what saves a checkpoint."
+        if run is None and self.run is None:
             about = {"task": "train", "algo": "ppo", **asdict(self.config)}
             self.run = Run.create(self.out, {**about, "track": self.track, "versions": versions()})
-        return self.run
+        run = run or self.run
+
+        def log(trainer, row):
+            run.log(row, row["steps"])
+            run.log_episodes(self.ended)
+        return log, lambda: run.save_checkpoint({"ppo": self.state_dict()})
 
     @property
     def left(self) -> bool:
@@ -324,25 +325,23 @@ class PPO(Loop):
         size = (2 * row["value_loss"]) ** 0.5  # the loss is half the mean square
         if size > LARGE:
             warnings.warn(f"the first advantages are around {size:.0f}, and a value function "
-                          "learns numbers around 1: try normalize_rewards=True", stacklevel=6)
+                          "learns numbers around 1: try normalize_rewards=True", stacklevel=5)
 
-    def _note_clips(self, row):
+    def _note_clips(self):
         "Warn, once, of an update that leaves the clip range for ten iterations in a row."
-        if self.clipped is None: return
-        self.clipped = self.clipped + 1 if row["clip_fraction"] > HIGH else 0
-        if self.clipped == 10:
-            warnings.warn(f"clip_fraction has been above {HIGH} for ten iterations: an update "
-                          f"moves the policy too far; try less than learning_rate="
-                          f"{self.config.learning_rate:g}, or fewer epochs", stacklevel=6)
-            self.clipped = None
+        clips = [row["clip_fraction"] for row in self.rows[-10:]]
+        if self.clipped or len(clips) < 10 or min(clips) <= HIGH: return
+        self.clipped = True
+        warnings.warn(f"clip_fraction has been above {HIGH} for ten iterations: an update moves "
+                      "the policy too far; try less than learning_rate="
+                      f"{self.config.learning_rate:g}, or fewer epochs", stacklevel=5)
 
     def _note_time(self, row, seconds):
         "Add to the clock; note when the recent episodes first reached the threshold."
-        clock, solve = self.clock, self.threshold
+        clock, full = self.clock, len(self.recent) == self.recent.maxlen
         clock["wall_seconds"] += seconds
-        if clock["steps_to_solve"] or solve is None: return
-        if len(self.recent) < self.recent.maxlen: return
-        if row["return_mean"] >= solve:
+        if clock["steps_to_solve"] or self.threshold is None or not full: return
+        if row["return_mean"] >= self.threshold:
             clock.update(steps_to_solve=row["steps"], seconds_to_solve=clock["wall_seconds"])
 
     def predict(

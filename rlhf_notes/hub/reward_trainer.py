@@ -23,9 +23,8 @@ from .save import save_classifier, to_classifier
 from ..language.loop import check_left, rate_by_size
 from ..language.model import RewardModel
 from ..training.devices import process_device, usual_defaults
-from ..training.fit import as_hooks, fit
+from ..training.fit import as_hooks, check_finite, fit, progress_bar
 from ..training.seeds import seeded_generator
-from ..training.signals import check_finite, progress_bar
 
 # %% ../../nbs/hub/reward_trainer.ipynb #whole-texts
 def whole_texts(task: Prompts) -> list:

@@ -37,9 +37,8 @@ from rlhf_notes.language.rollout import (
     weighted_sum,
     with_advantages,
 )
-from ..training.fit import Stage
+from ..training.fit import Stage, check_finite
 from ..training.seeds import seeded_generator
-from ..training.signals import check_finite
 
 # %% ../../nbs/language/27_loop.ipynb #rlhf
 class Loop(Stage):

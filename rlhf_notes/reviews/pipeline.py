@@ -39,10 +39,9 @@ from rlhf_notes.training.devices import (
     to_device,
     usual_defaults,
 )
-from ..training.fit import fit
+from ..training.fit import check_finite, fit, progress_bar, stop_on_interrupt
 from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
-from ..training.signals import check_finite, progress_bar, stop_on_interrupt
 
 # %% ../../nbs/reviews/28_pipeline.ipynb #training
 STAGES = ("sft", "reward_model", "rl")

@@ -21,8 +21,7 @@ from ..formulas.logprob import selective_log_softmax
 from ..formulas.masking import masked_mean
 from ..language.loop import check_left
 from ..language.model import autocast, hidden_states, to_logits
-from ..training.fit import Stage
-from ..training.signals import check_finite
+from ..training.fit import Stage, check_finite
 
 
 def next_token_loss(lm, tokens, mask):

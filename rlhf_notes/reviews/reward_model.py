@@ -24,9 +24,8 @@ from ..language.model import RewardModel, autocast
 from ..language.sampling import sample
 from .pretraining import gradient_step
 from .task import human_choice
-from ..training.fit import Stage
+from ..training.fit import Stage, diverged
 from ..training.seeds import seeded_generator
-from ..training.signals import diverged
 
 # %% ../../nbs/reviews/25_reward_model.ipynb #score
 def proxy_reward(model, norm, precision="float32"):

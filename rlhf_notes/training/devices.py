@@ -15,7 +15,7 @@ environment or a callback sets for all of PyTorch is put back behind it.
 
 __all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'READ_AND_SET', 'SMALL', 'pick_device',
            'to_device', 'make_accelerator', 'process_device', 'stopped_anywhere', 'Setting',
-           'settings_kept', 'usual_defaults']
+           'few_threads', 'settings_kept', 'usual_defaults']
 
 import os
 import re
@@ -147,7 +147,7 @@ def usual_defaults(*models: str):
     def decorate(function):
         @wraps(function)
         def inside(*args, **kwargs):
-            threads = _threads([attrgetter(name)(args[0]) for name in models])
+            threads = few_threads(*(attrgetter(name)(args[0]) for name in models))
             on_cpu = torch.get_default_device().type == "cpu"
             device = nullcontext() if on_cpu else torch.device("cpu")
             with DTYPE.held(torch.float32), device, threads:
@@ -156,7 +156,8 @@ def usual_defaults(*models: str):
     return decorate
 
 
-def _threads(models):
+def few_threads(*models: torch.nn.Module):
+    "Inside, a training computes on one thread, if the largest of its models is small."
     largest = max((sum(p.numel() for p in m.parameters()) for m in models), default=SMALL)
     small = largest < SMALL and "OMP_NUM_THREADS" not in os.environ
     return THREADS.held(1) if small else nullcontext()

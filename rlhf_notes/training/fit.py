@@ -5,20 +5,33 @@ the same everywhere: show progress, log, save, and end cleanly at the first Ctrl
 called after each iteration with the trainer and its row of metrics; it may add columns, write,
 draw, or end the training by returning False.
 
+**Ctrl-C.** The first one only sets a flag, which the loop reads at the end of an iteration; a
+second one stops at once. SIGTERM, from a batch queue or `docker stop`, and SIGHUP, from a closed
+terminal, count as Ctrl-C; under `nohup` SIGHUP stays ignored.
+
+**NaN.** In the loss, it reaches all weights with the next step. So each training loop checks its
+numbers before it saves: if one is NaN or infinite, it stops, says where, and leaves the last
+checkpoint.
+
 The last policy is not always the best. An `Evaluator` is a hook: every so often it scores the
 policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
 """
 
-__all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'Stage']
+__all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'Stage', 'SIGNALS',
+           'stop_on_interrupt', 'end_later', 'handle_signals', 'note', 'diverged', 'check_finite',
+           'BAR', 'FIRST_LINE', 'progress_bar']
 
 import math
+import os
+import signal
+import sys
 import threading
 import time
 import warnings
+from contextlib import contextmanager
 from numbers import Real
 
 from .devices import settings_kept
-from .signals import note, stop_on_interrupt
 
 
 CHECKPOINT_EVERY = 10.0  # seconds
@@ -51,13 +64,13 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
 
     def say():
         note(f"stopping after {done} of {total} iterations; a second Ctrl-C stops at once")
-    with stop_on_interrupt() as stop, bar:
-        stop.say = say
+    with stop_on_interrupt(say) as stop, bar:
         while trainer.left and not stopped(stop):
             done += 1
             row = trainer.iterate()
-            values = {name: row.get(column) for name, column in (shown or {}).items()}
-            bar.set_postfix({k: x for k, x in values.items() if x is not None}, refresh=False)
+            values = {name: row[column] for name, column in (shown or {}).items()
+                      if row.get(column) is not None}
+            bar.set_postfix(values, refresh=False)
             bar.update(size)
             with settings_kept():
                 said = [hook(trainer, row) for hook in hooks]
@@ -68,6 +81,110 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
                 saved = time.perf_counter()
         if save is not None:
             save()
+
+
+@contextmanager
+def stop_on_interrupt(say=None):  # yields a threading.Event
+    """Let the first signal only set the event that this yields, and call say(); a second one
+    interrupts. SIGTERM and SIGHUP are sent again at the end."""
+    stop = threading.Event()
+
+    def handler(signum, frame):
+        if came: raise KeyboardInterrupt
+        came.append(signum)
+        stop.set()
+        if say is not None:
+            say()
+    with end_later() as came, handle_signals(handler):
+        yield stop
+
+
+_OUTER = []  # for each `end_later` that is entered, the signals to be sent at its end
+
+
+@contextmanager
+def end_later():  # yields the list of signals to be sent again at its end
+    """A SIGTERM that stopped a training inside ends the program after this, when all is written.
+    After a Ctrl-C the program goes on; whoever sent another signal wants it to end."""
+    came = []
+    _OUTER.append(came)
+    try:
+        yield came
+    finally:
+        _OUTER[:] = [signals for signals in _OUTER if signals is not came]
+        for signum in came:
+            if _OUTER:
+                _OUTER[-1].append(signum)
+            elif signum != signal.SIGINT:
+                signal.raise_signal(signum)
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+           if hasattr(signal, name)]
+
+
+@contextmanager
+def handle_signals(handler):
+    "Handle Ctrl-C, SIGTERM and SIGHUP by handler(signum, frame); under nohup SIGHUP stays ignored."
+    can = threading.current_thread() is threading.main_thread()  # no other handles signals
+    before = {s: signal.getsignal(s) for s in SIGNALS if can}
+    try:
+        for s, old in before.items():
+            if s == signal.SIGINT or old is not signal.SIG_IGN:
+                signal.signal(s, handler)
+        yield
+    finally:
+        for s, old in before.items():
+            signal.signal(s, old or signal.SIG_DFL)
+
+
+def note(text: str):
+    "Write a line to stderr, as a signal handler may: what cannot be written is lost."
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, RuntimeError, ValueError, AttributeError):  # full, in use, closed, None
+        pass
+
+
+def diverged(where: str, why) -> FloatingPointError:
+    "Return the error to raise, before anything is saved, when training gives NaN or infinity."
+    left = "the last checkpoint, if there is one, is from before"
+    return FloatingPointError(f"{where}: {why}; {left}")
+
+
+def check_finite(where: str, row: dict):
+    "FloatingPointError if a number of a log is NaN or infinite."
+    bad = [f"{k} is {v}" for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+    if bad: raise diverged(where, ", ".join(bad))
+
+
+BAR = "{l_bar}{bar}| {n_fmt} [{elapsed}<{remaining}{postfix}]"
+FIRST_LINE = 5.0  # seconds
+
+
+def progress_bar(total: int, initial: int=0, label: str='', delay: float=0.0):
+    """Return a tqdm bar on stderr of `total` units, `initial` of them done, which a terminal shows
+    after `delay` seconds; a line now and then where that is no terminal."""
+    from tqdm import tqdm
+    options = dict(total=total, initial=initial, desc=label, unit_scale=True)
+    if sys.stderr is None: return tqdm(**options, disable=True)
+    if sys.stderr.isatty():
+        return tqdm(**options, bar_format=BAR, dynamic_ncols=True, mininterval=0.2, delay=delay)
+    lines = _Lines(sys.stderr)
+    lines.bar = tqdm(**options, bar_format=BAR.replace("{bar}|", ""), file=lines, miniters=1,
+                     mininterval=FIRST_LINE, delay=FIRST_LINE)
+    return lines.bar
+
+
+class _Lines:
+    "Writes each state of a bar on a line of its own, and has it wait a tenth longer."
+    def __init__(self, stream):
+        self.stream, self.flush = stream, stream.flush
+
+    def write(self, text):
+        if not text.startswith("\r") or not text.strip(): return
+        self.stream.write(text.strip() + "\n")
+        self.bar.mininterval *= 1.1
 
 
 class Evaluator:

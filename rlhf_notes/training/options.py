@@ -142,19 +142,25 @@ def our_names(
     method,  # called by users who may know another library
 ):  # the same
     "Make a TypeError about the arguments say what they are called here."
-    expected = inspect.signature(method)
-
     @functools.wraps(method)
     def call(*args, **kwargs):
         try:
-            expected.bind(*args, **kwargs)
-        except TypeError as e:
-            said = [f"{x} is {ELSEWHERE[x]} here" for x in ELSEWHERE if x in kwargs]
-            said += [f"{x} is left out here: env comes first, and network= tells of networks"
-                     for x in args if isinstance(x, str) and x.endswith("Policy")]
-            raise TypeError("; ".join([f"{method.__qualname__}: {e}", *said])) from None
-        return method(*args, **kwargs)
+            return method(*args, **kwargs)
+        except TypeError:
+            _tell_names(method, args, kwargs)
+            raise
     return call
+
+
+def _tell_names(method, args, kwargs):
+    "TypeError, with our names, if these are no arguments of the method."
+    try:
+        inspect.signature(method).bind(*args, **kwargs)
+    except TypeError as e:
+        said = [f"{x} is {ELSEWHERE[x]} here" for x in ELSEWHERE if x in kwargs]
+        said += [f"{x} is left out here: env comes first, and network= tells of networks"
+                 for x in args if isinstance(x, str) and x.endswith("Policy")]
+        raise TypeError("; ".join([f"{method.__qualname__}: {e}", *said])) from None
 
 
 def _line(cls, fault):

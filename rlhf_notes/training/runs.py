@@ -30,7 +30,7 @@ written after the checkpoint are dropped, in TensorBoard too.
 """
 
 __all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'SUMS',
-           'write_sums', 'check_sums', 'write_table', 'read_table', 'Run']
+           'write_sums', 'check_sums', 'write_table', 'read_table', 'Run', 'told_once']
 
 import csv
 import io
@@ -40,10 +40,11 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import warnings
 import zipfile
 import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -384,13 +385,36 @@ def _as_text(rows):
 
 
 class _Trackers(list):
+    def __init__(self, trackers):
+        super().__init__(trackers)
+        self.open = ExitStack()
+        self.open.enter_context(told_once())
+
     def log(self, values, step):
         for tracker in self:
             tracker.log(values, step=step)
 
     def finish(self):
-        for tracker in self:
-            tracker.finish()
+        with self.open:
+            for tracker in self:
+                tracker.finish()
+
+
+@contextmanager
+def told_once():
+    "Leave a full disk to the main thread, where TensorBoard raises what its own thread met."
+    show = threading.excepthook
+
+    def other(args):
+        theirs = type(args.thread).__module__.startswith("tensorboard.")
+        if not (theirs and issubclass(args.exc_type, OSError)):
+            show(args)
+
+    threading.excepthook = other
+    try:
+        yield
+    finally:
+        threading.excepthook = show
 
 
 def _make_tracker(path, step, config, name):

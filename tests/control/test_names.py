@@ -155,7 +155,9 @@ def test_mujoco_has_the_options_of_cleanrl(name):
 def clip_warnings(p, fractions):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for fraction in fractions: p._note_clips(dict(clip_fraction=fraction))
+        for fraction in fractions:
+            p.rows.append(dict(clip_fraction=fraction))
+            p._note_clips()
     return [str(w.message) for w in caught]
 
 

@@ -36,12 +36,11 @@ from rlhf_notes.control.config import RECIPES, PendulumConfig, PPOConfig, contin
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent
 from rlhf_notes.control.ppo import Batch, batch_loss, health, make_batch, seeds
-from rlhf_notes.control.rollout import Collector, Rollout
-from rlhf_notes.control.scaling import Scaling
+from rlhf_notes.control.rollout import Collector, Rollout, Scaling
 from rlhf_notes.control.trainer import PPO, episode_returns, train
 from rlhf_notes.formulas import ppo as losses
 from rlhf_notes.formulas.whitening import RunningMoments
-from rlhf_notes.training import fit, signals
+from rlhf_notes.training import fit
 from rlhf_notes.training.runs import Run
 
 # eight iterations in a moment
@@ -995,7 +994,7 @@ def test_an_evaluation_that_takes_long_shows_a_bar(monkeypatch, slow, terminal):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(tqdm, "tqdm", partial(tqdm.tqdm, disable=False))  # conftest turns it off
     if slow:
-        for module in control, signals: monkeypatch.setattr(module, "FIRST_LINE", 0.2)
+        for module in control, fit: monkeypatch.setattr(module, "FIRST_LINE", 0.2)
     seen = []
     def left(obs):
         time.sleep(0.01 * slow)
@@ -1005,7 +1004,7 @@ def test_an_evaluation_that_takes_long_shows_a_bar(monkeypatch, slow, terminal):
     first = [t - seen[0][0] for t, text in seen if "evaluation:" in text][:1]
     assert all(t >= 0.2 for t in first) and bool(first) == slow
     assert not slow or "evaluation: 100%" in stream.getvalue()
-    assert control.FIRST_LINE == signals.FIRST_LINE == (0.2 if slow else 5)
+    assert control.FIRST_LINE == fit.FIRST_LINE == (0.2 if slow else 5)
 
 
 def test_an_interrupted_run_leaves_a_whole_directory_and_goes_on(tmp_path, monkeypatch):
@@ -1200,7 +1199,6 @@ def test_a_small_policy_learns_on_one_thread(monkeypatch):
     torch.set_num_threads(2)
     try:
         PPO(**SHAPE).learn()
-        PPO(**SHAPE).iterate()
         assert {*threads} == {1} and torch.get_num_threads() == 2
     finally: torch.set_num_threads(before)
 
@@ -1271,6 +1269,17 @@ def test_where_actions_are_numbers_the_defaults_are_cautious(monkeypatch, tmp_pa
     if n == 1:
         c = PPO(env(), num_envs=4, learning_rate=1e-3, vectorization="sync").config
         assert (c.num_envs, c.num_steps, c.learning_rate) == (4, 512, 1e-3)
+
+
+def test_no_environment_is_made_to_choose_options_that_are_given(monkeypatch):
+    monkeypatch.setitem(gym.registry, "Numbers-v0", EnvSpec("Numbers-v0", Numbers))
+    monkeypatch.setattr(Numbers, "made", 0)
+    config = PPO("Numbers-v0").config
+    assert Numbers.made == 2  # one to see its actions
+    PPO.begin(config)
+    assert Numbers.made == 3
+    PPO("Numbers-v0", **{x: getattr(config, x) for x in vars(config).keys() - {"env", "lam"}})
+    assert Numbers.made == 5
 
 
 def test_a_batch_of_the_cautious_defaults_can_be_cut_whatever_the_number_of_environments():

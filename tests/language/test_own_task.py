@@ -969,7 +969,7 @@ def table(path):
 def test_a_run_by_an_own_reward_is_interrupted_and_continued(begin, tmp_path, monkeypatch, capsys):
     assert begin("whole")() == 0
     with monkeypatch.context() as m:
-        m.setattr("rlhf_notes.training.fit.stop_on_interrupt", lambda: After(2))
+        m.setattr("rlhf_notes.training.fit.stop_on_interrupt", lambda *say: After(2))
         assert begin("cut")() == 130
     assert "continue with: rlhf-notes rlhf --resume cut --trust" in capsys.readouterr().out
     assert len(table(tmp_path / "cut" / "metrics.csv")) == 2

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rlhf_notes.training import fit as loop
-from rlhf_notes.training.fit import Evaluator, Stage, fit
-from rlhf_notes.training.signals import progress_bar
+from rlhf_notes.training.fit import Evaluator, Stage, fit, progress_bar
 
 class Part:
     def __init__(self, x): self.x = x

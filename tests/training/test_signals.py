@@ -9,16 +9,9 @@ import threading
 import pytest
 from tqdm import tqdm
 
-from rlhf_notes.training.signals import (
-    BAR,
-    Lenient,
-    check_finite,
-    diverged,
-    end_later,
-    note,
-    stop_on_interrupt,
-    told_once,
-)
+from rlhf_notes.cli import Lenient
+from rlhf_notes.training.fit import BAR, check_finite, diverged, end_later, note, stop_on_interrupt
+from rlhf_notes.training.runs import told_once
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
@@ -37,8 +30,7 @@ def heard():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_first_interrupt_asks_second_stops(number, heard):
     before, said = signal.getsignal(number), []
-    with stop_on_interrupt() as stop:
-        stop.say = lambda: said.append(number)
+    with stop_on_interrupt(lambda: said.append(number)) as stop:
         assert not stop.is_set()
         signal.raise_signal(number)
         assert stop.is_set() and said == [number]
@@ -121,15 +113,15 @@ def test_divergence_says_where_and_what_is_left():
 
 SCRIPT = """
 import sys, time
-from rlhf_notes.training import signals
+from rlhf_notes.training import fit
 class Screen:
     text, encoding = "", "utf-8"
     def write(self, s): self.text += s
     def flush(self): pass
     def isatty(self): return {tty}
 screen = sys.stderr = {screen}
-signals.FIRST_LINE = {first}
-with signals.progress_bar(50, 2, "toy") as bar:
+fit.FIRST_LINE = {first}
+with fit.progress_bar(50, 2, "toy") as bar:
     for i in range(48):
         bar.set_postfix(dict(kl=0.5), refresh=False)
         bar.update()
