@@ -23,7 +23,7 @@ from jobs import RESULTS, options, read, text, write
 from rlhf_notes.control.config import RECIPES, PPOConfig
 from rlhf_notes.control.envs import threshold
 from rlhf_notes.studies.benchmark import Ours, StableBaselines, _look
-from rlhf_notes.training.devices import THREADS
+from rlhf_notes.training.fit import THREADS
 
 COLUMNS = ("task", "seed", "contender", "steps", "seconds", "greedy", "sampled", "solved")
 ZOO = {  # hyperparams/ppo.yml; LunarLander-v3 has the settings of v2

@@ -16,7 +16,7 @@ from gymnasium.spaces import Box, Discrete
 from jobs import names_of, options, text, write
 
 from rlhf_notes import PPO
-from rlhf_notes.training.devices import THREADS
+from rlhf_notes.training.fit import THREADS
 
 CONTROL = Path(__file__).resolve().parent.parent / "nbs" / "control"
 COLUMNS = "seed", "steps", "seconds", "greedy", "sampled"

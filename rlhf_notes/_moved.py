@@ -48,6 +48,8 @@ PLACES = {
     "rlhf_notes.studies.checkable.CheckableRLHF": "rlhf_notes.studies.checkable.checkable_rlhf",
     "rlhf_notes.studies.preferences": "the cells of nbs/studies/41_preferences.ipynb",
     "rlhf_notes.studies.staleness": "the cells of nbs/studies/48_staleness.ipynb",
+    "rlhf_notes.training.devices.SMALL": "rlhf_notes.training.fit.SMALL",
+    "rlhf_notes.training.devices.THREADS": "rlhf_notes.training.fit.THREADS",
     "rlhf_notes.training.signals": "rlhf_notes.training.fit",
 }
 

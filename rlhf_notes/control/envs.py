@@ -61,7 +61,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from ..checks import checked
-from ..training.devices import settings_kept
+from ..training.fit import settings_kept
 from ..training.options import error_text, text_of
 from .config import continuous, recipe
 from .spaces import parts, read_mask, remedy, row_maker

@@ -37,7 +37,7 @@ class WholePolicy(nn.Module):
             self.scales = True
             self.register_buffer("mean", scaling.seen.mean.clone())
             self.register_buffer("std", (scaling.seen.var + 1e-8).sqrt())
-        self.decide = DECIDE[type(agent.head)](agent.head)
+        self.decide = Decide(agent.head)
         self.requires_grad_(False)
         self.to(next(agent.parameters()).device)
 
@@ -76,46 +76,25 @@ class Columns(nn.Module):
         return x.flatten(1).to(torch.float64 if self.exact else torch.float32) / self.scale
 
 
-class Largest(nn.Module):
+class Decide(nn.Module):
+    "The most probable actions, as the environment has them, from the parameters of a distribution."
+
     def __init__(self, head):
         super().__init__()
-        self.start = head.start
-
-    def forward(self, out): return out.argmax(-1) + self.start
-
-
-class LargestOfEach(nn.Module):
-    def __init__(self, head):
-        super().__init__()
-        self.sizes, self.shape = head.sizes, head.space.shape
-        self.register_buffer("start", torch.as_tensor(head.space.start))
+        self.head = copy.deepcopy(head)
+        if isinstance(head, MultiCategorical):
+            self.register_buffer("start", torch.as_tensor(head.space.start))
+        if isinstance(head, Gaussian):
+            self.register_buffer("low", torch.from_numpy(head.low.copy()))
+            self.register_buffer("high", torch.from_numpy(head.high.copy()))
 
     def forward(self, out):
-        chosen = torch.stack([z.argmax(-1) for z in out.split(self.sizes, -1)], -1)
-        return chosen.reshape(-1, *self.shape) + self.start
-
-
-class Switches(nn.Module):
-    def __init__(self, head):
-        super().__init__()
-        self.shape = head.shape
-
-    def forward(self, out): return (out > 0).to(torch.int8).reshape(-1, *self.shape)
-
-
-class WithinBounds(nn.Module):
-    def __init__(self, head):
-        super().__init__()
-        self.shape, self.squash = head.shape, head.squash
-        self.register_buffer("low", torch.from_numpy(head.low.copy()))
-        self.register_buffer("high", torch.from_numpy(head.high.copy()))
-
-    def forward(self, out):
-        if self.squash:
+        head = self.head
+        if isinstance(head, Categorical): return out.argmax(-1) + head.start
+        if isinstance(head, MultiCategorical):
+            chosen = torch.stack([z.argmax(-1) for z in out.split(head.sizes, -1)], -1)
+            return chosen.reshape(-1, *head.space.shape) + self.start
+        if isinstance(head, Bernoulli): return (out > 0).to(torch.int8).reshape(-1, *head.shape)
+        if head.squash:
             out = self.low + (out.tanh() + 1) / 2 * (self.high - self.low)
-        return out.clamp(self.low, self.high).to(self.low).reshape(-1, *self.shape)
-
-
-# from the parameters of a distribution to the most probable actions, as the environment has them
-DECIDE = {Categorical: Largest, MultiCategorical: LargestOfEach, Bernoulli: Switches,
-          Gaussian: WithinBounds}
+        return out.clamp(self.low, self.high).to(self.low).reshape(-1, *head.shape)

@@ -61,7 +61,7 @@ from rlhf_notes.control.spaces import (
     space_from_numbers,
     space_to_numbers,
 )
-from ..training.devices import few_threads, pick_device, settings_kept, usual_defaults
+from ..training.devices import pick_device, usual_defaults
 from ..training.fit import (
     FIRST_LINE,
     Evaluator,
@@ -69,8 +69,10 @@ from ..training.fit import (
     check_finite,
     diverged,
     end_later,
+    few_threads,
     fit,
     progress_bar,
+    settings_kept,
 )
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked

@@ -70,7 +70,7 @@ from ..language.model import (
     body, check_context, checkpointing, has_adapter, hidden_states, no_dropout, to_logits,
 )
 from ..language.sampling import sample
-from ..training.devices import Setting
+from ..training.fit import Setting
 from ..training.options import text_of
 from ..training.runs import check_sums
 from ..training.seeds import global_seed

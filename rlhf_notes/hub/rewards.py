@@ -37,7 +37,7 @@ from textwrap import shorten
 
 import torch
 
-from ..training.devices import settings_kept
+from ..training.fit import settings_kept
 from ..training.options import error_text, text_of
 from .load import Classifier
 

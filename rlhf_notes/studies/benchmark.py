@@ -24,7 +24,7 @@ from ..control.config import PendulumConfig, PPOConfig
 from ..control.envs import threshold
 from ..control.single import SingleFile
 from ..control.trainer import PPO, episode_returns
-from ..training.devices import THREADS
+from ..training.fit import THREADS
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/34_benchmark.ipynb #single

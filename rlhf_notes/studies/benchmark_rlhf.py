@@ -27,7 +27,7 @@ from ..reviews.config import ReviewsConfig
 from ..reviews.pipeline import evaluate
 from ..reviews.task import review_prompts
 from .variants import Start, prepare
-from ..training.devices import THREADS
+from ..training.fit import THREADS
 from ..training.statistics import bootstrap_interval
 
 # %% ../../nbs/studies/36_benchmark_rlhf.ipynb #contenders

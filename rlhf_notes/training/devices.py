@@ -6,25 +6,23 @@ longer than to do it, where a network has a few thousand weights.
 Several processes may train one language model; the launcher gives each a device. Each holds the
 whole model, so a launcher that is to shard it is refused.
 
-A training computes in float32, and on one thread if the largest of its models is small: threads
-wait for one another at the end of every operation. Both are settings of the process, made once for
-a training, by `learn`; a single `iterate()` computes with those of its caller. Trainings may
-overlap: the first one saves what it finds, and the last one restores it. What a reward, an
-environment or a callback sets for all of PyTorch is put back behind it.
+Models are made, and language models trained, in float32 and on the CPU unless they are sent
+elsewhere, whatever the process has as its defaults.
 """
 
-__all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'THREADS', 'READ_AND_SET', 'SMALL', 'pick_device',
-           'to_device', 'make_accelerator', 'process_device', 'stopped_anywhere', 'Setting',
-           'few_threads', 'settings_kept', 'usual_defaults']
+__all__ = ['LAUNCHER', 'SHARDED', 'DTYPE', 'pick_device', 'to_device', 'make_accelerator',
+           'process_device', 'stopped_anywhere', 'usual_defaults']
 
 import os
 import re
 import threading
-from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
+from contextlib import nullcontext
+from functools import wraps
 from operator import attrgetter
 
 import torch
+
+from .fit import Setting, few_threads
 
 
 def pick_device(name: str, auto: str='cpu') -> str:
@@ -84,61 +82,7 @@ def stopped_anywhere(accelerator, stop: threading.Event) -> bool:
     return accelerator.check_trigger()
 
 
-class Setting:
-    "A setting of the process: the first to hold it saves it, the last to let go restores it."
-
-    def __init__(self, get, set, owner=lambda: None):
-        """get() and set(value) are the setting; owner() tells whose it is: threading.get_ident if
-        each thread has its own."""
-        self.get, self.set, self.owner = get, set, owner
-        self.holders, self.lock = [], threading.Lock()
-
-    @contextmanager
-    def held(self, value):
-        "Inside, the setting has this value, the same for all who hold it at the same time."
-        owner = self.owner()
-        with self.lock:
-            now = self.get()  # a thread's own from here on: PyTorch looks it up at the first use
-            if not self.holders:
-                self.before = now
-            self.holders.append(owner)
-            self.set(value)
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.holders.remove(owner)
-                if owner not in self.holders:
-                    self.set(self.before)
-
-
 DTYPE = Setting(torch.get_default_dtype, torch.set_default_dtype)
-THREADS = Setting(torch.get_num_threads, torch.set_num_threads, threading.get_ident)
-READ_AND_SET = [(getattr(torch, get), getattr(torch, put)) for get, put in (
-    ("get_default_dtype", "set_default_dtype"), ("is_grad_enabled", "set_grad_enabled"),
-    ("get_num_threads", "set_num_threads"),
-    ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
-    ("get_float32_matmul_precision", "set_float32_matmul_precision"))]
-READ_AND_SET += [(partial(torch.is_autocast_enabled, kind),
-                  partial(torch.set_autocast_enabled, kind)) for kind in ("cpu", "cuda")]
-
-
-@contextmanager
-def settings_kept():
-    "Put back, at the end, the settings of PyTorch that users' code has changed inside."
-    device = torch.get_default_device()
-    before = [(read, put, read()) for read, put in READ_AND_SET]
-    try:
-        yield
-    finally:
-        for read, put, x in before:
-            if read() != x:
-                put(x)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)
-
-
-SMALL = 1_000_000  # weights; a model with fewer computes on one thread
 
 
 def usual_defaults(*models: str):
@@ -154,10 +98,3 @@ def usual_defaults(*models: str):
                 return function(*args, **kwargs)
         return inside
     return decorate
-
-
-def few_threads(*models: torch.nn.Module):
-    "Inside, a training computes on one thread, if the largest of its models is small."
-    largest = max((sum(p.numel() for p in m.parameters()) for m in models), default=SMALL)
-    small = largest < SMALL and "OMP_NUM_THREADS" not in os.environ
-    return THREADS.held(1) if small else nullcontext()

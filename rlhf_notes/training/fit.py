@@ -1,4 +1,4 @@
-"""The loop around every training: progress, hooks, Ctrl-C and checkpoints.
+"""The loop around every training: progress, hooks, Ctrl-C, threads and checkpoints.
 
 An iteration belongs to its lesson (19 for control, 27 for language models). What surrounds it is
 the same everywhere: show progress, log, save, and end cleanly at the first Ctrl-C. A hook is
@@ -13,13 +13,20 @@ terminal, count as Ctrl-C; under `nohup` SIGHUP stays ignored.
 numbers before it saves: if one is NaN or infinite, it stops, says where, and leaves the last
 checkpoint.
 
+**Settings.** A training computes on one thread if the largest of its models is small: threads wait
+for one another at the end of every operation. The number is a setting of the process, made once
+for a training, by `learn`; a single `iterate()` computes with that of its caller. Trainings may
+overlap: the first one saves what it finds, and the last one restores it. What a reward, an
+environment or a callback sets for all of PyTorch is put back behind it.
+
 The last policy is not always the best. An `Evaluator` is a hook: every so often it scores the
 policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
 """
 
 __all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'Stage', 'SIGNALS',
            'stop_on_interrupt', 'end_later', 'handle_signals', 'note', 'diverged', 'check_finite',
-           'BAR', 'FIRST_LINE', 'progress_bar']
+           'BAR', 'FIRST_LINE', 'progress_bar', 'Setting', 'THREADS', 'SMALL', 'few_threads',
+           'READ_AND_SET', 'settings_kept']
 
 import math
 import os
@@ -28,10 +35,11 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from numbers import Real
 
-from .devices import settings_kept
+import torch
 
 
 CHECKPOINT_EVERY = 10.0  # seconds
@@ -127,15 +135,13 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 def handle_signals(handler):
     "Handle Ctrl-C, SIGTERM and SIGHUP by handler(signum, frame); under nohup SIGHUP stays ignored."
     can = threading.current_thread() is threading.main_thread()  # no other handles signals
-    before = {s: signal.getsignal(s) for s in SIGNALS if can}
-    try:
-        for s, old in before.items():
-            if s == signal.SIGINT or old is not signal.SIG_IGN:
+    with ExitStack() as restore:
+        for s in SIGNALS if can else ():
+            before = signal.getsignal(s)
+            if s == signal.SIGINT or before is not signal.SIG_IGN:
+                restore.callback(signal.signal, s, before or signal.SIG_DFL)
                 signal.signal(s, handler)
         yield
-    finally:
-        for s, old in before.items():
-            signal.signal(s, old or signal.SIG_DFL)
 
 
 def note(text: str):
@@ -185,6 +191,69 @@ class _Lines:
         if not text.startswith("\r") or not text.strip(): return
         self.stream.write(text.strip() + "\n")
         self.bar.mininterval *= 1.1
+
+
+class Setting:
+    "A setting of the process: the first to hold it saves it, the last to let go restores it."
+
+    def __init__(self, get, set, owner=lambda: None):
+        """get() and set(value) are the setting; owner() tells whose it is: threading.get_ident if
+        each thread has its own."""
+        self.get, self.set, self.owner = get, set, owner
+        self.holders, self.lock = [], threading.Lock()
+
+    @contextmanager
+    def held(self, value):
+        "Inside, the setting has this value, the same for all who hold it at the same time."
+        owner = self.owner()
+        with self.lock:
+            now = self.get()  # a thread's own from here on: PyTorch looks it up at the first use
+            if not self.holders:
+                self.before = now
+            self.holders.append(owner)
+            self.set(value)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.holders.remove(owner)
+                if owner not in self.holders:
+                    self.set(self.before)
+
+
+THREADS = Setting(torch.get_num_threads, torch.set_num_threads, threading.get_ident)
+SMALL = 1_000_000  # weights; a model with fewer computes on one thread
+
+
+def few_threads(*models: torch.nn.Module):
+    "Inside, a training computes on one thread, if the largest of its models is small."
+    largest = max((sum(p.numel() for p in m.parameters()) for m in models), default=SMALL)
+    small = largest < SMALL and "OMP_NUM_THREADS" not in os.environ
+    return THREADS.held(1) if small else nullcontext()
+
+
+READ_AND_SET = [(getattr(torch, get), getattr(torch, put)) for get, put in (
+    ("get_default_dtype", "set_default_dtype"), ("is_grad_enabled", "set_grad_enabled"),
+    ("get_num_threads", "set_num_threads"),
+    ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+    ("get_float32_matmul_precision", "set_float32_matmul_precision"))]
+READ_AND_SET += [(partial(torch.is_autocast_enabled, kind),
+                  partial(torch.set_autocast_enabled, kind)) for kind in ("cpu", "cuda")]
+
+
+@contextmanager
+def settings_kept():
+    "Put back, at the end, the settings of PyTorch that users' code has changed inside."
+    device = torch.get_default_device()
+    before = [(read, put, read()) for read, put in READ_AND_SET]
+    try:
+        yield
+    finally:
+        for read, put, x in before:
+            if read() != x:
+                put(x)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
 
 
 class Evaluator:

@@ -195,7 +195,7 @@ def test_a_large_reward_model_computes_on_all_threads(monkeypatch, tmp_path):
     small, large = (sum(p.numel() for p in m.parameters())
                     for m in (lm, classifier(tmp_path, kind="GPT2")))
     assert large > 2 * small
-    monkeypatch.setattr("rlhf_notes.training.devices.SMALL", 2 * small)
+    monkeypatch.setattr("rlhf_notes.training.fit.SMALL", 2 * small)
 
     def zero(prompts, responses):
         threads.append(torch.get_num_threads())

@@ -10,13 +10,12 @@ from rlhf_notes import RLHF
 from rlhf_notes.cli import main
 from rlhf_notes.training.devices import (
     DTYPE,
-    SMALL,
-    THREADS,
     make_accelerator,
     pick_device,
     stopped_anywhere,
     usual_defaults,
 )
+from rlhf_notes.training.fit import SMALL, THREADS
 
 @pytest.mark.parametrize("name, gpus, auto, expected", [
     ("auto", 0, "cpu", "cpu"),

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import matplotlib
@@ -426,3 +427,12 @@ def test_a_path_that_is_no_utf8_is_refused():
     with pytest.raises(
         ValueError, match="^out must be a directory that can be written to, got .*can't encode"):
         Run.check("\udcff")
+
+
+def test_while_tensorboard_writes_its_thread_leaves_its_errors_to_the_main_thread(tmp_path):
+    before, run = threading.excepthook, Run.create(tmp_path / "run", CONFIG)
+    assert threading.excepthook is before
+    run.log(row(1), 1)
+    assert threading.excepthook is not before
+    run.finish({})
+    assert threading.excepthook is before
