@@ -56,17 +56,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlhf_notes.training.options import (
-    STRICT,
-    TINY,
-    Count,
-    Fraction,
-    NonNegative,
-    Number,
-    Positive,
-    Seed,
-    Size,
-    Whole,
+from ..training.options import (
+    STRICT, TINY, Count, Fraction, NonNegative, Number, Positive, Seed, Size, Whole,
     plain_errors,
 )
 

@@ -82,8 +82,7 @@ class Collector:
             is_step[t] = ~self.resetting
             masks.append(self.mask)
             told = for_env(actions[t].copy())  # the environment may write into it
-            after, rewards[t], *ended, info = self.envs.step(told)
-            terminated[t], truncated[t] = ended
+            after, rewards[t], terminated[t], truncated[t], info = self.envs.step(told)
             done = terminated[t] | truncated[t]
             self.obs, self.mask = self._see(after, info, done)
             if self.mode == "NextStep":

@@ -24,55 +24,23 @@ from .. import __version__
 from ..checks import checked
 from . import plots
 from .config import PPOConfig
-from rlhf_notes.control.envs import (
-    NORMALIZERS,
-    autoreset_mode,
-    close_envs,
-    copy_env,
-    env_name,
-    identify,
-    make_envs,
-    reset,
-    same_task,
-    usual_options,
-    tells_episodes,
-    threshold,
-    told_episodes,
-    wrapper_names,
+from .envs import (
+    NORMALIZERS, autoreset_mode, close_envs, copy_env, env_name, identify, make_envs, reset,
+    same_task, usual_options, tells_episodes, threshold, told_episodes, wrapper_names,
 )
 from .export import WholePolicy
 from .policy import Agent
 from .ppo import Loop, seeds
 from .rollout import Collector, can_stagger
-from rlhf_notes.control.saved import (
-    check_kept,
-    check_sizes,
-    options_again,
-    read_saved,
-    split_options,
-    step_size,
-)
-from rlhf_notes.control.spaces import (
-    as_batch,
-    mask_shape,
-    read_mask,
-    row_maker,
-    same_space,
-    space_from_numbers,
+from .saved import check_kept, check_sizes, options_again, read_saved, split_options, step_size
+from .spaces import (
+    as_batch, mask_shape, read_mask, row_maker, same_space, space_from_numbers,
     space_to_numbers,
 )
 from ..training.devices import pick_device, usual_defaults
 from ..training.fit import (
-    FIRST_LINE,
-    Evaluator,
-    as_hooks,
-    check_finite,
-    diverged,
-    end_later,
-    few_threads,
-    fit,
-    progress_bar,
-    settings_kept,
+    FIRST_LINE, Evaluator, as_hooks, check_finite, diverged, end_later, few_threads, fit,
+    progress_bar, settings_kept,
 )
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
@@ -180,10 +148,9 @@ class PPO(Loop):
 
     def __getstate__(self):  # of a copy or a pickle, without environments and run directory
         spec = EnvSpec(self.spec.id, reward_threshold=self.spec.reward_threshold)
+        kept = {name: x for name, x in vars(self).items() if name not in ("_closing", "collector")}
         left_out = dict.fromkeys(("_envs", "_spare", "_rows", "out", "run"))
-        kept = vars(self).keys() - {"_closing", "collector"}
-        return {name: vars(self)[name] for name in kept} | left_out | dict(spec=spec,
-                                                                           _make=self.env)
+        return kept | left_out | dict(spec=spec, _make=self.env)
 
     def __setstate__(self, state):
         vars(self).update(state)
