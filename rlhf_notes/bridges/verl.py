@@ -100,17 +100,14 @@ def register_advantage(
         return _by_group(f, token_level_rewards, response_mask, index)
     register_adv_est(f"rlhf_notes_{name}")(estimate)
 
+register_advantage("rloo", advantage.rloo_advantage)
+
 
 @register_adv_est("rlhf_notes_group")
 def _group(token_level_rewards, response_mask, index, config, **_):
     scale = "std" if config.get("norm_adv_by_std_in_grpo", True) else None
     f = partial(advantage.group_advantage, scale=scale)
     return _by_group(f, token_level_rewards, response_mask, index)
-
-
-@register_adv_est("rlhf_notes_rloo")
-def _rloo(token_level_rewards, response_mask, index, **_):
-    return _by_group(advantage.rloo_advantage, token_level_rewards, response_mask, index)
 
 
 @register_adv_est("rlhf_notes_reinforce_pp")

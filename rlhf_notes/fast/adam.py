@@ -66,8 +66,7 @@ class Adam:
     ):
         self.module, self.vector = module, one_vector(module)
         self.shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
-        self.weights, self.eps = [self.vector], eps
-        self.betas, self.weight_decay = betas, weight_decay
+        self.eps, self.betas, self.weight_decay = eps, betas, weight_decay
         self.m, self.v = (torch.zeros_like(self.vector.detach()) for _ in range(2))
         self.steps = torch.zeros((), dtype=torch.float32, device=self.vector.device)
 
