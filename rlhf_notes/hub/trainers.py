@@ -210,10 +210,8 @@ def save_policy(path, config, lm, tokenizer, merge=False, dtype=None):
 
 
 def own_schedule(options):
-    "The options, and a learning rate that is a function of the iterations that are left, or None."
-    rate = options.get("learning_rate")
-    if not callable(rate): return options, None
-    return {k: x for k, x in options.items() if k != "learning_rate"}, rate
+    "Take out of the options a learning rate that is a function of the iterations that are left."
+    return options.pop("learning_rate") if callable(options.get("learning_rate")) else None
 
 
 def own_rate(schedule, loop):
@@ -294,7 +292,7 @@ class RLHF(Trainer):
                 raise ValueError(f"algo must be grpo or rloo with a {name}, which needs no values, "
                                  "got ppo")
             algo, reward = name, reward or unscored
-        options, schedule = own_schedule(options)
+        schedule = own_schedule(options)
         config = OwnConfig(algo=algo, iterations=iterations, seed=seed,
                            response_length=max_new_tokens, **options)
         check_variant(config)
@@ -430,7 +428,7 @@ class DPO(Trainer):
         **options,  # of `OwnDPOConfig`; learning_rate as a function of the iterations left
     ):
         check_value("max_new_tokens", max_new_tokens, "int [1, inf)")
-        options, schedule = own_schedule(options)
+        schedule = own_schedule(options)
         config = OwnDPOConfig(iterations=iterations, seed=seed, response_length=max_new_tokens,
                               dpo_kind=kind, label_smoothing=label_smoothing, **options)
         lm, machine = self._load_parts(config, model, tokenizer, prompts, None)

@@ -101,13 +101,8 @@ class Training:
 
     @property
     def left(self) -> bool:
-        "True while steps are left."
-        return not self.done
-
-    @property
-    def done(self) -> bool:
-        "True if the last stage is complete."
-        return self.name == "rl" and self.stage.iteration >= self.stage.iterations
+        "True until the last stage is complete."
+        return self.name != "rl" or self.stage.iteration < self.stage.iterations
 
     def iterate(self) -> dict:  # column -> number
         "One step of the stage: its row."
@@ -125,7 +120,7 @@ class Training:
         "Every `eval_every` iterations, evaluate with the true reward."
         if self.config.algo != "dpo":
             self.recorder.look(self.stage, row)
-        if not self.done and row["iteration"] % self.config.eval_every: return
+        if self.left and row["iteration"] % self.config.eval_every: return
         found = evaluate(self.stage)
         row["true_score"] = self.show(row["iteration"], found)
         if self.config.algo == "dpo":  # has no samples of its own
@@ -165,9 +160,9 @@ class Training:
         "The outcome of the training; None for what an interrupted one did not reach."
         c, rows = self.config, self.rows["rl"]
         found = dict(task="rlhf", algo=c.algo, seed=c.seed, device=str(self.lm.device),
-                     steps=c.batch * len(rows), interrupted=not self.done,
+                     steps=c.batch * len(rows), interrupted=self.left,
                      wall_seconds=time.perf_counter() - self.started, seconds=dict(self.seconds))
-        return found | (self.outcome() if self.done else dict.fromkeys(self.OUTCOME))
+        return found | (dict.fromkeys(self.OUTCOME) if self.left else self.outcome())
 
     def outcome(self) -> dict:  # by the names in `OUTCOME`
         "Means over responses to held-out prompts, before and after."
@@ -215,7 +210,7 @@ class OwnTraining(Training):
         for hook in self.trainer.hooks:
             hook(self.trainer, row)
         i = row["iteration"]
-        if i > 1 and not self.done and i % self.config.eval_every: return
+        if i > 1 and self.left and i % self.config.eval_every: return
         found = sample_table(self.task, self.stage.rollout, SHOWN)
         self.samples += [dict(iteration=i) | x for x in found]
 

@@ -70,7 +70,7 @@ def test_the_second_gpu_computes_by_itself(recwarn):
 
 
 def finished(training):
-    while not training.done: training.iterate()
+    while training.left: training.iterate()
     return training
 
 
