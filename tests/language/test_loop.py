@@ -20,3 +20,10 @@ def test_put_names_a_method():
     t = trainer("grpo", 0)
     with pytest.raises(ValueError, match="^put must name methods of Loop, got los$"):
         t.loop.put(los=lambda loop, *args: None)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "dpo"])
+def test_a_rate_may_be_a_function_of_the_iterations_that_are_left(algo):
+    t = trainer(algo, 0, learning_rate=lambda left: 1e-3 * left)
+    rates = [t.iterate()["learning_rate"] for _ in range(2)]
+    assert rates == pytest.approx([1e-3, 0.9e-3])
