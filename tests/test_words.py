@@ -222,7 +222,7 @@ def test_every_lesson_closes_with_one_paragraph():
 
 def test_each_word_is_met_before_it_is_used_on_each_path():
     "Set off, on the page of its lesson, or a link to its line in `words`: else the path fails."
-    pages = list(map(site_pages.Page, notebooks.notebooks()))
+    pages = list(map(site_pages.Page, site_pages.sources()))
     pages.sort(key=lambda p: p.page.name != "index")
     walks = [steps for _, steps in site_paths.paths(pages[0])]
     def early():
@@ -236,6 +236,14 @@ def test_each_word_is_met_before_it_is_used_on_each_path():
     next(p for p in pages if p.page.name == "start").nb.cells.insert(
         1, nbformat.v4.new_markdown_cell("The explained variance is large.", id="planted"))
     assert early() == [("start", "explained variance")]
+
+
+def test_a_word_may_have_a_module_as_its_lesson():
+    pages = list(map(site_pages.Page, site_pages.sources()))
+    assert site_paths.words(pages)["tokenizer"][1] == "../rlhf_notes/hub/load.py"
+    assert site_paths.words(pages)["policy"][1] == "control/17_policy.ipynb"
+    found = site_search.defines()
+    assert found["reward function"] == "hub/prompts" and found["gae"] == "formulas/advantage"
 
 
 def test_what_people_ask_for_leads_to_a_heading_that_is_there():

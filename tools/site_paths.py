@@ -17,7 +17,8 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)]+\.(?:ipynb|py))\)")
 # The order of the front page; then the rest.
 FRONT = ("hero", "hero-picture", "paths", "in-the-page", "looking-for", "loop-md", "loop",
          "written", "who", "three-ways", "cartpole-seeds", "cartpole-seeds-md")
-WORD = re.compile(r"^\| ([^|$`,]+)[^|$]*\|[^|]*\| ([^|]*) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
+WORD = re.compile(r"^\| ([^|$`,]+)[^|$]*\|[^|]*\| ([^|]*) \|"
+                  r".*\]\(([\w/.]+\.(?:ipynb|py))[^)]*\) \|$", re.M)
 CODE = re.compile(r"```.*?```|\$\$.*?\$\$|\$[^$\n]*\$|`[^`]*`", re.S)
 AWAY = (r"^(?:#+ |    )[^\n]*|"     # headings and indented code
         r"!?\[[^\[\]]*\]\([^()]*\)|``.+?``|`[^`]*`|\$\$.+?\$\$|\$[^$\n]+\$|<[^>]+>")
@@ -61,7 +62,7 @@ def next_on(walks, page):
 
 
 def words(pages):
-    """{term: (its sentence, the notebook of its lesson)}, from the page of words.
+    """{term: (its sentence, the notebook or module of its lesson)}, from the page of words.
 
     Its last table, of words that mean something else elsewhere, explains none.
     """
@@ -103,7 +104,7 @@ def early(steps, pages):
         for term, (_, lesson) in known.items():
             if term in met or not re.search(use(term), text, re.I): continue
             met.add(term)
-            if f"{lesson}.ipynb" != to and not introduced(term, text): yield at[to], term
+            if lesson != to and not introduced(term, text): yield at[to], term
 
 
 def explain(page, term, said, outside):

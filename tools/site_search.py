@@ -8,7 +8,8 @@ import nbformat
 from docutils import nodes
 from notebooks import ROOT
 
-TERM = re.compile(r"^\| ([^|$]+?) \|.*\]\(([\w/]+)\.ipynb[^)]*\) \|$", re.M)
+TERM = re.compile(r"^\| ([^|$]+?) \|"
+                  r".*\]\((?:\.\./rlhf_notes/)?([\w/]+)\.(?:ipynb|py)[^)]*\) \|$", re.M)
 
 
 # What people ask for -> the page that is about it, or the beginning of its section's anchor; of
