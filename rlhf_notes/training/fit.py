@@ -239,12 +239,13 @@ READ_AND_SET = [(getattr(torch, get), getattr(torch, put)) for get, put in (
     ("get_float32_matmul_precision", "set_float32_matmul_precision"))]
 READ_AND_SET += [(partial(torch.is_autocast_enabled, kind),
                   partial(torch.set_autocast_enabled, kind)) for kind in ("cpu", "cuda")]
+READ_AND_SET += [(torch.get_default_device, lambda device: torch.set_default_device(
+    None if device.type == "cpu" else device))]
 
 
 @contextmanager
 def settings_kept():
     "Put back, at the end, the settings of PyTorch that users' code has changed inside."
-    device = torch.get_default_device()
     before = [(read, put, read()) for read, put in READ_AND_SET]
     try:
         yield
@@ -252,8 +253,6 @@ def settings_kept():
         for read, put, x in before:
             if read() != x:
                 put(x)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)
 
 
 class Evaluator:
