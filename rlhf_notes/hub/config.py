@@ -39,7 +39,7 @@ class TaskConfig:
 class Own(TaskConfig):
     "Options of a model and prompts of one's own."
     lora: Whole = 0
-    "rank of the adapter that is trained in place of all weights, by peft; 0 = none"
+    "rank of the adapter that is trained, by peft, inside of the model that is given; 0 = none"
     long_prompts: Literal["refuse", "filter"] = "refuse"
     "prompts with more tokens than prompt_length: an error (refuse), or left out (filter)"
     learning_rate: Positive | None = None

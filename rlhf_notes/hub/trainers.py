@@ -326,13 +326,21 @@ class RLHF(Trainer):
         self.hooks = [self.recorder] if config.algo in TAUGHT else [Warnings(), self.recorder]
         self.loop = self.LOOP(config, lm, self.task, self.task.score, machine, compare)
         if config.dynamic_sampling:
-            self.loop.put(draw=draw_again)
+            self._put_over("dynamic_sampling", draw=draw_again)
         if hint is not None:
-            self.loop.put(reference_logp=Hint(hint, self.task))
+            self._put_over("hint", reference_logp=Hint(hint, self.task))
         if observation_coef is not None:
-            self.loop.put(loss=partial(observing_loss, observation_coef))
+            self._put_over("observation_coef", loss=partial(observing_loss, observation_coef))
         if teacher is not None:
             self.loop.reference = self._load_teacher(teacher)
+
+    def _put_over(self, option, **own):
+        "Let functions of an option take the place of the loop's methods, but of no user's."
+        for name in own:
+            if getattr(self.LOOP, name) is not getattr(Loop, name):
+                raise ValueError(f"{option} must be left out with a LOOP that has a {name} of its "
+                                 f"own, got {self.LOOP.__name__}")
+        self.loop.put(**own)
 
     def _load_teacher(self, teacher):
         "A model to stand where the reference would; ValueError if its tokens are others."

@@ -8,6 +8,7 @@ from language.test_own_task import SMALL, count, make, own, tokenizer
 
 from rlhf_notes import DPO, RLHF, register_variant
 from rlhf_notes.formulas.advantage import group_advantage
+from rlhf_notes.language.loop import Loop
 
 CHATML = ("{% for m in messages %}{% if m['role'] == 'user' %}w3 {{ m['content'] }} w5 {% else %}"
           "w6 {{ m['content'] }} w2 w4 {% endif %}{% endfor %}{% if add_generation_prompt %}w6"
@@ -236,3 +237,24 @@ def test_a_reward_may_take_all_by_their_names(reward):
     def judge(p, r, **columns): return seen.append(sorted(columns)) or [0.0] * len(r)
     own(prompts=[dict(prompt="w3", n=1)], reward=judge).iterate()
     assert seen == [["n"]]
+
+
+@pytest.mark.parametrize("method, options", [
+    ("loss", dict(observation_coef=0.1, environment=lambda prompts, responses: ["w5"] * 16)),
+    ("draw", dict(dynamic_sampling=True)),
+    ("reference_logp", dict(hint=lambda prompts, responses: ["w5"] * 16, kl_coef=None))])
+def test_an_option_drops_no_method_of_a_loop_of_ones_own(method, options):
+    called = []
+
+    def mine(loop, *args):
+        called.append(method)
+        return getattr(Loop, method)(loop, *args)
+    class Own(RLHF): LOOP = type("Mine", (Loop,), {method: mine})
+    def train(**more):
+        common = SMALL | dict(prompts=["w3 w4"], reward=count, iterations=1) | more
+        return Own(make("GPT2"), tokenizer(), **common).iterate()
+    train()
+    assert called
+    name = [*options][0]
+    with pytest.raises(ValueError, match=f"^{name} must be .* with a LOOP that has a {method}"):
+        train(**options)
