@@ -44,6 +44,8 @@ def distillation_loss(
     temperature: float = 1.0,  # what both logits are divided by; no factor T^2
 ) -> Tensor:  # 0-dim, nats per token
     "Mean divergence of student and teacher over the vocabulary (Agarwal et al. 2024, eq. 1)."
+    if kind != "jsd" and beta != 0.5:
+        raise ValueError(f"beta must be left out for kind={kind!r}, got {beta}")
     if mask is not None:
         seen = mask.unsqueeze(-1).expand_as(logits)
         logits, teacher_logits = apply_mask(logits, seen), apply_mask(teacher_logits, seen)

@@ -37,7 +37,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks import check_value, checked
+from ..checks import check_partner, check_value, checked
 from .kl import KL_KINDS, kl_estimate
 from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
 from .ratio import bounded_log_ratio, importance_ratio
@@ -92,6 +92,7 @@ def policy_loss(
     aggregate = partial(
         aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
     bounds = _bounds(variant, eps_low, eps_high, dual_clip, tau) | dict(divergence=divergence)
+    check_partner("logp_ref", logp_ref, "beta", beta, 0.04)
     context = dict(entropy=entropy, logp_ref=logp_ref, group=group)
     A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)

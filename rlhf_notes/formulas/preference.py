@@ -83,6 +83,8 @@ def dpo_loss(
     "-log sigmoid(beta h) (Rafailov et al. 2023, eq. 7) or (h - 1 / (2 beta))^2 (Azar et al. 2023)."
     if kind != "rpo" and chosen_length is not None:
         raise ValueError(f"chosen_length must be None for kind={kind!r}, got a tensor")
+    if kind != "rpo" and alpha != 1:
+        raise ValueError(f"alpha must be left out for kind={kind!r}, got {alpha}")
     w, l = chosen_logp - ref_chosen_logp.detach(), rejected_logp - ref_rejected_logp.detach()
     length = 1 if chosen_length is None else chosen_length.clamp(min=1)
     imitation = alpha * chosen_logp / length

@@ -180,8 +180,9 @@ def rl_loss(config, part, logp, entropy, values, kl_coef, whole=None):
     clip = c.clip if c.variant in CLIPPED else None
     loss, log = policy_loss(
         logp, part.logp, part.advantages, mask, c.variant, part.logp_ref if c.loss_has_kl else None,
-        kl_coef, kl_kind="k3", eps_low=c.clip_low or clip, eps_high=c.clip_high or clip,
-        aggregation=w, kl_weighted=True, group=c.responses_per_prompt, entropy=entropy)  # P8
+        kl_coef * c.loss_has_kl, kl_kind="k3", eps_low=c.clip_low or clip,
+        eps_high=c.clip_high or clip, aggregation=w, kl_weighted=True,
+        group=c.responses_per_prompt, entropy=entropy)  # P8
     kl, sums = log.pop("kl"), dict(policy_loss=log.pop("policy_loss"))
     if c.loss_has_kl or part.returns is None:
         sums["kl"] = kl

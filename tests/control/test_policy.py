@@ -33,6 +33,8 @@ def generator(seed=0): return torch.Generator().manual_seed(seed)
 
 
 def agent(space, seed=0, **options):
+    if not isinstance(space, gym.spaces.Box):
+        options = dict(log_std=0.0) | options
     return Agent(CART, space, SimpleNamespace(**{**OPTIONS, **options}), generator(seed))
 
 
@@ -371,7 +373,7 @@ def test_an_actor_does_not_follow():
 
 def test_discrete_actions_are_not_squashed():
     with pytest.raises(
-        ValueError, match=r"^squash must be False for Discrete actions, got Discrete\(2\)$"):
+        ValueError, match=r"^squash must be left out for actions of Discrete\(2\), got True$"):
         distribution(gym.spaces.Discrete(2), squash=True)
 
 
