@@ -73,7 +73,8 @@ class Columns(nn.Module):
             hot = [F.one_hot(whole[:, i], n) for i, n in enumerate(self.nvec)]
             return torch.cat(hot, -1).float()
         x = x.movedim(-1, 1) if self.last else x
-        return x.flatten(1).to(torch.float64 if self.exact else torch.float32) / self.scale
+        x = x.flatten(1) if x.ndim > 1 else x[:, None]
+        return x.to(torch.float64 if self.exact else torch.float32) / self.scale
 
 
 class Decide(nn.Module):

@@ -217,8 +217,9 @@ def distribution(space: gym.Space, log_std: float = 0.0, squash: bool = False) -
     `log_std` and `squash` are of a Gaussian."""
     for kind, head in HEADS.items():
         if isinstance(space, kind) and 0 not in (space.shape or ()):
-            if not squash: return head(space)
-            raise ValueError(f"squash must be False for {kind.__name__} actions, got {space}")
+            for name, x in dict(squash=squash, log_std=log_std).items():
+                if x: raise ValueError(f"{name} must be left out for actions of {space}, got {x}")
+            return head(space)
     is_box = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
     if not is_box or 0 in space.shape:
         raise ValueError("env must have actions of Discrete, MultiDiscrete, MultiBinary, or a "

@@ -215,6 +215,9 @@ class Classifier:
         if model.config.num_labels != 1:
             raise ValueError(f"reward must be a model with one label, got {name!r} with "
                              f"{model.config.num_labels}")
+        if not (tokenizer or name):
+            raise ValueError("reward must come with its tokenizer, Classifier(model, tokenizer=...)"
+                             f", where it has no directory, got a {type(model).__name__}")
         self.model, self.tokenizer = model.eval(), tokenizer or _load_tokenizer(name, "reward")
         self.pad = model.config.get_text_config().pad_token_id
         if self.pad is None and not hasattr(model, "score"):
@@ -286,11 +289,16 @@ def as_text(tokenizer, texts, columns=None, **options):
         raise ValueError("prompts must be strings for a tokenizer without a chat template, got "
                          "chat messages")
     try:
-        return [tokenizer.apply_chat_template(chat, tokenize=False, **options, **_of_template(row))
-                for chat, row in zip(texts, columns or [{}] * len(texts))], False
+        found = [tokenizer.apply_chat_template(chat, tokenize=False, **options, **_of_template(row))
+                 for chat, row in zip(texts, columns or [{}] * len(texts))]
     except Exception as e: # whatever the template does
         raise ValueError("prompts must be chats that the tokenizer's template takes, got "
                          f"{type(e).__name__}: {_in_one_line(e)}") from e
+    for chat, text in zip(texts, found):
+        if "{'type':" in text and any(isinstance(m["content"], list) for m in chat):
+            raise ValueError("prompts must have texts as contents for a template that takes no "
+                             f"lists, got {shorten(str(chat), 80)}")
+    return found, False
 
 
 def _of_template(row):

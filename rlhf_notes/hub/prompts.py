@@ -302,8 +302,13 @@ def in_epochs(total, first, count, *purpose):
 
 
 def warn_of_ends(task):
-    "Warn of prompts that end with a token that ends a text."
+    "Warn of prompts that end with a token that ends a text, or begin twice."
     if not task.rows: return
+    bos = task.tokenizer.bos_token_id
+    twice = sum(ids[real][:2].tolist() == [bos, bos] for ids, real in zip(task.tokens, task.mask))
+    if twice:
+        warnings.warn(f"{twice} of {len(task.rows)} prompts begin with {task.tokenizer.bos_token} "
+                      "twice: it stands in their text, and the tokenizer adds it")
     ended = torch.isin(task.tokens[:, -1], torch.tensor(task.stop_token))
     ended &= task.mask.sum(1) > 1
     if ended.any():

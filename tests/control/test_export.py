@@ -9,6 +9,7 @@ from rlhf_notes import PPO
 
 VECTOR = Box(-1, 1, (3,), np.float32)
 OBSERVATIONS = dict(
+    scalar=Box(-1, 1, (), np.float32),
     vector=VECTOR, exact=Box(-1, 1, (2,), np.float64), whole=Discrete(4, start=2),
     several=MultiDiscrete([3, 2], start=[1, 0]), switches=MultiBinary(3),
     bytes=Box(0, 255, (5,), np.uint8), picture=Box(0, 255, (12, 10, 3), np.uint8),

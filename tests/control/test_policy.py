@@ -375,6 +375,8 @@ def test_discrete_actions_are_not_squashed():
     with pytest.raises(
         ValueError, match=r"^squash must be left out for actions of Discrete\(2\), got True$"):
         distribution(gym.spaces.Discrete(2), squash=True)
+    with pytest.raises(ValueError, match="^log_std must be left out for actions of MultiBinary"):
+        distribution(gym.spaces.MultiBinary(2), log_std=-1.0)
 
 
 @pytest.mark.parametrize("low, high, far", [(-1, 1, False),

@@ -258,3 +258,27 @@ def test_an_option_drops_no_method_of_a_loop_of_ones_own(method, options):
     name = [*options][0]
     with pytest.raises(ValueError, match=f"^{name} must be .* with a LOOP that has a {method}"):
         train(**options)
+
+
+def test_a_beginning_that_is_added_to_one_in_the_text_is_said():
+    with pytest.warns(UserWarning, match="1 of 2 prompts begin with w1 twice"):
+        own(prompts=["w1 w3", "w4"], reward=count)
+
+
+def test_contents_that_a_template_prints_as_python_are_refused():
+    parts = [[dict(role="user", content=[dict(type="text", text="w3")])]]
+    with pytest.raises(ValueError, match="^prompts must have texts as contents for a template"):
+        own(prompts=parts, reward=count, tok=tokenizer(CHATML.replace("m['content']",
+                                                                      "m['content']|string")))
+
+
+def test_a_reward_model_without_a_directory_wants_its_tokenizer():
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from rlhf_notes.hub.load import Classifier
+    lm = LlamaForSequenceClassification(LlamaConfig(
+        vocab_size=37, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_labels=1, pad_token_id=None))
+    with pytest.raises(ValueError, match="^reward must come with its tokenizer, Classifier"):
+        own(reward=lm)
+    own(reward=Classifier(lm, tokenizer=tokenizer()), iterations=1).iterate()
