@@ -245,6 +245,23 @@ def test_groups_in_one_call(f, found):
     assert bool(report.unknown) == (f is by_columns) and not report.right
 
 
+@pytest.mark.parametrize("name", "G k rloo_k rollout_n num_generations n_samples_per_prompt "
+                         "responses_per_prompt num_return_sequences n_rollouts".split())
+def test_the_size_of_a_group_has_many_names(name):
+    space = {"leave_one_out": lambda r, n: (r - (r.sum(1, keepdim=True) - r) / (n - 1)).flatten()}
+    exec(f"def f(scores, {name}=5): return leave_one_out(scores.view(-1, {name}), {name})", space)
+    report = identify(space["f"])
+    assert report.right and report.formula == "rloo_advantage", report
+
+
+@pytest.mark.parametrize("name", "targets R td_targets lambda_returns return_ vtarg".split())
+def test_what_values_aim_at_has_many_names(name):
+    space = {}
+    exec(f"def f(values, {name}, m): return ((values - {name})**2 * m).sum() / m.sum()", space)
+    report = identify(space["f"])
+    assert report.right and report.formula == "value_loss", report
+
+
 # Log-probabilities that are made of logits
 
 @pytest.mark.parametrize("name, formula", [
@@ -459,9 +476,11 @@ def test_the_module_is_the_function_too():
 def test_roles():
     table = {"logp": "lp new_logprobs action_log_probs", "logp_old": "b_old_logprobs oldlogprob",
              "logp_ref": "log_probs_base ref_logprob", "padding": "padding_masks is_pad",
-             "mask": "eos_mask completion_mask", "not_done": "not_done nonterminal",
+             "mask": "eos_mask completion_mask m", "not_done": "not_done nonterminal",
              "starts": "episode_starts", "next_value": "last_values bootstrap_value",
-             "rewards": "token_level_rewards", "chosen_ref": "ref_logp_w", None: "clip_range gamma"}
+             "rewards": "token_level_rewards total_rewards", "done": "d fdones done_mask",
+             "returns": "lambda_returns gae_returns value_targets", "chosen_ref": "ref_logp_w",
+             None: "clip_range gamma"}
     assert not [(name, role) for role, names in table.items() for name in names.split()
                 if role_of(name) != role]
 

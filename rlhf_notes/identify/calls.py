@@ -14,7 +14,7 @@ import threading
 import torch
 
 from ..formulas.logprob import selective_log_softmax
-from .names import kind_of_roles, parts_of, role_of, usual_number
+from .names import MASKS, kind_of_roles, parts_of, role_of, usual_number
 from .packs import EMPTY, opened
 from .weights import group_of
 
@@ -203,7 +203,12 @@ class Subject:
         "The kind, from the roles."
         kind = kind_of_roles(set(self.roles), self.required())
         discounted = "rewards" in self.roles and any("gamma" in n.lower() for n in self.parameters)
-        if kind == "x" and "rewards" in self.roles and group_of(self.numbers):
+        aim = "rewards" if self.roles.get("rewards") == "R" and not discounted else "labels"
+        if self.roles.keys() - MASKS == {"value", aim}:  # what values aim at
+            self.roles["returns"] = self.roles.pop(aim)
+            return "value_loss"
+        if kind == "x" and self.roles.keys() & {"rewards", "returns"} and group_of(self.numbers):
+            self.roles.setdefault("rewards", self.roles.pop("returns", None))
             return "group_advantage"
         if not discounted or kind not in ("x", "group_advantage"): return kind
         return "group_advantage" if self.roles.keys() & {"mask", "index"} else "gae"

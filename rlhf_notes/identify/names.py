@@ -1,12 +1,13 @@
 """The meaning of a parameter, by the words of its name; and the kind of a function, by theirs."""
 
-__all__ = ["KINDS", "role_of", "usual_number", "kind_of_roles", "parts_of"]
+__all__ = ["KINDS", "MASKS", "role_of", "usual_number", "kind_of_roles", "parts_of"]
 
 import re
 
 KINDS = ("policy_loss", "value_loss", "gae", "group_advantage", "kl", "log_prob", "entropy",
          "aggregate", "whiten", "preference_loss")
 
+MASKS = {"mask", "padding", "lengths"}
 WORDS = {  # one word -> those that mean the same in other people's code
     "logp": "logp logprob lp logpi loglikelihood logpt",
     "neglogp": "neglogp neglogpac",
@@ -18,30 +19,30 @@ WORDS = {  # one word -> those that mean the same in other people's code
     "new": "new newlogprob newvalue current curr cur policy pi",
     "chosen": "chosen preferred winner winning win better positive pos w yw",
     "rejected": "rejected reject dispreferred loser losing lose worse negative neg yl",
-    "mask": "mask valid keep real",
+    "mask": "mask valid keep real m",
     "pad": "pad padding padded ignore ignored",
     "advantage": "advantage adv a ahat gae",
     "value": "value v val vpred vf critic vt baselines",
-    "next": "next last bootstrap final boot tail tp1 nextvalue lastvalue",
+    "next": "next last bootstrap final boot tail tp1 prime nextvalue lastvalue",
     "return": "return ret vtarg returned",
     "reward": "reward score rew r rwd outcome",
     "target": "target",
     "terminated": "terminated termination terminal term",
     "truncated": "truncated truncation trunc timeout timelimit",
-    "done": "done fdone end ended over reset cut",
+    "done": "done d fdone end ended over reset cut",
     "start": "start first begin",
-    "not": "not non nonterminal notdone continue cont alive",
+    "not": "not non nonterminal notdone continue continuation cont alive",
     "ratio": "ratio rho",
     "entropy": "entropy entropie ent",
     "index": "index uid groupid gid",
-    "label": "label token id action completion response sequence choice",
+    "label": "label y token id action completion response sequence choice",
     "length": "length len seqlen",
     "x": "x loss losse tensor input matrix mat elementwise arr l",
 }
 MEANS = {word: meaning for meaning, words in WORDS.items() for word in words.split()}
 MEANS |= {word + "s": meaning for word, meaning in MEANS.items()}
 NOISE = set("b mb batch minibatch flat per the t token tokens seq all my raw level each out "
-            "output".split())
+            "output td".split())
 OPTION = set("""clip cliprange coef coeff coefficient eps epsilon range low high norm normalize
     normalise lam lambda lmbda gamma discount beta alpha temperature temp temps mode type kind agg
     aggregation reduction scale weight smoothing max min num n use size factor dim horizon margin
@@ -70,6 +71,9 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     words = [w.removeprefix("neg") for w in parts_of(name)]
     has = set(words)
     plain = has - NOISE
+    if plain in ({"total", "reward"}, {"lambda", "return"}):
+        has, plain = has - OPTION, plain - OPTION
+    if "mask" in has and has & {"done", "terminated"}: return _ends(has)
     if "mask" in has: return "padding" if "pad" in has and "not" not in has else "mask"
     if "ratio" in has and not has & OPTION: return "log_ratio" if "log" in has else "ratio"
     if name in ("weight", "weights"): return "weight"
@@ -83,7 +87,7 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     if "logp" in has:
         return next((f"logp_{w}" for w in ("rollout", "ref", "old") if w in has), "logp")
     if has & {"done", "terminated", "truncated", "not", "start"}: return _ends(has)
-    if "advantage" in has: return "advantage"
+    if "advantage" in has and "return" not in has: return "advantage"
     if "entropy" in has: return "entropy"
     if "value" in has and name.endswith("_"): return "next_value"  # V(s'), as in tianshou
     if "value" in has or plain == {"next"}: return _values(has)
@@ -118,15 +122,15 @@ NUMBERS = [  # (what an option without default gets, the name has this), the fir
     (1.3, r"temp"),
     (0.0, r"smooth|margin"),
     (16, r"max_?(?:len|completion|response|tokens|seq)|length|norm\w*er|horizon|gen_?len"),
-    (4, r"^[gkn]$|group|num|samples_|_samples|n_resp|rollouts|repeat|size"),
+    (4, r"^[gkn]$|_[gkn]$|group|num|samples_|_samples|n_resp|rollouts|repeat|size|per_?prompt"),
     (1e-6, r"eps"),
     (1.0, r"scale|factor|alpha|tau"),
 ]
 
 
-GROUP_NAME = (
-    re.compile(r"^g$|group|num_?gen|samples_?per|n_resp|repeat|n_samples|num_samples|num_resp")
-)
+GROUP_NAME = re.compile(  # of the number of responses to a prompt
+    r"^[gkn]$|(?<!top)_[gkn]$|group|grpo_size|per_?(prompt|question)|samples_?per|repeat|"
+    r"^n(um(ber)?)?_?(of_)?(gen|samp|resp|roll|compl|answ|outp|return|seq)")
 
 
 def usual_number(name: str) -> float | None:  # of a parameter without default

@@ -1,6 +1,6 @@
 """Reads in four steps: probe the function in its dialect, measure, read off, report."""
 
-__all__ = ["SHAPES", "MASKS", "noise", "ragged", "number", "edges", "read_eps", "Reader", "Losses"]
+__all__ = ["SHAPES", "noise", "ragged", "number", "edges", "read_eps", "Reader", "Losses"]
 
 import math
 import re
@@ -8,11 +8,10 @@ import re
 import torch
 
 from .calls import Unreadable, result_tensors, same
-from .names import GROUP_NAME, usual_number
+from .names import GROUP_NAME, MASKS, usual_number
 from .report import Report, number
 from .weights import SHAPES, group_of, mode_weights, ragged, read_mode
 
-MASKS = {"mask", "padding", "lengths"}
 REAL = (torch.float64, torch.float32)
 FLAGS = ("bool", "float", "int")
 MAIN = ("loss", "total_loss", "policy_loss", "pg_loss", "actor_loss", "loss_policy", "value_loss",

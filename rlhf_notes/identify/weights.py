@@ -23,8 +23,8 @@ def ragged(B: int, T: int, seed: int = 0):  # -> (B, T) bool
 def group_of(numbers: dict):  # option -> value
     "The number of responses to a prompt, if an option says it."
     found = [x for n, x in numbers.items()
-             if GROUP_NAME.search(n.lower()) and x == int(x) and x > 1]
-    return int(found[0]) if found else None
+             if GROUP_NAME.search(n.lower()) and isinstance(x, int) and x > 1]
+    return found[0] if found else None
 
 
 def mode_weights(
