@@ -5,7 +5,8 @@ allocated once and, on CUDA, the whole response as one graph. Plain twins: lesso
 lesson 24 (sampling).
 """
 
-__all__ = ['is_plain', 'Block', 'states', 'Fused', 'Decoder', 'decoder', 'replay', 'Recorded']
+__all__ = ['is_plain', 'Block', 'states', 'Fused', 'Decoder', 'products', 'decoder', 'replay',
+           'record', 'Recorded']
 
 import warnings
 from weakref import WeakKeyDictionary
@@ -140,7 +141,7 @@ class Fused:
 class Decoder:
     "Hidden state and logits of the newest token of each text, of a plain GPT-2."
     def __init__(self, lm, mask, positions):  # GPT2LMHeadModel; (B, S) of all that will be read
-        c, self.trunk, self.dtype = lm.config, lm.transformer, _dtype(lm)
+        c, self.trunk, self.dtype = lm.config, lm.transformer, products(lm)
         self.positions, self.place = positions.t(), 0
         self.blocks = _blocks(self.trunk, self.dtype)
         self.V, self.head = c.vocab_size, aligned(lm.lm_head.weight.to(self.dtype)).t()
@@ -164,9 +165,9 @@ class Decoder:
             return h, torch.mm(h.to(self.dtype), self.head)[:, :self.V]
 
 
-def _dtype(lm):
-    "Of matrix products: autocast's, or that of the weights."
-    kind, weight = lm.device.type, lm.transformer.wte.weight
+def products(lm):
+    "The dtype of a model's matrix products: autocast's, or that of the weights."
+    kind, weight = lm.device.type, next(lm.parameters())
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
@@ -177,38 +178,39 @@ def decoder(lm, mask, positions):  # as `Decoder`
 
 
 _KEEP = 4  # graphs of one model
-_graphs = WeakKeyDictionary()  # model -> {shapes, temperature, weights: what `_record` returns}
+_graphs = WeakKeyDictionary()  # model -> {shapes, temperature, weights: graph, outputs, inputs}
 
 
 def replay(loop, lm, prompts, mask, u, temperature):  # loop(the rest) -> tensors
     "A sampling loop recorded once and then replayed; NotImplemented unless a plain GPT-2 on CUDA."
     if not (u.is_cuda and is_plain(lm)): return NotImplemented
     known, inputs = _graphs.setdefault(lm, {}), (prompts, mask, u)
-    key = (prompts.shape, u.shape, temperature, _dtype(lm),
+    key = (prompts.shape, u.shape, temperature, products(lm),
            *(p.data_ptr() for p in lm.parameters()))
     with torch.cuda.device_of(u):
         if key not in known:
             while len(known) >= _KEEP:
                 del known[next(iter(known))]
-            known[key] = _record(loop, lm, [x.clone() for x in inputs], temperature)
-        graph, buffers, outputs = known[key]
+            buffers = [x.clone() for x in inputs]
+            known[key] = *record(lambda: loop(lm, *buffers, temperature)), buffers
+        graph, outputs, buffers = known[key]
         for buffer, x in zip(buffers, inputs):
             buffer.copy_(x)
         graph.replay()
         return [x.clone() for x in outputs]
 
 
-def _record(loop, lm, buffers, temperature):
-    "(graph, the inputs that it reads, the outputs that it writes)."
+def record(call):
+    "A CUDA graph of `call()`, and the tensors that each replay writes anew."
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):  # libraries set themselves up
-            loop(lm, *buffers, temperature)
+            call()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph, stream=side):
-        outputs = loop(lm, *buffers, temperature)
-    return graph, buffers, outputs
+        outputs = call()
+    return graph, outputs
 
 
 class Recorded:
@@ -225,7 +227,7 @@ class Recorded:
         if not (usable and is_plain(lm) and _takes_masks(lm)):
             return self.policy(tokens, mask, *numbers, response_mask)
         weights = [*self.policy.parameters()]
-        key = tokens.shape, numbers, _dtype(lm), *(w.data_ptr() for w in weights)
+        key = tokens.shape, numbers, products(lm), *(w.data_ptr() for w in weights)
         with torch.cuda.device_of(tokens):
             if key != self.key:
                 self.replay, self.key = _passes(self.policy, numbers, inputs), key

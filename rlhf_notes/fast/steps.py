@@ -48,7 +48,7 @@ class Steps:
     "Reads tokens of texts of one size, batch after batch."
     def __init__(self, lm, mask):  # a causal language model; (B, S) of all that will be read
         (B, S), kind = mask.shape, mask.device.type
-        self.enabled, self.products = torch.is_autocast_enabled(kind), _products(lm, kind)
+        self.enabled, self.products = torch.is_autocast_enabled(kind), gpt2.products(lm)
         self.cache, self.graph = make_cache(lm.config, S, self.products), None
         self.token, self.position = mask.new_zeros(2, B, 1, dtype=torch.long)
         self.seen, self.at = mask.new_zeros(B, 1, 1, S), mask.new_zeros(1, dtype=torch.long)
@@ -69,7 +69,7 @@ class Steps:
         self.at.fill_(p)
         if not tokens.is_cuda: return self._step(lm)
         if self.graph is None:
-            self._record(lm)
+            self.graph, self.out = gpt2.record(lambda: self._step(lm))
         self.graph.replay()
         return [x.clone() for x in self.out]
 
@@ -90,22 +90,6 @@ class Steps:
                 input_ids=tokens, position_ids=positions, attention_mask=seen, use_cache=True,
                 past_key_values=self.cache).last_hidden_state[:, -1]
             return hidden, lm.get_output_embeddings()(hidden)
-
-    def _record(self, lm):
-        side, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._step(lm)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self.graph, stream=side):
-            self.out = self._step(lm)
-
-
-def _products(lm, kind):  # a model; "cuda" or "cpu"
-    "The dtype of matrix products: autocast's, or that of the weights."
-    if not torch.is_autocast_enabled(kind): return next(lm.parameters()).dtype
-    return torch.get_autocast_dtype(kind)
 
 
 KNOWN = "llama", "qwen2", "qwen3", "mistral", "gemma"  # SmolLM is a Llama
@@ -141,8 +125,7 @@ def decoder(lm, mask, positions):  # as the plain function's
     if why := obstacle(lm, mask.shape[1]):
         _tell(why)
         return NotImplemented
-    kind = mask.device.type
-    key = (mask.shape, _products(lm, kind), torch.is_autocast_enabled(kind), lm.training,
+    key = (mask.shape, gpt2.products(lm), torch.is_autocast_enabled(mask.device.type), lm.training,
            *(p.data_ptr() for p in lm.parameters()))
     if lm not in _steps or _steps[lm][0] != key:
         _steps[lm] = key, Steps(lm, mask)
