@@ -192,7 +192,7 @@ def sheet(pages):
     papers = {re.search(r"\(([^)]+)\.ipynb", r[1])[1]: (r[0].strip("| "), r[3].strip(" |"))
               for r in reversed(rows) if len(r) == 4}
     text = ("# A sheet of all formulas\n\n> Each formula of the lessons, by the name of its "
-            "function: two columns on A4, to print.\n\n")
+            "function: two columns, both sides of an A4.\n\n")
     for p in pages:
         card = next((c.source for c in p.nb.cells if "### The formulas by name" in c.source), None)
         if card is None: continue

@@ -31,8 +31,8 @@ one without an end is treated as
 than `prompt_length` tokens are an error, or with `long_prompts="filter"` left out; a warning says
 how many.
 
-A reward function, `reward(prompts, responses, **columns)`, gets lists and returns a number for each
-response ([how it is called](rewards.py)):
+Your own reward function, `reward(prompts, responses, **columns)`, gets lists and returns a number
+for each response ([how it is called](rewards.py)):
 
 - It gets what its signature names: `prompts`, `responses` (or `completions`), `completion_ids`
   (the tokens of each response), and columns, `**kwargs` the rest of these; under other names, the
