@@ -157,11 +157,20 @@ def readme(root=ROOT):
             + "\n", figures)
 
 
-def narrow(source):
-    "A module whose `__all__` has lines of 100 characters; and no list of all others' first lines."
+def narrow(source, package):
+    """A module of `package` in lines of 100 characters, its `__all__` too; what it takes from ours
+    has relative names, in one line where that fits; and no list of all others' first lines."""
     def wrapped(m):
         return "\n".join(textwrap.wrap(" ".join(m[0].split()), 100, subsequent_indent=" " * 11))
+
+    def relative(m):
+        here, there = package.split("."), m[1].split(".")
+        shared = len(os.path.commonprefix([here, there]))
+        start = f"from {'.' * (len(here) - shared + 1)}{'.'.join(there[shared:])} import "
+        line = start + " ".join(m[2].split()).removesuffix(",")
+        return line if len(line) <= 100 else f"{start}({m[2]})"
     source = re.sub(r"^__all__ = \[[^]]*\]$", wrapped, source, flags=re.M)
+    source = re.sub(r"^from (rlhf_notes[\w.]*) import \(([^)]*)\)$", relative, source, flags=re.M)
     return re.sub(r'\n\nModules:\n(\n- `rlhf_notes.*)+"""', '\n"""', source)
 
 
@@ -169,7 +178,8 @@ def export(root=ROOT):
     "Make the modules and the README anew: `nbdev-export`, and the index as Markdown."
     subprocess.run([BIN / "nbdev-export"], cwd=root, check=True)
     for path in (root / "rlhf_notes").rglob("*.py"):
-        if (narrowed := narrow(source := path.read_text(encoding="utf-8"))) != source:
+        package = ".".join(path.parent.relative_to(root).parts)
+        if (narrowed := narrow(source := path.read_text(encoding="utf-8"), package)) != source:
             path.write_text(narrowed, encoding="utf-8")
     text, figures = readme(root)
     (root / "README.md").write_text(text, encoding="utf-8")

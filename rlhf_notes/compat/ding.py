@@ -21,7 +21,7 @@ from torch import Tensor
 from ..checks import check_value, checked, pick, under_its_name
 from ..formulas.advantage import rloo_advantage
 from ..formulas.kl import KL_KINDS, kl_estimate, kl_loss
-from rlhf_notes.formulas.logprob import (
+from ..formulas.logprob import (
     entropy_from_logits,
     gaussian_entropy,
     gaussian_log_prob,

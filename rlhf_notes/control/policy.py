@@ -23,7 +23,7 @@ from torch.nn.utils import skip_init
 
 from ..checks import checked
 from .spaces import byte_scale, parts, picture_shape
-from rlhf_notes.formulas.logprob import (
+from ..formulas.logprob import (
     entropy_from_logits,
     gaussian_entropy,
     gaussian_log_prob,

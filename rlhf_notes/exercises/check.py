@@ -47,17 +47,7 @@ check = Checks()
 import torch
 
 from .engine import exercise
-from rlhf_notes.exercises.given import (
-    NAN,
-    flags,
-    keep,
-    mean,
-    normal,
-    over_rows,
-    row_means,
-    variance,
-    vec,
-)
+from .given import NAN, flags, keep, mean, normal, over_rows, row_means, variance, vec
 from ..formulas import masking
 
 # %% ../../nbs/formulas/01_masking.ipynb #exercise-checks
@@ -208,16 +198,7 @@ exercise("sequence_ratio", "03_ratio",
 import torch
 
 from .engine import exercise
-from rlhf_notes.exercises.given import (
-    always_clipped,
-    clip,
-    curves,
-    keep,
-    mean,
-    normal,
-    pessimistic,
-    vec,
-)
+from .given import always_clipped, clip, curves, keep, mean, normal, pessimistic, vec
 from ..formulas import advantage, surrogate
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #exercise-checks
@@ -594,18 +575,7 @@ exercise("reward_norm", "09_reward",
 import torch
 
 from .engine import exercise
-from rlhf_notes.exercises.given import (
-    NAN,
-    always_clipped,
-    clip,
-    flags,
-    k3,
-    keep,
-    mean,
-    normal,
-    pessimistic,
-    vec,
-)
+from .given import NAN, always_clipped, clip, flags, k3, keep, mean, normal, pessimistic, vec
 from ..formulas import kl, masking
 
 # %% ../../nbs/formulas/10_ppo.ipynb #exercise-checks
@@ -653,7 +623,7 @@ exercise("approx_kl", "10_ppo", lambda a, b, m: masking.masked_mean(kl.kl_estima
 import torch
 
 from .engine import exercise
-from rlhf_notes.exercises.given import (
+from .given import (
     INF,
     NAN,
     always_clipped,

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from rlhf_notes.training.options import (
+from ..training.options import (
     Count,
     Fraction,
     NonNegative,

@@ -20,23 +20,12 @@ import torch
 from ..fast.adam import Adam
 from ..formulas.grpo import BY_PROMPT, POLICY_VARIANTS, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
-from rlhf_notes.formulas.masking import (
-    aggregate_count,
-    aggregate_loss,
-    aggregation_weights,
-    masked_mean,
-)
+from ..formulas.masking import aggregate_count, aggregate_loss, aggregation_weights, masked_mean
 from ..formulas.value import value_clip_fraction, value_loss
 from .config import CLIPPED
 from .machine import make_machine
 from .model import Policy, as_reference, has_adapter, no_dropout, response_logp
-from rlhf_notes.language.rollout import (
-    Rollout,
-    rollout_stats,
-    treat_overlong,
-    weighted_sum,
-    with_advantages,
-)
+from .rollout import Rollout, rollout_stats, treat_overlong, weighted_sum, with_advantages
 from ..training.fit import Stage, check_finite
 from ..training.seeds import seeded_generator
 

@@ -16,12 +16,7 @@ from functools import partial
 
 import torch
 
-from rlhf_notes.formulas.advantage import (
-    gae_tokens,
-    group_advantage,
-    multi_reward_advantage,
-    rloo_advantage,
-)
+from ..formulas.advantage import gae_tokens, group_advantage, multi_reward_advantage, rloo_advantage
 from ..formulas.credit import turn_advantage
 from ..formulas.distillation import distillation_advantage
 from ..formulas.kl import kl_estimate

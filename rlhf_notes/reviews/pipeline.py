@@ -32,7 +32,7 @@ from .config import ReviewsConfig, ReviewsDPOConfig
 from .pretraining import Pretraining
 from .reward_model import RewardTraining, choices_of, proxy_reward
 from .task import WORDS, Reviews, make_tokenizer
-from rlhf_notes.training.devices import (
+from ..training.devices import (
     make_accelerator,
     process_device,
     stopped_anywhere,

@@ -25,7 +25,7 @@ from ..checks import check_value
 from ..compat.ding import efficient_method, less_efficient_method, naive_method
 from ..fast import rows
 from ..formulas.advantage import gae
-from rlhf_notes.formulas.logprob import (
+from ..formulas.logprob import (
     entropy_from_logits,
     linear_log_probs,
     log_probs_and_entropy,
