@@ -6,7 +6,8 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/checks.html.md"""
 
 # %% auto #0
 __all__ = ['KINDS', 'ENDS', 'checked', 'defaults_after', 'check_value', 'check_partner',
-           'under_its_name', 'told_as', 'pick', 'over_dim', 'at_least_float32', 'widest_float']
+           'under_its_name', 'told_as', 'pick', 'over_dim', 'check_context', 'at_least_float32',
+           'widest_float']
 
 # %% ../nbs/checks.ipynb #export-imports
 import functools
@@ -228,6 +229,17 @@ def over_dim(f, x, dim, keepdim):  # torch.sum or mean, (...), dimensions or Non
     except (IndexError, RuntimeError, TypeError, ValueError) as e:
         if not any(told in str(e).lower() for told in ("dim", "overflow")): raise
         raise ValueError(f"dim must be None, or different dimensions of x, got {dim!r}: {e}")
+
+# %% ../nbs/checks.ipynb #check-context
+def check_context(lm, **lengths):  # a model of transformers, name of an argument -> its tokens
+    "ValueError, which names the longest, unless all fit together into the model's context."
+    limit = getattr(lm.config, "max_position_embeddings", None)
+    rope = getattr(lm.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer text has other positions from its start
+        limit = rope["original_max_position_embeddings"]
+    if limit is None or sum(lengths.values()) <= limit: return
+    raise ValueError(f"{max(lengths, key=lengths.get)} must fit into the model's context of "
+                     f"{limit} tokens, got {' + '.join(map(str, lengths.values()))}")
 
 # %% ../nbs/checks.ipynb #at-least-float32
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:  # (...), any real dtype -> (...)

@@ -65,9 +65,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..checks import check_context
 from ..formulas.logprob import selective_log_softmax
 from ..language.model import (
-    body, check_context, checkpointing, has_adapter, hidden_states, no_dropout, to_logits,
+    body, checkpointing, has_adapter, hidden_states, no_dropout, to_logits,
 )
 from ..language.sampling import sample
 from ..training.fit import Setting

@@ -16,9 +16,10 @@ from dataclasses import replace
 
 import torch
 
+from ..checks import check_context
 from ..formulas.credit import observation_loss
 from ..language.loop import rl_loss
-from ..language.model import check_context, response_logp
+from ..language.model import response_logp
 from .rewards import bind, called, shown
 
 

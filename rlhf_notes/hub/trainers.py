@@ -41,14 +41,14 @@ from pathlib import Path
 
 import torch
 
-from ..checks import check_value, told_as
+from ..checks import check_context, check_value, told_as
 from ..formulas.advantage import _of_ones_own
 from ..formulas.masking import centre
 from ..language.config import TAUGHT, LoopConfig, check_variant
 from ..language.dpo import DPOLoop
 from ..language.loop import Loop
 from ..language.machine import make_machine
-from ..language.model import autocast, check_context
+from ..language.model import autocast
 from ..language.rollout import ADVANTAGES, group_advantages, weighted_sum
 from ..training.devices import make_accelerator, process_device, stopped_anywhere, usual_defaults
 from ..training.fit import Evaluator, as_hooks, end_later, fit, progress_bar, step_size

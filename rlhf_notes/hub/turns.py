@@ -13,10 +13,10 @@ import re
 
 import torch
 
+from ..checks import check_context
 from .load import as_text, check_tokens
 from .prompts import Prompts, token_ids
 from .rewards import bind, called, shown
-from ..language.model import check_context
 from ..language.rollout import Responses, weighted_sum
 
 # %% ../../nbs/hub/turns.ipynb #next-prompt

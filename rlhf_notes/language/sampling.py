@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..checks import checked
+from ..checks import check_context, checked
 from ..fast import door, lengths, rows, steps
 from ..formulas.logprob import selective_log_softmax
 from .model import body, position_ids, to_logits
@@ -100,6 +100,7 @@ def sample(lm, prompts, mask, u, temperature=1.0, stop=(), stop_after=0, top_p=1
     if padded := int((~mask[:, -1]).sum()): # the only synchronisation
         raise ValueError("mask must be True in its last column (pad prompts on the left), got "
                          f"{padded} of {len(mask)} rows that end in padding")
+    check_context(lm, prompts=prompts.shape[1], u=u.shape[1])
     return Samples(*_sample(lm, prompts, mask, u, temperature, stop, stop_after, top_p, top_k))
 
 @door(lengths.sample)

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch.nn.utils import get_total_norm
 
+from ..checks import check_context
 from ..formulas.reward import RewardNorm
 from ..hub.config import OwnRunConfig
 from ..hub.load import load_model, pad_outside
@@ -26,7 +27,7 @@ from ..hub.save import save_reward_model
 from ..hub.trainers import RLHF, save_policy
 from ..language.dpo import DPOLoop
 from ..language.loop import Loop
-from ..language.model import RewardModel, check_context, has_adapter, make_gpt2
+from ..language.model import RewardModel, has_adapter, make_gpt2
 from ..language.rollout import Rollout, rollout_stats, sample_table
 from .config import ReviewsConfig, ReviewsDPOConfig
 from .pretraining import Pretraining

@@ -12,6 +12,7 @@ from language_models import KINDS, count_rows, make, rough, texts, tiny
 from strategies import SEEDS, random_mask
 
 from rlhf_notes import fast
+from rlhf_notes.checks import check_context
 from rlhf_notes.formulas.logprob import entropy_from_logits, selective_log_softmax
 from rlhf_notes.hub.load import check_model
 from rlhf_notes.language import model
@@ -20,7 +21,6 @@ from rlhf_notes.language.model import (
     Policy,
     RewardModel,
     autocast,
-    check_context,
     hidden_states,
     make_gpt2,
     no_dropout,
@@ -127,6 +127,11 @@ def test_context():
     lm.config.rope_parameters = None
     message = "max_new_tokens must fit into the model's context of 12 tokens, got 4 \\+ 9"
     with pytest.raises(ValueError, match=message): check_context(lm, prompts=4, max_new_tokens=9)
+    lm = tiny(n_positions=12)
+    tokens, mask = texts(0, 2, 13)
+    with pytest.raises(ValueError, match="must fit into the model's context of 12 tokens, got 13"):
+        hidden_states(lm, tokens, mask)
+    with pytest.raises(ValueError, match="context of 12"): RewardModel(lm)(tokens, mask)
 
 
 def test_gradient_checkpointing_computes_again_and_the_same():
@@ -433,6 +438,8 @@ def test_pretraining_at_the_edges():
     with pytest.raises(FloatingPointError, match="pretraining, step 2: loss is nan"): p.iterate()
     assert all(torch.equal(a[a == a], b[b == b]) for a, b in zip(before, p.lm.parameters()))
     assert p.iteration == 1
+    with pytest.raises(ValueError, match="context of 6 tokens, got 7"):
+        Pretraining(config(), tiny(n_positions=6), Texts()).iterate()
 
 
 def test_large_gradients_are_shortened():

@@ -219,6 +219,8 @@ def test_what_a_head_adds_is_not_passed_over():
 def test_the_context_may_be_used_to_its_end(f):
     lm, (prompts, mask) = gpt2(n_positions=12), texts(12, 3, 5)
     assert f(lm, prompts, mask, uniform(0, 3, 7)).tokens.shape == (3, 7)
+    with pytest.raises(ValueError, match="must fit into the model's context of 12 tokens, got"):
+        f(lm, prompts, mask, uniform(0, 3, 8))
 
 
 P, M, U = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 4)
