@@ -386,9 +386,9 @@ def _as_text(rows):
 
 class _Trackers(list):
     def __init__(self, trackers):
-        super().__init__(trackers)
         self.open = ExitStack()
         self.open.enter_context(told_once())
+        super().__init__(trackers)  # whose first events may meet the full disk
 
     def log(self, values, step):
         for tracker in self:

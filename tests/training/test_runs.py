@@ -436,3 +436,14 @@ def test_while_tensorboard_writes_its_thread_leaves_its_errors_to_the_main_threa
     assert threading.excepthook is not before
     run.finish({})
     assert threading.excepthook is before
+
+
+def test_a_tracker_is_made_where_its_threads_errors_are_told_once():
+    class Tracker:
+        def __init__(self): self.hook = threading.excepthook
+        def finish(self): pass
+    before = threading.excepthook
+    trackers = runs._Trackers(Tracker() for _ in range(1))
+    assert trackers[0].hook is not before
+    trackers.finish()
+    assert threading.excepthook is before
