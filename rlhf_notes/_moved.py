@@ -50,7 +50,13 @@ PLACES = {
     "rlhf_notes.studies.staleness": "the cells of nbs/studies/48_staleness.ipynb",
     "rlhf_notes.training.devices.SMALL": "rlhf_notes.training.fit.SMALL",
     "rlhf_notes.training.devices.THREADS": "rlhf_notes.training.fit.THREADS",
-    "rlhf_notes.training.signals": "rlhf_notes.training.fit",
+    "rlhf_notes.training.signals.BAR": "rlhf_notes.training.fit.BAR",
+    "rlhf_notes.training.signals.FIRST_LINE": "rlhf_notes.training.fit.FIRST_LINE",
+    "rlhf_notes.training.signals.Lenient": "rlhf_notes.cli.Lenient",
+    "rlhf_notes.training.signals.check_finite": "rlhf_notes.training.fit.check_finite",
+    "rlhf_notes.training.signals.diverged": "rlhf_notes.training.fit.diverged",
+    "rlhf_notes.training.signals.progress_bar": "rlhf_notes.training.fit.progress_bar",
+    "rlhf_notes.training.signals.told_once": "rlhf_notes.training.runs.told_once",
 }
 
 

@@ -63,8 +63,8 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError,
 
 from . import __version__
 from .launch import LANGUAGE, TASKS, config_of, many_seeds, new_training, old_training, versions
-from .training.fit import handle_signals
 from .training.options import TRACKERS, read_json
+from .training.signals import handle_signals
 
 
 EVERYDAY = Group("Everyday", sort_key=0)

@@ -33,7 +33,7 @@ from .hub.config import OwnRunConfig
 from .language.config import LoopConfig, check_variant
 from .reviews.config import ReviewsConfig, ReviewsDPOConfig
 from .training.options import read_options, versions
-from .training.fit import end_later
+from .training.signals import end_later
 
 
 TASKS = {

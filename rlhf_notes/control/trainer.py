@@ -39,11 +39,12 @@ from .spaces import (
 )
 from ..training.devices import pick_device, usual_defaults
 from ..training.fit import (
-    FIRST_LINE, Evaluator, as_hooks, check_finite, diverged, end_later, few_threads, fit,
-    progress_bar, settings_kept,
+    FIRST_LINE, Evaluator, as_hooks, check_finite, diverged, few_threads, fit, progress_bar,
+    settings_kept,
 )
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
+from ..training.signals import end_later
 
 LONGEST = 10_000  # steps of an episode whose time limit is not known
 HIGH = 0.4  # clip fraction, from which on an update goes too far

@@ -51,10 +51,11 @@ from ..language.machine import make_machine
 from ..language.model import autocast
 from ..language.rollout import ADVANTAGES, group_advantages, weighted_sum
 from ..training.devices import make_accelerator, process_device, stopped_anywhere, usual_defaults
-from ..training.fit import Evaluator, as_hooks, end_later, fit, progress_bar, step_size
+from ..training.fit import Evaluator, as_hooks, fit, progress_bar, step_size
 from ..training.options import read_options
 from ..training.runs import check_sums
 from ..training.seeds import seeded_generator
+from ..training.signals import end_later
 from ..view import View, own_run
 from .config import OwnConfig, OwnDPOConfig, known_options
 from .load import load_model, other_tokens

@@ -40,9 +40,10 @@ from ..training.devices import (
     to_device,
     usual_defaults,
 )
-from ..training.fit import check_finite, fit, progress_bar, stop_on_interrupt
+from ..training.fit import check_finite, fit, progress_bar
 from ..training.runs import Run, write_table
 from ..training.seeds import seeded_generator
+from ..training.signals import stop_on_interrupt
 
 # %% ../../nbs/reviews/28_pipeline.ipynb #training
 STAGES = ("sft", "reward_model", "rl")

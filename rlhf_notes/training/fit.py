@@ -1,13 +1,9 @@
-"""The loop around every training: progress, hooks, Ctrl-C, threads and checkpoints.
+"""The loop around every training: progress, hooks, threads and checkpoints.
 
 An iteration belongs to its lesson (19 for control, 27 for language models). What surrounds it is
 the same everywhere: show progress, log, save, and end cleanly at the first Ctrl-C. A hook is
 called after each iteration with the trainer and its row of metrics; it may add columns, write,
 draw, or end the training by returning False.
-
-**Ctrl-C.** The first one only sets a flag, which the loop reads at the end of an iteration; a
-second one stops at once. SIGTERM, from a batch queue or `docker stop`, and SIGHUP, from a closed
-terminal, count as Ctrl-C; under `nohup` SIGHUP stays ignored.
 
 **NaN.** In the loss, it reaches all weights with the next step. So each training loop checks its
 numbers before it saves: if one is NaN or infinite, it stops, says where, and leaves the last
@@ -23,23 +19,23 @@ The last policy is not always the best. An `Evaluator` is a hook: every so often
 policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
 """
 
-__all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'Stage', 'SIGNALS',
-           'stop_on_interrupt', 'end_later', 'handle_signals', 'note', 'diverged', 'check_finite',
-           'BAR', 'FIRST_LINE', 'progress_bar', 'Setting', 'THREADS', 'SMALL', 'few_threads',
-           'READ_AND_SET', 'settings_kept']
+__all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'Stage', 'diverged',
+           'check_finite', 'BAR', 'FIRST_LINE', 'progress_bar', 'Setting', 'THREADS', 'SMALL',
+           'few_threads', 'READ_AND_SET', 'settings_kept']
 
 import math
 import os
-import signal
 import sys
 import threading
 import time
 import warnings
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
 
 import torch
+
+from .signals import note, stop_on_interrupt
 
 
 CHECKPOINT_EVERY = 10.0  # seconds
@@ -89,67 +85,6 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
                 saved = time.perf_counter()
         if save is not None:
             save()
-
-
-@contextmanager
-def stop_on_interrupt(say=None):  # yields a threading.Event
-    """Let the first signal only set the event that this yields, and call say(); a second one
-    interrupts. SIGTERM and SIGHUP are sent again at the end."""
-    stop = threading.Event()
-
-    def handler(signum, frame):
-        if came: raise KeyboardInterrupt
-        came.append(signum)
-        stop.set()
-        if say is not None:
-            say()
-    with end_later() as came, handle_signals(handler):
-        yield stop
-
-
-_OUTER = []  # for each `end_later` that is entered, the signals to be sent at its end
-
-
-@contextmanager
-def end_later():  # yields the list of signals to be sent again at its end
-    """A SIGTERM that stopped a training inside ends the program after this, when all is written.
-    After a Ctrl-C the program goes on; whoever sent another signal wants it to end."""
-    came = []
-    _OUTER.append(came)
-    try:
-        yield came
-    finally:
-        _OUTER[:] = [signals for signals in _OUTER if signals is not came]
-        for signum in came:
-            if _OUTER:
-                _OUTER[-1].append(signum)
-            elif signum != signal.SIGINT:
-                signal.raise_signal(signum)
-
-
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
-           if hasattr(signal, name)]
-
-
-@contextmanager
-def handle_signals(handler):
-    "Handle Ctrl-C, SIGTERM and SIGHUP by handler(signum, frame); under nohup SIGHUP stays ignored."
-    can = threading.current_thread() is threading.main_thread()  # no other handles signals
-    with ExitStack() as restore:
-        for s in SIGNALS if can else ():
-            before = signal.getsignal(s)
-            if s == signal.SIGINT or before is not signal.SIG_IGN:
-                restore.callback(signal.signal, s, before or signal.SIG_DFL)
-                signal.signal(s, handler)
-        yield
-
-
-def note(text: str):
-    "Write a line to stderr, as a signal handler may: what cannot be written is lost."
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except (OSError, RuntimeError, ValueError, AttributeError):  # full, in use, closed, None
-        pass
 
 
 def diverged(where: str, why) -> FloatingPointError:

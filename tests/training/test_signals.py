@@ -10,8 +10,9 @@ import pytest
 from tqdm import tqdm
 
 from rlhf_notes.cli import Lenient
-from rlhf_notes.training.fit import BAR, check_finite, diverged, end_later, note, stop_on_interrupt
+from rlhf_notes.training.fit import BAR, check_finite, diverged
 from rlhf_notes.training.runs import told_once
+from rlhf_notes.training.signals import end_later, note, stop_on_interrupt
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
