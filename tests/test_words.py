@@ -113,6 +113,7 @@ def problems_of_glossary(rows):
         if not CHINESE.search(r["中文"]) or not all(terms(r)[1]):
             found.append(f"{r['English']}: {r['中文']!r} is not Chinese")
         if not r["in one line"]: found.append(f"{r['English']}: no explanation")
+        if "\\" in r["in one line"]: found.append(f"{r['English']}: TeX, which no hover can show")
         if not linked(r) or not all((NBS / target).exists() for target in linked(r)):
             found.append(f"{r['English']}: {r['lesson']} leads nowhere")
     for language in (0, 1):
@@ -178,6 +179,7 @@ def test_planted_mistakes_are_found():
     assert not problems_of_glossary([row])
     for other in (row, row | {"English": "edge"}, row | {"中文": "优势函数"}):
         assert any("listed 2 times" in p for p in problems_of_glossary([row, other]))
+    assert problems_of_glossary([row | {"in one line": r"$\\pi$"}])
     for change in ({"English": ""},
                    {"中文": ""},
                    {"中文": "advantage"},
