@@ -6,9 +6,6 @@ import resource
 import sys
 import sysconfig
 from functools import cache
-from pathlib import Path
-
-NBS = Path(__file__).parent.parent / "nbs"
 
 LIBRARIES = ["IPython.core.interactiveshell", "gymnasium", "matplotlib.pyplot",
              "matplotlib_inline.backend_inline", "torch",
@@ -56,12 +53,3 @@ def run(python, cells, folder, log, timeout):
     process.join(timeout)
     process.kill()
     return seconds.value if seconds.value >= 0 else None
-
-
-def names_of(notebook, *cells, **space):
-    "The names that cells of a lesson leave behind, run here one after another."
-    import nbformat
-    found = nbformat.read(NBS / f"{notebook}.ipynb", as_version=4).cells
-    for name in cells:
-        exec(next(c.source for c in found if c.id == name), space)
-    return space

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import names_of
 from crosscheck.peers import load_peer, random_batch, verl_loss
+from jobs import RESULTS, names_of
 from strategies import normal, random_mask, value_and_grad
 
 import rlhf_notes as rn
 
-SEEDS = range(5)
+SEEDS, FORMULAS = range(5), RESULTS.parents[1] / "formulas"
 
 
 def trl(module):
@@ -247,7 +247,8 @@ def test_luspo_is_trls(seed):
 def test_the_entropys_weight_is_trls():
     "Its lines of the bonus and of its weight, over eight steps of one minibatch each."
     module = trl("trainer.grpo_trainer")
-    row = names_of("formulas/11_grpo", "export-imports", "entropy-target")["EntropyTarget"](2.0)
+    row = names_of(FORMULAS / "11_grpo.ipynb", "export-imports", "entropy-target")
+    row = row["EntropyTarget"](2.0)
     trainer = SimpleNamespace(
         _entropy_bonus_enabled=True, use_adaptive_entropy=True, entropy_coef=0.0,
         current_gradient_accumulation_steps=1, _last_world_entropy=math.inf,
@@ -274,7 +275,7 @@ def test_the_entropys_weight_is_trls():
 def test_the_baseline_of_each_token_is_verls(seed):
     "With pi of the token in the place of the sum of pi^2, whose mean it is."
     f = verl().core_algos.compute_optimal_token_baseline_advantage
-    row = names_of("formulas/50_credit", "imports", "token-baseline")["token_baseline"]
+    row = names_of(FORMULAS / "50_credit.ipynb", "imports", "token-baseline")["token_baseline"]
     logp, mask = -normal(seed, (6, 5)).abs(), random_mask(seed, (6, 5)).cumprod(1).bool()
     mask[:, 0] = True
     scores = normal(seed + 9, (6,))

@@ -1,8 +1,8 @@
 """Dialogues whose turns are paid and credited, what is said and hints as teachers, all variants."""
 import pytest
 import torch
-from cells import names_of
 from hub.test_turns import ASKED, CHATML, ENDS, echo, talking
+from jobs import RESULTS, names_of
 from language.parts import without_times
 from language.test_own_task import SMALL, count, tokenizer
 from language_models import make
@@ -224,7 +224,7 @@ def test_each_variant_trains_on_responses_and_on_turns(variant):
 
 @pytest.mark.parametrize("notebook, cells, name", LESSON_ROWS)
 def test_each_row_of_a_lesson_trains_on_responses_and_on_turns(notebook, cells, name, own_variant):
-    row = names_of(notebook, *cells)[name]
+    row = names_of(RESULTS.parents[1] / f"{notebook}.ipynb", *cells)[name]
     row = row(target=9.0) if isinstance(row, type) else row
     register_variant(own_variant, row)
     trains(own_variant)

@@ -4,7 +4,7 @@ import math
 import pytest
 import staleness_reviews
 import torch
-from cells import names_of
+from jobs import RESULTS, names_of
 
 from rlhf_notes.language.model import head_log_probs, response_states
 from rlhf_notes.language.sampling import sample
@@ -13,7 +13,7 @@ from rlhf_notes.reviews.pipeline import evaluate
 from rlhf_notes.studies.checkable import make_questions, pretrain
 from rlhf_notes.studies.variants import measure, prepare
 
-LESSON = names_of("studies/48_staleness", "imports", "corrections", "samplers",
+LESSON = names_of(RESULTS.parent / "48_staleness.ipynb", "imports", "corrections", "samplers",
                   "stale-loop", "stale-rlhf", "stale-reviews", "gradient-error")
 CORRECTIONS, SAMPLERS, gradient_error, stale_reviews, stale_rlhf = (LESSON[name] for name in (
     "CORRECTIONS", "SAMPLERS", "gradient_error", "stale_reviews", "stale_rlhf"))
