@@ -30,7 +30,7 @@ written after the checkpoint are dropped, in TensorBoard too.
 """
 
 __all__ = ['FILES', 'write_atomically', 'disk_errors', 'save_checked', 'load_checked', 'SUMS',
-           'write_sums', 'check_sums', 'write_table', 'read_table', 'Run', 'told_once']
+           'write_sums', 'check_sums', 'write_table', 'read_table', 'Run', 'HOOK', 'told_once']
 
 import csv
 import io
@@ -46,12 +46,14 @@ import zipfile
 import zlib
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 
+from .fit import Setting
 from .options import TRACKERS, read_options
 
 
@@ -400,21 +402,18 @@ class _Trackers(list):
                 tracker.finish()
 
 
-@contextmanager
+HOOK = Setting(lambda: threading.excepthook, partial(setattr, threading, "excepthook"))
+
+
 def told_once():
     "Leave a full disk to the main thread, where TensorBoard raises what its own thread met."
-    show = threading.excepthook
+    return HOOK.held(_unless_told)
 
-    def other(args):
-        theirs = type(args.thread).__module__.startswith("tensorboard.")
-        if not (theirs and issubclass(args.exc_type, OSError)):
-            show(args)
 
-    threading.excepthook = other
-    try:
-        yield
-    finally:
-        threading.excepthook = show
+def _unless_told(args):
+    theirs = type(args.thread).__module__.startswith("tensorboard.")
+    if not (theirs and issubclass(args.exc_type, OSError)):
+        HOOK.before(args)
 
 
 def _make_tracker(path, step, config, name):

@@ -447,3 +447,13 @@ def test_a_tracker_is_made_where_its_threads_errors_are_told_once():
     assert trackers[0].hook is not before
     trackers.finish()
     assert threading.excepthook is before
+
+
+def test_the_last_of_overlapping_runs_puts_the_hook_of_threads_back():
+    "In the order in which they began, too."
+    before, first, second = threading.excepthook, runs.told_once(), runs.told_once()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert threading.excepthook is not before
+    second.__exit__(None, None, None)
+    assert threading.excepthook is before
