@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 import weakref
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 
@@ -240,10 +240,11 @@ class PPO(Loop):
         if not self.left:
             warnings.warn(f"nothing is left of {c.steps} steps; learn(steps=...) goes on",
                           stacklevel=3)
-        log, save = self._files(run) if run or self.out else (None, None)
+        run = run or self._own_run()
+        log, save = self._files(run) if run else (None, None)
         hooks = as_hooks(self.evaluator, log, callback)
         bar = progress_bar(self.end * self.size, self.iteration * self.size, c.env)
-        with end_later(), few_threads(self.agent):
+        with end_later(), few_threads(self.agent), run or nullcontext():
             if self.evaluator:
                 self.evaluator.go_on()
             fit(self, bar, self.size, {"return": "return_mean", "kl": "kl_k3"}, hooks, save)
@@ -252,13 +253,15 @@ class PPO(Loop):
                 finish(self, self.run, interrupted=self.left)
         return self
 
-    def _files(self, run):
-        "A hook that writes a row to a run, or to the directory `out`; what saves a checkpoint."
-        if run is None and self.run is None:
+    def _own_run(self):
+        "The run in the directory `out`; None without one."
+        if self.out and self.run is None:
             about = {"task": "train", "algo": "ppo", **asdict(self.config)}
             self.run = Run.create(self.out, {**about, "track": self.track, "versions": versions()})
-        run = run or self.run
+        return self.run
 
+    def _files(self, run):
+        "A hook that writes a row to a run; what saves a checkpoint there."
         def log(trainer, row):
             run.log(row, row["steps"])
             run.log_episodes(self.ended)
@@ -580,9 +583,10 @@ def train(
     run: Run | None = None,  # where to write, and perhaps continue; None = nowhere
 ) -> tuple[PPO, list, dict]:  # the trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
-    ppo = PPO.begin(config, run)
-    if ppo.left:
-        ppo.learn(run=run)
-    ppo.take_best()
-    summary = finish(ppo, run, interrupted=ppo.iteration < config.iterations)
+    with run or nullcontext():
+        ppo = PPO.begin(config, run)
+        if ppo.left:
+            ppo.learn(run=run)
+        ppo.take_best()
+        summary = finish(ppo, run, interrupted=ppo.iteration < config.iterations)
     return ppo, ppo.rows, summary

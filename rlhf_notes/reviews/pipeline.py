@@ -12,6 +12,7 @@ __all__ = ['STAGES', 'SHOWN', 'GPT2_VOCAB', 'PANELS', 'Training', 'make_world', 
 import copy
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -278,7 +279,7 @@ def train(training: Training, run: Run | None = None) -> tuple:
         if training.stage.iteration == 0:  # of the next stage
             save()
 
-    with stop_on_interrupt():  # while the last files are written, too
+    with stop_on_interrupt(), run or nullcontext():  # while the last files are written, too
         save()
         fit(training, bar, shown=dict(loss="loss", score="score"), hooks=[log], save=save,
             stopped=partial(stopped_anywhere, training.accelerator))

@@ -44,7 +44,7 @@ import threading
 import warnings
 import zipfile
 import zlib
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -319,16 +319,30 @@ class Run:
             warnings.warn(f"could not draw curve.svg: {e}", stacklevel=2)
 
     def finish(self, summary: dict):
-        "Write the summary and close the tracker."
+        "Write the summary and close the run."
         if self.rows:
             write_table(self.path / "metrics.csv", self.rows)
         self._write_json("summary.json", summary)
-        if self.tracker is not None:
-            with disk_errors(self.path):
-                self.tracker.finish()
-        self.tracker = None
-        if self.held is not None:
-            self.held.release(force=True)
+        self.close()
+
+    def close(self):
+        "Close the tracker and let go of the directory."
+        tracker, self.tracker = self.tracker, None
+        try:
+            if tracker is not None:
+                with disk_errors(self.path):
+                    tracker.finish()
+        finally:
+            if self.held is not None:
+                self.held.release(force=True)
+
+    def __enter__(self): return self
+
+    def __exit__(self, kind, error, traceback):
+        "A training that fails leaves its run closed."
+        if kind is not None:
+            with suppress(Exception):  # which may be as broken
+                self.close()
 
     def _write_json(self, name, values):
         write_atomically(self.path / name, json.dumps(_finite(values), indent=1) + "\n")

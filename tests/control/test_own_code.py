@@ -1,5 +1,6 @@
 "What users' own environments, wrappers and options do beside the trainer."
 import re
+import threading
 import warnings
 
 import gymnasium as gym
@@ -15,6 +16,7 @@ from rlhf_notes.control import plots, policy
 from rlhf_notes.control.envs import identify
 from rlhf_notes.control.policy import distribution, picture_net
 from rlhf_notes.control.trainer import episode_returns
+from rlhf_notes.training.runs import Run
 
 TINY = dict(steps=512, num_envs=4, num_steps=32, minibatches=2, network=(8,), seed=0)
 VECTOR = Box(-1, 1, (2,), np.float32)
@@ -178,6 +180,19 @@ def test_a_training_that_was_stopped_is_no_finished_one(stop, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] is (stop(0, 0) is False)
     assert (summary["eval_return_mean"] is None) is summary["interrupted"]
+
+
+@pytest.mark.parametrize("learn", [
+    lambda ppo, run, stop: ppo.learn(callback=stop),
+    lambda ppo, run, stop: ppo.learn(run=Run.create(run.with_name("other"), {"task": "train"}),
+                                     callback=stop)])
+def test_a_training_that_fails_closes_its_run(learn, tmp_path):
+    "Else the hook of threads stays ours as long as somebody looks at the error."
+    before = threading.excepthook
+    def stop(trainer, row): raise RuntimeError("here")
+    with pytest.raises(RuntimeError, match="^here$") as error:
+        learn(PPO("CartPole-v1", **TINY, out=tmp_path / "run"), tmp_path / "run", stop)
+    assert threading.excepthook is before and error.value
 
 
 def test_predict_copies_no_weights_and_sees_each_change():
