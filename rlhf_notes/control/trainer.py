@@ -244,7 +244,8 @@ class PPO(Loop):
         log, save = self._files(run) if run else (None, None)
         hooks = as_hooks(self.evaluator, log, callback)
         bar = progress_bar(self.end * self.size, self.iteration * self.size, c.env)
-        with end_later(), few_threads(self.agent), run or nullcontext():
+        logged = run.training() if run else nullcontext()
+        with end_later(), few_threads(self.agent), logged:
             if self.evaluator:
                 self.evaluator.go_on()
             fit(self, bar, self.size, {"return": "return_mean", "kl": "kl_k3"}, hooks, save)
@@ -583,7 +584,7 @@ def train(
     run: Run | None = None,  # where to write, and perhaps continue; None = nowhere
 ) -> tuple[PPO, list, dict]:  # the trainer, the rows of metrics, and the summary
     "Train to the end or to Ctrl-C, evaluate, and write a whole run directory in either case."
-    with run or nullcontext():
+    with run.training() if run else nullcontext():
         ppo = PPO.begin(config, run)
         if ppo.left:
             ppo.learn(run=run)

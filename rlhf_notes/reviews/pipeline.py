@@ -279,7 +279,8 @@ def train(training: Training, run: Run | None = None) -> tuple:
         if training.stage.iteration == 0:  # of the next stage
             save()
 
-    with stop_on_interrupt(), run or nullcontext():  # while the last files are written, too
+    logged = run.training() if run else nullcontext()
+    with stop_on_interrupt(), logged:  # while the last files are written, too
         save()
         fit(training, bar, shown=dict(loss="loss", score="score"), hooks=[log], save=save,
             stopped=partial(stopped_anywhere, training.accelerator))

@@ -44,7 +44,7 @@ import threading
 import warnings
 import zipfile
 import zlib
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -184,7 +184,7 @@ class Run:
     config: dict # The content of config.json
     rows: list = field(default_factory=list, repr=False) # Of metrics.csv
     checkpoint: dict | None = None # The state to continue from; None in a new run
-    tracker: object = field(default=None, repr=False) # Made with the first row
+    trackers: list | None = field(default=None, repr=False) # Made with the first row
     held: object = field(default=None, repr=False) # The lock
     begun: bool = field(default=False, repr=False) # True once episodes.csv has been written to
 
@@ -271,17 +271,18 @@ class Run:
         if samples:
             values["samples"] = _as_text(samples)
         self.rows.append(row)
-        if self.tracker is None:
+        if self.trackers is None:
             self.lock()
             write_table(path, self.rows)
             with disk_errors(self.path):
-                self.tracker = _Trackers(_make_tracker(self.path, step, self.config, name)
-                                         for name in _tracks(self.config))
+                self.trackers = [_make_tracker(self.path, step, self.config, name)
+                                 for name in _tracks(self.config)]
         else:
             with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
                 f.write(_line(row.values()))
         with disk_errors(self.path):
-            self.tracker.log(values, step=step)
+            for tracker in self.trackers:
+                tracker.log(values, step=step)
 
     def log_episodes(self, episodes: list):  # (return, length) of those of the last row
         "Append to episodes.csv; a resumed run first drops what came after its checkpoint."
@@ -326,23 +327,26 @@ class Run:
         self.close()
 
     def close(self):
-        "Close the tracker and let go of the directory."
-        tracker, self.tracker = self.tracker, None
+        "Close the trackers and let go of the directory."
+        trackers, self.trackers = self.trackers, None
         try:
-            if tracker is not None:
-                with disk_errors(self.path):
+            with disk_errors(self.path):
+                for tracker in trackers or ():
                     tracker.finish()
         finally:
             if self.held is not None:
                 self.held.release(force=True)
 
-    def __enter__(self): return self
-
-    def __exit__(self, kind, error, traceback):
-        "A training that fails leaves its run closed."
-        if kind is not None:
-            with suppress(Exception):  # which may be as broken
-                self.close()
+    @contextmanager
+    def training(self):
+        "Inside, the main thread alone tells of a full disk; a failure leaves the run closed."
+        with told_once():
+            try:
+                yield
+            except BaseException:
+                with suppress(Exception):  # which may be as broken
+                    self.close()
+                raise
 
     def _write_json(self, name, values):
         write_atomically(self.path / name, json.dumps(_finite(values), indent=1) + "\n")
@@ -398,22 +402,6 @@ def _as_text(rows):
     "A table in Markdown."
     lines = rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)
     return "\n".join(f"| {' | '.join(str(_cell(x)) for x in line)} |" for line in lines)
-
-
-class _Trackers(list):
-    def __init__(self, trackers):
-        self.open = ExitStack()
-        self.open.enter_context(told_once())
-        super().__init__(trackers)  # whose first events may meet the full disk
-
-    def log(self, values, step):
-        for tracker in self:
-            tracker.log(values, step=step)
-
-    def finish(self):
-        with self.open:
-            for tracker in self:
-                tracker.finish()
 
 
 HOOK = Setting(lambda: threading.excepthook, partial(setattr, threading, "excepthook"))

@@ -246,7 +246,7 @@ def test_killed_after_the_checkpoint_the_run_continues_from_it(tmp_path, end):
         killed.log(row(i), i)
         if i == 2:
             killed.save_checkpoint({"i": i, "w": torch.arange(3), "names": ["a"], "none": None})
-    killed.tracker.finish()                            # rows 3 and 4 are lost with the power
+    killed.trackers[0].finish()                        # rows 3 and 4 are lost with the power
     metrics = killed.path / "metrics.csv"
     metrics.write_text("".join(end(metrics.read_text().splitlines(True))))
     time.sleep(1.1)  # TensorBoard orders event files by the second in their names
@@ -429,24 +429,25 @@ def test_a_path_that_is_no_utf8_is_refused():
         Run.check("\udcff")
 
 
-def test_while_tensorboard_writes_its_thread_leaves_its_errors_to_the_main_thread(tmp_path):
+def test_while_a_training_logs_the_main_thread_alone_tells_of_a_full_disk(tmp_path):
+    "From before the first events on; a run that nobody finishes leaves the hook alone."
     before, run = threading.excepthook, Run.create(tmp_path / "run", CONFIG)
+    with run.training(), run.training():
+        assert threading.excepthook is not before
+        run.log(row(1), 1)
+    assert threading.excepthook is before and run.trackers
+    run.log(row(2), 2)
     assert threading.excepthook is before
-    run.log(row(1), 1)
-    assert threading.excepthook is not before
     run.finish({})
-    assert threading.excepthook is before
 
 
-def test_a_tracker_is_made_where_its_threads_errors_are_told_once():
-    class Tracker:
-        def __init__(self): self.hook = threading.excepthook
-        def finish(self): pass
-    before = threading.excepthook
-    trackers = runs._Trackers(Tracker() for _ in range(1))
-    assert trackers[0].hook is not before
-    trackers.finish()
-    assert threading.excepthook is before
+def test_a_training_that_fails_leaves_its_run_closed(tmp_path):
+    before, run = threading.excepthook, Run.create(tmp_path / "run", CONFIG)
+    with pytest.raises(KeyboardInterrupt) as error, run.training():
+        run.log(row(1), 1)
+        raise KeyboardInterrupt
+    assert threading.excepthook is before and error.value
+    assert run.trackers is None and not run.held.is_locked
 
 
 def test_the_last_of_overlapping_runs_puts_the_hook_of_threads_back():
