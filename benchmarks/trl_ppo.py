@@ -3,7 +3,7 @@
     python benchmarks/trl_ppo.py
 
 Writes nbs/studies/results/compare_rlhf_trl024.csv, by the rules of
-`nbs/studies/36_benchmark_rlhf.ipynb`, which says what came of it.
+`nbs/studies/34_benchmark.ipynb`, which says what came of it.
 """
 import argparse
 import copy

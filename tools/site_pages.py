@@ -38,7 +38,7 @@ FLOORS = {"Start": ".", "Formulas": "formulas", "CartPole and Pendulum": "contro
 PACE = {"words": 120, "lines of code": 15, "formulas": 2, "pictures": 2}  # a minute
 # Of their floors: what a reader looks for.
 FIRST = ("start", "rlhf", "ladder", "why", "settings", "metrics", "words", "notation", "map",
-         "course", "cs336", "cli", "runs", "check", "devices")
+         "course", "cli", "runs", "check", "devices")
 WORKSHOP = ("checks", "fast", "training", "exercises", "viz", "cli", "launch", "identify")
 LEAVES = "On the way to CartPole"        # from there on a lesson is not for the first path
 LINES = 9                               # code of a picture that is longer is folded

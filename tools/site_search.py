@@ -62,7 +62,7 @@ ABOUT = {
     "own variant": "studies/own_variant", "own loss": "studies/own_variant",
     "own loop": "bridges/own_loop", "ddp": "bridges/own_loop", "torch compile": "bridges/own_loop",
     "torch export": "bridges/own_loop#exported", "onnx": "control/export",
-    "cs336": "cs336", "stanford": "cs336", "slides": "course", "book": "course",
+    "cs336": "course#stanford", "stanford": "course#stanford", "slides": "course", "book": "course",
     "curriculum": "studies/checkable#easy-prompts", "debug": "doctor", "diverge": "doctor",
     "nan": "formulas/ratio#the-trap", "ratio explode": "formulas/ratio#the-trap",
     "tanh": "control/policy#what-the-log", "squash action": "control/policy#what-the-log",

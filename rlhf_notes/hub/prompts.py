@@ -40,7 +40,7 @@ for each response ([how it is called](rewards.py)):
   stays with it.
 - Several are added, each with a weight if it has one; the log has the mean of each.
 - A reward model of transformers (`AutoModelForSequenceClassification` with one label) may take the
-  place of a function, as may [one that you trained](../../nbs/hub/reward_trainer.ipynb); it reads
+  place of a function, as may [one that you trained](reward_trainer.py); it reads
   prompt and response together.
 - `None` or NaN means *not scored*: the other functions count alone, and where none scores, the
   response is `unscored` in the log and enters no mean, no group and no loss. As a 0 it would punish

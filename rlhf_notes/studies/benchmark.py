@@ -1,4 +1,4 @@
-"""Our PPO, stable-baselines3's and a single-file loop: seconds to a solved task on one machine.
+"""Our trainers beside stable-baselines3, a single-file loop and TRL, on one machine.
 
 Docs: https://rlhf-notes.github.io/rlhf_notes/studies/benchmark.html.md"""
 
