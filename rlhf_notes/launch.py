@@ -306,12 +306,14 @@ def _train_seeds(task, options, seeds, run, track):
 
 
 def _print_means(rows):
-    from rlhf_notes.training.statistics import bootstrap_interval
+    from rlhf_notes.training.statistics import mean_interval
     for name, x in rows[0].items():
         values = [row[name] for row in rows]
         if not isinstance(x, float) or None in values: continue
-        low, high = bootstrap_interval(values)
-        mean = sum(values) / len(values)
+        if len(values) == 1:
+            print(f"{name}: {x:.4g}")
+            continue
+        mean, low, high = mean_interval(values)
         print(f"{name}: {mean:.4g} (95% interval {low:.4g} to {high:.4g})")
 
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_notes.training.statistics import bootstrap_interval, paired_interval, wilson_interval
+from rlhf_notes.training.statistics import (
+    bootstrap_interval,
+    mean_interval,
+    paired_interval,
+    wilson_interval,
+)
 
 def every_resample(values, statistic):
     """The exact bootstrap: the statistic of each of the n ** n resamples, in order; as a function
@@ -106,6 +111,7 @@ def test_a_difference_has_students_interval(n, t):
     assert (mean, low, high) == pytest.approx((d.mean(), d.mean() - half, d.mean() + half), 1e-6)
     assert paired_interval(b, a) == pytest.approx((-mean, -high, -low), 1e-12)
     assert paired_interval(a, a) == (0, 0, 0)
+    assert mean_interval(list(d)) == (mean, low, high)
 
 
 @pytest.mark.parametrize("a, b, words", [
@@ -114,3 +120,9 @@ def test_a_difference_has_students_interval(n, t):
     ([1.0, 2.0], [1.0, 2.0, 3.0], "b must have a number for each of the 2 in a, got 3")])
 def test_a_pair_that_is_none_is_named(a, b, words):
     with pytest.raises(ValueError, match=f"^{words}"): paired_interval(a, b)
+
+
+@pytest.mark.parametrize("bad", [[], [1.0], [1.0, math.nan], [[1.0, 2.0]], ["1", "2"]])
+def test_a_mean_takes_two_finite_numbers(bad):
+    with pytest.raises(ValueError, match="^values must be finite numbers, at least two, got"):
+        mean_interval(bad)
