@@ -69,8 +69,8 @@ class GAE(Reader):
     "A function of rewards, values and ends, called with arrays (T, N) whose time comes first."
     kind, axes = "gae", ("steps later", "response of the advantage")
     needs = "rewards"
-    supplied = ("rewards value next_value mask padding lengths logp logp_ref returns advantage "
-                + " ".join(ENDS))
+    supplied = ("rewards value next_value mask padding lengths logp logp_ref logp_old returns "
+                "advantage " + " ".join(ENDS))
     less_values = False  # returns are read: values are taken off
     whitened = None  # the name of a result that is whitened
 
@@ -114,7 +114,8 @@ class GAE(Reader):
         terminated = no if terminated is None else terminated
         done = terminated if done is None else done
         mask = ~no if mask is None else mask
-        case = dict(rewards=r, mask=mask, padding=~mask, lengths=mask.sum(0),
+        case = dict.fromkeys(("logp", "logp_old", "logp_ref", "returns", "advantage"), 0 * r)
+        case |= dict(rewards=r, mask=mask, padding=~mask, lengths=mask.sum(0),
                     value=v if how["length"] == "T" else torch.cat([v, nv[-1:]]),
                     next_value=dict(each=nv, last=nv[-1], row=nv[-1:])[how["next"]])
         case |= self._ends(terminated, done)
@@ -179,9 +180,9 @@ class GAE(Reader):
     def _outcome(self, **options):
         return [*self(*draws(), noise(T, N, seed=7) > 0.8, **options).values()]
 
-    def response(self, name, of):
-        "R[t, s]: change of the result at t per unit of a reward, value or next value at s."
-        zero, eye = torch.zeros(T, N).double(), torch.eye(T, N).double()
+    def response(self, name, of, size=1.0):
+        "R[t, s]: change of the result at t by a reward, value or next value at s of this size."
+        zero, eye = torch.zeros(T, N).double(), size * torch.eye(T, N).double()
         def run(x): return self(**dict(r=zero, v=zero, nv=zero) | {of: x})[name]
         if not self.single: return (run(eye) - run(zero))[:, :T]
         columns = [eye[:, s:s + 1].expand(T, N) for s in range(T)]
@@ -230,7 +231,7 @@ class GAE(Reader):
         "gamma and lambda from the responses; then the faults, as the variant that equals it."
         facts, has_values = self.facts, "value" in self.roles
         R, V, L = (self.response(name, of) for of in ("r", "v", "nv"))
-        scale = self._scale(R)
+        scale = self._scale(name, R)
         if not scale: return
         R, V, L = R / scale, V / scale, L / scale
         gl = R[0, 1].item()
@@ -263,12 +264,15 @@ class GAE(Reader):
                     self._outcome(**{name: x / 2}), self._outcome(), 1e-9):
                 self.find("scale", f"{name} = {x:g}: the sums over steps have a {fact} of {got:g}")
 
-    def _scale(self, R):
+    def _scale(self, name, R):
         "By what a reward of 1 changes the advantage of its own step."
         own = R.diagonal()
         mean = own.mean().item()
         if not R.any():
             self.find("no-gradient", "a reward of 1 changes no result")
+        elif own.any() and not same([self.response(name, "r", 2.0)], [2 * R], 1e-3):
+            self.report.nearest = "gae"
+            self.report.notes.append("twice the reward does not change it by twice as much")
         elif own.abs().max() < 1e-9 or (own[:-1] - mean).abs().max() > 1e-3:
             self.find("off-by-one", f"a reward of 1 at step 2 changes its advantage by {own[2]:.3g}"
                                     f", at the last step by {own[-1]:.3g}; the formula gives 1 and "
@@ -283,6 +287,11 @@ class GAE(Reader):
         "Without ends: powers of gamma lambda, and TD errors with the right values."
         k = torch.arange(T)[None] - torch.arange(T)[:, None]
         P = torch.where(k >= 0, torch.tensor(gl).double() ** k.clamp(min=0), 0.0)
+        n = int((R[0].abs() > 1e-9).sum())
+        if 1 < n < T and same([R], [P * (k < n)], 1e-3):
+            self.report.nearest, self.facts["steps"] = "gae", n
+            self.report.notes.append(f"a sum over {n} steps, then the value")
+            return False
         shift = torch.diag(torch.ones(T - 1).double(), 1)
         values = P @ ((0 if apart else gamma) * shift - torch.eye(T).double())
         for what, got, formula in (("reward", R, P), ("value", V[:, :-1], values[:, :-1])):

@@ -88,11 +88,7 @@ class GroupAdvantage(Reader):
         facts.update(baseline=None, deviation=None)
         slope = self.slope(R)
         if not same([A - A.mean(1, keepdim=True)], [slope[:, None] * centred], 1e-3):
-            self.report.nearest = "group_advantage"
-            apart = same([self(torch.cat([R[:1], R[1:] + 1]))[0]], [A[0]])
-            if apart and A.mean(1).abs().max() < 1e-3 * A.abs().max(): return
-            return self.find("baseline", "the advantages of a group are no linear function of its "
-                                         "rewards: other groups come in, or their mean is not 0")
+            return self._unknown()
         sign = -1 if (slope < 0).all() else 1
         if sign < 0:
             self.find("sign", "the best response of a group has the lowest advantage")
@@ -102,8 +98,17 @@ class GroupAdvantage(Reader):
         if not self(torch.arange(6.0).double()[:, None].expand(P, self.G)).isfinite().all():
             self.warn("overflow", "equal rewards in a group give 0 / 0, NaN")
         loo = facts["baseline"] == "leave-one-out"
-        if facts["baseline"] and not (loo and facts["deviation"]):
+        if facts.get("scale") == "spread":
+            self.report.nearest = "group_advantage"
+        elif facts["baseline"] and not (loo and facts["deviation"]):
             self.report.formula = "rloo_advantage" if loo else "group_advantage"
+
+    def _unknown(self):
+        "A form of its own: what must hold is that no group's rewards move those of another."
+        self.report.nearest, R, A = "group_advantage", self.R, self(self.R)[0]
+        for kind, others in (("baseline", R[1:] + 1), ("deviation", 3 * R[1:])):
+            if not same([self(torch.cat([R[:1], others]))[0]], [A]):
+                return self.find(kind, "rewards of other groups change the advantages of a group")
 
     def slope(self, R):
         "The slope of each group's advantages in its rewards."
@@ -168,6 +173,8 @@ class GroupAdvantage(Reader):
             self.find("scale", f"the advantages are {k:.4g} times (r - mean) / std")
         elif even(natural * R.mean(1)) or even(natural * R.abs().mean(1)):  # MaxRL
             facts["scale"] = "mean"
+        elif same([self(3 * R)], [self(R)], 1e-2):  # a range, a deviation from the median
+            facts["scale"] = "spread"
         else:
             what = ("the variance" if even(slope * std**2) else
                     "neither the sample nor the population deviation")
@@ -178,18 +185,26 @@ class GroupAdvantage(Reader):
     def _baseline(self, A, factor):
         facts, G = self.facts, self.G
         shift = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 2.0], dtype=torch.float64)[:, None]
-        free = facts["deviation"] == "batch" or "scale" in facts or same(
-            [self(self.R + shift).abs()], [A.abs()], 1e-3)
+        own = same([self(self.R + shift).abs()], [A.abs()], 1e-3)
+        free = own or facts["deviation"] == "batch" or facts.get("scale") == "mean"
         if free and A.mean(1).abs().max() < 1e-3 * A.abs().max():
             loo = abs(factor - G / (G - 1)) < 2e-3
             facts["baseline"] = "leave-one-out" if loo else "mean"
-            if not loo and abs(factor - 1) > 2e-3:
+            if not loo and abs(factor - 1) > 2e-3 and not self._explained():
                 self.find("scale", f"the advantages are {factor:.4g} times r - mean")
+        elif own:  # a median, a best response
+            self.report.nearest = "group_advantage"
         elif facts["deviation"] or not same([A], [self.R], 1e-3):
             what = ("the mean over all groups" if A.mean().abs() < 1e-3 * A.abs().max() else
                     "no mean of the group")
             self.find("baseline", f"the advantages of group 0 have the mean {A[0].mean():.3g}, the "
                                   f"formula gives 0: {what} is subtracted")
+
+    def _explained(self):
+        "Whether an option is the factor."
+        whole = self(self.R)
+        return any(x and same([self(self.R, **{n: x / 2})], [whole / 2], 1e-3)
+                   for n, x in self.subject.numbers.items() if isinstance(x, float))
 
     def _eps(self):
         z = self.R - self.R.mean(1, keepdim=True)

@@ -46,8 +46,10 @@ class ValueLoss(Losses):
         y for m in self.batches for y in self(self.case(m, seed=21), **options)]
 
     def _read(self):
-        weights = [(self.slopes(m, 1.0), m) for m in self.batches]
-        if all(w.abs().max() < 1e-12 for w, _ in weights): return self._without_gradient()
+        for error in (1.0, 0.01):  # an error may be capped
+            weights = [(self.slopes(m, error), m) for m in self.batches]
+            if any(w.abs().max() > 1e-12 for w, _ in weights): break
+        else: return self._without_gradient()
         W, mask = weights[0]
         self.check_mask(self.case(mask), dict(value=0.7, value_old=1.4, returns=2.1))
         factor = self.read_mode(weights) / 2
@@ -56,7 +58,8 @@ class ValueLoss(Losses):
             if factor < 0:
                 self.find("sign", "V = 1, R = 0: the gradient at V is negative; minimising drives "
                                   "V from R")
-            if known and same([self.slopes(mask, 0.1)], [W], 1e-3):  # a square
+            square = [self.slopes(mask, error) for error in (0.1, -1.0)]
+            if known and same(square, [W, W], 1e-3):
                 self._factor(abs(factor))
         self._clip(W, mask)
         case, clip = self.case(mask, seed=11), self.facts["clip"]
@@ -186,10 +189,14 @@ class KL(Losses):
             facts["estimator"] = "abs"
         elif not v.any():
             self.find("no-gradient", "log pi - log pi_ref = 1: the estimate is 0")
+        elif v[4].abs() < 1e-4 and (v < 1e-6).all():
+            self.find("kl-sign", f"log pi - log pi_ref = 1: the estimate is {v[-2]:.4g}; a "
+                                 "divergence is at least 0")
         else:
             slope, bend = (v[5] - v[3]) / 0.04, (v[5] + v[3] - 2 * v[4]) / 0.02**2
             ways = [slope + bend] + [bend - slope] * reverse  # 1: the KL on average, near pi_ref
-            if v[4].abs() > 1e-4 or not any(abs(way - 1) < 0.02 for way in ways):
+            other = (v > -1e-6).all() or (v * D > -1e-6).all() and 0.02 < slope + bend < 1
+            if v[4].abs() > 1e-4 or not (other or any(abs(way - 1) < 0.02 for way in ways)):
                 self.find("kl-estimator", f"log pi - log pi_ref = 0 and 1: the estimate is "
                           f"{v[4]:.4g} and {v[-2]:.4g}; k1 gives 0 and 1, k2 0 and 0.5, k3 0 and "
                           "0.3679")
@@ -226,7 +233,8 @@ class PreferenceLoss(Losses):
 
     def _read(self):
         for far in (1e5, 6e2, 60):
-            h = torch.cat([torch.tensor([-far, far]), torch.linspace(-8, 8, N - 2)]).double()
+            ends = torch.tensor([-far, far, -far / 2, far / 2])
+            h = torch.cat([ends, torch.linspace(-8, 8, N - 4)]).double()
             psi = self(self.case(h))[1]
             if psi.isfinite().all(): break
             self.warn("overflow", f"a lead of {far:g}: the loss or its gradient is not finite")
@@ -238,7 +246,7 @@ class PreferenceLoss(Losses):
         if not self._other_kind() and self._of_lead():
             self._form(h, psi)
             self._reference()
-        self.report.curves = {"": (h[2:], psi[2:], None)}
+        self.report.curves = {"": (h[4:], psi[4:], None)}
         for leaf in PAIR[2:]:
             if leaf in self.roles and self(self.case(h), leaf=leaf)[1].any():
                 self.warn("old-gradient", f"a gradient flows into {self.roles[leaf]}: detach it")
@@ -247,17 +255,19 @@ class PreferenceLoss(Losses):
         "Whether the lead alone decides: 7 nats more for both responses change nothing."
         c = self.case(0.3 * noise(N))
         likely = {n: c[n] + 7 for n in ("chosen", "rejected")}
-        if same([self(c)[1]], [self(c | likely)[1]]): return True
+        slope = self(c)[1]
+        if same([slope, slope], [self(c | likely)[1], -self(c, leaf="rejected")[1]]): return True
         self.report.nearest = "dpo_loss" if self.has_ref else "bradley_terry_loss"
         self.report.notes.append("more than the lead of the chosen response decides")
 
     def _form(self, h, psi):
         "Squared, hinge or logistic: its slope against the lead gives beta, margin and smoothing."
-        facts, low, high, x, y = self.facts, psi[0].item(), psi[1].item(), h[2:], psi[2:]
+        facts, low, high, x, y = self.facts, psi[0].item(), psi[1].item(), h[4:], psi[4:]
         slope, rise = ((y[-1] - y[0]) / (x[-1] - x[0])).item(), high - low
         at0 = (y[0] - slope * x[0]).item()
         says = f"a lead of 0: the slope at the chosen response is {at0:.3g}, the formula gives "
-        if abs(low) > 1e3 and same([y], [at0 + slope * x], 1e-3):
+        if not same([psi[:2]], [psi[2:4]], 1e-3):  # no end of growth
+            if not same([psi], [at0 + slope * h], 1e-3): return
             facts.update(form="ipo", beta=number(-slope / (2 * at0)) if at0 else None)
             self.report.formula = "dpo_loss" if self.has_ref else None
             if slope < 0 or at0 > 0:
@@ -280,10 +290,9 @@ class PreferenceLoss(Losses):
         m = (k * t.mean() - u.mean()).item()
         if not same([torch.sigmoid(k * x - m)], [s], 1e-3): return
         smooth = high / rise
-        robust = smooth < -1e-6
-        smooth = smooth / (2 * smooth - 1) if robust else smooth
-        facts.update(form="robust" if robust else "sigmoid", beta=number(abs(k)),
-                     label_smoothing=number(smooth))
+        form = "robust" if smooth < -1e-6 else "sigmoid"
+        smooth = smooth / (2 * smooth - 1) if form == "robust" else smooth
+        facts.update(form=form, beta=number(abs(k)), label_smoothing=number(smooth))
         facts |= {"margin": number(m)} if abs(m) > 1e-3 else {}
         self.report.formula = ("dpo_loss" if self.has_ref else "bradley_terry_loss"
                                if abs(k - 1) < 1e-3 else "simpo_loss")

@@ -75,7 +75,9 @@ class Aggregate(OfX):
         "Tokens of one response that count must weigh the same."
         mean = (g * m).sum(1, keepdim=True) / m.sum(1, keepdim=True)
         off = ((g - mean).abs() > 1e-3 * mean.abs()) & m
-        if off.any():
+        if not same([self(dict(x=-x, mask=m))[1]], [g]):  # a maximum, a median
+            self.report.nearest = "aggregate_loss"
+        elif off.any():
             i, j = off.nonzero()[0].tolist()
             self.find("aggregation", f"token {j} of a response weighs {g[i, j]:.3g}, the mean of "
                                      f"its response is {mean[i, 0]:.3g}")
@@ -121,7 +123,7 @@ class Whiten(OfX):
         return ((s * z).sum() / s.square().sum()).item(), s
 
     def _moments(self, x, z, y):
-        facts, n, name = self.facts, len(x), self.subject.name
+        facts, n = self.facts, len(x)
         (slope, s), mean, kept = self.slope(self.x), z.mean().item(), x.mean().item()
         self.report.nearest = "whiten"
         if not slope or not same([z - mean], [slope * s], 1e-3): return
@@ -131,11 +133,7 @@ class Whiten(OfX):
         if slope < 0:
             self.find("sign", "the largest number becomes the smallest")
         if facts["deviation"] is None:
-            first, second = self(2 * self.x) - y, self(3 * self.x) - self(2 * self.x)
-            promised = re.search("whiten|normali[sz]|standardi[sz]", name.lower())
-            if self.subject.guessed and not promised and first.any() and same([first], [second]):
-                return self.report.notes.append(
-                    "a linear map of its numbers: nothing is divided by a deviation")
+            if self._of_its_own(y, mean): return
             self.find("deviation", f"the deviation of the result is {ratio:.4g}, the formula "
                                    "gives 1")
         facts["shift_mean"] = abs(mean) < 1e-3
@@ -150,6 +148,23 @@ class Whiten(OfX):
         facts["eps"] = self._eps()
         if not self.report.findings:
             self.report.formula, self.report.nearest = "whiten", None
+
+    def _of_its_own(self, y, mean):
+        """No deviation, but a range or one from the median, which a scale and, where the mean is
+        removed, a shift leave as they are; or, if no name promises more, a linear map."""
+        def spread(x): return self(x)[self.mask].std()
+        other = self.x.sign() * self.x.square() / 3e3
+        moved = 2 * self.x + (5e3 if abs(mean) < 0.05 * spread(self.x) else 0)
+        own = same([self(moved)], [y], 1e-3) and not same([spread(other)], [spread(self.x)], 1e-2)
+        first, second = self(2 * self.x) - y, self(3 * self.x) - self(2 * self.x)
+        promised = re.search("whiten|normali[sz]|standardi[sz]", self.subject.name.lower())
+        if own:
+            self.report.notes.append("divided by another spread than the deviation")
+        elif self.subject.guessed and not promised and first.any() and same([first], [second]):
+            self.report.notes.append("a linear map of its numbers: nothing is divided by a "
+                                     "deviation")
+        else: return False
+        return True
 
     def _eps(self):
         unit = (self.x - self.x[self.mask].mean()) / self.x[self.mask].std(

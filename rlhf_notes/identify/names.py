@@ -148,9 +148,9 @@ def kind_of_roles(
     if "advantage" in roles and roles & {"logp", "ratio", "log_ratio"}: return "policy_loss"
     if {"advantage", "logits", "labels"} <= roles: return "policy_loss"
     if {"rewards", "logits", "logits_old", "labels"} <= roles: return "policy_loss"
+    if "rewards" in roles and roles & {"value", "next_value"}: return "gae"
     if "logits" in roles: return "log_prob" if "labels" in roles else "entropy"
     if "logp" in roles and roles & {"logp_ref", "logp_old"} or "log_ratio" in roles: return "kl"
-    if "rewards" in roles and roles & {"value", "next_value"}: return "gae"
     if {"value", "returns"} <= roles: return "value_loss"
     if "rewards" in roles and roles & {"done", "terminated", "truncated", "not_done", "starts"}:
         return "gae"

@@ -190,7 +190,9 @@ class PolicyLoss(Losses):
         up, down = curve.dies(0, True), curve.dies(1, False)
         below, above = curve.dies(0, False), curve.dies(1, True)  # where the formula has weight
         facts.update(clip_low=_low(down), clip_high=_high(up), dual_clip=None)
-        if "logp_old" in self.roles and all((phi - 1).abs().max() < 1e-4 for phi in curve.phi):
+        self.penalised = not (up and down) and self._penalised()
+        flat = all((phi - 1).abs().max() < 1e-4 for phi in curve.phi)
+        if "logp_old" in self.roles and flat and not self.penalised:
             return self.find("ratio-constant", "logp - logp_old = 0.5, A = 1: the weight of the "
                              "gradient is 1, the formula gives 1.65; the ratio is 1 whatever "
                              "logp_old is")
@@ -213,12 +215,21 @@ class PolicyLoss(Losses):
             self.find("no-min", f"A = {1 if below else -1}, r = {r:.3g}: the weight of the "
                       f"gradient is 0, the formula gives {r:.3g}; the {what} is taken, not the "
                       "smaller of r A and clip(r) A")
+        elif self.penalised:
+            self.report.notes.append("a penalty for the distance to the old policy, no clip")
         elif not up and not down:
             self.find("clip-missing", "A = 1, r = 2: the weight of the gradient is 2; a clipped "
                       "objective gives 0, and no bound was found up to r = 150")
         elif not up or not down:
             side = "A < 0, below 1" if up else "A > 0, above 1"
             self.find("clip-missing", f"{side}: the gradient never vanishes; the formula stops it")
+
+    def _penalised(self):
+        "Whether what does not depend on the advantage holds the policy at the old one."
+        if not self.alone: return False
+        B, T = self.shapes[0]
+        case = self.case(rich(B, T), zeros(B, 1)[:, 0])
+        return not same(self(case), self(case | dict(logp_old=case["logp_old"] - 0.3)))
 
     def _name(self):
         "The variant whose gradient this is on a random batch, with the bounds that were read off."
@@ -230,10 +241,11 @@ class PolicyLoss(Losses):
         A = halves(B) if "advantage" in facts else noise(B, seed=B) + 0.2
         case, w = self.case(rich(B, T), A, m), self._at_one(m)
         got, best = self.sign * self.grad(rich(B, T), A, m) * m, (2.0, None, {})
-        known = facts["aggregation"] or not self.reduced
+        known = (facts["aggregation"] or not self.reduced) and not self.penalised
         if same([got], [-(w * A[:, None])]):
             facts["ratio"] = None
-            report.formula = "policy_gradient" if facts["aggregation"] else None
+            known = facts["aggregation"] and not self.penalised
+            report.formula = "policy_gradient" if known else None
             return
         for v, options in self._candidates():
             try:

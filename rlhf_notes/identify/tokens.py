@@ -150,7 +150,9 @@ class Entropy(OfLogits):
             if factor < 0:
                 self.find("sign", f"the entropy of a token is {y.flatten()[0]:.3g}; entropy of a "
                                   "choice is at least 0")
-            if abs(abs(factor) - 1) > 1e-3:
+            if abs(abs(factor) * math.log(V) - 1) < 1e-3:
+                self.facts["scale"], self.report.formula = "of its maximum", None
+            elif abs(abs(factor) - 1) > 1e-3:
                 self.find("scale", f"the entropy is {abs(factor):.4g} times that in nats, summed "
                                    "over the vocabulary")
             if not grad.any():
