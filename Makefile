@@ -28,11 +28,11 @@ test-gpu: $(READY)      ## what tests/gpu shows on a pretended GPU, on the one t
 crosscheck: $(PEERS)/.ready ## our formulas against those of other libraries; fails if one of EXPECT is missing
 	$(PEERS)/bin/python -m pytest tests/crosscheck --expect '$(EXPECT)'
 
-# What the last three require excludes what the others do; their losses are functions of tensors and need none of it.
+# What the last four require excludes what the others do; their losses are functions of tensors and need none of it.
 $(PEERS)/.ready: constraints.txt pyproject.toml settings.ini setup.py
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,crosscheck]'
-	for peer in DI-engine==0.5.3 verl==0.9.1 openrlhf==0.11.2; do \
+	for peer in DI-engine==0.5.3 verl==0.9.1 openrlhf==0.11.2 trinity-rft==0.6.0; do \
 	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$peer || echo "$$peer cannot be installed here: its tests will be skipped"; done
 	touch $@
 

@@ -4,7 +4,7 @@ TRL and stable-baselines3 are imported as anyone would. The other four ask for l
 packages, some of which
 exclude ours (DI-engine asks for NumPy below 2 and setuptools up to 66.1.1), some of which need
 CUDA. Their loss
-functions need none of that: `_alone` imports single modules of an installed package, past every
+functions need none of that: `alone` imports single modules of an installed package, past every
 `__init__`.
 
 TRL 1.16 has no PPO trainer any more; its GRPO trainer, asked for the mean over tokens, has PPO's
@@ -72,7 +72,7 @@ class _Stand(ModuleType):
         return getattr(self, name)
 
 
-def _alone(package, modules, stands=None):
+def alone(package, modules, stands=None):
     """Modules of an installed package, imported without any `__init__`, `stands` taking the place
     of what they import; `sys.modules` stays as it was.
     """
@@ -118,18 +118,18 @@ def _load_trl():
 
 
 def _load_torchtune():
-    found = _alone("torchtune", ["rlhf.rewards"])
+    found = alone("torchtune", ["rlhf.rewards"])
     stands = {
         "torchtune.rlhf": {"masked_mean": found["rewards"].masked_mean},
         "torchtune.data": {"CROSS_ENTROPY_IGNORE_IDX": -100},
     }
     return {**found,
-            **_alone("torchtune", ["rlhf.sequence_processing", "rlhf.loss.ppo", "rlhf.loss.dpo"],
+            **alone("torchtune", ["rlhf.sequence_processing", "rlhf.loss.ppo", "rlhf.loss.dpo"],
                      stands)}
 
 
 def _load_ding():
-    return _alone(
+    return alone(
         "ding", ["rl_utils.ppo", "rl_utils.gae", "rl_utils.value_rescale"],
         {"ding.hpc_rl": {"hpc_wrapper": _identity}}
     )
@@ -155,16 +155,16 @@ def _load_verl():
         "verl.trainer.config.algorithm": {},
         "verl.workers.config.actor": {},
     }
-    groups = _alone("verl", ["utils.groupwise"], stands)["groupwise"]
+    groups = alone("verl", ["utils.groupwise"], stands)["groupwise"]
     stands["verl.utils"] = dict(
         as_torch_index=groups.as_torch_index, group_mean_std=groups.group_mean_std)
-    configs = _alone("verl", ["trainer.config.algorithm"], {"verl.base_config": {}})
-    return configs | _alone("verl", ["utils.torch_functional", "trainer.ppo.core_algos",
+    configs = alone("verl", ["trainer.config.algorithm"], {"verl.base_config": {}})
+    return configs | alone("verl", ["utils.torch_functional", "trainer.ppo.core_algos",
                                      "trainer.ppo.rollout_corr_helper"], stands)
 
 
 def _load_openrlhf():
-    found = _alone("openrlhf", ["models.utils", "models.loss"], {"deepspeed": {}})
+    found = alone("openrlhf", ["models.utils", "models.loss"], {"deepspeed": {}})
     stands = {
         "ray": {},
         "openrlhf.models.utils": {"compute_reward": found["utils"].compute_reward},
@@ -174,7 +174,7 @@ def _load_openrlhf():
         "openrlhf.utils.seqlen_balancing": {},
         "openrlhf.trainer.ppo_utils.length_penalty": {"apply_length_penalties": lambda *args: None},
     }
-    return {**found, **_alone("openrlhf", ["trainer.ppo_utils.experience_maker"], stands)}
+    return {**found, **alone("openrlhf", ["trainer.ppo_utils.experience_maker"], stands)}
 
 
 @cache

@@ -131,7 +131,7 @@ def test_a_module_is_loaded_alone_and_leaves_no_trace(tmp_path, monkeypatch):
     for path in ("toy", "toy/sub"): (tmp_path / path / "__init__.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "heavy", before := ModuleType("heavy"))
-    assert peers._alone("toy", ["sub.part"], {"heavy.deep": {"Thing": 7}})["part"].value == 7
+    assert peers.alone("toy", ["sub.part"], {"heavy.deep": {"Thing": 7}})["part"].value == 7
     assert sys.modules["heavy"] is before
     assert not [m for m in sys.modules if m.split(".")[0] == "toy" or m == "heavy.deep"]
 

@@ -1,16 +1,17 @@
-"""The formulas that TRL or verl has too and the table of lesson 32 has not: value and gradient on
-the same random tensors. Without the library they are skipped."""
+"""The formulas that TRL, verl or another has too and the table of lesson 32 has not: value and
+gradient on the same random tensors. Without the library they are skipped."""
 import collections
 import importlib
 import inspect
 import math
 import textwrap
 import warnings
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
-from crosscheck.peers import load_peer, random_batch, verl_loss
+from crosscheck.peers import alone, load_peer, random_batch, verl_loss
 from jobs import RESULTS, names_of
 from strategies import normal, random_mask, value_and_grad
 
@@ -347,3 +348,63 @@ def test_the_gradient_of_each_preset_is_verls(preset):
                     for f in (loss_of_ours, loss_of_verl))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     assert 0 < (ours[0] == 0).sum() < 120
+
+
+def topr_of_trinity():
+    "TOPR of Trinity-RFT; skipped where it is not installed."
+    try: metadata.version("trinity-rft")
+    except metadata.PackageNotFoundError: pytest.skip("trinity-rft is not installed")
+    module = alone("trinity", ["algorithm.policy_loss_fn.topr_policy_loss"])["topr_policy_loss"]
+    loss = module.TOPRPolicyLossFn(loss_agg_mode="seq-mean-token-sum")
+    return lambda logp, old, A, mask: loss(logp, old, mask, A.expand_as(logp))[0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_topr_is_trinitys_at_the_ratio_of_the_response(seed):
+    "Trinity-RFT asks each token's own ratio; it is given that of the response in its place."
+    theirs, b = topr_of_trinity(), random_batch(seed)
+    A = b.advantage[:, :1] if b.advantage.ndim == 2 else b.advantage[:, None]
+    assert b.mask.any(1).all()
+
+    def by_response(logp):
+        product = ((logp - b.logp_old) * b.mask).detach().sum(1, keepdim=True)
+        return theirs(logp, logp.detach() - product, A, b.mask)
+    same(lambda x: rn.policy_loss(x, b.logp_old, A, b.mask, "topr")[0], by_response, b.logp)
+    first = b.mask & (b.mask.cumsum(1) == 1)  # a token for each response: the same as it stands
+    same(lambda x: rn.policy_loss(x, b.logp_old, A, first, "topr")[0],
+         lambda x: theirs(x, b.logp_old, A, first), b.logp)
+
+
+STALE = dict(  # three responses of 3, 2 and 1 tokens
+    log_ratio=[[0.3, -0.3, 0.1], [0.3, -0.3, -0.1], [0.05, 0.2, 0.0]],
+    advantage=[[2.0], [-1.0], [0.5]], mask=[[1, 1, 1], [1, 1, 0], [1, 0, 0]])
+
+
+def stale(variant, aggregation):
+    "Value and gradient of ours on `STALE`, where pi_old is e^-1, e^-2 and e^-0.5."
+    old = torch.tensor([[-1.0, -2.0, -0.5]] * 3, dtype=torch.float64)
+    log_ratio, A, mask = (torch.tensor(x, dtype=torch.float64) for x in STALE.values())
+    value, (slope,) = value_and_grad(
+        lambda x: rn.policy_loss(x, old, A, mask > 0, variant, aggregation=aggregation)[0],
+        old + log_ratio)
+    return value, slope, rn.aggregate_loss(A * old, mask > 0, aggregation)
+
+
+def test_cpgd_has_the_gradient_that_lightrft_gave():
+    """`PolicyLoss(use_cpg_loss=True)` of opendilab/LightRFT at 49e62cb, lightrft/models/loss.py,
+    which clips log pi in place of log r and averages within each response."""
+    value, slope, constant = stale("cpgd", "seq-mean-token-mean")
+    theirs = [[0, -2 / 9, -2 / 9], [1 / 6, 0, 0], [-1 / 6, 0, 0]]
+    torch.testing.assert_close(slope, torch.tensor(theirs, dtype=torch.float64))
+    assert (value - constant).item() == pytest.approx(0.4528490621600862, abs=1e-7)
+
+
+def test_topr_tapers_a_response_where_roll_tapers_its_tokens():
+    """`_compute_topr_loss` of alibaba/ROLL at 8eb27cc, roll/pipeline/agentic: a bad response of
+    ratio 1 whose second token became rarer is held by e^-0.3 there, as in Trinity-RFT."""
+    _, slope, _ = stale("topr", "seq-mean-token-sum")
+    theirs = [[-2 / 3] * 3, [1 / 3, 0.24693940689390598, 0], [-1 / 6, 0, 0]]
+    different = slope - torch.tensor(theirs, dtype=torch.float64)
+    torch.testing.assert_close(different.nonzero(), torch.tensor([[1, 1]]))
+    assert slope[1, 1].item() == pytest.approx(1 / 3)
+    assert slope[1, 1].item() * math.exp(-0.3) == pytest.approx(theirs[1][1])
