@@ -20,9 +20,9 @@ next layer would turn into NaN.
 any kind becomes an int. NumPy's other scalars calculate in their own precision and range.
 """
 
-__all__ = ['KINDS', 'ENDS', 'checked', 'defaults_after', 'check_value', 'check_partner',
-           'under_its_name', 'told_as', 'pick', 'over_dim', 'check_context', 'at_least_float32',
-           'widest_float']
+__all__ = ['KINDS', 'ENDS', 'checked', 'defaults_after', 'check_value', 'check_partner', 'named_by',
+           'check_read', 'under_its_name', 'told_as', 'pick', 'over_dim', 'check_context',
+           'at_least_float32', 'widest_float']
 
 import functools
 import inspect
@@ -207,6 +207,21 @@ def check_partner(name, x, option, weight, usual):  # its default; 0 wants no pa
     "ValueError if a weight is given and what it weighs, the argument `name`, is not."
     if x is None and weight not in (0, usual):
         raise ValueError(f"{name} must be given with {option}={weight!r}, its weight, got None")
+
+
+def named_by(f):  # a function that may leave others to **_
+    "Names of the arguments that a function reads."
+    every = inspect.signature(f).parameters.values()
+    return frozenset(p.name for p in every if p.kind is not p.VAR_KEYWORD)
+
+
+def check_read(usual, read, why, **given):  # defaults, names that are read, the case, arguments
+    "ValueError if an argument that is not read has another value than its default."
+    for name, x in given.items():
+        alone = isinstance(x, torch.Tensor)
+        if name not in read and (alone or x != usual[name]):
+            came = "a tensor" if alone else repr(x)
+            raise ValueError(f"{name} must be {usual[name]!r} for {why}, got {came}")
 
 
 def under_its_name(name, f, *args, **kwargs):  # its caller's name, a function, its arguments

@@ -160,7 +160,8 @@ def _divisors(mode, mask, info):
                          f"and a dp_size above 1, got {info}")
     if total is None:
         total = aggregate_count(mask, "token-mean" if count[0] == "b" else "seq-mean-token-sum")
-    return dict(aggregation=aggregation, total=int(total), length=info.get("loss_scale_factor"))
+    length = dict(length=info.get("loss_scale_factor")) if aggregation == "constant" else {}
+    return dict(aggregation=aggregation, total=int(total), **length)
 
 
 OPTIONS = dict(  # argument of `policy_loss` -> option of verl

@@ -37,9 +37,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks import check_partner, check_value, checked
+from ..checks import check_partner, check_read, check_value, checked, defaults_after, named_by
 from .kl import KL_KINDS, kl_estimate
-from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
+from .masking import _AGGREGATIONS, AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
 
@@ -91,13 +91,17 @@ def policy_loss(
         check_value("aggregation", mode, AGGREGATION_MODES)
     aggregate = partial(
         aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
-    bounds = _bounds(variant, eps_low, eps_high, dual_clip, tau) | dict(divergence=divergence)
     check_partner("logp_ref", logp_ref, "beta", beta, 0.04)
-    context = dict(entropy=entropy, logp_ref=logp_ref, group=group)
+    options = dict(dual_clip=dual_clip, tau=tau, divergence=divergence, entropy=entropy)
+    _check_read(variant, mode, logp_ref, options | dict(eps_low=eps_low, eps_high=eps_high),
+                dict(length=length, total=total, group=group),
+                dict(kl_kind=kl_kind, kl_weighted=kl_weighted))
+    options |= dict(logp_ref=logp_ref, group=group)
     A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)
     r = importance_ratio(logp, logp_old, mask)
-    objective, clipped = _OBJECTIVES[variant](r, A, logp, logp_old, mask, **bounds, **context)
+    objective, clipped = _OBJECTIVES[variant](r, A, logp, logp_old, mask,
+                                               *_range(variant, eps_low, eps_high), **options)
     if weight is not None:
         objective = objective * apply_mask(_per_token("weight", weight, logp), mask)
     policy = -aggregate(objective)
@@ -120,19 +124,20 @@ def _per_token(name, x, logp):  # (B,), (B, 1) or (B, T) -> (B, T), a constant
 def _surrogate(r, A, logp, logp_old, mask, low, high, dual_clip, **_):
     return clipped_surrogate(r, A, low, high, dual_clip), clip_fraction(r, A, low, high, mask=mask)
 
-def _gspo(r, A, logp, logp_old, mask, **rest):
+def _gspo(r, A, logp, logp_old, mask, low, high, dual_clip, **_):
     s = importance_ratio(logp, logp_old, mask, level="sequence")
-    return _surrogate(s.expand_as(A), A, logp, logp_old, mask, **rest)
+    return _surrogate(s.expand_as(A), A, logp, logp_old, mask, low, high, dual_clip)
 
-def _gspo_token(r, A, logp, logp_old, mask, **rest):
+def _gspo_token(r, A, logp, logp_old, mask, low, high, dual_clip, **_):
     s = importance_ratio(logp, logp_old, mask, level="sequence")
-    return _surrogate(s.detach() * (r / r.detach()), A, logp, logp_old, mask, **rest)
+    s = s.detach() * (r / r.detach())
+    return _surrogate(s, A, logp, logp_old, mask, low, high, dual_clip)
 
 def _cispo(r, A, logp, logp_old, mask, low, high, **_):
     objective = r.detach().clamp(1 - low, 1 + high) * A * apply_mask(logp, A != 0)
     return objective, clip_fraction(r, A, low, high, "outside", mask)
 
-def _sapo(r, A, logp, logp_old, mask, tau, **_):
+def _sapo(r, A, logp, logp_old, mask, low, high, tau, **_):
     gate = [4 / t * torch.sigmoid(t * (r - 1)) for t in _two_slopes(tau)]
     return torch.where(A > 0, *gate) * A, A.new_zeros(())
 
@@ -157,16 +162,28 @@ def _moved(logp, logp_old, divergence):
 _OBJECTIVES = dict(ppo=_surrogate, grpo=_surrogate, dr_grpo=_surrogate, dapo=_surrogate, gspo=_gspo,
                    gspo_token=_gspo_token, cispo=_cispo, sapo=_sapo, gmpo=_gmpo, dppo=_dppo)
 
-def _bounds(variant, eps_low, eps_high, dual_clip, tau):
-    "The range of the ratio: what was given, else the variant's own; and the other options."
+_RANGE = frozenset(("eps_low", "eps_high"))
+_READS = {name: named_by(f) | (_RANGE if POLICY_VARIANTS[name][1] else frozenset())
+          for name, f in _OBJECTIVES.items()}
+_MODES = {mode: named_by(f) | {"total"} for mode, f in _AGGREGATIONS.items()}
+_USUAL = defaults_after(policy_loss)[0]
+
+def _check_read(variant, mode, logp_ref, of_objective, of_mode, of_kl):
+    "ValueError names an option that this objective, this aggregation or no KL would not read."
+    is_mode, read = not isinstance(mode, Tensor), _READS[variant]
+    check_read(_USUAL, read, f"variant={variant!r}", **of_objective)
+    read, name = (read | _MODES[mode], repr(mode)) if is_mode else (read, "weights")
+    check_read(_USUAL, read, f"aggregation={name}", **of_mode)
+    check_read(_USUAL, () if logp_ref is None else of_kl, "logp_ref=None", **of_kl)
+
+def _read_by(variant, **context):
+    "Those of some arguments of `policy_loss` that the objective of a variant reads."
+    return {name: x for name, x in context.items() if name in _READS.get(variant, ())}
+
+def _range(variant, eps_low, eps_high):
+    "Bounds of the ratio: those that were given, else the variant's own."
     _, low, high = POLICY_VARIANTS[variant]
-    dual = _OBJECTIVES[variant] in (_surrogate, _gspo, _gspo_token)
-    unused = {} if dual else dict(dual_clip=dual_clip)
-    unused |= dict(eps_low=eps_low, eps_high=eps_high) if low is None else {}
-    for name, x in unused.items():
-        if x is not None: raise ValueError(f"{name} must be None for variant={variant!r}, got {x}")
-    low, high = eps_low or low, eps_high or eps_low or high
-    return dict(low=low, high=high, dual_clip=dual_clip, tau=tau)
+    return eps_low or low, eps_high or eps_low or high
 
 def _two_slopes(tau):
     tau = tau.tolist() if isinstance(tau, Tensor) else tau
@@ -201,6 +218,7 @@ def register_variant(
     by_prompt = aggregation == "prompt-mean" or "group" in asked
     (BY_PROMPT.add if by_prompt else BY_PROMPT.discard)(name)
     _OBJECTIVES[name] = partial(_own, name, objective, asked)
+    _READS[name] = frozenset(asked) | (_RANGE if eps_low else frozenset())
     for tell in _LISTENERS:
         tell(name)
 

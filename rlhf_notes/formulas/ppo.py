@@ -23,7 +23,7 @@ __all__ = ['ppo_loss', 'ppo_stats', 'top_entropy_mask', 'clip_cov_mask', 'kl_cov
 import torch
 from torch import Tensor
 
-from ..checks import check_partner, checked
+from ..checks import check_partner, check_read, checked, defaults_after
 from .kl import KL_KINDS, kl_estimate, kl_loss
 from .masking import apply_mask, centre, masked_mean
 from .ratio import importance_ratio
@@ -61,6 +61,8 @@ def ppo_loss(
     check_partner("value", value, "value_coef", value_coef, 0.5)
     check_partner("entropy", entropy, "entropy_coef", entropy_coef, 0.01)
     check_partner("logp_ref", logp_ref, "beta", beta, 0.04)
+    if logp_ref is None:
+        check_read(_USUAL, (), "logp_ref=None", kl_kind=kl_kind, kl_weighted=kl_weighted)
     ratio = importance_ratio(logp, logp_old, mask)
     advantage = apply_mask(advantage.detach(), mask)
     objective = clipped_surrogate(ratio, advantage, eps_low, eps_high, dual_clip)
@@ -77,6 +79,8 @@ def ppo_loss(
         parts["kl"] = kl_loss(logp, logp_ref, kl_kind, ratio if kl_weighted else None, mask)
         loss = loss + beta * parts["kl"]
     return loss, {name: x.detach() for name, x in parts.items()}
+
+_USUAL = defaults_after(ppo_loss)[0]
 
 def _check_value_parts(value, value_old, returns, value_clip):
     "Half of a value loss would teach nothing, unsaid."

@@ -74,6 +74,7 @@ GREEDY = 1e-6  # so low a temperature leaves the likeliest token alone
 class Trainer:
     "A loop with its model, its tokenizer and its task, as users hold it."
     hooks = ()  # of `learn`, each called with the trainer and the row of an iteration
+    OURS = LOOP = Loop  # the loop, and perhaps a user's in its place
 
     def _load_parts(self, config, model, tokenizer, prompts, reward, environment=None):
         "Load, check and adapt a model; read the prompts in its tokens; the model and its machine."
@@ -96,6 +97,19 @@ class Trainer:
         check_context(lm, **lengths, max_new_tokens=c.response_length)
         self.rows, self.evaluator = [], None
         return lm, machine
+
+    def _put_over(self, option, **own):
+        "Let functions of an option take the place of the loop's methods, but of no user's."
+        for name in own:
+            if getattr(self.LOOP, name) is not getattr(self.OURS, name):
+                raise ValueError(f"{option} must be left out with a LOOP that has a {name} of its "
+                                 f"own, got {self.LOOP.__name__}")
+        self.loop.put(**own)
+
+    def _follow(self, schedule):
+        "In place of the loop's rate: a function of the share of iterations that is left, if any."
+        if schedule is not None:
+            self._put_over("learning_rate", rate=partial(own_rate, schedule))
 
     @property
     def config(self) -> LoopConfig:
@@ -257,7 +271,6 @@ def check_ways(config, environment, **given):
 
 class RLHF(Trainer):
     "Reinforcement learning of a language model by a reward of one's own."
-    LOOP = Loop
 
     def __init__(
         self,
@@ -304,8 +317,7 @@ class RLHF(Trainer):
         self._begin(config, model, tokenizer, prompts, reward, environment, compare, teacher, hint,
                     observation_coef)
         self.task.reward_timeout = reward_timeout
-        if schedule:
-            self.loop.put(rate=partial(own_rate, schedule))
+        self._follow(schedule)
         check_value("eval_every", eval_every, "int [1, inf)?")
         self.loop.machine.check_same(eval_prompts=len(eval_prompts) > 0, eval_every=eval_every,
                                      keep_best=keep_best)
@@ -334,14 +346,6 @@ class RLHF(Trainer):
             self._put_over("observation_coef", loss=partial(observing_loss, observation_coef))
         if teacher is not None:
             self.loop.reference = self._load_teacher(teacher)
-
-    def _put_over(self, option, **own):
-        "Let functions of an option take the place of the loop's methods, but of no user's."
-        for name in own:
-            if getattr(self.LOOP, name) is not getattr(Loop, name):
-                raise ValueError(f"{option} must be left out with a LOOP that has a {name} of its "
-                                 f"own, got {self.LOOP.__name__}")
-        self.loop.put(**own)
 
     def _load_teacher(self, teacher):
         "A model to stand where the reference would; ValueError if its tokens are others."
@@ -421,6 +425,7 @@ class RLHF(Trainer):
 
 class DPO(Trainer):
     "Direct preference optimization: a policy from pairs of responses."
+    OURS = LOOP = DPOLoop
 
     @usual_defaults()
     def __init__(
@@ -442,6 +447,5 @@ class DPO(Trainer):
                               dpo_kind=kind, label_smoothing=label_smoothing, **options)
         lm, machine = self._load_parts(config, model, tokenizer, prompts, None)
         choices = own_choices(self.task, self.task.rows)
-        self.loop = DPOLoop(config, lm, self.task, choices, machine)
-        if schedule:
-            self.loop.put(rate=partial(own_rate, schedule))
+        self.loop = self.LOOP(config, lm, self.task, choices, machine)
+        self._follow(schedule)

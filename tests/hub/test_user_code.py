@@ -8,6 +8,7 @@ from language.test_own_task import SMALL, count, make, own, tokenizer
 
 from rlhf_notes import DPO, RLHF, register_variant
 from rlhf_notes.formulas.advantage import group_advantage
+from rlhf_notes.language.dpo import DPOLoop
 from rlhf_notes.language.loop import Loop
 
 CHATML = ("{% for m in messages %}{% if m['role'] == 'user' %}w3 {{ m['content'] }} w5 {% else %}"
@@ -241,7 +242,7 @@ def test_a_reward_may_take_all_by_their_names(reward):
 
 @pytest.mark.parametrize("method, options", [
     ("loss", dict(observation_coef=0.1, environment=lambda prompts, responses: ["w5"] * 16)),
-    ("draw", dict(dynamic_sampling=True)),
+    ("draw", dict(dynamic_sampling=True)), ("rate", dict(learning_rate=lambda left: 1e-3 * left)),
     ("reference_logp", dict(hint=lambda prompts, responses: ["w5"] * 16, kl_coef=None))])
 def test_an_option_drops_no_method_of_a_loop_of_ones_own(method, options):
     called = []
@@ -258,6 +259,20 @@ def test_an_option_drops_no_method_of_a_loop_of_ones_own(method, options):
     name = [*options][0]
     with pytest.raises(ValueError, match=f"^{name} must be .* with a LOOP that has a {method}"):
         train(**options)
+
+
+def test_a_loop_of_ones_own_is_that_of_pairs_too():
+    "A rate that is a function takes the place of the loop's own, but of no user's."
+    class Mine(DPOLoop):
+        def rate(self): return super().rate() / 2
+    class Own(DPO): LOOP = Mine
+    rows = [dict(prompt="w3", chosen="w5", rejected="w6")]
+    small = dict(batch=1, minibatches=1, max_new_tokens=3, iterations=2)
+    halved, plain = (kind(make("GPT2"), tokenizer(), rows, learning_rate=1e-3, **small).iterate()
+                     for kind in (Own, DPO))
+    assert halved["learning_rate"] == plain["learning_rate"] / 2
+    with pytest.raises(ValueError, match="^learning_rate must be .* LOOP that has a rate"):
+        Own(make("GPT2"), tokenizer(), rows, learning_rate=lambda left: left, **small)
 
 
 def test_a_beginning_that_is_added_to_one_in_the_text_is_said():
