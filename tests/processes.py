@@ -1,6 +1,7 @@
 "Programs in processes of their own, and some that are stopped while they train."
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +39,32 @@ def run(code, **kwargs):
     with start(code, **kwargs) as process:
         out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+ALONE = """
+from accelerate.state import AcceleratorState, GradientState
+AcceleratorState._reset_state(True)  # a fork has that of the process before it
+GradientState._reset_state()
+"""
+
+
+def together(count, code, **kwargs):
+    "As torchrun: `code` in several processes on the CPU; the error of one that fails."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=count,
+                 LOCAL_WORLD_SIZE=count, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS=1)
+    def ranked(rank):
+        here = {k: str(v) for k, v in (place | dict(RANK=rank, LOCAL_RANK=rank)).items()}
+        paths = f"import os, sys\nsys.path[:], more = {sys.path!r}, {here!r}\nos.environ |= more\n"
+        return start(paths + ALONE + code, **kwargs)
+    members = [ranked(rank) for rank in range(count)]
+    try:
+        said = [p.communicate(timeout=300)[1] for p in members]
+    finally:
+        for p in members: p.kill()
+    assert not any(p.returncode for p in members), "\n".join(said)
 
 
 def stopped(process, metrics, number):

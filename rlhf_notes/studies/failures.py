@@ -112,26 +112,29 @@ def diagnose(
         verdict = Verdict(True, f"Right: {truth}: {failures[truth]['what']}. Farthest from usual, "
                                 f"in standard deviations of the intact trainings: {told}.")
     else:
-        dial, z = next(iter(unusual(answer).items()))
+        dial, z = _loudest(answer)
         verdict = Verdict(False, f"No. With {answer} the loudest dial would be {_how_far(dial, z)};"
                                  f" here {dial} is {found[dial]:+.0f} from usual. "
                                  f"Look at {next(iter(found))} again.", answer)
     print(verdict.text)
     return verdict
 
+@cache
+def _loudest(name): return next(iter(unusual(name).items()))  # the dial, its deviation
+
 def _puzzles():
     "The failures with a dial that is at least three standard deviations from usual."
-    names = [n for n in recorded()[0] if abs(next(iter(unusual(n).values()))) >= 3]
+    names = [n for n in recorded()[0] if abs(_loudest(n)[1]) >= 3]
     random.Random(0).shuffle(names)
     return names
 
 def _choices(truth):
     "The fault and three others of the same algorithm, told by another dial or another sign."
     def base(name): return recorded()[0][name]["base"]
-    def loudest(name): return next((dial, z > 0) for dial, z in unusual(name).items())
+    def way(name): return _loudest(name)[0], _loudest(name)[1] > 0
     names, kind = _puzzles(), base(truth).replace("cooler", "ppo")
     case = names.index(truth) + 1
-    others = [n for n in names if base(n) == kind and loudest(n) != loudest(truth)]
+    others = [n for n in names if base(n) == kind and way(n) != way(truth)]
     four = [truth, *random.Random(case).sample(others, 3)]
     random.Random(-case).shuffle(four)
     return four

@@ -1,15 +1,12 @@
 "Our losses in TRL's trainers."
 
-import subprocess
-import sys
-from pathlib import Path
-
+import processes
 import pytest
 import torch
 
 pytest.importorskip("trl", exc_type=ImportError)
 from bridges.trl_losses import KNOWN, cells, inputs, of_grpo, trainers, worst  # noqa: E402
-from bridges.trl_parts import dpo, grpo, save_tiny, train, weights  # noqa: E402
+from bridges.trl_parts import dpo, fixed, grpo, save_tiny, train, weights  # noqa: E402
 from trl import DPOTrainer, GRPOTrainer  # noqa: E402
 
 from rlhf_notes import group_advantage, policy_loss, register_variant  # noqa: E402
@@ -235,11 +232,14 @@ def test_advantages_of_another_shape_have_trls_name(trainer):
 @pytest.mark.slow
 def test_two_processes_end_with_the_weights_of_one(path, tmp_path):
     "The same prompts and responses in two halves, by torch.distributed on a CPU."
-    script = Path(__file__).with_name("two_processes.py")
-    two = [Path(__file__).parent.parent / "together.py", "2"]
-    for start, batch, out in (([], "16", "one"), (two, "8", "two")):
-        subprocess.run([sys.executable, *start, script, path, batch, tmp_path / out], check=True)
-    one, both = (torch.load(tmp_path / out) for out in ("one", "two"))
+    one = fixed(path, 16, tmp_path)
+    processes.together(2, f"""
+import torch
+from bridges.trl_parts import fixed
+weights = fixed({path!r}, 8, {str(tmp_path)!r})
+if os.environ["RANK"] == "0": torch.save(weights, {str(tmp_path / "both")!r})
+""")
+    both = torch.load(tmp_path / "both")
     assert (one - both).norm() < 1e-5 * one.norm()
 
 

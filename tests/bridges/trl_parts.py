@@ -6,6 +6,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import DPOConfig, GRPOConfig
 
+from rlhf_notes.bridges.trl import grpo_trainer
+
 WORDS = ["<pad>", "<eos>"] + [f"w{i}" for i in range(40)]
 QUIET = dict(
     report_to="none",
@@ -90,3 +92,19 @@ def train(trainer):
     torch.manual_seed(1)
     trainer.train()
     return weights(trainer)
+
+
+def fixed(path, batch, out):
+    "The weights after three steps on completions that follow from their prompts."
+    class Fixed(grpo_trainer("dapo")):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            "The same ones, however they are shared out among processes."
+            first, found = {}, []
+            for ids in prompt_ids:
+                k = first[tuple(ids)] = first.get(tuple(ids), -1) + 1
+                n = 3 + (sum(ids) + k) % 5
+                found.append([2 + (7 * ids[0] + 3 * t * (k + 1)) % 40 for t in range(n)] + [1])
+            return found, None
+    # Adam would magnify rounding
+    return train(grpo(Fixed, path, out, per_device_train_batch_size=batch, max_steps=3,
+                      num_iterations=1, seed=3, bf16=False, optim="sgd", learning_rate=1.0))

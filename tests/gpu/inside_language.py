@@ -18,8 +18,8 @@ from rlhf_notes.reviews import pipeline
 from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.training.runs import Run
 
-SMALL = dict(sft_steps=3, labels=64, norm_samples=32, iterations=2, batch=16, eval_responses=16,
-             eval_every=1)
+SMALL = dict(sft_steps=3, labels=32, norm_samples=16, iterations=2, batch=16, minibatches=2,
+             eval_responses=16, eval_every=1)
 
 
 slow = pytest.mark.slow  # `make test-all` alone
@@ -77,9 +77,9 @@ def finished(training):
 @slow
 @pytest.mark.parametrize("steps, start, then", [(1, "cuda", "cpu"),
                                                 (5, "cpu", "cuda"),
-                                                (12, "cpu", "cuda"),
-                                                (12, "cuda", "cpu"),
-                                                (12, "cuda", "cuda")])
+                                                (8, "cpu", "cuda"),
+                                                (8, "cuda", "cpu"),
+                                                (8, "cuda", "cuda")])
 def test_a_training_is_resumed_on_either_device(steps, start, then, tmp_path):
     c = config(device=start, iterations=3)
     training = pipeline.Training(c)
@@ -87,7 +87,7 @@ def test_a_training_is_resumed_on_either_device(steps, start, then, tmp_path):
     torch.save(training.state_dict(), tmp_path / "state")
     other = pipeline.Training(replace(c, device=then))
     other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    assert training.name == other.name == {1: "sft", 5: "reward_model", 12: "rl"}[steps]
+    assert training.name == other.name == {1: "sft", 5: "reward_model", 8: "rl"}[steps]
     whole, other = finished(training), finished(other)
     assert_rows(other.rows["rl"], whole.rows["rl"], 0 if start == then else 2e-3)
     a, b = ([inner(p) for p in t.stage.policy.parameters()] for t in (whole, other))
@@ -99,13 +99,13 @@ def test_a_training_is_resumed_on_either_device(steps, start, then, tmp_path):
 @pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=slow)])
 def test_a_model_of_transformers_learns_as_on_the_cpu(kind):
     def reward(prompts, responses): return [len(set(r.split())) for r in responses]
-    def rows(device, precision="float32"):
-        options = dict(prompts=["w1 w2 w3", "w4 w5"], reward=reward, max_new_tokens=8, iterations=2,
-                       batch=16, precision=precision)
+    def rows(device, precision="float32", iterations=2):
+        options = dict(prompts=["w1 w2 w3", "w4 w5"], reward=reward, max_new_tokens=8, batch=16,
+                       minibatches=2, iterations=iterations, precision=precision)
         return RLHF(make(kind), tokenizer(), device=device, **options).learn().rows
     assert_rows(rows("cuda"), rows("cpu"))
-    assert rows("cuda", "bfloat16")[0]["score"] == pytest.approx(
-        rows("cpu", "bfloat16")[0]["score"], abs=0.5)
+    assert rows("cuda", "bfloat16", 1)[0]["score"] == pytest.approx(
+        rows("cpu", "bfloat16", 1)[0]["score"], abs=0.5)
 
 
 def test_dialogues_are_those_of_the_cpu():

@@ -104,10 +104,11 @@ RealGenerator, real_tensor, real_as_tensor = torch.Generator, torch.tensor, torc
 PINNED = []  # weak references to tensors in pinned memory: a copy of one waits for nobody
 real_module_apply, real_set_swap = (torch.nn.Module._apply,
                                     torch.__future__.set_swap_module_params_on_conversion)
-EVENTS, LAUNCHES = Counter(), Counter()
-# a capture: into which graph, on which device, launches elsewhere; Triton's launches; recordings of
-# a training step
-STATE = SimpleNamespace(real=False, graph=None, device=None, outside=0, kernels=0, recorded=0)
+EVENTS = Counter()
+# all launches; a capture: into which graph, on which device, launches elsewhere; Triton's launches;
+# recordings of a training step
+STATE = SimpleNamespace(real=False, launches=0, graph=None, device=None, outside=0, kernels=0,
+                        recorded=0)
 
 
 def place():
@@ -135,10 +136,10 @@ def counted():
     """Synchronisations by kind (`kinds`) and by line (`lines`), and launches, of what happens
     inside.
     """
-    events, launches, found = Counter(EVENTS), sum(LAUNCHES.values()), SimpleNamespace()
+    events, launches, found = Counter(EVENTS), STATE.launches, SimpleNamespace()
     yield found
-    found.lines, found.launches, found.kinds = (EVENTS - events, sum(LAUNCHES.values()) - launches,
-                                                Counter())
+    found.lines, found.kinds = EVENTS - events, Counter()
+    found.launches = STATE.launches - launches
     for (kind, _), n in found.lines.items(): found.kinds[kind] += n
 
 
@@ -323,7 +324,7 @@ def run(func, schema, name, ours, target, args, kwargs):
         func, a = torch.ops.aten.mm.default, (a[0].to(a[2]), a[1].to(a[2]))
     out = func(*a, **k)
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    if not view and name not in FREE: LAUNCHES[place()] += 1
+    if not view and name not in FREE: STATE.launches += 1
     if STATE.graph is not None and target.type == "cuda" and not view:
         if STATE.device != target.index: STATE.outside += name not in FREE
         else:
@@ -420,7 +421,7 @@ class Launcher:
                 with _disable_current_modes(): self.kernel[grid](*args, **kwargs)
             args = [inner(x) for x in args]
             go(*args)
-            LAUNCHES[place()] += 1
+            STATE.launches += 1
             STATE.kernels += 1
             if STATE.graph is not None and STATE.device == C.pretend_current():
                 STATE.graph.records.append((go, args, {}, None, True))

@@ -79,9 +79,8 @@ def test_win_rate_by_hand():
 
 
 TWO = """
-import json, sys, torch
+import torch
 torch.set_num_threads(1)
-sys.path[:0] = [{root!r}, {tests!r}, {tests!r} + "/language"]
 from dataclasses import replace
 from accelerate import Accelerator
 from language import parts as T
@@ -127,15 +126,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, model_dir):
                      [{k: v.item() for k, v in t.step(batch[rows]).items()}
                       for rows in torch.arange(16).view(2, 8)]))
     one_weights = [weights(t) for t, _ in ones]
-    script = tmp_path / "two.py"
-    tests = Path(__file__).parent.parent
-    script.write_text(TWO.format(root=str(tests.parent), tests=str(tests), cases=cases,
-                                 path=str(tmp_path), model=model_dir))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         str(script)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})
-    assert done.returncode == 0, done.stderr
+    processes.together(2, TWO.format(cases=cases, path=str(tmp_path), model=model_dir))
     for i, (t, logs) in enumerate(ones):
         two, other = torch.load(tmp_path / f"two{i}.pt"), torch.load(tmp_path / f"other{i}.pt")
         torch.testing.assert_close(two["stepped"], one_weights[i], rtol=0, atol=1e-6)

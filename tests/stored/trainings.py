@@ -8,9 +8,9 @@ the directories of four interrupted runs. Made anew only for a change that is me
 import csv
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+import processes
 
 from rlhf_notes import DPO, PPO, RLHF
 from rlhf_notes.language.model import make_gpt2
@@ -89,11 +89,11 @@ def write(path, lines):
 
 def in_two_processes(path, seeds=SEEDS):
     "Rows of trainings in two processes, written by the first of them."
-    launcher = HERE.parent / "together.py", "2"
-    env = os.environ | dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="1")
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    subprocess.run([sys.executable, *launcher, __file__, path, *map(str, seeds)],
-                   env=env, check=True, timeout=600)
+    processes.together(2, f"""
+from stored.trainings import two_processes, write
+lines = [*two_processes({seeds!r})]
+if os.environ["RANK"] == "0": write({str(path)!r}, lines)
+""")
 
 
 def two_processes(seeds):
@@ -191,8 +191,4 @@ def make():
     write(HERE / "rows.csv", lines)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        found = [*two_processes(map(int, sys.argv[2:]))]
-        if os.environ["RANK"] == "0": write(sys.argv[1], found)
-    else: make()
+if __name__ == "__main__": make()

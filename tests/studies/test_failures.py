@@ -318,7 +318,9 @@ def invented(monkeypatch):
     listed = {n: dict(base=FAILURES[n].base, what=FAILURES[n].what) for n in moves}
     runs |= {(n, 0): run(FAILURES[n].base, **m) for n, m in moves.items()}
     monkeypatch.setattr(game, "recorded", lambda: (listed, runs))
-    return runs
+    game._loudest.cache_clear()
+    yield runs
+    game._loudest.cache_clear()
 
 
 def test_unusual_by_hand(invented):
