@@ -108,9 +108,8 @@ def both(batch, **options):
     got = in_node(f"console.log(JSON.stringify(pushes{given}.map((r) => r.push)))")
     logp = b["logp"].clone().requires_grad_(True)
     options = options if options.get("beta") else options | dict(beta=0.0)
-    group = dict(group=2) if options.get("aggregation") == "prompt-mean" else {}
     loss, _ = policy_loss(logp, b["logp_old"], b["advantage"], mask, logp_ref=b["logp_ref"],
-                          **group, **options)
+                          group=2, **options)
     loss.backward()
     return torch.tensor(sum(got, []), dtype=torch.float64), -logp.grad[mask]
 

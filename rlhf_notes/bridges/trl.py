@@ -33,7 +33,7 @@ import torch
 
 from ..checks import told_as
 from ..formulas.advantage import _of_ones_own
-from ..formulas.grpo import POLICY_VARIANTS, _read_by, policy_loss
+from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.masking import masked_mean
 from ..formulas.preference import dpo_loss, implicit_reward
 
@@ -82,19 +82,18 @@ class OurGRPO(GRPOTrainer):
         logp, entropy, mask = self._read(model, inputs)
         old = inputs.get("old_per_token_logps")
         old = logp.detach() if old is None else old
-        mode = self.arguments.get("aggregation") or POLICY_VARIANTS[self.variant][0]
-        length = dict(length=self.max_completion_length) if mode == "constant" else {}
-        own = self.arguments | _read_by(self.variant, entropy=entropy.detach())
-        if self.beta:
-            own |= dict(logp_ref=inputs["ref_per_token_logps"], beta=self.beta,
-                        kl_weighted=self.args.use_bias_correction_kl)
+        kl = dict(logp_ref=inputs["ref_per_token_logps"], beta=self.beta,
+                  kl_weighted=self.args.use_bias_correction_kl) if self.beta else {}
+        given = dict(length=self.max_completion_length, entropy=entropy.detach(), **kl)
+        own = given | self.arguments
+        mode = own.get("aggregation") or POLICY_VARIANTS[self.variant][0]
         A, weight = inputs["advantages"], inputs.get("importance_sampling_ratio")  # of vLLM
         with told_as(dict(advantage="advantages", weight="importance_sampling_ratio")):
             loss, _ = policy_loss(logp, old, A, mask, self.variant, weight=weight,
-                                  total=_total(self, inputs, mode), **length | own)
+                                  total=_total(self, inputs, mode), **own)
 
         def measure(where):
-            options = own | dict(aggregation="token-mean", length=None)
+            options = own | dict(aggregation="token-mean")
             return policy_loss(logp.detach(), old, A, mask & where, self.variant, **options)[1]
 
         means, sign = {"entropy": masked_mean(entropy.detach(), mask)}, A.reshape(len(A), -1).sign()
@@ -130,8 +129,7 @@ def grpo_trainer(
     if not (advantage is None or callable(advantage)):
         raise TypeError(f"advantage must be a function or None, got {advantage!r}")
     zero = torch.zeros(1, 1)  # for its errors, at once
-    context = _read_by(variant, entropy=zero, logp_ref=zero)
-    policy_loss(zero, zero, zero, variant=variant, **context, **arguments)
+    policy_loss(zero, zero, zero, variant=variant, logp_ref=zero, entropy=zero, **arguments)
     own = advantage if advantage is None else staticmethod(advantage)
     return type("OurGRPO", (OurGRPO,), dict(variant=variant, arguments=arguments, advantage=own))
 

@@ -160,8 +160,7 @@ def _divisors(mode, mask, info):
                          f"and a dp_size above 1, got {info}")
     if total is None:
         total = aggregate_count(mask, "token-mean" if count[0] == "b" else "seq-mean-token-sum")
-    length = dict(length=info.get("loss_scale_factor")) if aggregation == "constant" else {}
-    return dict(aggregation=aggregation, total=int(total), **length)
+    return dict(aggregation=aggregation, total=int(total), length=info.get("loss_scale_factor"))
 
 
 OPTIONS = dict(  # argument of `policy_loss` -> option of verl

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..checks import check_partner, check_read, check_value, checked, defaults_after, named_by
 from .kl import KL_KINDS, kl_estimate
-from .masking import _AGGREGATIONS, AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
+from .masking import AGGREGATION_MODES, aggregate_loss, apply_mask, masked_mean
 from .ratio import bounded_log_ratio, importance_ratio
 from .surrogate import clip_fraction, clipped_surrogate
 
@@ -92,16 +92,18 @@ def policy_loss(
     aggregate = partial(
         aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
     check_partner("logp_ref", logp_ref, "beta", beta, 0.04)
-    options = dict(dual_clip=dual_clip, tau=tau, divergence=divergence, entropy=entropy)
-    _check_read(variant, mode, logp_ref, options | dict(eps_low=eps_low, eps_high=eps_high),
-                dict(length=length, total=total, group=group),
-                dict(kl_kind=kl_kind, kl_weighted=kl_weighted))
-    options |= dict(logp_ref=logp_ref, group=group)
+    options = dict(dual_clip=dual_clip, tau=tau, divergence=divergence)
+    check_read(_USUAL, _READS[variant], f"variant={variant!r}", eps_low=eps_low, eps_high=eps_high,
+               **options)
+    if logp_ref is None:
+        check_read(_USUAL, (), "logp_ref=None", kl_kind=kl_kind, kl_weighted=kl_weighted)
+    context = dict(entropy=entropy, logp_ref=logp_ref, group=group)
     A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)
     r = importance_ratio(logp, logp_old, mask)
     objective, clipped = _OBJECTIVES[variant](r, A, logp, logp_old, mask,
-                                               *_range(variant, eps_low, eps_high), **options)
+                                               *_range(variant, eps_low, eps_high), **options,
+                                               **context)
     if weight is not None:
         objective = objective * apply_mask(_per_token("weight", weight, logp), mask)
     policy = -aggregate(objective)
@@ -165,20 +167,7 @@ _OBJECTIVES = dict(ppo=_surrogate, grpo=_surrogate, dr_grpo=_surrogate, dapo=_su
 _RANGE = frozenset(("eps_low", "eps_high"))
 _READS = {name: named_by(f) | (_RANGE if POLICY_VARIANTS[name][1] else frozenset())
           for name, f in _OBJECTIVES.items()}
-_MODES = {mode: named_by(f) | {"total"} for mode, f in _AGGREGATIONS.items()}
 _USUAL = defaults_after(policy_loss)[0]
-
-def _check_read(variant, mode, logp_ref, of_objective, of_mode, of_kl):
-    "ValueError names an option that this objective, this aggregation or no KL would not read."
-    is_mode, read = not isinstance(mode, Tensor), _READS[variant]
-    check_read(_USUAL, read, f"variant={variant!r}", **of_objective)
-    read, name = (read | _MODES[mode], repr(mode)) if is_mode else (read, "weights")
-    check_read(_USUAL, read, f"aggregation={name}", **of_mode)
-    check_read(_USUAL, () if logp_ref is None else of_kl, "logp_ref=None", **of_kl)
-
-def _read_by(variant, **context):
-    "Those of some arguments of `policy_loss` that the objective of a variant reads."
-    return {name: x for name, x in context.items() if name in _READS.get(variant, ())}
 
 def _range(variant, eps_low, eps_high):
     "Bounds of the ratio: those that were given, else the variant's own."

@@ -91,11 +91,11 @@ def masked_var(
 
 # %% ../../nbs/formulas/01_masking.ipynb #aggregate
 _AGGREGATIONS = {  # mode -> n (B,) tokens: what the tokens of each response are divided by; means
-    "token-mean":          lambda n, **_: (torch.ones_like(n), n.sum()),
-    "seq-mean-token-mean": lambda n, **_: (n, (n > 0).sum()),
-    "seq-mean-token-sum":  lambda n, **_: (torch.ones_like(n), (n > 0).sum()),
-    "constant":            lambda n, length, **_: (torch.full_like(n, length), (n >= 0).sum()),
-    "prompt-mean":         lambda n, group, **_: _of_prompts(n, group),
+    "token-mean":          lambda n, length, group: (torch.ones_like(n), n.sum()),
+    "seq-mean-token-mean": lambda n, length, group: (n, (n > 0).sum()),
+    "seq-mean-token-sum":  lambda n, length, group: (torch.ones_like(n), (n > 0).sum()),
+    "constant":            lambda n, length, group: (torch.full_like(n, length), (n >= 0).sum()),
+    "prompt-mean":         lambda n, length, group: _of_prompts(n, group),
 }
 AGGREGATION_MODES = tuple(_AGGREGATIONS)
 
@@ -115,7 +115,7 @@ def aggregate_count(
     group: int | None = None,  # "prompt-mean": responses to each prompt, which lie together
 ) -> Tensor:  # 0-dim: tokens, responses ("constant": empty ones too), or prompts
     "Number of tokens, responses or prompts that `aggregate_loss` averages over."
-    return _AGGREGATIONS[mode](mask.sum(1), length=1, group=group)[1]
+    return _AGGREGATIONS[mode](mask.sum(1), 1, group)[1]
 
 # %% ../../nbs/formulas/01_masking.ipynb #aggregate-loss
 @checked(mask="bool (B T)", mode=AGGREGATION_MODES, length="int [1, inf)?", group="int [1, inf)?")
@@ -128,8 +128,7 @@ def aggregation_weights(
     dtype: torch.dtype | None = None,  # of the weights; None = float32
 ) -> Tensor:  # (B, T); 0 under the mask; a part's weights are those rows of the batch's
     "w with aggregate loss = sum(w l)."
-    lengths = mask.sum(1)
-    size, count = _AGGREGATIONS[mode](lengths, length=length or mask.shape[1], group=group)
+    size, count = _AGGREGATIONS[mode](mask.sum(1), length or mask.shape[1], group)
     n, w = count if total is None else _given(total), mask.to(dtype or torch.float32)
     return w / size.clamp(min=1).to(w).unsqueeze(1) / n.clamp(min=1).to(w)
 

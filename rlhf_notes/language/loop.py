@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from ..fast.adam import Adam
-from ..formulas.grpo import BY_PROMPT, POLICY_VARIANTS, _read_by, policy_loss
+from ..formulas.grpo import BY_PROMPT, POLICY_VARIANTS, policy_loss
 from ..formulas.kl import AdaptiveKLController, FixedKLController
 from ..formulas.masking import aggregate_count, aggregate_loss, aggregation_weights, masked_mean
 from ..formulas.value import value_clip_fraction, value_loss
@@ -170,8 +170,8 @@ def rl_loss(config, part, logp, entropy, values, kl_coef, whole=None):
     kl = dict(logp_ref=part.logp_ref, beta=kl_coef, kl_weighted=True) if c.loss_has_kl else {}
     loss, log = policy_loss(
         logp, part.logp, part.advantages, mask, c.variant, **kl, eps_low=c.clip_low or clip,
-        eps_high=c.clip_high or clip, aggregation=w,
-        **_read_by(c.variant, group=c.responses_per_prompt, entropy=entropy))  # P8
+        eps_high=c.clip_high or clip, aggregation=w, group=c.responses_per_prompt,
+        entropy=entropy)  # P8
     kl, sums = log.pop("kl"), dict(policy_loss=log.pop("policy_loss"))
     if c.loss_has_kl or part.returns is None:
         sums["kl"] = kl

@@ -161,7 +161,6 @@ def test_loss_and_gradient_are_those_of_the_paper(variant, seed, B, T, spread, k
 def test_the_options(variant, seed, low, high, dual, mode, length):
     logp, old, A, m = batch(seed, spread=1.0)
     if variant not in SURROGATES: dual = None
-    if (mode or AGGREGATION[variant]) != "constant": length = None
     loss, slope, bounded = oracle(variant, logp.tolist(), old.tolist(), A.tolist(), m.tolist(), low,
                                   high, dual, mode=mode, length=length)
     f = lambda x: policy_loss(x, old, A, m, variant, eps_low=low, eps_high=high, dual_clip=dual,
@@ -529,7 +528,7 @@ def test_vmap_and_compile(variant):
     (dict(kl_kind="k4"), ValueError, "kl_kind must be one of 'k1', 'k2', 'k3', got 'k4'"),
     (dict(aggregation="mean"), ValueError,
      "aggregation must be one of 'token-mean', .* got 'mean'"),
-    (dict(length=0, aggregation="constant"), ValueError, "length must be in"),
+    (dict(length=0), ValueError, "length must be in"),
     (dict(kl_weighted=1), TypeError, "kl_weighted must be True or False, got 1"),
     (dict(mask=torch.ones(2, 3)), TypeError, "mask must be boolean"),
     (dict(mask=torch.ones(2, dtype=torch.bool)), ValueError,
@@ -669,9 +668,8 @@ def test_losses_with_the_total_of_the_batch_add_up_to_its_loss(variant, seed, pa
     logp, old, A, m = batch(seed, B=4)
     m[seed % 4] = False
     mode, ref = mode or AGGREGATION[variant], old + 0.1
-    of_mode = dict(aggregation=mode) | (dict(length=length) if mode == "constant" else {})
-    f = (lambda x, i, **kw: policy_loss(x[i], old[i], A[i], m[i], variant, ref[i], **of_mode,
-                                        **kw)[0])
+    f = (lambda x, i, **kw: policy_loss(x[i], old[i], A[i], m[i], variant, ref[i], aggregation=mode,
+                                        length=length, **kw)[0])
     whole, (expected,) = value_and_grad(lambda x: f(x, slice(None)), logp)
     rows = torch.arange(4).chunk(parts)
     count = sum(aggregate_count(m[i], mode) for i in rows)  # as processes would sum it

@@ -12,9 +12,10 @@ from rlhf_notes import (
 )
 
 X = torch.zeros(2, 3)
-OTHER = dict(  # than the default, of all that a variant, an aggregation or a KL may read
-    eps_low=0.6, eps_high=0.6, dual_clip=1.1, tau=(2.0, 3.0), divergence="kl", length=7, total=9,
-    group=2, entropy=torch.full((64, 3), 2.0), kl_kind="k1", kl_weighted=True)
+OTHER = dict(  # than the default, of all that a variant or a KL may read
+    eps_low=0.6, eps_high=0.6, dual_clip=1.1, tau=(2.0, 3.0), divergence="kl", kl_kind="k1",
+    kl_weighted=True)
+BATCH = dict(length=7, total=9, group=2, entropy=torch.full((64, 3), 2.0))  # goes with each loss
 
 
 def tokens():
@@ -70,23 +71,28 @@ def test_an_option_has_an_effect_or_is_refused(variant, case):
 def test_an_option_is_read_where_it_says_so():
     "The other half: nothing that is read is refused."
     read = dict(sapo="tau", dppo="divergence eps_low eps_high", gspo="eps_low dual_clip",
-                dr_grpo="length total dual_clip", topr="total")
+                dr_grpo="dual_clip")
     for variant, names in read.items():
         for name in names.split():
             found(variant, {name: OTHER[name]})
-    found("ppo", dict(aggregation="prompt-mean", group=2))
     found("ppo", dict(logp_ref=True, kl_kind="k1", kl_weighted=True))
+
+
+@pytest.mark.parametrize("variant", sorted(POLICY_VARIANTS))
+def test_what_tells_of_the_batch_is_taken_by_each_variant(variant):
+    "So that one call serves them all: a mean over tokens leaves the length unread."
+    assert torch.isfinite(found(variant, BATCH)).all()
 
 
 def test_an_objective_of_ones_own_is_given_what_it_asks_for_alone():
     def asks(ratio, advantage, logp, mask, eps_low, eps_high, entropy): return entropy * logp
     try:
         register_variant("asks", asks, eps_low=None, eps_high=None)
-        found("asks", dict(entropy=OTHER["entropy"]))
-        for name in ("group", "eps_low", "tau", "dual_clip"):
+        found("asks", BATCH)
+        for name in ("eps_low", "tau", "dual_clip"):
             with pytest.raises(ValueError, match=f"^{name} must be .*, got {OTHER[name]}".replace(
                     "(2.0, 3.0)", ".*")):
-                found("asks", dict(entropy=OTHER["entropy"]) | {name: OTHER[name]})
+                found("asks", BATCH | {name: OTHER[name]})
     finally:
         POLICY_VARIANTS.pop("asks", None)
 
