@@ -13,7 +13,7 @@ from docutils import nodes
 from sphinx.addnodes import desc
 
 SECTIONS = ("More proofs", "In the workshop", "Errata", "Exercises",
-            SAID := "What a check says of each mistake", CARD := "The formulas by name")
+            CARD := "The formulas by name")
 PREDICT = re.compile(
     r"(?:^|[.:?!)] +)Predict(?: at each| before you (?:run|look|move (?:it|them)|read on))?[.:,]")
 COVER = 'Answer<span class="hint">: your guess first, then click</span>'

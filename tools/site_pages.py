@@ -232,6 +232,8 @@ class Page:
         "`cell` as the site shows it."
         cell = cell.copy()
         if cell.cell_type == "markdown":
+            if self.page.name in ("words", "notation"):
+                cell.source = site_paths.lessons_linked(cell.source)
             cell.source = self.prose(cell.source, names)
             if m := re.fullmatch(r"exercise-(\w+)-task", cell.id):
                 cell.source = f'<a id="exercise-{m[1]}"></a>\n\n{cell.source}'

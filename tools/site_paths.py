@@ -7,10 +7,7 @@ import re
 from pathlib import Path
 
 import nbformat
-import site_folds
 from notebooks import ROOT
-
-from rlhf_notes.exercises.check import EXERCISES
 
 PATH = re.compile(r"^\d\. \*(.+?):\* (.*)$", re.M)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)]+\.(?:ipynb|py))\)")
@@ -125,46 +122,45 @@ def anchor(term): return "word-" + re.sub(r"\W+", "-", term.lower())
 
 
 def exercises(pages):
-    "(name, page, lines of the solution, task) of each exercise, as the lessons have it."
+    "(name, page, lines of the solution) of each exercise, as the lessons have it."
     for p in pages:
         cells = {c.id: c.source for c in p.nb.cells}
         for at, source in cells.items():
             if not (m := SOLUTION.fullmatch(at)): continue
             lines = [x for x in source.splitlines()
                      if x.strip() and not x.startswith(("#", "check."))]
-            yield m[1], p, len(lines), cells[f"exercise-{m[1]}-task"].split("\n\n", 1)[-1]
+            yield m[1], p, len(lines)
 
 
 def room(pages):
     "The list of all exercises: Markdown, with a place for the reader's marks."
-    rows = ["| done | exercise | lesson | difficulty | minutes | what to write |", "|" + "---|" * 6]
-    for name, p, lines, task in sorted(exercises(pages), key=lambda e: (e[1].number or "99", e[2])):
+    rows = ["| done | exercise | lesson | level | min |", "|" + "---|" * 5]
+    for name, p, lines in sorted(exercises(pages), key=lambda e: (e[1].number or "99", e[2])):
         hard = 1 + (lines > 4) + (lines > 9)
         to = os.path.relpath(p.page, "exercises")
-        task = " ".join(task.replace("|", "\\|").split())
         link = f'<a href="{to}.html#exercise-{name}"><code>{name}</code></a>'
         rows.append(f'| <span data-exercise="{name}"></span> | {link} | '
-                    f"{p.title} | {'●' * hard}{'○' * (3 - hard)} | {3 + 2 * lines} | {task} |")
-    said = "\n".join(f"- `{name}`: {sentence} {read}"
-                     for name, sentence, read in feedback(pages))
-    return ("Difficulty goes by the lines of the solution: up to four, up to nine, more. The "
+                    f"{p.title} | {'●' * hard}{'○' * (3 - hard)} | {3 + 2 * lines} |")
+    return ("The level goes by the lines of the solution: up to four, up to nine, more. The "
             "minutes are an estimate, three and two for each of those lines. The marks stay in "
-            "this browser.\n\n" + "\n".join(rows) + f"\n\n## {site_folds.SAID}\n\n{said}")
+            "this browser.\n\n" + "\n".join(rows))
 
 
-def feedback(pages):
-    "(exercise, sentence, link to the section that explains it) of each mistake that is known."
-    at = {p.path.stem: p for p in pages}
-    for name, *_ in exercises(pages):
-        e = EXERCISES[name]
-        for mistake in e.mistakes or [None]:
-            lesson, head = e.explained(mistake).split(", ", 1)
-            to = os.path.relpath(at[lesson].path, ROOT / "nbs" / "exercises")
-            says = e.mistakes[mistake][1] if mistake else "what its feedback leads to:"
-            yield name, says, f"[{lesson}, {head}]({to}#{slug(head)})"
+def lessons_linked(text):
+    "Tables whose last column is the lesson, without it: a row's first cell leads there."
+    def row(m):
+        *cells, last = re.split(r"(?<!\\)\|", m[0].strip("| "))
+        if last.strip() == "lesson": return "|" + "|".join(cells) + "|"
+        if not (to := re.search(r"\]\(([^)]+)\)", last)): return "|" + "|".join(cells[:width]) + "|"
+        anchor, first = re.match(r" *(<a id[^>]*></a>)? *(.*?) *$", cells[0]).groups()
+        return "|" + "|".join([f" {anchor or ''}[{first}]({to[1]}) ", *cells[1:]]) + "|"
 
-
-def slug(head): return re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
+    def table(m):
+        nonlocal width
+        width = m[0].split("\n", 1)[0].count("|") - 2
+        return re.sub(r"^\|.*\|$", row, m[0], flags=re.M)
+    width = 0
+    return re.sub(r"^\|.*\| lesson \|\n(?:\|.*\n?)+", table, text, flags=re.M)
 
 
 def list_first(nb, text):

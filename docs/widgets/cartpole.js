@@ -185,7 +185,7 @@ widget("cartpole", (box) => {
   }
   function sentence(middle) {
     const done = runs.filter(({greedy}) => greedy !== undefined), held = done.filter(({greedy}) => greedy === lab.LIMIT);
-    if (!running) return "Twenty policies that know nothing yet. All they are told is a point for each step that the pole stands. Press Train: it takes some seconds.";
+    if (!running) return "Twenty policies that know nothing yet. All they are told is a point for each step that the pole stands. Press Train: PPO takes about twenty seconds, the others less.";
     if (done.length < SEEDS) return `Update ${middle.length} of ${lab.UPDATES}: the median is ${show(middle.at(-1) ?? 0, 0)} steps.`;
     return `The last 50 episodes: ${show(median(runs.map(({lengths}) => lengths.slice(-10).reduce((a, b) => a + b) / 10)), 0)} steps, the median of twenty seeds. ` +
       `Always taking the likelier action, ${held.length} of ${SEEDS} hold the pole for all ${lab.LIMIT} steps, ten times in a row.${state.fault === "none" && held.length > SEEDS / 2 ? " Now push them." : ""}`;
