@@ -1,4 +1,5 @@
 """Sphinx settings of the site. `make site` prepares the notebooks (tools/site_pages.py) and builds from them."""
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -50,4 +51,26 @@ def accessible(app, pagename, templatename, context, doctree):
     if "body" in context: context["body"] = context["body"].replace('<summary aria-label="Toggle hidden content">', "<summary>")
 
 
-def setup(app): app.connect("html-page-context", accessible, priority=900)
+SIDEBARS = {}                           # folder -> the sidebar of its pages, none of them the current one
+LINK = '<li class="toctree-l1{}"><a class="{}reference internal" href="{}">'
+
+
+def sidebar(app, pagename, templatename, context, doctree):
+    "The theme's tree of all pages, made once for each folder: the links of its pages differ in the current one alone."
+    folder, page = posixpath.split(pagename)
+    here, other = LINK.format(" current", "current ", "#"), LINK.format("", "", f"{page}.html")
+    make = context["toctree"]
+
+    def tree(**options):
+        if folder not in SIDEBARS:
+            SIDEBARS[folder] = make(**options).replace(here, other).replace('<ul class="current">', "<ul>")
+        before, link, after = SIDEBARS[folder].partition(other)
+        if not link: return before
+        start, ul, rest = before.rpartition("<ul>")
+        return f'{start}<ul class="current">{rest}{here}{after}'
+    context["toctree"] = tree
+
+
+def setup(app):
+    app.connect("html-page-context", sidebar, priority=400)
+    app.connect("html-page-context", accessible, priority=900)
