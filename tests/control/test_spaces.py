@@ -13,6 +13,7 @@ from hypothesis import given
 from strategies import SEEDS
 
 from rlhf_notes import PPO
+from rlhf_notes.control import policy
 from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.control.envs import make_envs
 from rlhf_notes.control.policy import Agent, Body, picture_net
@@ -223,6 +224,41 @@ def test_many_pictures_are_read_piece_by_piece():
     learned, weight.grad = weight.grad, None
     body._features(rows.flatten(0, 1)).sum().backward()
     torch.testing.assert_close(learned, weight.grad, rtol=1e-4, atol=1e-3)
+
+
+class Spare(torch.nn.Module):
+    "With weights that are frozen, and others that nobody reads."
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(4, 8, 8, 4), torch.nn.Conv2d(8, 8, 4, 2)
+        self.spare = torch.nn.Linear(1, 1)
+        self.second.requires_grad_(False)
+
+    def forward(self, x): return self.second(self.first(x).relu()).flatten(1)
+
+
+@pytest.mark.parametrize("space, network", [
+    (Box(0, 255, (84, 84, 4), np.uint8), None), (Box(0, 255, (84, 84, 4), np.uint8), Spare()),
+    (Dict(a=Box(0, 255, (40, 40, 1), np.uint8), b=Box(0, 255, (9, 9, 3), np.uint8)), None)])
+def test_of_a_large_batch_of_pictures_a_gradient_keeps_the_bytes_alone(space, network, monkeypatch):
+    "64 environments of 128 steps of Atari would take half a gigabyte more, in each minibatch."
+    body = Body(space, generator=torch.Generator().manual_seed(0), network=network)
+    rows = torch.randint(0, 256, (200, sum(body.sizes)), dtype=torch.uint8)
+    def learn(large):
+        kept = {}
+        def pack(x):
+            kept[x.untyped_storage().data_ptr()] = x.nbytes
+            return x
+        monkeypatch.setattr(policy, "LARGE", large)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            features = body(rows)
+        body.zero_grad()
+        features.square().sum().backward()
+        return features, [p.grad for p in body.parameters()], sum(kept.values())
+    features, gradients, kept = learn(rows.numel())
+    again, others, less = learn(rows.numel() - 1)
+    assert torch.equal(features, again) and kept > rows.numel() * 4 and less < rows.numel() / 20
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(gradients, others))
 
 
 @pytest.mark.parametrize("space, network", [
