@@ -39,8 +39,8 @@ from .spaces import (
 )
 from ..training.devices import pick_device, usual_defaults
 from ..training.fit import (
-    FIRST_LINE, Evaluator, as_hooks, check_finite, diverged, few_threads, fit, progress_bar,
-    settings_kept,
+    FIRST_LINE, Evaluator, as_hooks, check_finite, check_schedules, diverged, few_threads, fit,
+    progress_bar, settings_kept,
 )
 from ..training.options import our_names, versions
 from ..training.runs import Run, save_checked
@@ -49,6 +49,7 @@ from ..training.signals import end_later
 LONGEST = 10_000  # steps of an episode whose time limit is not known
 HIGH = 0.4  # clip fraction, from which on an update goes too far
 LARGE = 1000  # root mean square of advantages, from which on rewards should be scaled
+SCHEDULES = dict(learning_rate=["lr_anneal"], clip=["clip_anneal"])  # which may be functions
 SCORES = ("eval_return_mean", "eval_return_std",
           "eval_sampled_return_mean", "eval_sampled_return_std")
 
@@ -84,6 +85,12 @@ class PPO(Loop):
     ):
         if out is not None:
             Run.check(out)
+        check_schedules(options, **SCHEDULES)
+        made = isinstance(env, gym.vector.VectorEnv)
+        for name in ("vectorization", "env_kwargs") if made else ():
+            if options.get(name) not in (None, "auto"):
+                raise ValueError(f"{name} must be left out for environments that are made, got "
+                                 f"{options[name]!r}")
         self.spec, make, same_units = identify(env, options.get("env_kwargs"))
         self._setup(env, make, env_name(env), options, same_units)
         self._write_to(out, track)
@@ -477,6 +484,7 @@ class PPO(Loop):
         "A trainer to predict, evaluate or learn on; nothing is imported that the file names."
         if out is not None:
             Run.check(out)
+        check_schedules(options, **SCHEDULES)
         saved = read_saved(path)
         options = options_again(saved, path, options)
         name, spaces = options.pop("env"), [space_from_numbers(x) for x in saved["spaces"]]

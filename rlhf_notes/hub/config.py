@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..language.config import GROUPS, DPOConfig, RLHFConfig
-from ..training.options import Count, Fraction, Positive, Whole, config_class
+from ..language.config import DPOConfig, RLHFConfig
+from ..training.options import Count, Fraction, Only, Positive, Whole, config_class
 
 
 @config_class
@@ -59,7 +59,7 @@ class OwnConfig(Own, RLHFConfig):
     overlong: Literal["replace", "subtract", "filter", "soft", "keep"] = "keep"
     prompt_order: Literal["random", "epochs"] = "random"
     "prompts of your own: each drawn at random, or all of them once before any comes again"
-    dynamic_sampling: Annotated[bool, GROUPS] = False
+    dynamic_sampling: Annotated[bool, Only("algo", "grpo", "rloo")] = False
     "draw groups whose responses all have the same score again, at most twice (DAPO)"
 
 

@@ -125,6 +125,7 @@ def _with_adapter(name, what="causal language model", kind="AutoModelForCausalLM
     with _told("LoRA adapter", name, option), warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+        if not base: raise ValueError("its adapter_config.json names no base")
         base = _from_pretrained(base, what, kind, option, **options)
         return peft.PeftModel.from_pretrained(base, name, is_trainable=True)
 

@@ -56,7 +56,8 @@ def fresh(x):
 
 def bind(function, columns=(), kind="reward") -> inspect.BoundArguments:
     """Where each of `TEXTS` and the columns goes, by its name: to the parameter of that name, and
-    prompts and responses in turn to those of others; `kind` is what the function is."""
+    prompts and responses in turn to those of others, but no prompts after responses that are
+    named: a column that is not there stands there. `kind` is what the function is."""
     if clash := {*columns} & {*TEXTS}:
         raise ValueError(f"prompts must have no column {min(clash)}, which a reward gets already")
     try:
@@ -77,7 +78,8 @@ def bind(function, columns=(), kind="reward") -> inspect.BoundArguments:
         elif p.kind is p.VAR_POSITIONAL:
             bound.arguments[name], left = tuple(left), []
         elif p.default is p.empty:
-            if not left or p.kind is p.KEYWORD_ONLY:
+            late = "responses" in bound.arguments.values()
+            if not left or late or p.kind is p.KEYWORD_ONLY:
                 raise ValueError(f"{kind} must take prompts, responses and columns of the prompts, "
                                  f"got the argument {name!r} beside the columns {[*columns]}")
             bound.arguments[name] = left.pop(0)

@@ -51,7 +51,9 @@ from ..language.machine import make_machine
 from ..language.model import autocast
 from ..language.rollout import ADVANTAGES, group_advantages, weighted_sum
 from ..training.devices import make_accelerator, process_device, stopped_anywhere, usual_defaults
-from ..training.fit import Evaluator, as_hooks, fit, progress_bar, step_size
+from ..training.fit import (
+    Evaluator, as_hooks, check_schedules, fit, progress_bar, step_size,
+)
 from ..training.options import read_options
 from ..training.runs import check_sums
 from ..training.seeds import seeded_generator
@@ -226,6 +228,7 @@ def save_policy(path, config, lm, tokenizer, merge=False, dtype=None):
 
 def own_schedule(options):
     "Take out of the options a learning rate that is a function of the iterations that are left."
+    check_schedules(options, learning_rate=["lr_anneal", "lr_warmup"])
     return options.pop("learning_rate") if callable(options.get("learning_rate")) else None
 
 

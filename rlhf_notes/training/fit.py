@@ -19,9 +19,9 @@ The last policy is not always the best. An `Evaluator` is a hook: every so often
 policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
 """
 
-__all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'Stage', 'diverged',
-           'check_finite', 'BAR', 'FIRST_LINE', 'progress_bar', 'Setting', 'THREADS', 'SMALL',
-           'few_threads', 'READ_AND_SET', 'settings_kept']
+__all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'check_schedules',
+           'Stage', 'diverged', 'check_finite', 'BAR', 'FIRST_LINE', 'progress_bar', 'Setting',
+           'THREADS', 'SMALL', 'few_threads', 'READ_AND_SET', 'settings_kept']
 
 import math
 import os
@@ -68,7 +68,7 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
 
     def say():
         note(f"stopping after {done} of {total} iterations; a second Ctrl-C stops at once")
-    with stop_on_interrupt(say) as stop, bar:
+    with stop_on_interrupt(say) as stop, bar, torch.inference_mode(False):  # or no_grad
         while trainer.left and not stopped(stop):
             done += 1
             row = trainer.iterate()
@@ -238,6 +238,14 @@ def step_size(name, schedule, left):
     x = schedule(left)
     if isinstance(x, Real) and 0 < x < math.inf: return float(x)
     raise ValueError(f"{name} must be a function to numbers > 0, got {x!r}")
+
+
+def check_schedules(options, **shaped_by):  # name of a step size -> options that shape it
+    "ValueError if a step size is a function, which an option would have to shape besides."
+    for name, others in shaped_by.items():
+        for other in options.keys() & set(others) if callable(options.get(name)) else ():
+            raise ValueError(f"{other} must be left out where {name} is a function, got "
+                             f"{options[other]!r}")
 
 
 class Stage:

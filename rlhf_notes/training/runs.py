@@ -149,10 +149,12 @@ def _sum(path):
     return f"{total:08x}"
 
 
-def write_table(path: Path, rows: list):
-    "Write a CSV file of dicts with the same keys, whole or not at all."
-    lines = *rows[:1], *(row.values() for row in rows)
+def write_table(path: Path, rows: list) -> list:  # the columns, as they first came
+    "Write a CSV file of dicts, whole or not at all; what a row does not have stays empty."
+    columns = {name: name for row in rows for name in row}
+    lines = (map(row.get, columns) for row in [columns, *rows]) if rows else ()
     write_atomically(path, "".join(map(_line, lines)))
+    return [*columns]
 
 
 def read_table(path: Path) -> list:
@@ -185,6 +187,7 @@ class Run:
     rows: list = field(default_factory=list, repr=False) # Of metrics.csv
     checkpoint: dict | None = None # The state to continue from; None in a new run
     trackers: list | None = field(default=None, repr=False) # Made with the first row
+    columns: list = field(default_factory=list, repr=False) # Of metrics.csv
     held: object = field(default=None, repr=False) # The lock
     begun: bool = field(default=False, repr=False) # True once episodes.csv has been written to
 
@@ -273,13 +276,15 @@ class Run:
         self.rows.append(row)
         if self.trackers is None:
             self.lock()
-            write_table(path, self.rows)
+        if self.trackers is None or not row.keys() <= set(self.columns):
+            self.columns = write_table(path, self.rows)
+        else:
+            with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
+                f.write(_line(map(row.get, self.columns)))
+        if self.trackers is None:
             with disk_errors(self.path):
                 self.trackers = [_make_tracker(self.path, step, self.config, name)
                                  for name in _tracks(self.config)]
-        else:
-            with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
-                f.write(_line(row.values()))
         with disk_errors(self.path):
             for tracker in self.trackers:
                 tracker.log(values, step=step)

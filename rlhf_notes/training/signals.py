@@ -29,22 +29,22 @@ def stop_on_interrupt(say=None):  # yields a threading.Event
         yield stop
 
 
-_OUTER = []  # for each `end_later` that is entered, the signals to be sent at its end
+_ENTERED = threading.local()  # each thread's `end_later`, a list of signals for each
 
 
 @contextmanager
 def end_later():  # yields the list of signals to be sent again at its end
     """A SIGTERM that stopped a training inside ends the program after this, when all is written.
     After a Ctrl-C the program goes on; whoever sent another signal wants it to end."""
-    came = []
-    _OUTER.append(came)
+    came, outer = [], vars(_ENTERED).setdefault("outer", [])
+    outer.append(came)
     try:
         yield came
     finally:
-        _OUTER[:] = [signals for signals in _OUTER if signals is not came]
+        outer[:] = [signals for signals in outer if signals is not came]
         for signum in came:
-            if _OUTER:
-                _OUTER[-1].append(signum)
+            if outer:
+                outer[-1].append(signum)
             elif signum != signal.SIGINT:
                 signal.raise_signal(signum)
 

@@ -315,6 +315,23 @@ class Sets(Own):
         return super().step(action)
 
 
+@pytest.mark.parametrize("name, shape", [("learning_rate", "lr_anneal"), ("clip", "clip_anneal")])
+def test_a_step_size_that_is_a_function_is_not_shaped_by_an_option(name, shape, tmp_path):
+    options = {name: lambda left: 0.1 * left, shape: 2.0}
+    for make in (PPO, lambda **more: PPO.load(tmp_path / "a.pt", **more)):
+        with pytest.raises(ValueError, match=f"^{shape} must be left out where {name} is a func"):
+            make(**options)
+
+
+def test_options_of_what_is_made_are_refused_where_it_is_made():
+    envs = gym.make_vec("CartPole-v1", 4)
+    for name, x in dict(vectorization="async", env_kwargs=dict(sutton_barto_reward=True)).items():
+        with pytest.raises(ValueError, match=f"^{name} must be left out for environments that are"):
+            PPO(envs, **TINY | {name: x})
+    PPO(envs, vectorization="auto", env_kwargs=None, **TINY)
+    envs.close()
+
+
 def test_what_an_environment_sets_for_all_of_pytorch_is_put_back():
     def rows(make): return PPO(make, eval_every=256, eval_episodes=2, **TINY).learn().rows
     assert rows(Sets) == rows(Own)

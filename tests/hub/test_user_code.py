@@ -275,6 +275,38 @@ def test_a_loop_of_ones_own_is_that_of_pairs_too():
         Own(make("GPT2"), tokenizer(), rows, learning_rate=lambda left: left, **small)
 
 
+@pytest.mark.parametrize("name", ["lr_anneal", "lr_warmup"])
+def test_a_rate_that_is_a_function_is_not_shaped_by_an_option(name):
+    given = {"learning_rate": lambda left: 0.1 * left, name: 2}
+    rows = [dict(prompt="w3", chosen="w5", rejected="w6")]
+    for build in (lambda: own(reward=count, **given),
+                  lambda: DPO(make("GPT2"), tokenizer(), rows, **given)):
+        with pytest.raises(ValueError, match=f"^{name} must be left out where learning_rate is a"):
+            build()
+
+
+def test_a_column_that_is_not_there_is_no_prompt():
+    "Names are taken as names: what comes after the responses is a column."
+    def graded(completions, answer): return [float(a in c) for a, c in zip(answer, completions)]
+    def told(p, completions): return count(p, completions)
+    for wrong in (graded, lambda responses, answer, **others: [0.0] * len(responses)):
+        with pytest.raises(ValueError, match="^reward must .* the argument 'answer' beside the"):
+            own(reward=wrong)
+    own(reward=graded, prompts=[dict(prompt="w3", answer="w9")]).iterate()
+    own(reward=told).iterate()
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_training_has_gradients_whatever_surrounds_it(around):
+    t, same = (own(reward=count) for _ in range(2))
+    with around():
+        t.learn()
+    same.learn()
+    assert without_times(t.rows) == without_times(same.rows)
+    weights = (torch.cat([p.detach().flatten() for p in x.policy.parameters()]) for x in (t, same))
+    assert torch.equal(*weights)
+
+
 def test_a_beginning_that_is_added_to_one_in_the_text_is_said():
     with pytest.warns(UserWarning, match="1 of 2 prompts begin with w1 twice"):
         own(prompts=["w1 w3", "w4"], reward=count)

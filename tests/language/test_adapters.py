@@ -453,6 +453,8 @@ def test_an_adapter_belongs_to_one_trainer_and_to_its_rank(recwarn, tmp_path):
         RLHF(t.policy.lm, tokenizer(), prompts=["w1 w2"], reward=short, lora=4, **SMALL)
     with pytest.warns(UserWarning, match="its base has no name or directory .* merge=True"):
         t.save(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="got .*: its adapter_config.json names no base$"):
+        RLHF.load(tmp_path / "adapter")
     t.save(tmp_path / "sum", merge=True)
     assert RLHF.load(tmp_path / "sum").generate(["w1 w2"], n=4) == t.generate(["w1 w2"], n=4)
 

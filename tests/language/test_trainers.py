@@ -279,6 +279,7 @@ def test_a_teacher_that_cannot_teach_is_refused():
     for options, words in (
             (dict(teacher=large), "teacher must have the model's vocabulary of .*60"),
             (dict(algo="ppo"), "algo must be grpo or rloo with a teacher"),
+            (dict(dynamic_sampling=True), "dynamic_sampling must be left out for algo teacher"),
             (dict(kl_coef=0.1), "kl_coef must be left out for algo teacher")):
         with pytest.raises(ValueError, match=words):
             taught(**options)

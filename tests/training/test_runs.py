@@ -134,6 +134,26 @@ def test_a_table_is_quoted_where_it_must_be(tmp_path):
                     {"a, b": 'say "z"', "c": "", "d": "", "e": "-1"}]
 
 
+def test_columns_that_a_callback_adds_now_and_then_stand_under_their_names(tmp_path):
+    "Also where rows are appended, and where one lacks a column or has others in another order."
+    run = Run.create(tmp_path / "run", dict(task="train", track=[]))
+    added = {}, dict(odd=22), dict(third=33), dict(third=34, odd=24), {}
+    for i, more in enumerate(added):
+        row = dict(steps=i, loss=i / 2)
+        run.log(row, i)
+        row |= more
+    rows = [dict(loss=0.5, steps=5, late=6), dict(steps=7)]
+    for row in rows:
+        run.log(row, 5)
+    expected = [dict(steps=i, loss=i / 2) | more for i, more in enumerate(added)] + rows
+    def read():
+        with open(run.path / "metrics.csv", newline="") as f: return [*csv.DictReader(f)]
+    for _ in range(2):
+        found = [{k: float(x) for k, x in row.items() if x} for row in read()]
+        assert found == expected
+        run.finish({})
+
+
 @given(x=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_nine_digits_tell_float32_apart(x):
     assert torch.tensor(float(runs._cell(x)), dtype=torch.float32).item() == x

@@ -61,6 +61,30 @@ def test_who_wants_the_program_to_end_is_heard_after_the_training(number, heard)
     assert heard == again
 
 
+@pytest.mark.parametrize("first", ["the thread", "the main one"])
+def test_a_training_in_a_thread_delays_no_signal_of_the_main_one(first, heard):
+    began, done = threading.Event(), threading.Event()
+
+    def train():
+        with end_later():
+            began.set()
+            done.wait(60)
+    thread = threading.Thread(target=train)
+    def enter():
+        thread.start()
+        began.wait(60)
+    if first == "the thread":
+        enter()
+    with stop_on_interrupt():
+        if first != "the thread":
+            enter()
+        signal.raise_signal(signal.SIGTERM)
+    told = [*heard]
+    done.set()
+    thread.join()
+    assert told == heard == [signal.SIGTERM]
+
+
 def test_a_stop_by_a_callback_makes_no_signal_the_second(heard):
     with stop_on_interrupt() as stop:
         stop.set()
