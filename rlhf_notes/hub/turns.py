@@ -17,7 +17,7 @@ from ..checks import check_context
 from .load import as_text, check_tokens
 from .prompts import Prompts, token_ids
 from .rewards import bind, called, shown
-from ..language.rollout import Responses, weighted_sum
+from ..language.rollout import weighted_sum
 
 # %% ../../nbs/hub/turns.ipynb #next-prompt
 def next_prompt(prompt, turn, reply):
@@ -61,49 +61,64 @@ def _is_pay(x):
 
 # %% ../../nbs/hub/turns.ipynb #dialogues
 class Dialogues:
-    "Dialogues under way, each to become one response."
+    "Dialogues under way: responses of one turn, to which the others are written."
 
-    def __init__(self, task, prompts, mask, length, rows):
-        self.task, self.prompts, self.mask = task, prompts, mask
-        self.rows = [*rows]  # a row's prompt: all before the newest turn
-        self.place = torch.arange(length, device=prompts.device)
-        self.tokens = prompts.new_zeros(len(prompts), length)
-        self.own, self.has_end = self.tokens > 0, self.tokens[:, 0] > 0
-        self.begin, self.end = prompts.new_zeros(2, len(prompts), 1)  # of the newest turn
-        self.turns = torch.full_like(self.tokens, -1)  # the number of each token's turn
-        self.paid = torch.full(self.tokens.shape, math.nan, device=prompts.device)  # (B, turns)
+    def __init__(self, task, prompts, mask, found):
+        self.task, self.prompts, self.mask, self.found = task, prompts, mask, found
+        found.rows, found.turns = [*found.rows], torch.where(found.mask, 0, -1)
+        found.paid = torch.full(found.tokens.shape, math.nan, device=prompts.device)
+        self.place = torch.arange(found.tokens.shape[1], device=prompts.device)
+        self.end = found.mask.sum(1, keepdim=True)  # of the newest turn
+        self.begin = torch.zeros_like(self.end)
 
     def so_far(self, going):
         "All that these rows have said, (n, S) and its mask, padded on the left like prompts."
         mask = torch.cat([self.mask, self.place < self.end], 1)[going]
         order = mask.int().argsort(dim=1, stable=True)  # padding comes first
         order = order[:, -self.prompts.shape[1] - int(self.end[going].max()):]
-        tokens = torch.cat([self.prompts, self.tokens], 1)[going]
+        tokens = torch.cat([self.prompts, self.found.tokens], 1)[going]
         return tokens.gather(1, order), mask.gather(1, order)
 
     def cut(self, begin=0):
         "The tokens said from `begin` on, the rest as padding, (B, T)."
         rest = (self.place < begin) | (self.place >= self.end)
-        return self.tokens.masked_fill(rest, self.task.pad_token)
+        return self.found.tokens.masked_fill(rest, self.task.pad_token)
 
     def reply(self, asked):
         "Let the environment reply to rows whose turn has ended; those that go on."
-        task, rows, going = self.task, [self.rows[i] for i in asked.tolist()], []
+        task, x, going = self.task, self.found, []
+        rows = [x.rows[i] for i in asked.tolist()]
         known = task.as_arguments(rows, self.cut(self.begin)[asked].cpu())
         replies = called(task.environment, task.asked, known)
         replies, paid = read_replies(replies, len(rows), bool(task.rewards))
-        self.paid[asked, self.turns[asked].amax(1)] = torch.tensor(paid, device=asked.device)
+        x.paid[asked, x.turns[asked].amax(1)] = torch.tensor(paid, device=asked.device)
         for i, row, turn, reply in zip(asked.tolist(), rows, known["responses"], replies):
-            self.has_end[i] = reply is None
+            x.has_end[i] = reply is None
             if reply is None: continue
             ids, begin = reply_tokens(task, row, reply), int(self.end[i])
             end = begin + len(ids)
             if end >= len(self.place): continue
-            self.tokens[i, begin:end], self.end[i] = self.tokens.new_tensor(ids), end
-            self.turns[i, begin:end] = self.turns[i].max()
-            self.rows[i] = row | dict(prompt=next_prompt(row["prompt"], turn, reply))
+            x.tokens[i, begin:end], self.end[i] = x.tokens.new_tensor(ids), end
+            x.turns[i, begin:end] = x.turns[i].max()
+            x.rows[i] = row | dict(prompt=next_prompt(row["prompt"], turn, reply))
             going.append(i)
         return asked.new_tensor(going)
+
+    def places(self, going):
+        "Where the next turn of these rows stands, (n, t); beyond the last, it is cut off."
+        return self.end[going] + self.place[:len(self.place) - int(self.end[going].min())]
+
+    def write(self, going, turn):
+        "Write the next turn of these rows, as `Responses`; those that have ended in time."
+        x, at = self.found, self.places(going)
+        fits = at < len(self.place)
+        where = going[:, None].expand_as(at)[fits], at[fits]
+        turn.turns = (x.turns[going].amax(1, keepdim=True) + 1).where(turn.mask, -1)
+        for name in ("tokens", "logp", "hidden", "mask", "turns"):
+            getattr(x, name)[where] = getattr(turn, name)[fits]
+        self.begin[going] = self.end[going]
+        self.end[going] += turn.mask.sum(1, keepdim=True)
+        return going[turn.has_end & (self.end[going, 0] <= len(self.place))]
 
 # %% ../../nbs/hub/turns.ipynb #take-turns
 class Turns(Prompts):
@@ -128,25 +143,14 @@ class Turns(Prompts):
 
     def respond(self, lm, prompts, mask, u, rows, temperature):
         "Dialogues, each as one response; its mask is True at tokens of the model alone."
-        d, T, kept = Dialogues(self, prompts, mask, u.shape[1], rows), u.shape[1], []
-        going = torch.arange(len(u), device=u.device)
-        while len(going):
-            at = d.end[going] + d.place[:T - int(d.end[going].min())]  # where the next turn stands
-            turn = super().respond(lm, *d.so_far(going), u[going].gather(1, at.clamp(max=T - 1)),
-                                   None, temperature)
-            number = (d.turns[going].amax(1, keepdim=True) + 1).where(turn.mask, -1)
-            parts = turn.tokens, turn.logp, turn.hidden, turn.mask, number
-            kept = kept or [d.tokens, *map(torch.zeros_like, parts[1:3]), d.own, d.turns]
-            fits = at < T
-            where = going[:, None].expand_as(at)[fits], at[fits]
-            for to, x in zip(kept, parts):
-                to[where] = x[fits]
-            d.begin[going] = d.end[going]
-            d.end[going] += turn.mask.sum(1, keepdim=True)
-            ended = going[turn.has_end & (d.end[going, 0] <= T)]
-            going = d.reply(ended) if len(ended) else ended
-        return Responses(*kept[:3], d.cut(), d.cut(d.begin), d.own, d.has_end, d.rows, d.turns,
-                         d.paid)
+        found = super().respond(lm, prompts, mask, u, rows, temperature)  # the first turns
+        d, ended = Dialogues(self, prompts, mask, found), found.has_end.nonzero()[:, 0]
+        while len(ended) and len(going := d.reply(ended)):
+            numbers = u[going].gather(1, d.places(going).clamp(max=u.shape[1] - 1))
+            turn = super().respond(lm, *d.so_far(going), numbers, None, temperature)
+            ended = d.write(going, turn)
+        found.whole, found.said = d.cut(), d.cut(d.begin)
+        return found
 
     def score(self, prompts, mask, found):
         "Each of the user's rewards, and what the environment paid, (B, R + 1)."
