@@ -397,7 +397,7 @@ def mask_forgotten(logp, old_logp, adv, mask):
     return -surrogate(logp, old_logp, adv).mean()
 
 
-@fault("mask-ignored", "policy_loss")
+@fault("mask-leak", "policy_loss")
 def mask_below_only(logp, old_logp, adv, mask):
     return -surrogate(logp, old_logp, adv).sum() / mask.sum()
 
@@ -511,6 +511,26 @@ def value_min(values, old_values, returns, mask, cliprange=0.2):
 @fault("scale", "value_loss", factor=0.25)
 def value_halved_twice(values, returns, mask):
     return 0.5 * 0.5 * masked_mean((values - returns) ** 2, mask)
+
+
+@fault("mask-leak", "policy_loss")
+def mask_below_each_row(logp, old_logp, adv, mask):
+    return -(surrogate(logp, old_logp, adv).sum(1) / mask.sum(1)).mean()
+
+
+@fault("mask-leak", "kl")
+def kl_sum_over_all(logps, ref_logps, mask):
+    return (logps - ref_logps).detach().sum() / mask.sum()
+
+
+@fault("mask-leak", "value_loss")
+def value_sum_over_all(values, returns, mask):
+    return (values - returns).pow(2).sum() / mask.sum()
+
+
+@fault("mask-leak", "aggregate")
+def sum_over_all(loss, mask):
+    return loss.sum() / mask.sum()
 
 
 @fault("mask-ignored", "value_loss")

@@ -191,7 +191,7 @@ class Losses(Reader):
         self.subject.dialect["counts"] = bool(grad[~m].any()) and not grad[m].any()
 
     def check_mask(self, case, moved, level="token"):  # role -> by how much it moves under it
-        "Find that the mask has no effect, or that what is under it has one."
+        "Find that the mask changes nothing, or that what is under it reaches the loss."
         if not self.masked: return
         m, name, (loss, grad) = case["mask"], self.mask_name, self(case)
         whole = self(case | dict(mask=torch.ones_like(m)))
@@ -201,17 +201,14 @@ class Losses(Reader):
                                              "are the same")
         under = grad[~m].abs().max()
         if level == "token" and under > 1e-6 * grad.abs().max():
-            size, full = (x.abs().sum(1, keepdim=True) for x in (grad, whole[1]))
-            alike = full.max() > 1e-6 * size.max() and same([grad * full], [whole[1] * size])
-            return self.find("mask-ignored" if alike else "mask-leak", f"a token under {name} has "
-                             f"the gradient {under:.3g}, the formula gives 0")
+            return self.find("mask-leak", f"a token under {name} has the gradient {under:.3g}, "
+                                          "the formula gives 0")
         other = {n: case[n] + by * ~m for n, by in moved.items()
                  if n in case and case[n].shape == m.shape}
         after = self(case | other)
         if not same([loss, grad * m], [after[0], after[1] * m]):
-            kind = "mask-leak" if grad.any() else "mask-ignored"
-            self.find(kind, f"other numbers under {name}: the loss goes from {loss:.4g} to "
-                            f"{after[0]:.4g}, the formula keeps it")
+            self.find("mask-leak", f"other numbers under {name}: the loss goes from {loss:.4g} to "
+                                   f"{after[0]:.4g}, the formula keeps it")
 
     def read_mode(self, weights, tolerance=2e-4) -> float:  # [(weights, mask)] of each shape
         "Read the aggregation off the weights of the tokens; gives their scale."
