@@ -10,6 +10,7 @@ import itertools
 import math
 import signal
 import threading
+import time
 
 import torch
 
@@ -31,15 +32,18 @@ class TimeIsOver(BaseException):
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float):  # from now on
-    "Raise TimeoutError when they are over, where signals can: in the main thread, not on Windows."
+def time_limit(seconds: float):  # of the processor, or six times as many by the clock
+    """Raise TimeoutError when they are over, where signals can: in the main thread, not on Windows.
+    What other programs take does not count; a function that sleeps is ended by the clock."""
     is_main = threading.current_thread() is threading.main_thread()
     if not hasattr(signal, "setitimer") or not is_main:
         yield
         return
-    def stop(*_): raise TimeIsOver
+    busy, clock = time.thread_time() + seconds, time.monotonic() + 6 * seconds
+    def stop(*_):
+        if time.thread_time() > busy or time.monotonic() > clock: raise TimeIsOver
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    signal.setitimer(signal.ITIMER_REAL, seconds, min(1, seconds / 4))
     try:
         yield
     except TimeIsOver:
@@ -129,8 +133,9 @@ class Subject:
         self.dialect, self.printed, self.calls, self.changed = {}, "", 0, set()
         self.guessed = guessed  # the kind, from the names
         self.filled, self.unset = {}, {}  # options without a number -> the one they get here
-        self.wants = {n: lambda x: -x for r, n in self.roles.items() if "logp" in r and any(
-            "neglogp" in parts_of(n) for n in self.roles.values())}  # parameter -> what it wants
+        negative = any("neglogp" in parts_of(n) for n in self.roles.values())
+        self.wants = {n: lambda x: -x for r, n in self.roles.items()  # parameter -> what it wants
+                      if "logp" in r and negative or r == "log_ratio" and "kl" in n}
 
     def _signature(self, function):
         if not callable(function):
@@ -186,13 +191,14 @@ class Subject:
 
     def _second(self, role, name):
         "Two parameters of one role: that of the new policy says so, or stands first."
-        old = {"logp": "logp_old", "value": "value_old", "done": "done_last"}.get(role)
+        old = {"logp": "logp_old", "logp_old": "logp_rollout", "value": "value_old",
+               "done": "done_last"}.get(role)
         if old is None or old in self.roles:
             self.unknown += [name] * (self.parameters[name].default is EMPTY)
             return
         both = [self.roles[role], name]
         self.vague = not any("new" in parts_of(n) for n in both)
-        both.sort(key=lambda n: not {"new", "mb"} & {*parts_of(n)})
+        both.sort(key=lambda n: not ({"new", "mb"} & {*parts_of(n)} or "prox" in n))
         self.roles[role], self.roles[old] = both
 
     def required(self) -> set:  # roles
@@ -202,9 +208,10 @@ class Subject:
     def guess(self) -> str | None:  # a kind, or None
         "The kind, from the roles."
         kind = kind_of_roles(set(self.roles), self.required())
+        if self.roles and self.roles.keys() <= MASKS and len(self.unknown) == 1: return "x"
         discounted = "rewards" in self.roles and any("gamma" in n.lower() for n in self.parameters)
         aim = "rewards" if self.roles.get("rewards") == "R" and not discounted else "labels"
-        if self.roles.keys() - MASKS == {"value", aim}:  # what values aim at
+        if self.roles.keys() - MASKS - {"value_old"} == {"value", aim}:  # what values aim at
             self.roles["returns"] = self.roles.pop(aim)
             return "value_loss"
         if kind == "x" and self.roles.keys() & {"rewards", "returns"} and group_of(self.numbers):

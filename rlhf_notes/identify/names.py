@@ -22,9 +22,9 @@ WORDS = {  # one word -> those that mean the same in other people's code
     "mask": "mask valid keep real m",
     "pad": "pad padding padded ignore ignored",
     "advantage": "advantage adv a ahat gae",
-    "value": "value v val vpred vf critic vt baselines",
+    "value": "value v val vpred vf critic vt baselines pred prediction",
     "next": "next last bootstrap final boot tail tp1 prime nextvalue lastvalue",
-    "return": "return ret vtarg returned",
+    "return": "return ret vtarg returned rtg",
     "reward": "reward score rew r rwd outcome",
     "target": "target",
     "terminated": "terminated termination terminal term",
@@ -56,7 +56,8 @@ def parts_of(
     "The words of a name, each under the meaning that it has here."
     name = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().strip("_")
     name = re.sub(r"log_?(probabilities|probability|probs?|ps?|pis?|likelihoods?)(?=_|$)", "logp",
-                  name)
+                  "v_last" if name == "v_t" else re.sub(r"(^|_)log_?q(?=_|$)", r"\1ref_logp", name))
+    name = re.sub(r"(discounted|cumulative)_rewards?|rewards?_to_go", "return", name)
     name = re.sub(r"neg(ative)?_?logp(?=_|$)", "neglogp", name)
     name = re.sub(r"(mu|mean)_?(and_)?(sigma|std)(?=_|$)", "gauss", name.removesuffix("_fn_out"))
     name = re.sub(r"(?<=_)l$", "rejected", name)
@@ -77,15 +78,17 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     if "mask" in has: return "padding" if "pad" in has and "not" not in has else "mask"
     if "ratio" in has and not has & OPTION: return "log_ratio" if "log" in has else "ratio"
     if name in ("weight", "weights"): return "weight"
+    if plain == {"ppo", "kl"}: return "log_ratio"  # of the old policy over the new one
     if has & OPTION and not has & {"logp", "logits"}: return None
     if "pad" in has: return None if has & {"id", "label", "index"} else "padding"
     if {"chosen", "rejected"} & plain and (plain - {"chosen", "rejected"} or len(name) > 2):
         side = "chosen" if "chosen" in has else "rejected"
-        if not has & {"length", "label"}: return f"{side}_ref" if "ref" in has else side
+        if "logp" in has or not has & {"length", "label"}: return f"{side}_ref" if "ref" in has else side
     if has & {"logits", "gauss"}:
         return next((f"logits_{w}" for w in ("ref", "old") if w in has), "logits")
     if "logp" in has:
         return next((f"logp_{w}" for w in ("rollout", "ref", "old") if w in has), "logp")
+    if "value" in has and has & {"done", "terminated"}: return "next_value"
     if has & {"done", "terminated", "truncated", "not", "start"}: return _ends(has)
     if "advantage" in has and "return" not in has: return "advantage"
     if "entropy" in has: return "entropy"
@@ -114,6 +117,7 @@ def _values(has):
 
 
 NUMBERS = [  # (what an option without default gets, the name has this), the first that fits
+    (True, r"^(use|is|do|with|should|enable)_|^norm(ali[sz]e)?_?(adv|rew|by|std)|clip_\w*_?loss$"),
     (3.0, r"dual|clip_?(?:ratio_?)?c$|eps(?:ilon)?_?c$|delta"),
     (0.2, r"clip|eps\w*_(?:low|high|hi|lo|lower|upper)|^eps_?(?:l|h)$"),
     (0.93, r"gamma|discount"),
@@ -133,7 +137,7 @@ GROUP_NAME = re.compile(  # of the number of responses to a prompt
     r"^n(um(ber)?)?_?(of_)?(gen|samp|resp|roll|compl|answ|outp|return|seq)")
 
 
-def usual_number(name: str) -> float | None:  # of a parameter without default
+def usual_number(name: str) -> float | bool | None:  # of a parameter without default
     "A number that an option of this name may have; None if the name says nothing."
     name = name.lower()
     return next((number for number, has in NUMBERS if re.search(has, name)), None)
@@ -149,6 +153,8 @@ def kind_of_roles(
     if {"advantage", "logits", "labels"} <= roles: return "policy_loss"
     if {"rewards", "logits", "logits_old", "labels"} <= roles: return "policy_loss"
     if "rewards" in roles and roles & {"value", "next_value"}: return "gae"
+    if {"rewards", "logp"} <= roles and not roles & {"logp_ref", "advantage"}:
+        return "policy_loss"
     if "logits" in roles: return "log_prob" if "labels" in roles else "entropy"
     if "logp" in roles and roles & {"logp_ref", "logp_old"} or "log_ratio" in roles: return "kl"
     if {"value", "returns"} <= roles: return "value_loss"

@@ -9,6 +9,7 @@ import torch
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from .calls import Unreadable, same
 from .probing import FLAGS, REAL, Losses, edges, noise, number, ragged
+from .weights import group_of
 
 CURVE = 336  # rows of one ratio each, A > 0 and A < 0 by turns
 CLIPPED = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
@@ -46,6 +47,7 @@ class PolicyLoss(Losses):
         if "labels" in self.roles:
             self.subject.take_logits()
         if "rewards" in self.roles and "advantage" not in self.roles:
+            if group_of(self.subject.numbers): self.subject.refuse("names", "advantage")
             self.roles["advantage"] = self.roles.pop("rewards")
 
     def _probe(self):

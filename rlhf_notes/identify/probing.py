@@ -77,7 +77,9 @@ class Reader:
     def _start(self): "Settle roles and dialects before the first call."
 
     @property
-    def masked(self) -> bool: return bool(self.roles.keys() & MASKS)
+    def masked(self) -> bool:
+        flat = self.subject.dialect.get("form") == "flat"  # each number is that of a response
+        return bool(self.roles.keys() & (MASKS - {"lengths"} if flat else MASKS))
 
     @property
     def mask_name(self) -> str: return next(self.roles[r] for r in MASKS if r in self.roles)
@@ -159,6 +161,8 @@ class Losses(Reader):
                  and (name == "padding" or name in self.subject.required())}
         if self.subject.dialect.get("counts"):
             case["padding"] = case["mask"]
+        if "lengths" in case and self.subject.dialect.get("form") == "flat":
+            case["lengths"] = torch.ones(case["mask"].numel())  # each is a response
         return self.subject.run(case, **options)
 
     def __call__(self, case: dict, leaf=None, **options):  # role -> tensor, (B, T) or (B,)
