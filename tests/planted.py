@@ -7,6 +7,7 @@ from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -1330,3 +1331,70 @@ def of_seven(logps, old_logps, advantages, mask, num_generations=7):
 def of_five(loss, mask, group_size=5):
     total, count = ((y * mask).sum(1).view(-1, group_size).sum(1) for y in (loss, mask))
     return (total / count).mean()
+
+
+@right("gae", gamma=0.97, lam=0.9, bootstrap=True)
+def gae_of_arrays(rewards, values, episode_starts, last_values, dones, gamma=0.97, lam=0.9):
+    "Over NumPy's arrays, as stable-baselines3's."
+    out, last, n = np.zeros_like(rewards), 0, len(rewards)
+    for t in reversed(range(n)):
+        goes_on = 1.0 - (dones if t == n - 1 else episode_starts[t + 1])
+        following = last_values if t == n - 1 else values[t + 1]
+        delta = rewards[t] + gamma * following * goes_on - values[t]
+        out[t] = last = delta + gamma * lam * goes_on * last
+    return out, out + values
+
+
+@right("gae", gamma=0.97, lam=0.9, bootstrap=True)
+def td_lambda(rewards, values, next_values, terminated, truncated, gamma=0.97, lmbda=0.9):
+    "Returns of the next values alone."
+    out, last = [], next_values[-1]
+    for t in reversed(range(len(rewards))):
+        following = next_values[t] * ~terminated[t]
+        cut = terminated[t] | truncated[t] | (t == len(rewards) - 1)
+        last = rewards[t] + gamma * torch.where(
+            cut, following, (1 - lmbda) * following + lmbda * last)
+        out.insert(0, last)
+    return torch.stack(out)
+
+
+@right("gae", gamma=0.9)
+def token_returns(token_rewards, response_mask, gamma=0.9):
+    steps = torch.arange(token_rewards.shape[1], dtype=token_rewards.dtype)
+    powers = torch.tril(gamma ** (steps[:, None] - steps))
+    return (token_rewards * response_mask) @ powers * response_mask
+
+
+@fault("mask-leak", "whiten")
+def whitened_with_zeros(x, mask):
+    x = x * mask
+    return (x - x.mean()) / (x.std() + 1e-8) * mask
+
+
+@fault("scale", "gae")
+def lambda_squared(rewards, values, next_value, dones, gamma=0.9, lam=0.8):
+    values = torch.cat([values, next_value[None]])
+    out, last = [], 0
+    for t in reversed(range(len(rewards))):
+        goes_on = 1 - dones[t].to(values)
+        last = rewards[t] + gamma * values[t + 1] * goes_on - values[t] + (
+            gamma * lam * lam * goes_on * last)
+        out.insert(0, last)
+    return torch.stack(out)
+
+
+@fault("baseline", "group_advantage")
+def means_repeated_the_other_way(rewards, num_generations=4):
+    return rewards - rewards.view(-1, num_generations).mean(1).repeat(num_generations)
+
+
+@fault("deviation", "whiten")
+def whitened_by_a_sum(x, mask):
+    z = x - masked_mean(x, mask)
+    return z / ((z.square() * mask).sum() + 1e-8).sqrt()
+
+
+@fault("baseline", "preference_loss")
+def reference_crossed(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+    h = chosen_logps - ref_rejected_logps - rejected_logps + ref_chosen_logps
+    return -F.logsigmoid(0.1 * h).mean()

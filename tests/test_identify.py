@@ -318,6 +318,7 @@ def of_data(data, mask): return masked_mean(data, mask)
 def reverse(log_p, log_q): return (log_q - log_p).exp() - 1 - (log_q - log_p)
 
 
+@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("f, formula", [
     (of_sums, "ppo"), (of_rewards, "ppo"), (of_ppo_kl, "ppo"), (decoupled, "ppo"),
     (with_a_switch, "ppo"), (critic, "value_loss"), (of_data, "aggregate_loss"),

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from .calls import LIMIT, Subject, Unreadable, time_limit
 from .gae import GAE
-from .groups import GroupAdvantage
+from .groups import GroupAdvantage, discounts
 from .losses import KL, PreferenceLoss, ValueLoss
 from .masks import Aggregate, Whiten, reduces
 from .names import KINDS
@@ -17,7 +17,7 @@ from .tokens import Entropy, LogProb
 
 READERS = {reader.kind: reader for reader in (
     PolicyLoss, ValueLoss, GAE, GroupAdvantage, KL, LogProb, Entropy, Aggregate, Whiten,
-    PreferenceLoss)} | {"x": reduces}
+    PreferenceLoss)} | {"x": reduces, "returns": discounts}
 
 
 def identify(

@@ -218,7 +218,8 @@ class Subject:
             self.roles.setdefault("rewards", self.roles.pop("returns", None))
             return "group_advantage"
         if not discounted or kind not in ("x", "group_advantage"): return kind
-        return "group_advantage" if self.roles.keys() & {"mask", "index"} else "gae"
+        if "index" in self.roles: return "group_advantage"
+        return "returns" if "mask" in self.roles else "gae"
 
     def take_logits(self):
         "Give the log-probabilities as logits, of one action and all others, or as Gaussians."
@@ -283,6 +284,7 @@ class Subject:
         flag = dict(bool=torch.bool, float=real, int=torch.int64)[how.get("flags", "bool")]
         x = x.to(flag if x.dtype == torch.bool else real if x.is_floating_point() else x.dtype,
                  copy=True)
+        if how.get("array") == "numpy": return x.numpy()
         return x.flatten() if how.get("form") == "flat" else x
 
     def run(self, case: dict, **options):  # role -> value -> what the function returns

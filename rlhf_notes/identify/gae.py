@@ -83,6 +83,7 @@ class GAE(Reader):
             self.ends & {"starts", "done_last"})
         nexts = ("each", "last", "row") if each else ("last", "row", "each")
         self.tries = dict(
+            array=("tensor", "numpy"),
             layout=(*([layout] if layout else ["TN", "BT"]), *["1d"] * (layout != "BT")),
             dtype=REAL, length=("T", "T+1")[:None if "value" in roles else 1],
             next=nexts if "next_value" in roles else ("last",),
@@ -233,13 +234,14 @@ class GAE(Reader):
         R, V, L = (self.response(name, of) for of in ("r", "v", "nv"))
         scale = self._scale(name, R)
         if not scale: return
-        R, V, L = R / scale, V / scale, L / scale
-        gl = R[0, 1].item()
-        gamma = (L[0, 0] if self.each else V[0, 1] + gl).item() if has_values else gl
+        if self.each and has_values:  # V of the same state, once before and once after a step
+            V = V + torch.nn.functional.pad(L, (1, 0))[:, :-1]
+        gl = R[0, 1].item() / scale
+        gamma = V[0, 1].item() / scale + gl if has_values else gl
         lam = gl / gamma if abs(gamma) > 1e-9 else 0.0
         facts.update(gamma=number(gamma), **({"lam": number(lam)} if has_values else {}))
-        self.report.curves = {"": (torch.arange(T), R[0], gl ** torch.arange(T).double())}
-        if self._plain(R, V, gl, gamma, self.each or not has_values):
+        self.report.curves = {"": (torch.arange(T), R[0] / scale, gl ** torch.arange(T).double())}
+        if self._plain(R / scale, V / scale, gl, gamma, has_values):
             self._promised()
             faults = self._faults(name, scale, gamma, lam, has_values)
             facts["bootstrap"] = bool(self.follows and "no-bootstrap" not in (faults or ""))
@@ -283,7 +285,7 @@ class GAE(Reader):
             return mean
         else: return 1.0
 
-    def _plain(self, R, V, gl, gamma, apart):
+    def _plain(self, R, V, gl, gamma, has_values):
         "Without ends: powers of gamma lambda, and TD errors with the right values."
         k = torch.arange(T)[None] - torch.arange(T)[:, None]
         P = torch.where(k >= 0, torch.tensor(gl).double() ** k.clamp(min=0), 0.0)
@@ -293,10 +295,10 @@ class GAE(Reader):
             self.report.notes.append(f"a sum over {n} steps, then the value")
             return False
         shift = torch.diag(torch.ones(T - 1).double(), 1)
-        values = P @ ((0 if apart else gamma) * shift - torch.eye(T).double())
+        values = P @ (gamma * shift - torch.eye(T).double())
         for what, got, formula in (("reward", R, P), ("value", V[:, :-1], values[:, :-1])):
-            if what == "value" and V.abs().max() < 1e-9:
-                if apart: return True
+            if what == "value" and V.diagonal().abs().max() < 1e-9:
+                if not has_values: return True
                 self.find("baseline", "a value of 1 changes no advantage; the formula subtracts it")
                 return False
             if not same([got], [formula], 1e-3):
@@ -312,7 +314,7 @@ class GAE(Reader):
         cut = self.each | ~LAST | (noise(T, N, seed=10) > 0)
         done = ends & cut
         end = done & (noise(T, N, seed=9) > 0) if "truncated" in self.roles else done
-        nv = nv if self.each else torch.cat([v[1:], nv[-1:]])
+        nv = torch.where(ends & bool(self.each), nv, torch.cat([v[1:], nv[-1:]]))
         if not has_values:
             v, nv, lam = 0 * v, 0 * nv, 1.0
         got = self(r, v, nv, end, done)[name] / scale

@@ -1,6 +1,6 @@
 """The advantages of a group of responses: baseline, deviation and eps."""
 
-__all__ = ["GroupAdvantage"]
+__all__ = ["GroupAdvantage", "discounts"]
 
 import re
 
@@ -8,6 +8,7 @@ import torch
 
 from ..formulas.advantage import reinforce_pp_advantage
 from .calls import Unreadable, result_tensors, same
+from .gae import GAE
 from .probing import REAL, Reader, noise, number, read_eps
 from .weights import group_of
 
@@ -78,7 +79,7 @@ class GroupAdvantage(Reader):
     def _read(self):
         self._alone()
         R, A, facts = self.R, self(self.R), self.facts
-        if self._without_groups(): return
+        if self.whole(): return
         centred, deviation = R - R.mean(1, keepdim=True), R.std(1, keepdim=True)
         order = centred[0].argsort()
         self.report.curves = {"": (centred[0, order], A[0, order],
@@ -137,7 +138,7 @@ class GroupAdvantage(Reader):
         if self.subject.guessed and not re.search("group|grpo|rloo", name):
             self.report.unknown = ASK
 
-    def _without_groups(self):
+    def whole(self):
         "Whether token rewards come in and nothing says which are of one prompt: REINFORCE++."
         if self.told or self.subject.dialect["form"] != "tokens": return False
         got, R = self.each, self.R.flatten()
@@ -211,3 +212,12 @@ class GroupAdvantage(Reader):
         z = z / z.std(1, unbiased=self.facts["deviation"] == "sample", keepdim=True)
         def divisor(std): return (std * z.square().sum() / (self(std * z) * z).sum()).item()
         return read_eps(divisor)
+
+
+def discounts(subject):
+    "The reader of a function of token rewards and gamma: whitened over the batch, or as they are."
+    try:
+        reader = GroupAdvantage(subject)
+        if reader.whole(): return reader
+    except Unreadable: pass
+    return GAE(subject)

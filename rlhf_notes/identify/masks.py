@@ -112,9 +112,17 @@ class Whiten(OfX):
                 return self.find("mask-leak", "other numbers under the mask change what counts")
             self.find("mask-ignored", "a mask of all True gives the same")
             m = self.mask = torch.ones_like(m)
+        elif not m.all() and self._counts(y):
+            return self.find("mask-leak", "two more columns of padding change what counts")
         self._moments(x[m], y[m], y)
         if not bool(self(1 + 0 * x).isfinite().all()):
             self.warn("overflow", "equal numbers give NaN: 0 / 0")
+
+    def _counts(self, y):
+        "Whether padding counts, as zeros may."
+        x, m = (torch.cat([z, z[:, :2] * k], 1) for z, k in ((self.x, 1), (self.mask, 0)))
+        try: return not same([self(x, m.bool())[:, :-2][self.mask]], [y[self.mask]])
+        except Unreadable: return False
 
     def slope(self, x):
         "The slope of the result, and the variance of what goes in."

@@ -83,7 +83,8 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     if "pad" in has: return None if has & {"id", "label", "index"} else "padding"
     if {"chosen", "rejected"} & plain and (plain - {"chosen", "rejected"} or len(name) > 2):
         side = "chosen" if "chosen" in has else "rejected"
-        if "logp" in has or not has & {"length", "label"}: return f"{side}_ref" if "ref" in has else side
+        if "logp" in has or not has & {"length", "label"}:
+            return f"{side}_ref" if "ref" in has else side
     if has & {"logits", "gauss"}:
         return next((f"logits_{w}" for w in ("ref", "old") if w in has), "logits")
     if "logp" in has:
@@ -130,7 +131,6 @@ NUMBERS = [  # (what an option without default gets, the name has this), the fir
     (1e-6, r"eps"),
     (1.0, r"scale|factor|alpha|tau"),
 ]
-
 
 GROUP_NAME = re.compile(  # of the number of responses to a prompt
     r"^[gkn]$|(?<!top)_[gkn]$|group|grpo_size|per_?(prompt|question)|samples_?per|repeat|"

@@ -47,7 +47,8 @@ class PolicyLoss(Losses):
         if "labels" in self.roles:
             self.subject.take_logits()
         if "rewards" in self.roles and "advantage" not in self.roles:
-            if group_of(self.subject.numbers): self.subject.refuse("names", "advantage")
+            if group_of(self.subject.numbers):
+                self.subject.refuse("names", "advantage")
             self.roles["advantage"] = self.roles.pop("rewards")
 
     def _probe(self):

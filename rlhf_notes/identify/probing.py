@@ -78,6 +78,7 @@ class Reader:
 
     @property
     def masked(self) -> bool:
+        "Whether a mask comes in."
         flat = self.subject.dialect.get("form") == "flat"  # each number is that of a response
         return bool(self.roles.keys() & (MASKS - {"lengths"} if flat else MASKS))
 
