@@ -1398,3 +1398,39 @@ def whitened_by_a_sum(x, mask):
 def reference_crossed(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
     h = chosen_logps - ref_rejected_logps - rejected_logps + ref_chosen_logps
     return -F.logsigmoid(0.1 * h).mean()
+
+
+@right("gae", gamma=0.9, lam=0.8, bootstrap=True)
+def masks_are_of_steps(rewards, values, masks, gamma=0.9, lam=0.8):
+    "One value more than rewards: a mask is 0 where an episode ends."
+    out, last = [], 0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * values[t + 1] * masks[t] - values[t]
+        last = delta + gamma * lam * masks[t] * last
+        out.insert(0, last)
+    return torch.stack(out)
+
+
+def of_two_ends(rewards, values, next_values, terminated, end, gamma, lam):
+    out, last = [], 0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_values[t] * ~terminated[t] - values[t]
+        last = delta + gamma * lam * ~end[t] * last
+        out.insert(0, last)
+    return torch.stack(out)
+
+
+@right("gae", gamma=0.9, lam=0.8, bootstrap=True)
+def done_is_terminated(rewards, values, next_values, dones, truncated, gamma=0.9, lam=0.8):
+    return of_two_ends(rewards, values, next_values, dones, dones | truncated, gamma, lam)
+
+
+@right("gae", gamma=0.9, lam=0.8, bootstrap=True)
+def done_is_either(rewards, values, next_values, dones, truncated, gamma=0.9, lam=0.8):
+    return of_two_ends(rewards, values, next_values, dones & ~truncated, dones, gamma, lam)
+
+
+@fault("no-bootstrap", "gae")
+def done_and_no_bootstrap(rewards, values, next_values, dones, truncated, gamma=0.9, lam=0.8):
+    either = dones | truncated
+    return of_two_ends(rewards, values, next_values, either, either, gamma, lam)

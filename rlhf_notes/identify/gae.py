@@ -73,6 +73,7 @@ class GAE(Reader):
                 "advantage " + " ".join(ENDS))
     less_values = False  # returns are read: values are taken off
     whitened = None  # the name of a result that is whitened
+    terminal = False  # whether `done` is no time limit, which another parameter tells
 
     def _start(self):
         roles, layout = self.roles, self.subject.layout
@@ -134,7 +135,8 @@ class GAE(Reader):
     def _ends(self, terminated, done):
         "Each flag in its convention: of this step, or of the observation before it."
         before = later(done)
-        here = before if self.ends & {"done_last", "not_done_last"} else done
+        here = before if self.ends & {"done_last", "not_done_last"} else (
+            terminated if self.terminal else done)
         here = done[-1] if "starts" in self.roles else here
         alone = not self.ends - {"terminated"}
         return dict(done=here, not_done=~here, starts=before, done_last=done[-1],
@@ -190,6 +192,9 @@ class GAE(Reader):
         return torch.stack([(run(x) - run(zero))[:, 0] for x in columns], 1)
 
     def _read(self):
+        if "mask" in self.roles and self.subject.dialect["length"] == "T+1":
+            self.roles["not_done"] = self.roles.pop("mask")
+            self.ends, self.tokens = {"not_done"}, False
         out, v = self(*draws()), draws()[1][:, :1 if self.single else N]
         own = {n: self.response(n, "v").diagonal()[:-1].mean().abs() for n in out}
         summed = (a for a, b in permutations(out, 2) if same([out[b]], [out[a] + v]))
@@ -244,6 +249,10 @@ class GAE(Reader):
         if self._plain(R / scale, V / scale, gl, gamma, has_values):
             self._promised()
             faults = self._faults(name, scale, gamma, lam, has_values)
+            if faults and self.roles.keys() >= {"done", "truncated"}:
+                self.terminal = True
+                other = self._faults(name, scale, gamma, lam, has_values)
+                faults = faults if other or other is None else other
             facts["bootstrap"] = bool(self.follows and "no-bootstrap" not in (faults or ""))
             for kind in faults or ():
                 self.find(kind, SAYS[kind])
