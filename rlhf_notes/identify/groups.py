@@ -191,7 +191,8 @@ class GroupAdvantage(Reader):
         if free and A.mean(1).abs().max() < 1e-3 * A.abs().max():
             loo = abs(factor - G / (G - 1)) < 2e-3
             facts["baseline"] = "leave-one-out" if loo else "mean"
-            if not loo and abs(factor - 1) > 2e-3 and not self._explained():
+            if not loo and abs(factor - 1) > 2e-3 and not self.explained(
+                    factor, lambda **options: self(self.R, **options)):
                 self.find("scale", f"the advantages are {factor:.4g} times r - mean")
         elif own:  # a median, a best response
             self.report.nearest = "group_advantage"
@@ -200,12 +201,6 @@ class GroupAdvantage(Reader):
                     "no mean of the group")
             self.find("baseline", f"the advantages of group 0 have the mean {A[0].mean():.3g}, the "
                                   f"formula gives 0: {what} is subtracted")
-
-    def _explained(self):
-        "Whether an option is the factor."
-        whole = self(self.R)
-        return any(x and same([self(self.R, **{n: x / 2})], [whole / 2], 1e-3)
-                   for n, x in self.subject.numbers.items() if isinstance(x, float))
 
     def _eps(self):
         z = self.R - self.R.mean(1, keepdim=True)

@@ -82,14 +82,18 @@ class Reader:
         flat = self.subject.dialect.get("form") == "flat"  # each number is that of a response
         return bool(self.roles.keys() & (MASKS - {"lengths"} if flat else MASKS))
 
-    @property
-    def mask_name(self) -> str: return next(self.roles[r] for r in MASKS if r in self.roles)
-
     def found(self, *kinds) -> bool: return any(x.kind in kinds for x in self.report.findings)
 
-    def option(self, *starts):
-        "The name of the numeric option that starts so, or None."
-        return next((n for n in self.subject.numbers if n.lower().startswith(starts)), None)
+    def explained(self, factor, measure) -> bool:  # (**options) -> what the factor multiplies
+        "Whether an option is the factor, or its inverse, and the result follows it."
+        for name, x in self.subject.numbers.items():
+            near = x and min(abs(factor - x), abs(factor - 1 / x)) < 1e-3 * abs(factor)
+            if not near or GROUP_NAME.search(name.lower()): continue
+            base, half = measure(), {name: x / 2}
+            got = self.in_dialect(lambda half=half: measure(**half))
+            if got is not None and any(same([got], [k * base], 1e-3) for k in (0.5, 2)):
+                return True
+        return False
 
     def refuse(self, found, expected: str):
         "Unreadable: these results are not what is expected."
@@ -198,7 +202,8 @@ class Losses(Reader):
     def check_mask(self, case, moved, level="token"):  # role -> by how much it moves under it
         "Find that the mask changes nothing, or that what is under it reaches the loss."
         if not self.masked: return
-        m, name, (loss, grad) = case["mask"], self.mask_name, self(case)
+        name = next(self.roles[r] for r in MASKS if r in self.roles)
+        m, (loss, grad) = case["mask"], self(case)
         whole = self(case | dict(mask=torch.ones_like(m)))
         if same([loss, grad], whole):
             if whole[1].any() and not whole[1][~m].any(): return  # it takes other tokens anyway
@@ -256,19 +261,9 @@ class Losses(Reader):
         "Find a factor that no option explains."
         self.facts["scale"] = number(scale)
         leaks = self.found("mask-leak", "mask-ignored")
-        if abs(scale - 1) > 1e-3 and not leaks and not any(map(self._explains, self._near(scale))):
+        if abs(scale - 1) > 1e-3 and not leaks and not self.explained(
+                scale, lambda **options: self(self.plain, **options)[1]):
             self.find("scale", f"the loss is {scale:.4g} times that of {what}")
-
-    def _near(self, factor):
-        "The numeric options, no group's size, that are this factor or its inverse."
-        return [n for n, x in self.subject.numbers.items() if x and not GROUP_NAME.search(n.lower())
-                and min(abs(factor - x), abs(factor - 1 / x)) < 1e-3 * abs(factor)]
-
-    def _explains(self, name):
-        "Whether the gradient grows or shrinks with an option."
-        base, half = self(self.plain)[1], self.subject.numbers[name] / 2
-        got = self.in_dialect(lambda: self(self.plain, **{name: half})[1])
-        return got is not None and any(same([got], [k * base], 1e-3) for k in (0.5, 2))
 
     def check_empty(self, case, leaves):
         "NaN under the mask; a row and a batch in which nothing counts."

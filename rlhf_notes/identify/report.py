@@ -88,7 +88,6 @@ class Report:
         return "\n".join(lines + self.notes + [f"not known: {self.unknown}"] * bool(self.unknown))
 
     def __repr__(self): return str(self)
-    def _repr_pretty_(self, printer, cycle): printer.text(str(self))
 
     def plot(self):  # -> matplotlib figure
         "Draw the fingerprint over the formula."

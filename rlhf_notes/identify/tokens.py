@@ -3,6 +3,7 @@
 __all__ = ["LogProb", "Entropy"]
 
 import math
+import re
 
 import torch
 
@@ -40,7 +41,7 @@ class OfLogits(Reader):
 
     def check_heat(self, measure):  # (**options) -> the temperature, or None if none fits
         "Find that the option of the temperature does not divide the logits."
-        name = self.option("temp", "tau")
+        name = next((n for n in self.subject.numbers if re.match("temp|tau", n.lower())), None)
         if not name or not self.facts.get("temperature"): return
         value, heat, got = self.subject.numbers[name], self.facts["temperature"], measure(
             **{name: 1.7})
