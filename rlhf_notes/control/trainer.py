@@ -378,6 +378,10 @@ class PPO(Loop):
 
     def _own_envs(self):
         "Environments for evaluation; the training's, where they cannot be had a second time."
+        alone = isinstance(self.env, gym.Env) and self.config.num_envs == 1
+        if alone and self._spare is not None and self._spare is not self.envs:
+            close_envs(self._spare)  # a copy of the object as it was
+            self._spare = None
         if self._spare is None:
             try:
                 self._spare = self._second_envs()

@@ -164,6 +164,15 @@ def test_copies_of_an_environment_follow_set_attr():
     assert not told(lambda: PPO(env, **TINY | dict(num_envs=1, num_steps=128)))[1]
 
 
+def test_an_evaluation_follows_the_changes_of_the_one_environment():
+    env = Own()
+    env.level = 1.0
+    def harder(ppo, row): env.level = 1.0 + ppo.iteration
+    options = TINY | dict(num_envs=1, steps=96, eval_every=32, eval_episodes=2)
+    rows = PPO(env, **options).learn(callback=harder).rows
+    assert [row["eval_return_mean"] for row in rows] == [None, 20.0, 30.0]
+
+
 def test_only_gymnasium_s_classes_are_drawn_by_us():
     class CartPoleEnv(gym.Env): pass  # noqa: F811
     assert plots._drawing("CartPole-v1") is plots.draw_cartpole
