@@ -185,6 +185,10 @@ ASKED = {
     "large scale training which library": "bridges/scale", "use loss inside TRL or verl": "bridges/verl", "custom policy loss": "bridges/scale", "image observations Dict observation space": "control/spaces",
     "what is a policy gradient": "start", "why clip": "formulas/surrogate", "what is an advantage": "formulas/advantage", "PPO from scratch": "ladder", "RLHF explained": "rlhf",
     "off-policy stale samples": "studies/staleness", "reward model training": "hub/reward_trainer", "temperature": "formulas/logprob", "debug PPO": "doctor", "rate for lora": "why",
+    "KL gets bigger, the same response to every prompt": "metrics why", "balance reward and KL": "studies/variants", "gradient clipping norm PPO": "metrics",
+    "KL gradient when all rewards of a group are equal": "why", "old log probs when the first ratio is 1": "why formulas/ratio", "can PPO use a replay buffer": "formulas/ratio",
+    "batch size and minibatch size": "language/config", "how many parallel environments": "control/config", "invalid action masking": "control/spaces",
+    "value function initialised from reward model": "language/model", "process or outcome reward model": "reviews/reward_model", "normalize rewards": "formulas/reward",
 }
 
 

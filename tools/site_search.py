@@ -15,6 +15,18 @@ TERM = re.compile(r"^\| ([^|$]+?) \|"
 # What people ask for -> the page that is about it, or the beginning of its section's anchor; of
 # several whose words are all in the query, the one with the most.
 ABOUT = {
+    "kl increase": "metrics#kl-k1", "kl bigger": "metrics#kl-k1", "kl grow": "metrics#kl-k1",
+    "balance kl": "studies/variants#what-a-nat", "same response": "why#the-entropy",
+    "gradient clipping": "metrics#grad-norm", "gradient clipping norm": "metrics#grad-norm",
+    "explained variance": "metrics#explained-variance", "many step": "hub/real_model#while",
+    "normalize reward": "formulas/reward#a-scale", "reward scale": "formulas/reward#a-scale",
+    "batch size": "language/config", "minibatch size": "language/config",
+    "num_envs": "control/config", "parallel environment": "control/config",
+    "invalid action": "control/spaces", "action masking": "control/spaces",
+    "process reward": "reviews/reward_model#outcome",
+    "old log prob": "formulas/ratio", "replay buffer": "formulas/ratio#how-far",
+    "off policy": "studies/staleness", "value reward model": "language/model#the-policy",
+    "length increase": "formulas/grpo#a-question", "equal reward": "why#all-advantages",
     "monitor": "metrics", "metrics": "metrics", "log": "doctor", "doctor": "doctor",
     "multi gpu": "bridges/scale#where-our", "two gpus": "bridges/scale#where-our",
     "several gpus": "bridges/scale#where-our",
@@ -87,6 +99,7 @@ ABOUT = {
     "custom policy loss": "bridges/scale", "custom loss": "bridges/scale",
     "reward model": "reviews/reward_model", "train reward model": "hub/reward_trainer",
     "temperature": "formulas/logprob#which-temp", "top p ratio": "formulas/logprob#the-tokens",
+    "log prob": "formulas/logprob",
 }
 
 

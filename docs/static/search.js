@@ -62,6 +62,7 @@ function near() {
 }
 
 window.addEventListener("DOMContentLoaded", () => {
+  if (!new URLSearchParams(location.search).get("q")) document.getElementById("search-results").append("Write a word or a question into the field at the top of the menu.");
   first();
   near();
   const lines = () => document.querySelectorAll("#search-results li").forEach(line);

@@ -42,7 +42,7 @@ function unfold() {
 }
 window.addEventListener("DOMContentLoaded", unfold);
 window.addEventListener("hashchange", unfold);
-window.addEventListener("beforeprint", () => document.querySelectorAll("details:not([open])").forEach((d) => { d.open = true; d.dataset.closed = ""; }));
+window.addEventListener("beforeprint", () => document.querySelectorAll("details:not([open], .hide)").forEach((d) => { d.open = true; d.dataset.closed = ""; }));
 window.addEventListener("afterprint", () => document.querySelectorAll("details[data-closed]").forEach((d) => { d.open = false; delete d.dataset.closed; }));
 
 // Which exercises are done is kept in this browser.
