@@ -32,7 +32,7 @@ from inspect import signature
 import torch
 
 from ..checks import told_as
-from ..formulas.advantage import _of_ones_own
+from ..formulas.advantage import advantage_of
 from ..formulas.grpo import POLICY_VARIANTS, policy_loss
 from ..formulas.masking import masked_mean
 from ..formulas.preference import dpo_loss, implicit_reward
@@ -76,7 +76,7 @@ class OurGRPO(GRPOTrainer):
         G = self.num_generations if self.model.training else self.num_generations_eval
         rewards = (self._scores * self.reward_weights.to(self._scores)).nansum(1).view(-1, G)
         scored = ~self._scores.isnan().all(1).view(-1, G)
-        return (_of_ones_own(self.advantage, rewards, scored) * scored).flatten()
+        return (advantage_of(self.advantage, rewards, scored) * scored).flatten()
 
     def _compute_loss(self, model, inputs):
         logp, entropy, mask = self._read(model, inputs)

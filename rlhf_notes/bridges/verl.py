@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..checks import told_as
 from ..formulas import advantage
-from ..formulas.grpo import _LISTENERS, POLICY_VARIANTS, policy_loss
+from ..formulas.grpo import VARIANT_LISTENERS, POLICY_VARIANTS, policy_loss
 from ..formulas.masking import aggregate_count, masked_mean
 from ..formulas.whitening import whiten
 
@@ -87,7 +87,7 @@ def register_loss(variant: str):  # one of `POLICY_VARIANTS`
 
 for name in POLICY_VARIANTS:
     register_loss(name)
-_LISTENERS.append(register_loss)  # `register_variant` from here on
+VARIANT_LISTENERS.append(register_loss)  # `register_variant` from here on
 
 
 def register_advantage(
@@ -96,7 +96,7 @@ def register_advantage(
 ):
     "Make an advantage of one's own known to verl."
     def estimate(token_level_rewards, response_mask, index, **_):
-        def f(rewards, mask): return advantage._of_ones_own(function, rewards, mask)
+        def f(rewards, mask): return advantage.advantage_of(function, rewards, mask)
         return _by_group(f, token_level_rewards, response_mask, index)
     register_adv_est(f"rlhf_notes_{name}")(estimate)
 

@@ -196,11 +196,11 @@ def reinforce_pp_advantage(
     return whiten(returns if baseline is None else returns - baseline[:, None], mask)
 
 # %% ../../nbs/formulas/08_advantage.ipynb #of-ones-own
-def _of_ones_own(function, rewards, scored):  # (P, G) each -> (P, G), a constant
+def advantage_of(function, rewards, scored):  # (P, G) each -> (P, G), a constant
     "The advantage that a user's function(rewards, mask) gives; what has no score is 0 there."
     A = function(rewards.masked_fill(~scored, 0), scored.clone())
     check_value("advantage(rewards, mask)", A, "float (P G)")
     if A.shape != rewards.shape:
-        raise ValueError(f"advantage must return a tensor of the shape {tuple(rewards.shape)}, got "
-                         f"{tuple(A.shape)}")
+        raise ValueError("advantage must return a tensor of the shape "
+                         f"{tuple(rewards.shape)}, got {tuple(A.shape)}")
     return A.detach()

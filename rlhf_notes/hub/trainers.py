@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 
 from ..checks import check_context, check_value, told_as
-from ..formulas.advantage import _of_ones_own
+from ..formulas.advantage import advantage_of
 from ..formulas.masking import centre
 from ..language.config import TAUGHT, LoopConfig, check_variant
 from ..language.dpo import DPOLoop
@@ -244,7 +244,7 @@ def unscored(prompts, responses):
 
 def own_advantage(function, config, score, total, scored, *_):
     "An advantage of the user's own, function(rewards, mask), less the KL as for GRPO."
-    return _of_ones_own(function, score, scored) + centre(total - score, scored, 1)
+    return advantage_of(function, score, scored) + centre(total - score, scored, 1)
 
 
 EXCLUSIVE = "teacher", "hint", "advantage", "turn_credit"  # each is an advantage of its own

@@ -6,7 +6,12 @@ import torch
 from formulas.test_grpo import F64, batch, close, token_weights
 from strategies import value_and_grad
 
-from rlhf_notes.formulas.grpo import POLICY_VARIANTS, policy_loss, register_variant
+from rlhf_notes.formulas.grpo import (
+    POLICY_VARIANTS,
+    VARIANT_LISTENERS,
+    policy_loss,
+    register_variant,
+)
 
 def spo(ratio, advantage, logp, mask, eps_low, eps_high):
     "r A less a quadratic pull, as in SPO; its gradient has w = r (1 - (r - 1) / eps) where A > 0."
@@ -27,6 +32,14 @@ def test_an_objective_of_ones_own_is_a_variant(own_variant, seed, low, mode):
     held = (r > 1 + eps) & (a > 0) | (r < 1 - (low or 0.3)) & (a < 0)
     stats = policy_loss(logp, old, A, m, own_variant, eps_low=low)[1]
     close(stats["clip_fraction"], ((held & m).sum() / m.sum().clamp(min=1)).item(), atol=1e-6)
+
+
+def test_listeners_are_told_of_a_new_variant(own_variant, monkeypatch):
+    told = []
+    monkeypatch.setattr("rlhf_notes.formulas.grpo.VARIANT_LISTENERS", [*VARIANT_LISTENERS,
+                                                                       told.append])
+    register_variant(own_variant, spo)
+    assert told == [own_variant]
 
 
 def test_an_objective_of_ones_own_has_all_that_the_others_have(own_variant):
