@@ -239,7 +239,6 @@ def _naming(env, wanted="that Gymnasium can make", hint=""):
                          f"{told or error_text(e)}{hint}") from e
 
 
-
 def make_one(env: str, kwargs: dict, **render) -> gym.Env:
     "One environment by its name; it shows what the name's vectorized form shows, if it has one."
     spec = find_spec(env)
