@@ -23,6 +23,7 @@ __all__ = ['CHECKPOINT_EVERY', 'as_hooks', 'fit', 'Evaluator', 'step_size', 'che
            'Stage', 'diverged', 'check_finite', 'BAR', 'FIRST_LINE', 'progress_bar', 'Setting',
            'THREADS', 'SMALL', 'few_threads', 'READ_AND_SET', 'settings_kept']
 
+import inspect
 import math
 import os
 import sys
@@ -42,8 +43,10 @@ CHECKPOINT_EVERY = 10.0  # seconds
 
 
 def as_hooks(*hooks):
-    "Those that are not None; TypeError names a callback that is no function."
+    "Those that are not None; TypeError names a callback that is no function, or is not run."
     for hook in hooks:
+        if inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook):
+            raise TypeError(f"callback must be neither async nor a generator, got {hook!r}")
         if not (hook is None or callable(hook)):
             raise TypeError(f"callback must be a function or None, got {hook!r}")
     return [hook for hook in hooks if hook is not None]

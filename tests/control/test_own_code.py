@@ -279,6 +279,11 @@ def test_a_callback_is_a_function_before_anything_is_trained(callback):
     ppo = PPO("CartPole-v1", **TINY)
     with pytest.raises(TypeError, match="callback must be a function or None, got "):
         ppo.learn(callback=callback)
+    async def later(ppo, row): return False
+    def never(ppo, row): yield False
+    for unrun in (later, never):
+        with pytest.raises(TypeError, match="callback must be neither async nor a generator, got"):
+            ppo.learn(callback=unrun)
     assert ppo.iteration == 0
 
 
