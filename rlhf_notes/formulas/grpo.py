@@ -86,31 +86,30 @@ def policy_loss(
     entropy: Tensor | None = None,  # (B, T) nats, before each token; for objectives that ask for it
 ) -> tuple[Tensor, dict]:  # 0-dim loss; detached policy_loss, kl, ratio, clip_fraction, approx_kl
     "Policy loss of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, GMPO, DPPO or a newer relative."
-    mode = POLICY_VARIANTS[variant][0] if aggregation is None else aggregation
+    usual, low, high = POLICY_VARIANTS[variant]
+    mode = usual if aggregation is None else aggregation
     if not isinstance(mode, Tensor):
         check_value("aggregation", mode, AGGREGATION_MODES)
-    aggregate = partial(
-        aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
+    reduce = partial(aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
     check_partner("logp_ref", logp_ref, "beta", beta, 0.04)
     options = dict(dual_clip=dual_clip, tau=tau, divergence=divergence)
     check_read(_USUAL, _READS[variant], f"variant={variant!r}", eps_low=eps_low, eps_high=eps_high,
                **options)
     if logp_ref is None:
         check_read(_USUAL, (), "logp_ref=None", kl_kind=kl_kind, kl_weighted=kl_weighted)
-    context = dict(entropy=entropy, logp_ref=logp_ref, group=group)
+    options |= dict(entropy=entropy, logp_ref=logp_ref, group=group)
+    bounds = eps_low or low, eps_high or eps_low or high
     A = apply_mask(_per_token("advantage", advantage, logp), mask)
     logp, logp_old = apply_mask(logp, mask), apply_mask(logp_old.detach(), mask)
     r = importance_ratio(logp, logp_old, mask)
-    objective, clipped = _OBJECTIVES[variant](r, A, logp, logp_old, mask,
-                                               *_range(variant, eps_low, eps_high), **options,
-                                               **context)
+    objective, clipped = _OBJECTIVES[variant](r, A, logp, logp_old, mask, *bounds, **options)
     if weight is not None:
         objective = objective * apply_mask(_per_token("weight", weight, logp), mask)
-    policy = -aggregate(objective)
+    policy = -reduce(objective)
     kl = policy.new_zeros(())
     if logp_ref is not None:
         k = kl_estimate(logp, apply_mask(logp_ref.detach(), mask), kl_kind)
-        kl = aggregate(r * k if kl_weighted else k)
+        kl = reduce(r * k if kl_weighted else k)
     loss = policy + beta * kl if beta else policy
     ratio = masked_mean(r.detach(), mask)
     approx_kl = masked_mean(kl_estimate(logp.detach(), logp_old, "k2"), mask)
@@ -168,11 +167,6 @@ _RANGE = frozenset(("eps_low", "eps_high"))
 _READS = {name: named_by(f) | (_RANGE if POLICY_VARIANTS[name][1] else frozenset())
           for name, f in _OBJECTIVES.items()}
 _USUAL = defaults_after(policy_loss)[0]
-
-def _range(variant, eps_low, eps_high):
-    "Bounds of the ratio: those that were given, else the variant's own."
-    _, low, high = POLICY_VARIANTS[variant]
-    return eps_low or low, eps_high or eps_low or high
 
 def _two_slopes(tau):
     tau = tau.tolist() if isinstance(tau, Tensor) else tau
