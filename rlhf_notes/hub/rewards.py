@@ -27,6 +27,7 @@ import re
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Set
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -56,8 +57,8 @@ def fresh(x):
 
 def bind(function, columns=(), kind="reward") -> inspect.BoundArguments:
     """Where each of `TEXTS` and the columns goes, by its name: to the parameter of that name, and
-    prompts and responses in turn to those of others, but no prompts after responses that are
-    named: a column that is not there stands there. `kind` is what the function is."""
+    prompts and responses in turn to those of others; `kind` is what the function is. Prompts that
+    come after responses by their name are told: a column may be meant."""
     if clash := {*columns} & {*TEXTS}:
         raise ValueError(f"prompts must have no column {min(clash)}, which a reward gets already")
     try:
@@ -78,10 +79,12 @@ def bind(function, columns=(), kind="reward") -> inspect.BoundArguments:
         elif p.kind is p.VAR_POSITIONAL:
             bound.arguments[name], left = tuple(left), []
         elif p.default is p.empty:
-            late = "responses" in bound.arguments.values()
-            if not left or late or p.kind is p.KEYWORD_ONLY:
+            if not left or p.kind is p.KEYWORD_ONLY:
                 raise ValueError(f"{kind} must take prompts, responses and columns of the prompts, "
                                  f"got the argument {name!r} beside the columns {[*columns]}")
+            if "responses" in bound.arguments.values():
+                warnings.warn(f"{kind}: the argument {name!r} gets the prompts, which have no "
+                              "column of that name", stacklevel=2)
             bound.arguments[name] = left.pop(0)
     if "completion_ids" not in named and "responses" in left:
         raise ValueError(f"{kind} must take prompts and responses, got a function of {signature}")

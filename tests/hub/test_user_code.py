@@ -285,15 +285,16 @@ def test_a_rate_that_is_a_function_is_not_shaped_by_an_option(name):
             build()
 
 
-def test_a_column_that_is_not_there_is_no_prompt():
-    "Names are taken as names: what comes after the responses is a column."
+def test_prompts_in_the_place_of_a_column_are_told(recwarn):
+    "What comes after responses by their name may be meant as a column."
     def graded(completions, answer): return [float(a in c) for a, c in zip(answer, completions)]
     def told(p, completions): return count(p, completions)
-    for wrong in (graded, lambda responses, answer, **others: [0.0] * len(responses)):
-        with pytest.raises(ValueError, match="^reward must .* the argument 'answer' beside the"):
-            own(reward=wrong)
     own(reward=graded, prompts=[dict(prompt="w3", answer="w9")]).iterate()
     own(reward=told).iterate()
+    assert not [w for w in recwarn if "gets the prompts" in str(w.message)]
+    for reward in (graded, lambda responses, answer, **others: [0.0] * len(responses)):
+        with pytest.warns(UserWarning, match="^reward: the argument 'answer' gets the prompts, wh"):
+            own(reward=reward)
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
