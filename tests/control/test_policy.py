@@ -386,6 +386,8 @@ def test_discrete_actions_are_not_squashed():
                                             (5, 35, True),
                                             (0, 1000, True),
                                             (30, 1017, True),
+                                            (-10, 10, False), (-10.5, 10.5, True),
+                                            (-0.11, 0.11, False), (-0.09, 0.09, True),
                                             (0, 1e-3, True)])
 def test_far_bounds_are_said(low, high, far):
     with warnings.catch_warnings(record=True) as said:

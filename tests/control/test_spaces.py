@@ -300,10 +300,15 @@ def test_a_shared_trunk_comes_back_from_a_file(tmp_path):
         PPO.load(tmp_path / "p.pt", shared=False)
 
 
-@pytest.mark.parametrize("side, filters", [(16, [16]), (36, [32, 64, 64]), (84, [32, 64, 64])])
+@pytest.mark.parametrize("side, filters", [(16, [16]), (35, [16]), (36, [32, 64, 64]),
+                                           (84, [32, 64, 64])])
 def test_the_sizes_of_the_literature(side, filters):
     net = picture_net((4, side, side), generator=torch.Generator().manual_seed(0))
-    assert [x.out_channels for x in net if isinstance(x, torch.nn.Conv2d)] == filters
+    layers = [x for x in net if isinstance(x, torch.nn.Conv2d)]
+    assert [x.out_channels for x in layers] == filters
+    for x in layers:  # orthogonal, by the gain of ReLU
+        values = torch.linalg.svdvals(x.weight.detach().flatten(1))
+        torch.testing.assert_close(values, torch.full_like(values, 2 ** 0.5), atol=1e-5, rtol=0)
     if side == 84: assert net(torch.zeros(2, 4 * 84 * 84)).shape == (2, 3136)  # Mnih et al. 2015
 
 
