@@ -147,13 +147,16 @@ def room(pages):
 
 
 def lessons_linked(text):
-    "Tables whose last column is the lesson, without it: a row's first cell leads there."
+    """Tables whose last column is the lesson, without it: a row's first cell leads there, or, since
+    a formula has no words to be read out, what follows it."""
     def row(m):
         *cells, last = re.split(r"(?<!\\)\|", m[0].strip("| "))
         if last.strip() == "lesson": return "|" + "|".join(cells) + "|"
         if not (to := re.search(r"\]\(([^)]+)\)", last)): return "|" + "|".join(cells[:width]) + "|"
-        anchor, first = re.match(r" *(<a id[^>]*></a>)? *(.*?) *$", cells[0]).groups()
-        return "|" + "|".join([f" {anchor or ''}[{first}]({to[1]}) ", *cells[1:]]) + "|"
+        at = 1 if "$" in cells[0] else 0
+        anchor, first = re.match(r" *(<a id[^>]*></a>)? *(.*?) *$", cells[at]).groups()
+        cells[at] = f" {anchor or ''}[{first}]({to[1]}) "
+        return "|" + "|".join(cells) + "|"
 
     def table(m):
         nonlocal width
