@@ -54,16 +54,13 @@ __all__ = ['MUJOCO', 'RECIPES', 'PPOConfig', 'PendulumConfig', 'recipe', 'contin
 from typing import Annotated, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from ..training.options import (
-    STRICT, TINY, Count, Fraction, NonNegative, Number, Positive, Seed, Size, Whole,
-    plain_errors,
+    TINY, Count, Fraction, NonNegative, Number, Positive, Seed, Size, Whole, config_class,
 )
 
 
-@plain_errors
-@dataclass(frozen=True, config=STRICT)
+@config_class
 class PPOConfig:
     "Hyperparameters of PPO for control; the defaults are for CartPole."
     env: str = "CartPole-v1"
@@ -168,8 +165,7 @@ class PPOConfig:
         return self.steps // self.batch
 
 
-@plain_errors
-@dataclass(frozen=True, config=STRICT)
+@config_class
 class PendulumConfig(PPOConfig):
     "Hyperparameters of PPO for Pendulum."
     env: str = "Pendulum-v1"

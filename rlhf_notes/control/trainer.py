@@ -49,7 +49,6 @@ from ..training.signals import end_later
 LONGEST = 10_000  # steps of an episode whose time limit is not known
 HIGH = 0.4  # clip fraction, from which on an update goes too far
 LARGE = 1000  # root mean square of advantages, from which on rewards should be scaled
-SCHEDULES = dict(learning_rate=["lr_anneal"], clip=["clip_anneal"])  # which may be functions
 SCORES = ("eval_return_mean", "eval_return_std",
           "eval_sampled_return_mean", "eval_sampled_return_std")
 
@@ -83,9 +82,7 @@ class PPO(Loop):
         track=("tensorboard",),  # trackers for it: tensorboard, wandb, trackio
         **options,  # of `PPOConfig`; `network`; learning_rate and clip as functions of what is left
     ):
-        if out is not None:
-            Run.check(out)
-        check_schedules(options, **SCHEDULES)
+        self._write_to(out, track, options)
         made = isinstance(env, gym.vector.VectorEnv)
         for name in ("vectorization", "env_kwargs") if made else ():
             if options.get(name) not in (None, "auto"):
@@ -93,11 +90,14 @@ class PPO(Loop):
                                  f"{options[name]!r}")
         self.spec, make, same_units = identify(env, options.get("env_kwargs"))
         self._setup(env, make, env_name(env), options, same_units)
-        self._write_to(out, track)
         self._tell_copies()
         self.collector  # raises what is wrong with `stagger`
 
-    def _write_to(self, out, track):
+    def _write_to(self, out, track, options):
+        "Take a run directory; refuse it, or options, before an environment is made."
+        if out is not None:
+            Run.check(out)
+        check_schedules(options, learning_rate=["lr_anneal"], clip=["clip_anneal"])
         self.out, self.track = out, [track] if isinstance(track, str) else [*track]
 
     def _setup(self, env, make, name, options, same_units, spaces=None):
@@ -310,7 +310,7 @@ class PPO(Loop):
 
     def _note_clips(self):
         "Warn, once, of an update that leaves the clip range for ten iterations in a row."
-        clips = [row["clip_fraction"] for row in self.rows[-10:]]
+        clips = [row.get("clip_fraction", 0) for row in self.rows[-10:]]
         if self.clipped or len(clips) < 10 or min(clips) <= HIGH: return
         self.clipped = True
         warnings.warn(f"clip_fraction has been above {HIGH} for ten iterations: an update moves "
@@ -486,13 +486,12 @@ class PPO(Loop):
         **options,  # that change; device="cpu" if need be
     ) -> "PPO":  # as it was saved; to predict needs no environment
         "A trainer to predict, evaluate or learn on; nothing is imported that the file names."
-        if out is not None:
-            Run.check(out)
-        check_schedules(options, **SCHEDULES)
+        ppo = cls.__new__(cls)
+        ppo._write_to(out, track, options)
         saved = read_saved(path)
         options = options_again(saved, path, options)
         name, spaces = options.pop("env"), [space_from_numbers(x) for x in saved["spaces"]]
-        ppo, given = cls.__new__(cls), env
+        given = env
         if given is None:
             given = make = name if name in gym.registry else None
             ppo.spec = gym.registry.get(name, EnvSpec("Unknown"))
@@ -502,7 +501,6 @@ class PPO(Loop):
             name = env_name(env)
         check_sizes(saved, path, options, spaces)
         ppo._setup(given, make, name, options, same, spaces)
-        ppo._write_to(out, track)
         if env is not None:
             ppo._tell_copies()
         try:

@@ -350,7 +350,7 @@ def _set_quiet(quiet):
         _inside.append(_errors_alone())
         _inside[0].__enter__()
 
-_QUIET = Setting(lambda: False, _set_quiet)
+_QUIET = Setting(lambda: bool(_inside), _set_quiet)
 
 
 def check_trainable(lm: nn.Module, name: str):

@@ -12,8 +12,9 @@ checkpoint.
 **Settings.** A training computes on one thread if the largest of its models is small: threads wait
 for one another at the end of every operation. The number is a setting of the process, made once
 for a training, by `learn`; a single `iterate()` computes with that of its caller. Trainings may
-overlap: the first one saves what it finds, and the last one restores it. What a reward, an
-environment or a callback sets for all of PyTorch is put back behind it.
+overlap: the first one saves what it finds, and the last one restores it, unless it has been
+changed since. What a reward, an environment or a callback sets for all of PyTorch is put back
+behind it. The precision is the training's own too: an autocast around it is off inside, and said.
 
 The last policy is not always the best. An `Evaluator` is a hook: every so often it scores the
 policy on what no training sees, and keeps a copy of the best, which `take_best` puts in place.
@@ -71,7 +72,8 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
 
     def say():
         note(f"stopping after {done} of {total} iterations; a second Ctrl-C stops at once")
-    with stop_on_interrupt(say) as stop, bar, torch.inference_mode(False):  # or no_grad
+    with (stop_on_interrupt(say) as stop, bar, _no_autocast(),
+          torch.inference_mode(False)):  # or no_grad
         while trainer.left and not stopped(stop):
             done += 1
             row = trainer.iterate()
@@ -79,8 +81,11 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
                       if row.get(column) is not None}
             bar.set_postfix(values, refresh=False)
             bar.update(size)
+            columns = [*row]
             with settings_kept():
                 said = [hook(trainer, row) for hook in hooks]
+            if lost := [name for name in columns if name not in row]:
+                raise ValueError(f"callback must leave the columns of its row, got no {lost[0]}")
             if any(map(ends, said)):
                 stop.set()  # in each process
             if save is not None and time.perf_counter() - saved >= CHECKPOINT_EVERY:
@@ -88,6 +93,17 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
                 saved = time.perf_counter()
         if save is not None:
             save()
+
+
+@contextmanager
+def _no_autocast():
+    "Inside, PyTorch's autocast is off; say so, where it was on."
+    with settings_kept():
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            torch.set_autocast_enabled(kind, False)
+            warnings.warn(f"autocast for {kind} is off in a training, which has a precision of its "
+                          "own", stacklevel=6)
+        yield
 
 
 def diverged(where: str, why) -> FloatingPointError:
@@ -132,13 +148,14 @@ class _Lines:
 
 
 class Setting:
-    "A setting of the process: the first to hold it saves it, the last to let go restores it."
+    """A setting of the process: the first to hold it saves it, the last to let go restores it, if
+    nobody else has set it since."""
 
     def __init__(self, get, set, owner=lambda: None):
         """get() and set(value) are the setting; owner() tells whose it is: threading.get_ident if
         each thread has its own."""
         self.get, self.set, self.owner = get, set, owner
-        self.holders, self.lock = [], threading.Lock()
+        self.holders, self.values, self.lock = [], [], threading.Lock()
 
     @contextmanager
     def held(self, value):
@@ -147,15 +164,16 @@ class Setting:
         with self.lock:
             now = self.get()  # a thread's own from here on: PyTorch looks it up at the first use
             if not self.holders:
-                self.before = now
+                self.before, self.values = now, []
             self.holders.append(owner)
+            self.values.append(value)
             self.set(value)
         try:
             yield
         finally:
             with self.lock:
                 self.holders.remove(owner)
-                if owner not in self.holders:
+                if owner not in self.holders and self.get() in self.values:
                     self.set(self.before)
 
 

@@ -414,13 +414,13 @@ HOOK = Setting(lambda: threading.excepthook, partial(setattr, threading, "except
 
 def told_once():
     "Leave a full disk to the main thread, where TensorBoard raises what its own thread met."
-    return HOOK.held(_unless_told)
+    before = threading.excepthook
 
-
-def _unless_told(args):
-    theirs = type(args.thread).__module__.startswith("tensorboard.")
-    if not (theirs and issubclass(args.exc_type, OSError)):
-        HOOK.before(args)
+    def hook(args):
+        theirs = type(args.thread).__module__.startswith("tensorboard.")
+        if not (theirs and issubclass(args.exc_type, OSError)):
+            before(args)
+    return HOOK.held(hook)
 
 
 def _make_tracker(path, step, config, name):

@@ -166,3 +166,19 @@ def test_an_evaluator_goes_on_where_it_was():
     row = toy.iterate()
     two(toy, row)
     assert row["eval_score"] is None and (two.best, two.kept) == (4, 3)
+
+
+@pytest.mark.parametrize("harm", [dict.clear, lambda row: row.pop("score")])
+def test_a_hook_that_takes_columns_from_its_row_is_told(harm):
+    words = "^callback must leave the columns of its row, got no (it|sc)"
+    with pytest.raises(ValueError, match=words):
+        run(lambda trainer, row: harm(row) and None)
+
+
+def test_autocast_around_a_training_is_off_inside_and_said():
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match="^autocast for cpu is off in a training"):
+            run(lambda trainer, row: seen.append(torch.is_autocast_enabled("cpu")))
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False] * 7

@@ -478,3 +478,23 @@ def test_the_last_of_overlapping_runs_puts_the_hook_of_threads_back():
     assert threading.excepthook is not before
     second.__exit__(None, None, None)
     assert threading.excepthook is before
+
+
+def test_a_hook_of_threads_that_is_set_during_a_training_stays(monkeypatch):
+    "One that calls the hook it found, too: in the next training nothing goes round in circles."
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+
+    def training():
+        found = threading.excepthook
+        with runs.told_once():
+            inner = threading.excepthook
+            threading.excepthook = hook = lambda args: inner(args)
+        return found, hook
+    found, hook = training()
+    assert threading.excepthook is hook is not found
+    with runs.told_once():
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+    assert threading.excepthook is hook and [x.exc_type for x in seen] == [ZeroDivisionError]
