@@ -18,11 +18,9 @@ GROUPS = {  # (P, G) -> (P, G)
     "squashed": lambda g: centre(g).tanh(),
     "winsorised": lambda g: centre(g.clamp(g.quantile(0.1, 1, True), g.quantile(0.9, 1, True))),
     "median": lambda g: g - median(g),
-    "median, mean deviation": lambda g: (g - median(g)) / (g - median(g)).abs().mean(1, True),
     "median, deviation": lambda g: (g - median(g)) / g.std(1, keepdim=True),
-    "range": lambda g: centre(g) / (g.amax(1, True) - g.amin(1, True) + 1e-6),
-    "mean deviation": lambda g: centre(g) / (centre(g).abs().mean(1, True) + 1e-6),
-    "largest": lambda g: centre(g) / centre(g).abs().amax(1, True),
+    "by the mean": lambda g: centre(g) * g.mean(1, keepdim=True).sigmoid(),
+    "by the share of good ones": lambda g: z(g) * (1 - (g > 0).double().mean(1, True) / 2),
     "best": lambda g: g - g.amax(1, keepdim=True),
     "first": lambda g: g - g[:, :1],
     "sign": lambda g: centre(g).sign(),
@@ -31,6 +29,16 @@ GROUPS = {  # (P, G) -> (P, G)
     "softmax": lambda g: g.softmax(1) - 1 / g.shape[1],
     "root": lambda g: centre(g).sign() * centre(g).abs().sqrt(),
     "trimmed": lambda g: g - (g.sum(1, True) - g.amax(1, True) - g.amin(1, True)) / 2,
+}
+SPREADS = {  # (P, G) -> (P, G): divided by another spread than a deviation
+    "range": lambda g: centre(g) / (g.amax(1, True) - g.amin(1, True) + 1e-6),
+    "mean deviation": lambda g: centre(g) / (centre(g).abs().mean(1, True) + 1e-6),
+    "largest": lambda g: centre(g) / centre(g).abs().amax(1, True),
+    "from the median": lambda g: (g - median(g)) / (g - median(g)).abs().mean(1, True),
+    "median of them": lambda g: centre(g) / median((g - median(g)).abs()),
+    "quartiles": lambda g: centre(g) / (g.quantile(0.75, 1, True) - g.quantile(0.25, 1, True)),
+    "variance": lambda g: centre(g) / (g.var(1, keepdim=True) + 1e-6),
+    "root": lambda g: centre(g) / g.std(1, keepdim=True).sqrt(),
 }
 ESTIMATES = {  # log pi - log pi_ref -> (B, T)
     "Jensen-Shannon": lambda d: 0.5 * (-d * (-d).exp() - ((-d).exp() + 1) * (
@@ -70,6 +78,16 @@ OBJECTIVES = {  # ratio, A -> (B, T), to be maximised
     "penalised": lambda r, A: r * A - 0.2 * (r - 1 - r.log()),
     "mirror descent": lambda r, A: r.log() * A - 0.25 * r.log().square(),
     "root": lambda r, A: 2 * r.sqrt() * A,
+    "capped": lambda r, A: r.clamp(max=2) * A,
+    "both capped": lambda r, A: (r * A).clamp(-5, 5),
+    "A capped": lambda r, A: torch.min(r * A.clamp(-0.5, 0.5), r.clamp(0.8, 1.2) * A.clamp(-0.5,
+                                                                                       0.5)),
+    "softly capped": lambda r, A: 3 * (r / 3).tanh() * A,
+    "saturated": lambda r, A: r / (1 + r / 3) * A,
+    "tapered": lambda r, A: (-2 * (r - 1).abs()).exp().detach() * r * A,
+    "in a band": lambda r, A: r * ((r > 0.5) & (r < 5)) * A,
+    "dropped above": lambda r, A: torch.where(r > 2, 0, r).detach() * r.log() * A,
+    "guarded": lambda r, A: r.log().clamp(-2, 2).exp() * A,
     "smooth clip": lambda r, A: torch.where(A > 0, 1 - (1 - r).exp(), (r - 1).exp() - 1) * A,
 }
 AGGREGATIONS = {  # losses, mask -> 0-dim
@@ -108,10 +126,12 @@ PREFERENCES = {  # lead -> (B,)
 }
 
 
+def of_groups(f):
+    return lambda rewards, num_generations=4: f(rewards.view(-1, num_generations)).flatten()
+
+
 def made():
     "(name, function) of each form, under the names that its kind has."
-    def group(f): return lambda rewards, num_generations=4: f(
-        rewards.view(-1, num_generations)).flatten()
     def kl(f): return lambda logp, ref_logp: f(logp - ref_logp)
     def value(f): return lambda values, returns, mask: mean(f(values - returns), mask)
     def policy(f): return lambda logp, old_logp, advantages, mask: -mean(
@@ -123,7 +143,7 @@ def made():
     def entropy(f): return lambda logits: f(logits)
     def preference(f): return lambda chosen_logps, rejected_logps, ref_chosen, ref_rejected: f(
         chosen_logps - rejected_logps - ref_chosen + ref_rejected).mean()
-    for forms, make in ((GROUPS, group), (ESTIMATES, kl), (ERRORS, value), (OBJECTIVES, policy),
+    for forms, make in ((GROUPS, of_groups), (ESTIMATES, kl), (ERRORS, value), (OBJECTIVES, policy),
                         (AGGREGATIONS, aggregate), (WHITENED, whiten), (ENTROPIES, entropy),
                         (PREFERENCES, preference)):
         for name, form in forms.items():

@@ -8,7 +8,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from forms import made
+from forms import SPREADS, made, of_groups
 from planted import PLANTED, masked_mean, rows
 
 import rlhf_notes
@@ -182,6 +182,24 @@ def test_other_maps_have_no_finding(name):
 def test_what_breaks_no_property_is_not_accused(name, f):
     report = identify(f)
     assert not report.findings and not report.right, report
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_another_spread_than_a_deviation(name):
+    assert [x.kind for x in identify(of_groups(SPREADS[name])).findings] == ["deviation"]
+
+
+def without_a_clip(logprobs, old_logprobs, advantages, mask):
+    return -((logprobs - old_logprobs).exp() * advantages[:, None] * mask).sum()
+def with_it_in_the_name(logprobs, old_logprobs, advantages, mask):
+    return without_a_clip(logprobs, old_logprobs, advantages, mask)
+with_it_in_the_name.__name__ = "importance_sampling_loss"
+
+
+@pytest.mark.parametrize("f, found", [(without_a_clip, ["clip-missing"]),
+                                      (with_it_in_the_name, [])])
+def test_a_name_may_say_that_there_is_no_clip(f, found):
+    assert [x.kind for x in identify(f).findings] == found
 
 
 def explained(values, returns): return 1 - (returns - values).var() / returns.var()

@@ -99,9 +99,7 @@ class GroupAdvantage(Reader):
         if not self(torch.arange(6.0).double()[:, None].expand(P, self.G)).isfinite().all():
             self.warn("overflow", "equal rewards in a group give 0 / 0, NaN")
         loo = facts["baseline"] == "leave-one-out"
-        if facts.get("scale") == "spread":
-            self.report.nearest = "group_advantage"
-        elif facts["baseline"] and not (loo and facts["deviation"]):
+        if not self.report.nearest and facts["baseline"] and not (loo and facts["deviation"]):
             self.report.formula = "rloo_advantage" if loo else "group_advantage"
 
     def _unknown(self):
@@ -174,20 +172,28 @@ class GroupAdvantage(Reader):
             self.find("scale", f"the advantages are {k:.4g} times (r - mean) / std")
         elif even(natural * R.mean(1)) or even(natural * R.abs().mean(1)):  # MaxRL
             facts["scale"] = "mean"
-        elif same([self(3 * R)], [self(R)], 1e-2):  # a range, a deviation from the median
-            facts["scale"] = "spread"
-        else:
+        elif not self._spread():
+            self.report.nearest = "group_advantage"
+            self.report.notes.append("groups weigh by more than their spread")
+        else:  # a range, a deviation from the median
             what = ("the variance" if even(slope * std**2) else
                     "neither the sample nor the population deviation")
             self.find("deviation", f"rewards with a deviation of {std[0]:.3g} and {std[-1]:.3g} "
                       f"are divided by {1 / natural[0]:.3g} and {1 / natural[-1]:.3g}: {what}")
         return 1.0
 
+    def _spread(self):
+        "Whether groups are divided by a number that a shift keeps, and a scale scales."
+        R, C = 1e3 * self.R, 1e3 * (self.R - self.R.mean(1, keepdim=True))
+        one, moved, wide = (self.slope(x) for x in (R, R + 1e3, R + C))
+        return same([moved], [one], 1e-3) and same([wide / one], [wide[0] / one[0] + 0 * one], 1e-3)
+
     def _baseline(self, A, factor):
         facts, G = self.facts, self.G
         shift = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 2.0], dtype=torch.float64)[:, None]
         own = same([self(self.R + shift).abs()], [A.abs()], 1e-3)
-        free = own or facts["deviation"] == "batch" or facts.get("scale") == "mean"
+        free = (own or facts["deviation"] == "batch" or facts.get("scale") == "mean"
+                or self.report.nearest)
         if free and A.mean(1).abs().max() < 1e-3 * A.abs().max():
             loo = abs(factor - G / (G - 1)) < 2e-3
             facts["baseline"] = "leave-one-out" if loo else "mean"

@@ -3,6 +3,7 @@
 __all__ = ["PolicyLoss", "Curve"]
 
 import math
+import re
 
 import torch
 
@@ -14,6 +15,7 @@ from .weights import group_of
 CURVE = 336  # rows of one ratio each, A > 0 and A < 0 by turns
 CLIPPED = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
 FAMILY = {"token-mean": "ppo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}
+UNCLIPPED = "importance|reinforce|vanilla|policy_gradient|(^|_)is(_|$)"  # names of the choice
 OTHERS = ("entropy", "value", "value_old", "returns")  # of the whole loss of PPO
 
 
@@ -108,7 +110,8 @@ class PolicyLoss(Losses):
             self.check_mask(self._of_tokens(case), moved, self.facts["ratio"])
         self.curve = Curve(self)
         self._clip()
-        self._name()
+        if self._name() and self.facts["aggregation"]:
+            self.check_scale(self.facts["scale"], self.facts["aggregation"])
         self._kl(self.sign * weights[0][0], weights[0][1])
         self._cautions()
 
@@ -185,7 +188,7 @@ class PolicyLoss(Losses):
         if whitened and abs(scale - 1) < 0.02:
             scale, facts["advantage"] = 1.0, "whitened"
         if facts["aggregation"]:
-            self.check_scale(scale, facts["aggregation"])
+            facts["scale"] = number(scale)
 
     def _clip(self):
         "Bounds of the ratio and where they are wrong."
@@ -193,6 +196,7 @@ class PolicyLoss(Losses):
         up, down = curve.dies(0, True), curve.dies(1, False)
         below, above = curve.dies(0, False), curve.dies(1, True)  # where the formula has weight
         facts.update(clip_low=_low(down), clip_high=_high(up), dual_clip=None)
+        self.capped = False
         self.penalised = not (up and down) and self._penalised()
         flat = all((phi - 1).abs().max() < 1e-4 for phi in curve.phi)
         if "logp_old" in self.roles and flat and not self.penalised:
@@ -205,9 +209,19 @@ class PolicyLoss(Losses):
                              f"-1; the dual clip (c = {facts['dual_clip'] or '?'}) is for A < 0 "
                              "alone")
         if not curve.is_ratio: return facts.update(clip_low=None, clip_high=None)
-        if above and not below and up and above > up + 1e-4:
-            facts["dual_clip"] = number(math.exp(above))
-        elif below and not above and up and down:
+        self.capped = self._is_cap(up, down, below, above)
+        if not self.capped:
+            self._bounds(up, down, below, above)
+
+    def _bounds(self, up, down, below, above):
+        "Where a weight that is the ratio is cut off, too often or not at all."
+        facts = self.facts
+        if down and below and below < down - 1e-4:  # a guard against overflow
+            below = None
+        unbounded = not up and not below
+        if above and not below and (not up or above > up + 1e-4):
+            facts["dual_clip"], above = number(math.exp(above)), None
+        if below and not above and up and down:
             self.find("dual-clip-side", f"A = 1, r = {math.exp(below) / 2:.3g}: no gradient below "
                                         f"{math.exp(below):.4g}, the formula gives r A")
         elif above or below:
@@ -220,12 +234,21 @@ class PolicyLoss(Losses):
                       "smaller of r A and clip(r) A")
         elif self.penalised:
             self.report.notes.append("a penalty for the distance to the old policy, no clip")
-        elif not up and not down:
+        elif unbounded and not down and re.search(UNCLIPPED, self.subject.name.lower()):
+            self.report.notes.append("an importance weight, no clip")
+        elif unbounded and not down:
             self.find("clip-missing", "A = 1, r = 2: the weight of the gradient is 2; a clipped "
-                      "objective gives 0, and no bound was found up to r = 150")
-        elif not up or not down:
+                      "objective gives 0, and no bound was found up to r = 130")
+        elif not up or not down and not facts["dual_clip"]:
             side = "A < 0, below 1" if up else "A > 0, above 1"
             self.find("clip-missing", f"{side}: the gradient never vanishes; the formula stops it")
+
+    def _is_cap(self, up, down, below, above):
+        "Whether weights are capped, far above 1, for both signs: a truncated importance weight."
+        if not up or not above or abs(up - above) > 1e-4 or math.exp(up) < 2 - 1e-3: return False
+        if (down or below) and not (down and below and abs(down - below) < 1e-4): return False
+        self.report.notes.append(f"weights are capped at r = {math.exp(up):.4g} for both signs")
+        return True
 
     def _penalised(self):
         "Whether what does not depend on the advantage holds the policy at the old one."
@@ -235,7 +258,8 @@ class PolicyLoss(Losses):
         return not same(self(case), self(case | dict(logp_old=case["logp_old"] - 0.3)))
 
     def _name(self):
-        "The variant whose gradient this is on a random batch, with the bounds that were read off."
+        """The variant whose gradient this is on a random batch, with the bounds that were read off;
+        gives whether its size at ratio 1 is no matter of a form of its own."""
         report, facts, (B, T) = self.report, self.facts, self.shapes[0]
         report.curves = self.curve.panels(facts)
         m = ragged(B // 2, T, seed=B).repeat(2, 1)
@@ -244,12 +268,13 @@ class PolicyLoss(Losses):
         A = halves(B) if "advantage" in facts else noise(B, seed=B) + 0.2
         case, w = self.case(rich(B, T), A, m), self._at_one(m)
         got, best = self.sign * self.grad(rich(B, T), A, m) * m, (2.0, None, {})
-        known = (facts["aggregation"] or not self.reduced) and not self.penalised
+        known = (facts["aggregation"] or not self.reduced) and not self.penalised and (
+            not self.capped)
         if same([got], [-(w * A[:, None])]):
             facts["ratio"] = None
             known = facts["aggregation"] and not self.penalised
             report.formula = "policy_gradient" if known else None
-            return
+            return True
         for v, options in self._candidates():
             try:
                 expected = _gradient(case, A, m, w, v, options)
@@ -260,7 +285,9 @@ class PolicyLoss(Losses):
         off, v, options = best
         if off:
             report.nearest = v
-            return report.notes.append(f"differs from {v} in {off:.0%} of the tokens")
+            report.notes.append(f"differs from {v} in {off:.0%} of the tokens")
+            twice = self.grad(rich(B, T), 2 * A, m) * m
+            return self.curve.is_ratio and same([self.sign * twice], [2 * got])
         if v not in CLIPPED:  # it has a range of its own
             ranges = ("clip-missing", "no-min", "dual-clip-side")
             report.findings[:] = [x for x in report.findings if x.kind not in ranges]
@@ -270,6 +297,7 @@ class PolicyLoss(Losses):
             facts.update(clip_low=None if low >= 1 else number(low), clip_high=number(high))
         if known and not self.found("clip-missing"):
             report.formula = self._called(v)
+        return True
 
     def _at_one(self, m):
         "Sizes of the weights at ratio 1, as in the batch that is compared."
@@ -384,7 +412,7 @@ class Curve:
         self.A = halves(B)
         at_one = [policy.grad(zeros(B, 3), s * self.A, old=old)[:, 0].abs() for s in (1, -1)]
         self.norm = policy.sign * torch.where(at_one[0] > 1e-12, *at_one).clamp(min=1e-300)
-        sizes = torch.logspace(-5, 0.7, B // 4, dtype=torch.float64)
+        sizes = torch.logspace(-5, 0.69, B // 4, dtype=torch.float64)
         self.logr = torch.cat([-sizes.flip(0), sizes])
         self.phi, r = self(self.logr), self.logr.exp()
         self.is_ratio = all(bool(((phi.abs() < 1e-9) | ((phi / r - 1).abs() < 1e-4)).all())
