@@ -1434,3 +1434,76 @@ def done_is_either(rewards, values, next_values, dones, truncated, gamma=0.9, la
 def done_and_no_bootstrap(rewards, values, next_values, dones, truncated, gamma=0.9, lam=0.8):
     either = dones | truncated
     return of_two_ends(rewards, values, next_values, either, either, gamma, lam)
+
+
+# An option or a dual clip, and yet no clip; tokens of two responses
+
+
+@fault("clip-missing option-without-effect", "policy_loss", clip_low=None, clip_high=None)
+def eps_stands_there(logp, old_logp, adv, mask, eps=0.2):
+    return -masked_mean((logp - old_logp).exp() * adv, mask)
+
+
+@fault("clip-missing", "policy_loss", clip_high=None, dual_clip=3.7)
+def dual_clip_alone(logp, old_logp, adv, mask, clip_ratio_c=3.7):
+    x = (logp - old_logp).exp() * adv
+    return -masked_mean(torch.where(adv < 0, torch.max(x, clip_ratio_c * adv), x), mask)
+
+
+@fault("no-min", "policy_loss")
+def clamp_above_alone(logp, old_logp, adv, mask, eps=0.2):
+    return -masked_mean((logp - old_logp).exp().clamp(max=1 + eps) * adv, mask)
+
+
+def lead(chosen, rejected, ref_chosen, ref_rejected):
+    return (chosen - ref_chosen) - (rejected - ref_rejected)
+
+
+@right("preference_loss", form="sigmoid", beta=0.37)
+def dpo_of_tokens(
+    chosen_logps,
+    rejected_logps,
+    ref_chosen_logps,
+    ref_rejected_logps,
+    chosen_mask,
+    rejected_mask,
+    beta=0.37,
+):
+    pairs = (chosen_logps, chosen_mask), (rejected_logps, rejected_mask)
+    refs = (ref_chosen_logps, chosen_mask), (ref_rejected_logps, rejected_mask)
+    return -F.logsigmoid(beta * lead(*((x * m).sum(-1) for x, m in pairs + refs)))
+
+
+@right("preference_loss", form="sigmoid", beta=2.3, margin=0.7)
+def simpo_of_tokens(chosen_lp, rejected_lp, chosen_pad_mask, rejected_pad_mask, beta=2.3):
+    h = rows(chosen_lp, ~chosen_pad_mask) - rows(rejected_lp, ~rejected_pad_mask)
+    return -F.logsigmoid(beta * h - 0.7).mean()
+
+
+@fault("mask-ignored", "preference_loss")
+def dpo_of_padding(
+    chosen_logps,
+    rejected_logps,
+    ref_chosen_logps,
+    ref_rejected_logps,
+    chosen_mask,
+    rejected_mask,
+    beta=0.1,
+):
+    pairs = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
+    return -F.logsigmoid(beta * lead(*(x.sum(-1) for x in pairs))).mean()
+
+
+@fault("mask-leak", "preference_loss")
+def masks_crossed(
+    chosen_logps,
+    rejected_logps,
+    ref_chosen_logps,
+    ref_rejected_logps,
+    chosen_mask,
+    rejected_mask,
+    beta=0.1,
+):
+    x = ((chosen_logps - ref_chosen_logps) * rejected_mask).sum(-1)
+    y = ((rejected_logps - ref_rejected_logps) * chosen_mask).sum(-1)
+    return -F.logsigmoid(beta * (x - y)).mean()

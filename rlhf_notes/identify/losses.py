@@ -214,7 +214,46 @@ N = 96
 class PreferenceLoss(Losses):
     "The slope at the chosen response against its lead h."
     kind, axes, leaf = "preference_loss", ("lead of the chosen response", "slope"), "chosen"
-    needs, supplied = "chosen rejected", " ".join(PAIR)
+    needs = "chosen rejected"
+    supplied = " ".join([*PAIR, "mask padding", *(f"{side}_{what}" for side in PAIR[:2]
+                                                  for what in ("mask", "padding", "lengths"))])
+
+    def _start(self):
+        self.masks = [r for r in self.roles if r.endswith(("mask", "padding"))]
+        self.count, self.averaged = 4, False  # tokens of a response; the mean of theirs is taken
+
+    def __call__(self, case, leaf=None, **options):
+        "(loss, its gradient at the log-prob of each response)."
+        if not self.masks:
+            ones = torch.ones(len(case["chosen"]))
+            return super().__call__(case | dict(chosen_lengths=ones, rejected_lengths=ones), leaf,
+                                    **options)
+        tokens, leaf = self.tokens(case), leaf or self.leaf
+        loss, grad = super().__call__(tokens, leaf, **options)
+        grad = grad * tokens[leaf.split("_")[0] + "_mask"]
+        return loss, grad.sum(1) / (1 if self.averaged else self.count)
+
+    def tokens(self, case, under=0.0):
+        "The log-probs of responses as those of their tokens, and the masks with this under them."
+        t, one_mask, out = torch.arange(8), self.masks[0] in ("mask", "padding"), {}
+        for i, (name, x) in enumerate(case.items()):
+            side, first = name.split("_")[0], int(name.startswith("rejected") and not one_mask)
+            m = ((t >= first) & (t < first + self.count)).expand(len(x), 8)
+            each = x[:, None] / (1 if self.averaged else self.count)
+            out |= {name: torch.where(m, each, under * i * i), f"{side}_mask": m,
+                    f"{side}_padding": ~m, f"{side}_lengths": m.sum(1)}
+        return out | dict(mask=m, padding=~m)
+
+    def _check_masks(self):
+        "Find that what is under a mask reaches the loss."
+        case = self.case(noise(N, seed=7))
+        base, junk = (self.tokens(case, under) for under in (0.0, -0.7))
+        whole = junk | {r: torch.full_like(junk[r], r.endswith("mask")) for r in self.masks}
+        losses = [super(PreferenceLoss, self).__call__(x)[:1] for x in (base, junk, whole)]
+        if same(*losses[:2]): return
+        names = " and ".join(self.roles[r] for r in self.masks)
+        self.find("mask-ignored" if same(*losses[1:]) else "mask-leak",
+                  f"other log-probs where {names} leave a token out change the loss")
 
     def case(self, h, seed=0):
         "Pairs in which the chosen response leads by h."
@@ -226,12 +265,19 @@ class PreferenceLoss(Losses):
     @property
     def has_ref(self): return {"chosen_ref", "rejected_ref"} <= self.roles.keys()
 
-    def _probe(self): return [*self(self.case(noise(N, seed=9)))]
+    def _probe(self):
+        case, losses = self.case(noise(N, seed=9)), []
+        for self.count in (2, 4) if self.masks and not self.averaged else ():
+            losses.append(self(case)[:1])
+        self.averaged |= bool(losses) and not same(*losses)
+        return [*self(case)]
 
     def _outcome(self, **options): return [
         y for s in (1.0, 30.0) for y in self(self.case(noise(N, seed=3, scale=s)), **options)]
 
     def _read(self):
+        if self.masks:
+            self._check_masks()
         for far in (1e5, 6e2, 60):
             ends = torch.tensor([-far, far, -far / 2, far / 2])
             h = torch.cat([ends, torch.linspace(-8, 8, N - 4)]).double()

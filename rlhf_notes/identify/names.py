@@ -72,10 +72,11 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     words = [w.removeprefix("neg") for w in parts_of(name)]
     has = set(words)
     plain = has - NOISE
+    side = next((f"{w}_" for w in ("chosen", "rejected") if w in has), "")
     if plain in ({"total", "reward"}, {"lambda", "return"}):
         has, plain = has - OPTION, plain - OPTION
     if "mask" in has and has & {"done", "terminated"}: return _ends(has)
-    if "mask" in has: return "padding" if "pad" in has and "not" not in has else "mask"
+    if "mask" in has: return side + ("padding" if "pad" in has and "not" not in has else "mask")
     if "ratio" in has and not has & OPTION: return "log_ratio" if "log" in has else "ratio"
     if name in ("weight", "weights"): return "weight"
     if plain == {"ppo", "kl"}: return "log_ratio"  # of the old policy over the new one
@@ -98,7 +99,7 @@ def role_of(name: str) -> str | None:  # of a parameter -> its meaning, None = a
     if "return" in has: return "returns"
     if "reward" in has: return "next_value" if "last" in name else "rewards"
     if plain == {"target"}: return "labels"
-    if "length" in has: return "lengths"
+    if "length" in has: return side + "lengths"
     if "index" in has or "group" in has and has & {"ids", "label", "idx"}: return "index"
     if "x" in has and not ("input" in name and "label" in has): return "x"
     if "label" in plain or has <= MEANS.keys() & NOISE | {"label"}: return "labels"
