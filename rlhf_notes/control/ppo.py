@@ -102,8 +102,9 @@ class Loop:
     def iterate(self) -> dict:  # column -> number
         "One iteration: collect, estimate advantages, take gradient steps on minibatches."
         c, clip, logs = self.config, self.anneal("clip"), []
+        self.optimizer.tie(self.agent)
         rollout, self.ended = self.collect()
-        self.optimizer.tie()
+        self.optimizer.tie()  # an environment may hold the weights, too
         batch = make_batch(self.agent, rollout, c)
         del rollout  # as large as the batch: pictures take hundreds of megabytes
         for _ in range(c.epochs):

@@ -286,13 +286,13 @@ class PPO(Loop):
         return self.evaluate(c.eval_episodes, seed=seeds(c.seed, 1)[2]).mean().item()
 
     def _keep(self):
-        self.optimizer.tie()
+        self.optimizer.tie(self.agent)
         return dict(weights=self.optimizer.vector.detach().clone(),
                     obs=self.scaling.seen.state_dict())
 
     @torch.no_grad()
     def _put(self, kept):
-        self.optimizer.tie()
+        self.optimizer.tie(self.agent)
         self.optimizer.vector.copy_(kept["weights"])
         self.scaling.seen.load_state_dict(kept["obs"])
 

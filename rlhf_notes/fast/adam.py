@@ -71,8 +71,13 @@ class Adam:
         self.steps = torch.zeros((), dtype=torch.float32, device=self.vector.device)
 
     @torch.no_grad()
-    def tie(self):
+    def tie(
+        self,
+        module: nn.Module | None = None,  # in the place of the module so far
+    ):
         "Make parameters and gradients that were replaced views again; new values stay."
+        if module is not None:
+            self.module = module
         parameters = self.parameters()
         tied = [*zip(parameters, *parts(self.vector, parameters))]
         values = [None if is_view(p, x) else p.clone() for p, x, _ in tied]
@@ -87,7 +92,8 @@ class Adam:
 
     def parameters(self) -> list:
         "The parameters behind the vector; ValueError unless they are those it was made of."
-        now, v = dict(self.module.named_parameters()), self.vector
+        now, v = self.module.named_parameters(), self.vector
+        now = {name.replace("_orig_mod.", ""): p for name, p in now}  # of torch.compile
         for name, p in now.items():
             if p.requires_grad and name not in self.shapes:
                 raise ValueError(f"{name} must be learned from the start or never: the optimizer "
@@ -97,6 +103,8 @@ class Adam:
             got = None if p is None else (tuple(p.shape), p.dtype, p.device)
             if got != expected:
                 raise ValueError(f"{name} must stay {expected}, as the optimizer has it, got {got}")
+        if not any(p.requires_grad for p in now.values()):
+            raise ValueError("model must have weights that learn, got all of them frozen")
         return [now[name] for name in self.shapes]
 
     def __setstate__(self, state):  # copies and pickles hold no gradients, and no views

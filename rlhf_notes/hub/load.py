@@ -369,7 +369,7 @@ def check_trainable(lm: nn.Module, name: str):
         raise ValueError(f"model must train weights in float32, got {name!r} with {half}")
     _refuse_router_loss(lm.config.get_text_config(), name)
     if not hasattr(lm, "peft_config"): return
-    if not has_adapter(lm):
+    if not hasattr(lm, "active_peft_config"):
         raise ValueError("model must be a PeftModel if it has adapters (peft.get_peft_model makes "
                          f"one), got {name!r} with some")
     if [*lm.peft_config] != ["default"]:

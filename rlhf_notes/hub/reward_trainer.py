@@ -103,7 +103,7 @@ class RewardTrainer(Classifier):
     def iterate(self) -> dict:  # column -> number
         "One gradient step: its row of metrics."
         check_left(self)
-        self.optimizer.tie()
+        self.optimizer.tie(self.model)
         rows = self.pairs().to(self.tokens.device)
         tokens, mask = (x[rows].flatten(0, 1) for x in (self.tokens, self.mask))
         chosen, rejected = self.score(tokens, mask).view(-1, 2).unbind(1)

@@ -380,11 +380,11 @@ class RLHF(Trainer):
                                    put=self._put)
 
     def _keep(self):
-        self.loop.optimizer.tie()
+        self.loop.tie()
         return self.loop.optimizer.vector.detach().clone()
 
     def _put(self, kept):
-        self.loop.optimizer.tie()
+        self.loop.tie()
         self.loop.optimizer.vector.detach().copy_(kept)
 
     def view(

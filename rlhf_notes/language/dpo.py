@@ -65,7 +65,7 @@ class DPOLoop(Loop):
         "One iteration: `batch` prompts in `minibatches` gradient steps; its row."
         check_left(self)
         start, rows = time.perf_counter(), self.order[self.iteration]
-        self.optimizer.tie()
+        self.tie()
         logs = [self.step(self.choices[part]) for part in rows.chunk(self.config.minibatches)]
         tokens = self.config.batch * self.choices.response_mask[0].numel()
         return end_iteration(self, logs, {}, tokens, start)

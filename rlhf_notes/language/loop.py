@@ -60,12 +60,22 @@ class Loop(Stage):
     def iterate(self):
         "One iteration: sample responses, score them, learn from them; its row, column -> number."
         check_left(self)
+        self.tie()
         start, (rollout, drawn) = time.perf_counter(), self.draw()
-        self.optimizer.tie()
+        self.optimizer.tie()  # a reward may hold the weights, too
         self.rollout = rollout.map(self.machine.gather)
         batch = self.batch = self.advantages()
         logs = [self.step(with_weights(self.config, batch[rows])) for rows in self.minibatches()]
         return self.log(batch, logs, start) | drawn
+
+    def tie(self):
+        "Tie what users' code has replaced to the optimizer again, the whole policy too."
+        if self.policy is not self.optimizer.module:
+            self.model = self.machine.prepare(self.policy)
+        self.optimizer.tie(self.policy)
+        if any(getattr(m, "merged", False) is True for m in self.policy.lm.modules()):
+            raise ValueError("model must have its adapter beside its weights, got one that is "
+                             "merged into them (unmerge_adapter takes it out)")
 
     def draw(self):
         "Responses of the policy to new prompts; numbers about them for the log."

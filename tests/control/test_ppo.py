@@ -1540,14 +1540,16 @@ CUT = dict(
                                        assign=True))
 
 
-@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("cut", [*CUT.values(), copy.deepcopy], ids=[*CUT, "another agent"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_weights_that_were_cut_off_from_the_optimizer_learn(cut, at):
-    def rows(change):
+    def rows(cut):
+        def change(trainer, row=()):
+            other = cut(trainer.agent) if at == len(trainer.rows) else None
+            trainer.agent = other if isinstance(other, torch.nn.Module) else trainer.agent
         ppo = PPO(**vars(SMALL) | dict(eval_every=128, keep_best=True, eval_episodes=2))
-        if at == 0:
-            change(ppo.agent)
-        ppo.learn(3 * 128, callback=lambda t, row: change(t.agent) if at == len(t.rows) else None)
+        change(ppo)
+        ppo.learn(3 * 128, callback=change)
         return ppo.rows, ppo.optimizer.vector.tolist()
     assert rows(cut) == rows(lambda agent: None)
 

@@ -201,7 +201,8 @@ def test_what_was_cut_off_is_tied_again_and_the_new_values_stay(cut):
     (lambda m: setattr(m[2], "weight", nn.Parameter(torch.ones(1, 3))),
      r"^2.weight must stay \(\(1, 8\).* got \(\(1, 3\)"),
     (lambda m: setattr(m[2], "bias", None), "^2.bias must stay .* got None"),
-    (lambda m: m.append(nn.Linear(1, 1)), "^3.weight must be learned from the start or never")])
+    (lambda m: m.append(nn.Linear(1, 1)), "^3.weight must be learned from the start or never"),
+    (lambda m: m.requires_grad_(False), "^model must have weights that learn, got all of them")])
 def test_parameters_of_another_kind_are_named(change, word):
     module = net()
     adam = Adam(module, 1e-8)
@@ -243,3 +244,15 @@ def test_a_copy_of_module_and_optimizer_learns_on(how):
         m(X).square().mean().backward()
         a.step(1e-2)
     assert torch.equal(flat(module), one) and not torch.equal(flat(m), one)
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, torch.compile], ids=["a copy", "compiled"])
+def test_a_module_in_the_place_of_the_first_is_learned(other):
+    module = net()
+    adam, second = Adam(module, 1e-8), other(module)
+    adam.tie(second)
+    before = flat(second).clone()
+    adam.step(1e-2), adam.zero_grad()
+    second(X).square().mean().backward() if other is copy.deepcopy else adam.vector.grad.fill_(1.0)
+    adam.step(1e-2)
+    assert torch.equal(flat(second), adam.vector) and (flat(second) != before).all()

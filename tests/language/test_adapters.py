@@ -188,6 +188,34 @@ def test_the_reference_is_the_policy_at_the_start(start):
     assert again.iterate()["kl_k1"] == pytest.approx(0, abs=1e-5)  # a new start
 
 
+LOST = "must stay .* as the optimizer has it, got None"
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda lm: lm.merge_adapter(), "^model must have its adapter beside its weights, got one"),
+    (lambda lm: lm.base_model.disable_adapter_layers(), "^model must have weights that learn"),
+    (lambda lm: lm.delete_adapter("default"), LOST),
+    (lambda lm: lm.set_adapter("default", inference_mode=True), "^model must have weights that"),
+    (lambda lm: lm.merge_and_unload(), LOST)])
+def test_an_adapter_that_a_callback_takes_away_is_named(change, words):
+    r = RLHF(lora(make("Llama")), tokenizer(), ["w1 w2"], short, **SMALL | dict(iterations=3))
+    with pytest.raises(ValueError, match=words):
+        r.learn(lambda t, row: change(t.policy.lm) and None)
+
+
+@pytest.mark.parametrize("look", [
+    lambda lm: (lm.merge_adapter(), lm.unmerge_adapter()),
+    lambda lm: (lm.base_model.disable_adapter_layers(), lm.base_model.enable_adapter_layers()),
+    lambda lm: (lm.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"])),
+                lm.set_adapter("other"), lm.set_adapter("default"), lm.delete_adapter("other"))])
+def test_an_adapter_that_a_callback_gives_back_learns_on(look):
+    def trained(look):
+        torch.manual_seed(0)
+        r = RLHF(lora(make("Llama")), tokenizer(), ["w1 w2"], short, **SMALL | dict(iterations=3))
+        return r.learn(lambda t, row: look(t.policy.lm) and None).loop.optimizer.vector
+    torch.testing.assert_close(trained(look), trained(id))
+
+
 def test_a_saved_adapter_is_the_new_reference(tmp_path):
     path = _saved(tmp_path)
     assert RLHF.load(path, ["w1 w2"], short).iterate()["kl_k1"] == pytest.approx(0, abs=1e-5)
@@ -352,6 +380,9 @@ def added(lm):
     return lm
 
 
+def mixed(lm): return peft.PeftMixedModel(lm, peft.LoraConfig(target_modules=["q_proj"]))
+
+
 def two(lm):
     lm = lora(lm)
     lm.add_adapter("two", peft.LoraConfig())
@@ -365,6 +396,7 @@ def two(lm):
     (added,
      r"be a PeftModel if it has adapters \(peft.get_peft_model makes one\), "
      r"got 'LlamaForCausalLM' with some"),
+    (mixed, "be a PeftModel if it has adapters .* got 'PeftMixedModel' with some"),
     (lambda lm: lora(lm).requires_grad_(),
      "train nothing beside its adapter, .* got 'PeftModelForCausalLM' with " "base_model.*weight"),
     (lambda lm: peft.get_peft_model(lm, peft.LoraConfig(), "mine"),

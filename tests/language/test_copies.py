@@ -67,6 +67,17 @@ def test_the_best_weights_are_kept_where_they_were_replaced():
     assert len(seen) > 1 and torch.equal(weights(), seen[max(seen)])
 
 
+@pytest.mark.parametrize("way", ["plain", "ppo", "dpo", "scores"])
+def test_a_model_in_the_place_of_the_first_is_learned(way):
+    def replace(trainer, row):
+        holder, name = (trainer, "model") if way == "scores" else (trainer.loop, "policy")
+        setattr(holder, name, copy.deepcopy(getattr(holder, name)))
+    first, other = build(way).learn(), build(way).learn(replace)
+    for one, two in zip((first.model if way == "scores" else first.policy).parameters(),
+                        (other.model if way == "scores" else other.policy).parameters()):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize("no", [False, np.False_, torch.tensor(False)])
 def test_a_false_of_any_library_ends_a_training(no):
     assert build("plain").learn(lambda trainer, row: no).iteration == 1
