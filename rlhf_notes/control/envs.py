@@ -191,8 +191,9 @@ def _possible(envs, info):
 
 def _check_observations(space, env):
     if (helps := remedy(space)) is None: return
-    hint = (f" (gymnasium.wrappers.{helps} makes them)" if helps else
-            " (gymnasium.wrappers.FilterObservation leaves an entry of a Dict out)")
+    hint = f" (gymnasium.wrappers.{helps} makes them)" if helps else ""
+    if not helps and isinstance(space, gym.spaces.Dict):
+        hint = " (gymnasium.wrappers.FilterObservation leaves an entry of a Dict out)"
     raise ValueError("env must have observations of Box, Discrete, MultiDiscrete, MultiBinary, "
                      f"or a Dict of these, got {env!r} with {space}{hint}")
 
@@ -222,6 +223,10 @@ def _check_envs(envs, env):
         after, reward, *_, then = envs.step(act)
         if "action_mask" in then and "action_mask" not in info:
             raise ValueError('its reset must give info["action_mask"], too, as its step does')
+        if "action_mask" not in info and any(
+                x.has_wrapper_attr("action_masks") for x in getattr(envs, "envs", ())):
+            warnings.warn("env has action_masks, which is not read: impossible actions are ruled "
+                          'out by info["action_mask"], of reset and step', stacklevel=2)
         if np.shape(reward) != (len(obs),):
             raise ValueError(f"its reward has shape {np.shape(reward)[1:]}")
         for name, x in ("observation", obs), ("observation", rows(after)), ("reward", reward):

@@ -223,7 +223,8 @@ def distribution(space: gym.Space, log_std: float = 0.0, squash: bool = False) -
     is_box = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
     if not is_box or 0 in space.shape:
         raise ValueError("env must have actions of Discrete, MultiDiscrete, MultiBinary, or a "
-                         f"non-empty Box of floats, got {space}")
+                         f"non-empty Box of floats, got {space} (several whole numbers are a "
+                         "MultiDiscrete; gymnasium.wrappers.TransformAction makes others of them)")
     with np.errstate(over="ignore", invalid="ignore"):
         span = space.high - space.low
         far = (space.low > 0) | (space.high < 0) | (span < 0.2) | ((span > 20) & (span < np.inf))

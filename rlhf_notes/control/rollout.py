@@ -107,6 +107,9 @@ class Collector:
 
     def _last_seen(self, info, done):
         "The last observation of the episodes that have ended, where those now show the next ones."
+        if "final_obs" not in info:
+            raise ValueError('env must give info["final_obs"] in the step that resets it, where '
+                             f"its autoreset_mode is SameStep, got {[*info]}")
         last = create_empty_array(self.space, int(done.sum()))
         last = self.rows(concatenate(self.space, info["final_obs"][done], last))
         return _check_finite("observation", last)

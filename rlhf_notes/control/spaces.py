@@ -172,8 +172,8 @@ def as_batch(space: gym.Space, obs) -> tuple:  # a batch; True if it was one alo
     if None not in names and not (isinstance(obs, dict) and names.keys() <= obs.keys()):
         raise ValueError(f"obs must be a dict with {', '.join(names)}, got {obs}")
     for name, part in names.items():
-        x, shape = np.asarray(_entry(obs, name)), part.shape
         where = "obs" if name is None else f"obs[{name!r}]"
+        x, shape = _as_array(_entry(obs, name), where), part.shape
         if x.shape[x.ndim - len(shape):] != shape or x.ndim > len(shape) + 1:
             raise ValueError(f"{where} must have shape {shape}, or be a batch of that, "
                              f"got {x.shape}")
@@ -184,6 +184,14 @@ def as_batch(space: gym.Space, obs) -> tuple:  # a batch; True if it was one alo
     if len(kinds) > 1: raise ValueError(f"obs must have as many of each entry, got {obs}")
     batch = {name: x for name, (x, _) in entries.items()}
     return batch.get(None, batch), kinds.pop()[1]
+
+
+def _as_array(x, where):
+    try:
+        return np.asarray(x)
+    except ValueError:  # of what has parts of several shapes
+        raise ValueError(f"{where} must be an array, or a list of numbers, got a "
+                         f"{type(x).__name__} (a reset returns obs and info)") from None
 
 
 def space_to_numbers(space: gym.Space) -> dict:  # of numbers, tensors, and such dicts

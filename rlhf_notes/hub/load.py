@@ -94,8 +94,10 @@ def load_model(model, tokenizer=None, device="cpu", lora=0, seed=0):
         raise ValueError(f"tokenizer must come with a model that is a module, got None for {name}")
     head = getattr(lm, "get_output_embeddings", lambda: None)()
     if not isinstance(getattr(head, "weight", None), torch.Tensor):
+        inside = " (give the model inside, its .module)" if hasattr(lm, "module") else ""
         raise ValueError("model must be a causal language model of transformers, whose head is a "
-                         f"matrix, got {name!r} with {type(head).__name__}")
+                         f"matrix, got {name!r} with {type(head).__name__}{inside}")
+    _read_by_names(lm)
     if any(p.is_meta for p in lm.parameters()):
         raise ValueError(f"model must have weights, got {name!r} on the device meta")
     _check_body(lm, name)
@@ -107,6 +109,12 @@ def load_model(model, tokenizer=None, device="cpu", lora=0, seed=0):
         lm.to(device)
     check_model(lm, name)
     return lm, tokenizer
+
+
+def _read_by_names(model):
+    "A config may ask for tuples, with `return_dict` False."
+    for config in (model.config, model.config.get_text_config()):
+        config.return_dict = True
 
 
 def _from_directory(name):
@@ -221,6 +229,7 @@ class Classifier:
             raise ValueError("reward must come with its tokenizer, Classifier(model, tokenizer=...)"
                              f", where it has no directory, got a {type(model).__name__}")
         self.model, self.tokenizer = model.eval(), tokenizer or _load_tokenizer(name, "reward")
+        _read_by_names(model)
         self.pad = model.config.get_text_config().pad_token_id
         if self.pad is None and not hasattr(model, "score"):
             raise ValueError("reward must be a model with a padding token in its config.json, got "
@@ -505,6 +514,9 @@ def _largest_errors(lm):
 
 def _check_body(lm, name):
     "ValueError for what has no cache of keys and values, and no states before its head."
+    if getattr(lm.config, "is_encoder_decoder", False):
+        raise ValueError(f"model must be a decoder alone, got {name!r}, which has an encoder (as "
+                         "T5)")
     takes = inspect.signature(body(lm).forward).parameters
     if not {"past_key_values", "cache"} & takes.keys():  # so it is called from transformers 5.24 on
         raise ValueError("model must be a decoder with a cache of what it has read, keys and "

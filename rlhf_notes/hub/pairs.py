@@ -29,7 +29,8 @@ def pairs_of(rows: list) -> list:
         for name, text in zip(names, pair):
             if not isinstance(text, str):
                 raise ValueError(f"prompts must have a {name} response, a string, got "
-                                 f"{row[name]!r} in prompts[{i}]")
+                                 f"{row[name]!r} in prompts[{i}] (a list holds one message of the "
+                                 "assistant)")
         pairs.append(pair)
     return pairs
 
@@ -47,7 +48,8 @@ def margins_of(rows: list) -> torch.Tensor:  # (n,) float32
 def _said(response):
     "The text of a response that may be a list with one message."
     is_chat = isinstance(response, list) and len(response) == 1 and isinstance(response[0], dict)
-    return response[0].get("content") if is_chat else response
+    own = is_chat and response[0].get("role") not in ("user", "system", "tool")
+    return response[0].get("content") if own else response
 
 
 def own_choices(task: Prompts, rows: list) -> Choices:

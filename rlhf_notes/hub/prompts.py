@@ -309,6 +309,11 @@ def warn_of_ends(task):
     if twice:
         warnings.warn(f"{twice} of {len(task.rows)} prompts begin with {task.tokenizer.bos_token} "
                       "twice: it stands in their text, and the tokenizer adds it")
+    own = sum(row["prompt"][-1]["role"] == "assistant" for row in task.rows
+              if not isinstance(row["prompt"], str))
+    if own:
+        warnings.warn(f"{own} of {len(task.rows)} prompts end with a message of the assistant, "
+                      "which is not continued: the model begins another one after it")
     ended = torch.isin(task.tokens[:, -1], torch.tensor(task.stop_token))
     ended &= task.mask.sum(1) > 1
     if ended.any():

@@ -65,6 +65,10 @@ def bind(function, columns=(), kind="reward") -> inspect.BoundArguments:
         signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):  # written in C
         signature = inspect.signature(lambda *texts, **columns: None)
+    asked = signature.parameters
+    if "completions" in columns and "completions" in asked and "responses" not in asked:
+        raise ValueError("prompts must have no column completions for a reward that asks for "
+                         "them, since they are the responses")
     known = dict(completions="responses") | {x: x for x in (*columns, *TEXTS)}
     bound, parameters = signature.bind_partial(), signature.parameters.items()
     named = {k: known[k] for k, p in parameters if k in known and p.kind not in STARRED}
@@ -219,8 +223,7 @@ def _numbers(function, count, step, *args):
         if isinstance(values, Future): return values
         if isinstance(values, (Mapping, Set)) or hasattr(values, "iterrows"):
             raise TypeError(f"a {type(values).__name__} is no list")
-        # + 0.0, since float takes strings
-        numbers = [math.nan if x is None else float(x + 0.0) for x in values]
+        numbers = [math.nan if x is None else _number(x) for x in values]
         numbers = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     except KeyboardInterrupt: raise
     except BaseException as e:
@@ -231,6 +234,11 @@ def _numbers(function, count, step, *args):
     if numbers.isinf().any():
         raise _refused("finite numbers, or None where there is no score", values, function)
     return numbers
+
+
+def _number(x):
+    if isinstance(x, (str, bytes, bytearray)): raise TypeError(f"{x!r} is no number")
+    return float(x)  # which would take them
 
 
 def _refused(expected, got, function, error=None):

@@ -322,9 +322,10 @@ class RLHF(Trainer):
         self.task.reward_timeout = reward_timeout
         self._follow(schedule)
         check_value("eval_every", eval_every, "int [1, inf)?")
+        eval_prompts = [] if eval_prompts is None else read_prompts(eval_prompts)
         self.loop.machine.check_same(eval_prompts=len(eval_prompts) > 0, eval_every=eval_every,
                                      keep_best=keep_best)
-        if len(eval_prompts):
+        if eval_prompts:
             self._hold_out(eval_prompts, eval_reward or reward, eval_every or 10, keep_best)
         elif eval_every or eval_reward or keep_best:
             raise ValueError("eval_prompts must be given with eval_every, eval_reward or keep_best,"

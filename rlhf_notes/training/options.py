@@ -74,7 +74,12 @@ ELSEWHERE = dict(  # what stable-baselines3 and TRL call it -> what it is called
     per_device_train_batch_size="batch (responses in all)", num_generations="group",
     num_iterations="epochs", max_steps="iterations", max_completion_length="max_new_tokens",
     max_prompt_length="prompt_length", beta="kl_coef (dpo_beta for DPO)", epsilon="clip",
-    epsilon_high="clip_high", loss_type="variant (dpo_kind for DPO)", scale_rewards="group_scale")
+    epsilon_high="clip_high", loss_type="variant (dpo_kind for DPO)", scale_rewards="group_scale",
+    gradient_accumulation_steps="microbatches", warmup_steps="lr_warmup",
+    reward_weights="reward (a list of pairs, function and weight)",
+    system_prompt="prompts (a message with the role system in each)",
+    **dict.fromkeys(("stop", "stop_strings", "stop_token_id", "eos_token_id"),
+                    "model (its generation_config.eos_token_id ends a response)"))
 
 
 class Only:

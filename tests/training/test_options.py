@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
+from inspect import signature
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlhf_notes import checks
+from rlhf_notes import RLHF, checks
 from rlhf_notes.control.config import PPOConfig
 from rlhf_notes.reviews.config import ReviewsConfig
 from rlhf_notes.training.options import (
@@ -105,7 +106,7 @@ CONTROL = [name for name, ours in ELSEWHERE.items()
                                        for name in ELSEWHERE])
 def test_another_librarys_name_is_answered_with_ours(name, cls):
     ours = ELSEWHERE[name].split()[0]
-    assert ours in (*cls.__dataclass_fields__, "max_new_tokens", "network", "out")
+    assert ours in (*cls.__dataclass_fields__, "network", "out", *signature(RLHF).parameters)
     words = f"{name} must be an option of {cls.__name__}: did you mean {ELSEWHERE[name]}?"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"): cls(**{name: 1})
 
