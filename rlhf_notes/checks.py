@@ -203,10 +203,14 @@ def check_value(name, value, rule):  # name of the argument, what came, a rule a
     return _rule(name, rule)(value, {})
 
 
-def check_partner(name, x, option, weight, usual):  # its default; 0 wants no partner either
-    "ValueError if a weight is given and what it weighs, the argument `name`, is not."
-    if x is None and weight not in (0, usual):
+def check_partner(name, x, usual, **options):  # defaults; options of x: its weight, then others
+    """ValueError if an option is given and the argument `name`, without which it has no effect, is
+    not; a weight of 0 wants no partner either."""
+    if x is not None: return
+    (option, weight), *_ = options.items()
+    if weight not in (0, usual[option]):
         raise ValueError(f"{name} must be given with {option}={weight!r}, its weight, got None")
+    check_read(usual, {None: (option,)}, **{name: None}, **options)
 
 
 def named_by(f):  # a function that may leave others to **_
@@ -215,13 +219,14 @@ def named_by(f):  # a function that may leave others to **_
     return frozenset(p.name for p in every if p.kind is not p.VAR_KEYWORD)
 
 
-def check_read(usual, read, why, **given):  # defaults, names that are read, the case, arguments
-    "ValueError if an argument that is not read has another value than its default."
-    for name, x in given.items():
+def check_read(usual, reads, **given):  # defaults, case -> names that it reads, case and arguments
+    "ValueError if an argument that the case, the first, does not read is not at its default."
+    (name, case), *others = given.items()
+    for option, x in others:
         alone = isinstance(x, torch.Tensor)
-        if name not in read and (alone or x != usual[name]):
+        if option not in reads[case] and (alone or x != usual[option]):
             came = "a tensor" if alone else repr(x)
-            raise ValueError(f"{name} must be {usual[name]!r} for {why}, got {came}")
+            raise ValueError(f"{option} must be {usual[option]!r} for {name}={case!r}, got {came}")
 
 
 def under_its_name(name, f, *args, **kwargs):  # its caller's name, a function, its arguments

@@ -91,12 +91,9 @@ def policy_loss(
     if not isinstance(mode, Tensor):
         check_value("aggregation", mode, AGGREGATION_MODES)
     reduce = partial(aggregate_loss, mask=mask, mode=mode, length=length, total=total, group=group)
-    check_partner("logp_ref", logp_ref, "beta", beta, 0.04)
+    check_partner("logp_ref", logp_ref, _USUAL, beta=beta, kl_kind=kl_kind, kl_weighted=kl_weighted)
     options = dict(dual_clip=dual_clip, tau=tau, divergence=divergence)
-    check_read(_USUAL, _READS[variant], f"variant={variant!r}", eps_low=eps_low, eps_high=eps_high,
-               **options)
-    if logp_ref is None:
-        check_read(_USUAL, (), "logp_ref=None", kl_kind=kl_kind, kl_weighted=kl_weighted)
+    check_read(_USUAL, _READS, variant=variant, eps_low=eps_low, eps_high=eps_high, **options)
     options |= dict(entropy=entropy, logp_ref=logp_ref, group=group)
     bounds = eps_low or low, eps_high or eps_low or high
     A = apply_mask(_per_token("advantage", advantage, logp), mask)

@@ -8,7 +8,6 @@ masked_sum       sum of the x_i with m_i = 1
 masked_mean      sum / n, n = number of m_i = 1; 0 if n = 0
 centre           x - mean; 0 under the mask
 masked_var       sum of (x_i - mean)^2 / n; unbiased: / (n - 1)
-masked_share     masked_mean of True and False; NaN if one that counts cannot be told
 aggregate_loss   of token losses l; B responses with n_b tokens that count:
   "token-mean"             sum_b sum_t l / sum_b n_b
   "seq-mean-token-mean"    sum_b (sum_t l / n_b) / B, B without empty responses
@@ -25,7 +24,7 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/formulas/masking.html.md"""
 
 # %% auto #0
 __all__ = ['AGGREGATION_MODES', 'apply_mask', 'masked_sum', 'masked_mean', 'centre', 'masked_var',
-           'aggregate_count', 'aggregation_weights', 'aggregate_loss', 'masked_share']
+           'aggregate_count', 'aggregation_weights', 'aggregate_loss']
 
 # %% ../../nbs/formulas/01_masking.ipynb #export-imports
 import torch
@@ -155,13 +154,3 @@ def aggregate_loss(
         raise ValueError(f"mode must be weights of the shape of loss, {tuple(loss.shape)}, got "
                          f"{tuple(w.shape)}")
     return (w * apply_mask(loss, mask)).sum()
-
-# %% ../../nbs/formulas/01_masking.ipynb #share
-@checked(x="bool (...)", known="real (...)", mask="bool (...)?")
-def masked_share(
-    x: Tensor,  # (...) bool
-    known: Tensor,  # (...), NaN where x cannot be told
-    mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
-) -> Tensor:  # 0-dim, from 0 to 1; 0 where nothing counts
-    "Share of True among the elements that count; NaN if one of them cannot be told."
-    return masked_mean(x.float().masked_fill(known.isnan(), torch.nan), mask)

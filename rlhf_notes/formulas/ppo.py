@@ -23,7 +23,7 @@ __all__ = ['ppo_loss', 'ppo_stats', 'top_entropy_mask', 'clip_cov_mask', 'kl_cov
 import torch
 from torch import Tensor
 
-from ..checks import check_partner, check_read, checked, defaults_after
+from ..checks import check_partner, checked, defaults_after
 from .kl import KL_KINDS, kl_estimate, kl_loss
 from .masking import apply_mask, centre, masked_mean
 from .ratio import importance_ratio
@@ -58,11 +58,9 @@ def ppo_loss(
 ) -> tuple[Tensor, dict]:  # 0-dim loss; its parts, detached: policy_loss, value_loss, entropy, kl
     "PPO's loss: policy + c_v value - c_e entropy + beta KL (Schulman et al. 2017, eq. 9)."
     _check_value_parts(value, value_old, returns, value_clip)
-    check_partner("value", value, "value_coef", value_coef, 0.5)
-    check_partner("entropy", entropy, "entropy_coef", entropy_coef, 0.01)
-    check_partner("logp_ref", logp_ref, "beta", beta, 0.04)
-    if logp_ref is None:
-        check_read(_USUAL, (), "logp_ref=None", kl_kind=kl_kind, kl_weighted=kl_weighted)
+    check_partner("value", value, _USUAL, value_coef=value_coef)
+    check_partner("entropy", entropy, _USUAL, entropy_coef=entropy_coef)
+    check_partner("logp_ref", logp_ref, _USUAL, beta=beta, kl_kind=kl_kind, kl_weighted=kl_weighted)
     ratio = importance_ratio(logp, logp_old, mask)
     advantage = apply_mask(advantage.detach(), mask)
     objective = clipped_surrogate(ratio, advantage, eps_low, eps_high, dual_clip)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checks import checked
-from .masking import masked_share
+from .masking import masked_mean
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #surrogate
 @checked(ratio="float (...)", advantage="float (...)", eps_low="(0, 1]", eps_high="(0, inf)?",
@@ -59,4 +59,4 @@ def clip_fraction(
         if A is None:
             raise ValueError('advantage must be given for kind="binding", got None')
         known, clipped = r * A, (A > 0) & above | (A < 0) & below
-    return masked_share(clipped, known, mask)
+    return masked_mean(clipped.float().masked_fill(known.isnan(), torch.nan), mask)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import checked
-from .masking import apply_mask, centre, masked_mean, masked_share, masked_var
+from .masking import apply_mask, centre, masked_mean, masked_var
 
 # %% ../../nbs/formulas/05_value.ipynb #value-loss
 _RULES = dict(value="float (...)", value_old="float (...)?", returns="float (...)",
@@ -61,8 +61,9 @@ def value_clip_fraction(
     mask: Tensor | None = None,  # (...) bool, True = counts; None = everything counts
 ) -> Tensor:  # 0-dim: a share, from 0 to 1; 0 if nothing counts
     "Share of the elements where the clip stops the gradient of `value_loss`."
-    clipped = value_loss(value, value_old, returns, clip_range, mask)
-    return masked_share(clipped > value_loss(value, None, returns, None, mask), clipped, mask)
+    loss = value_loss(value, value_old, returns, clip_range, mask)
+    stopped = (loss > value_loss(value, None, returns, None, mask)).float()
+    return masked_mean(stopped.masked_fill(loss.isnan(), torch.nan), mask)
 
 # %% ../../nbs/formulas/05_value.ipynb #explained
 @checked(value="float (...)", returns="float (...)", mask="bool (...)?")

@@ -178,10 +178,9 @@ def rl_loss(config, part, logp, entropy, values, kl_coef, whole=None):
     share = 1.0 if whole is None else mask.sum() / whole.sum().clamp(min=1)
     clip = c.clip if c.variant in CLIPPED else None
     kl = dict(logp_ref=part.logp_ref, beta=kl_coef, kl_weighted=True) if c.loss_has_kl else {}
-    loss, log = policy_loss(
+    loss, log = policy_loss(  # P8
         logp, part.logp, part.advantages, mask, c.variant, **kl, eps_low=c.clip_low or clip,
-        eps_high=c.clip_high or clip, aggregation=w, group=c.responses_per_prompt,
-        entropy=entropy)  # P8
+        eps_high=c.clip_high or clip, aggregation=w, group=c.responses_per_prompt, entropy=entropy)
     kl, sums = log.pop("kl"), dict(policy_loss=log.pop("policy_loss"))
     if c.loss_has_kl or part.returns is None:
         sums["kl"] = kl
@@ -251,7 +250,7 @@ def end_iteration(loop, logs, stats, tokens, start):
     check_finite(f"stage rl, iteration {loop.iteration + 1}", found | dict(weights=weights))
     rate, seconds = loop.rate(), time.perf_counter() - start
     loop.iteration += 1
-    return {name: found.get(name) for name in COLUMNS} | found | dict(
+    return dict.fromkeys(COLUMNS) | found | dict(
         iteration=loop.iteration, learning_rate=rate, tokens_per_second=tokens / seconds)
 
 # %% ../../nbs/language/27_loop.ipynb #kl-controller

@@ -59,8 +59,7 @@ def to_logits(lm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def _changes(lm):
     "Functions of logits and a number in the model's config, with that number."
-    found = ((change, getattr(lm.config, name, None)) for name, change in _CHANGES.items())
-    return [(change, value) for change, value in found if value]
+    return [(f, x) for name, f in _CHANGES.items() if (x := getattr(lm.config, name, None))]
 
 _CHANGES = {
     "logit_scale": torch.mul,        # Cohere

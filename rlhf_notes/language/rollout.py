@@ -154,13 +154,12 @@ ADVANTAGES = dict(  # name -> f(config, rollout, weights of the rewards) -> adva
 # %% ../../nbs/language/26_rollout.ipynb #with-advantages
 def with_advantages(config, rollout, kl_coef, compare=None, reward_weights=None):
     "Token rewards at `kl_coef` a nat, and how much better than expected each token was."
-    beta = 0.0 if config.loss_has_kl else kl_coef
-    rewards, _ = token_rewards(rollout.scores, rollout.logp, rollout.logp_ref, beta,
-                               rollout.response_mask)  # P8
-    rollout = replace(rollout, rewards=rewards)
+    x, beta = rollout, 0.0 if config.loss_has_kl else kl_coef
+    rewards, _ = token_rewards(x.scores, x.logp, x.logp_ref, beta, x.response_mask)  # P8
+    x = replace(x, rewards=rewards)
     name = "gdpo" if config.reward_aggregation == "normalise" else config.algo
-    advantages, returns = (compare or ADVANTAGES[name])(config, rollout, reward_weights)
-    return replace(rollout, advantages=advantages, returns=returns)
+    advantages, returns = (compare or ADVANTAGES[name])(config, x, reward_weights)
+    return replace(x, advantages=advantages, returns=returns)
 
 # %% ../../nbs/language/26_rollout.ipynb #overlong
 def _keep(config, scores, mask, has_end): return scores, mask

@@ -14,7 +14,6 @@ from rlhf_notes.formulas.masking import (
     apply_mask,
     centre,
     masked_mean,
-    masked_share,
     masked_sum,
     masked_var,
 )
@@ -261,10 +260,3 @@ def test_no_answers_and_no_tokens_give_zero(mode, shape, length):
 def test_a_dimension_that_is_none_is_named(f, dim):
     with pytest.raises(ValueError, match="^dim must be None, or different dimensions of x, got "):
         f(torch.ones(2, 3), dim=dim)
-
-
-def test_a_share_is_unknown_where_a_sample_is():
-    hit, known = torch.tensor([True, False, True]), torch.tensor([1.0, 2.0, math.nan])
-    assert masked_share(hit, known).isnan()
-    assert masked_share(hit, known, torch.tensor([True, True, False])) == 0.5
-    assert masked_share(hit, known, torch.zeros(3, dtype=torch.bool)) == 0
