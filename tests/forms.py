@@ -78,6 +78,8 @@ OBJECTIVES = {  # ratio, A -> (B, T), to be maximised
     "penalised": lambda r, A: r * A - 0.2 * (r - 1 - r.log()),
     "mirror descent": lambda r, A: r.log() * A - 0.25 * r.log().square(),
     "root": lambda r, A: 2 * r.sqrt() * A,
+    "good ones alone": lambda r, A: torch.min(r * A, r.clamp(0.8, 1.2) * A) * (A > 0),
+    "bad ones alone": lambda r, A: torch.min(r * A, r.clamp(0.8, 1.2) * A) * (A < 0),
     "capped": lambda r, A: r.clamp(max=2) * A,
     "both capped": lambda r, A: (r * A).clamp(-5, 5),
     "A capped": lambda r, A: torch.min(r * A.clamp(-0.5, 0.5), r.clamp(0.8, 1.2) * A.clamp(-0.5,

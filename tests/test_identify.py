@@ -2,10 +2,12 @@
 import itertools
 import json
 import random
+import statistics
 import sys
 import time
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from forms import SPREADS, made, of_groups
@@ -332,6 +334,14 @@ def critic(preds, targets, clip_vloss, v_old, clip_coef):
         near = v_old + (preds - v_old).clamp(-clip_coef, clip_coef)
         each = torch.max(each, (near - targets) ** 2)
     return each.mean()
+def bare(new, old, ref, advantages, mask, beta=0.04):
+    d = ref - new
+    return masked_mean(clip_each((new - old).exp(), advantages) + beta * (d.exp() - d - 1), mask)
+def bare_values(new, old, returns, clip=0.2):
+    near = old + (new - old).clamp(-clip, clip)
+    return 0.5 * torch.max((new - returns)**2, (near - returns)**2).mean()
+def of_measures(log_pi, log_mu, A): return clip_each((log_pi - log_mu).exp(), A).mean()
+def popart(values, returns, sigma=2.0): return 0.5 * ((values - returns) / sigma).square().mean()
 def of_data(data, mask): return masked_mean(data, mask)
 def reverse(log_p, log_q): return (log_q - log_p).exp() - 1 - (log_q - log_p)
 
@@ -340,10 +350,48 @@ def reverse(log_p, log_q): return (log_q - log_p).exp() - 1 - (log_q - log_p)
 @pytest.mark.parametrize("f, formula", [
     (of_sums, "ppo"), (of_rewards, "ppo"), (of_ppo_kl, "ppo"), (decoupled, "ppo"),
     (with_a_switch, "ppo"), (critic, "value_loss"), (of_data, "aggregate_loss"),
+    (bare, "ppo"), (bare_values, "value_loss"), (of_measures, "ppo"), (popart, "value_loss"),
     (reverse, "kl_estimate")])
 def test_names_and_forms_of_others(f, formula):
     report = identify(f)
     assert report.right and report.formula == formula, report
+
+
+# Arrays and lists, time first
+
+def kl_of_arrays(logprobs, ref_logprobs):
+    d = np.asarray(ref_logprobs) - np.asarray(logprobs)
+    return np.exp(d) - 1 - d
+def entropy_of_arrays(logits):
+    z = np.asarray(logits)
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    return -(p * np.log(p)).sum(-1)
+def gae_of_lists(rewards, values, next_value, masks, gamma=0.95, lam=0.9):
+    values, last, out = values + [next_value], 0, []
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * values[t + 1] * masks[t] - values[t]
+        last = delta + gamma * lam * masks[t] * last
+        out.insert(0, last + values[t])
+    return out
+def group_of_lists(rewards: list):
+    mean, std = statistics.mean(rewards), statistics.pstdev(rewards)
+    return [(r - mean) / (std + 1e-6) for r in rewards]
+def columns(logp, old_logp, adv, mask):
+    return (clip_each((logp - old_logp).exp(), adv) * mask).sum(0).div(mask.sum(0)).mean()
+def columns_of_values(values, returns, mask): return ((values - returns)**2 * mask).sum(0).mean()
+
+
+@pytest.mark.parametrize("f, given, formula, facts", [
+    (kl_of_arrays, {}, "kl_estimate", dict(estimator="k3")),
+    (entropy_of_arrays, {}, "entropy_from_logits", dict(temperature=1.0)),
+    (gae_of_lists, {}, "gae", dict(gamma=0.95, lam=0.9)),
+    (group_of_lists, dict(kind="group_advantage"), "group_advantage", dict(deviation="population")),
+    (columns, dict(layout="TN"), "grpo", dict(aggregation="seq-mean-token-mean")),
+    (columns_of_values, dict(layout="TN"), "value_loss", dict(aggregation="seq-mean-token-sum"))])
+def test_arrays_lists_and_time_first(f, given, formula, facts):
+    report = identify(f, **given)
+    assert report.right and report.formula == formula, report
+    assert all(near(report.facts[name], x) for name, x in facts.items()), report
 
 
 def of_a_group(logps, rewards, num_generations=4): return (logps * rewards).mean()

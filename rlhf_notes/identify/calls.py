@@ -11,6 +11,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 
 import torch
 
@@ -55,10 +56,11 @@ def time_limit(seconds: float):  # of the processor, or six times as many by the
 
 @contextlib.contextmanager
 def quiet(seed: int):  # of PyTorch's global generator, which is as before afterwards
-    "Keep what a call prints and draws to itself; gives what was printed."
+    "Keep what a call prints, warns of and draws to itself; gives what was printed."
     said = io.StringIO()
     with (contextlib.redirect_stdout(said), contextlib.redirect_stderr(said),
-          torch.random.fork_rng(devices=[])):
+          warnings.catch_warnings(), torch.random.fork_rng(devices=[])):
+        warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         yield said
 
@@ -66,7 +68,10 @@ def quiet(seed: int):  # of PyTorch's global generator, which is as before after
 def result_tensors(
     out,  # what a function returned: a tensor, a number, a tuple, a list, a dict or an object
 ) -> dict:  # name or number -> tensor
-    "The tensors and numbers of a result, in their order."
+    "The tensors and numbers of a result, in their order; a long list is one tensor."
+    if isinstance(out, list) and len(out) > 3:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            out = torch.stack([torch.as_tensor(x) for x in out])
     if isinstance(out, torch.Tensor): return {0: out}
     if hasattr(out, "_asdict"):
         out = out._asdict()
@@ -184,6 +189,13 @@ class Subject:
                 self.roles[role] = name
             elif p.default is EMPTY and name not in self.given:
                 self.unknown.append(name)
+        what = "value" if "returns" in self.roles else "logp"
+        for name in [*self.unknown]:  # "new", "old"
+            role = {("new",): what, ("old",): f"{what}_old", ("ref",): "logp_ref"}.get(
+                (*parts_of(name),))
+            if role and role not in self.roles:
+                self.roles[role] = name
+                self.unknown.remove(name)
         if "weight" in self.roles:
             self.roles.setdefault("mask", self.roles.pop("weight"))
         if "logits" in self.roles and "labels" not in self.roles and "index" in self.roles:
@@ -284,7 +296,8 @@ class Subject:
         flag = dict(bool=torch.bool, float=real, int=torch.int64)[how.get("flags", "bool")]
         x = x.to(flag if x.dtype == torch.bool else real if x.is_floating_point() else x.dtype,
                  copy=True)
-        if how.get("array") == "numpy": return x.numpy()
+        if how.get("array") == "numpy": return x.detach().numpy()
+        if how.get("array") == "list": return x.tolist()
         return x.flatten() if how.get("form") == "flat" else x
 
     def run(self, case: dict, **options):  # role -> value -> what the function returns

@@ -84,9 +84,10 @@ class GAE(Reader):
             self.ends & {"starts", "done_last"})
         nexts = ("each", "last", "row") if each else ("last", "row", "each")
         self.tries = dict(
-            array=("tensor", "numpy"),
+            array=("tensor", "numpy", "list"),
             layout=(*([layout] if layout else ["TN", "BT"]), *["1d"] * (layout != "BT")),
-            dtype=REAL, length=("T", "T+1")[:None if "value" in roles else 1],
+            dtype=REAL,
+            length=("T", "T+1")[:None if "value" in roles and "next_value" not in roles else 1],
             next=nexts if "next_value" in roles else ("last",),
             flags=("bool", "float", "int")[:None if self.ends or self.tokens else 1])
 

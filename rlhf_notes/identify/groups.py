@@ -32,7 +32,8 @@ class GroupAdvantage(Reader):
         self.R, name = self.rewards(), roles.get("rewards", "").lower()
         forms = ("flat", "PG") if self.told else ("PG", "flat")
         first = "token" in name or "level" in name or {"mask", "index"} <= roles.keys()
-        self.tries = dict(dtype=REAL, form=("tokens", *forms) if first else (*forms, "tokens"),
+        self.tries = dict(array=("tensor", "list"), dtype=REAL,
+                          form=("tokens", *forms) if first else (*forms, "tokens"),
                           index=("numpy", "tensor", "list")[:None if "index" in roles else 1],
                           flags=("bool", "float"))
 
@@ -60,8 +61,6 @@ class GroupAdvantage(Reader):
             index=dict(numpy=index.numpy(), tensor=index, list=index.tolist())[how["index"]]),
             **options))
         found = {k: y.detach().double() for k, y in out.items()}
-        if len(found) == n * G > 1 and all(y.numel() == 1 for y in found.values()):  # a list
-            return torch.stack([y.reshape(()) for y in found.values()]).view(n, G)
         for k in [k for k in found if "adv" in str(k).lower()] + [*found]:
             y = found[k]
             if how["form"] == "tokens" and y.ndim == 2 and len(y) == n * G:

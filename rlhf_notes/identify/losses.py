@@ -82,7 +82,8 @@ class ValueLoss(Losses):
 
     def _factor(self, factor):
         self.facts["factor"] = number(factor)
-        known = [k * x for k in (0.5, 1) for x in (1, *self.subject.numbers.values())]
+        options = [x for x in self.subject.numbers.values() if x]
+        known = [k * y for k in (0.5, 1) for x in (1, *options) for y in (x, 1 / x, 1 / x**2)]
         if not any(abs(factor - x) < 1e-3 * factor for x in known):
             self.find("scale", f"the loss is {factor:.4g} (V - R)^2; usual are 0.5 and 1")
 
@@ -117,7 +118,7 @@ PROMISED = {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_va
 class KL(Losses):
     "The estimate against the log-ratio."
     kind, axes = "kl", ("log pi - log pi_ref", "estimate")
-    needs = "logp|ratio|log_ratio"
+    needs, tries = "logp|ratio|log_ratio", dict(array=("tensor", "numpy")) | Losses.tries
     supplied = "logp logp_ref logp_old log_ratio ratio mask padding lengths"
     D = torch.tensor([-1.5, -1.0, -0.5, -0.02, 0.0, 0.02, 0.5, 1.0, 1.5], dtype=torch.float64)
 

@@ -99,7 +99,7 @@ class Whiten(OfX):
         out = next(iter(found.values()), None)
         if out is None or out.numel() != x.numel():
             self.refuse(found.values(), f"the shape of its argument, {tuple(x.shape)}")
-        return out.detach().double().reshape(x.shape)
+        return self.turned(out.detach()).double().reshape(x.shape)
 
     def _probe(self): return [self(self.x)]
 

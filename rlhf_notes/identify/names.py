@@ -57,6 +57,8 @@ def parts_of(
     name = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().strip("_")
     name = re.sub(r"log_?(probabilities|probability|probs?|ps?|pis?|likelihoods?)(?=_|$)", "logp",
                   "v_last" if name == "v_t" else re.sub(r"(^|_)log_?q(?=_|$)", r"\1ref_logp", name))
+    name = re.sub(r"(^|_)log_?mu(?=_|$)", r"\1old_logp", name)
+    name = re.sub(r"(lp|logp|v|values?)_?0$", r"\1_old", name)
     name = re.sub(r"(discounted|cumulative)_rewards?|rewards?_to_go", "return", name)
     name = re.sub(r"neg(ative)?_?logp(?=_|$)", "neglogp", name)
     name = re.sub(r"(mu|mean)_?(and_)?(sigma|std)(?=_|$)", "gauss", name.removesuffix("_fn_out"))

@@ -203,11 +203,15 @@ class PolicyLoss(Losses):
             return self.find("ratio-constant", "logp - logp_old = 0.5, A = 1: the weight of the "
                              "gradient is 1, the formula gives 1.65; the ratio is 1 whatever "
                              "logp_old is")
-        if not curve.phi[0].abs().max() > 1e-9 and curve.phi[1].any():
+        none = [bool(phi.abs().max() < 1e-9) for phi in curve.phi]
+        if none[0] and self._has_value():
             facts["dual_clip"] = above and number(math.exp(above))
             return self.find("dual-clip-side", "A = 1, r = 1: the gradient is 0, the formula gives "
                              f"-1; the dual clip (c = {facts['dual_clip'] or '?'}) is for A < 0 "
                              "alone")
+        if any(none):
+            self.report.notes.append(f"tokens with A {'>' if none[0] else '<'} 0 have no weight")
+            up, down = math.inf if none[0] else up, -math.inf if none[1] else down
         if not curve.is_ratio: return facts.update(clip_low=None, clip_high=None)
         self.capped = self._is_cap(up, down, below, above)
         if not self.capped:
@@ -249,6 +253,12 @@ class PolicyLoss(Losses):
         if (down or below) and not (down and below and abs(down - below) < 1e-4): return False
         self.report.notes.append(f"weights are capped at r = {math.exp(up):.4g} for both signs")
         return True
+
+    def _has_value(self):
+        "Whether tokens with A > 0 change the loss, at ratio 1."
+        B, T = self.shapes[0]
+        one, zero = (self(self.case(zeros(B, T), k * halves(B).clamp(min=0)))[0] for k in (1, 0))
+        return not same([one], [zero])
 
     def _penalised(self):
         "Whether what does not depend on the advantage holds the policy at the old one."

@@ -82,6 +82,9 @@ class Reader:
         flat = self.subject.dialect.get("form") == "flat"  # each number is that of a response
         return bool(self.roles.keys() & (MASKS - {"lengths"} if flat else MASKS))
 
+    @property
+    def of_arrays(self): return self.subject.dialect.get("array") == "numpy"  # without gradient
+
     def found(self, *kinds) -> bool: return any(x.kind in kinds for x in self.report.findings)
 
     def explained(self, factor, measure) -> bool:  # (**options) -> what the factor multiplies
@@ -114,7 +117,7 @@ class Reader:
         kept = self.subject.dialect
         self.subject.dialect = kept | how
         try: return call()
-        except (Unreadable, RuntimeError): return None
+        except (Unreadable, RuntimeError, TypeError): return None
         finally:
             self.subject.dialect = kept
 
@@ -168,19 +171,24 @@ class Losses(Reader):
             case["padding"] = case["mask"]
         if "lengths" in case and self.subject.dialect.get("form") == "flat":
             case["lengths"] = torch.ones(case["mask"].numel())  # each is a response
-        return self.subject.run(case, **options)
+        return self.subject.run({role: self.turned(x) for role, x in case.items()}, **options)
+
+    def turned(self, x):
+        "Time first, where it runs there in what the function takes and gives."
+        return x.T if self.subject.layout == "TN" and x.ndim == 2 else x
 
     def __call__(self, case: dict, leaf=None, **options):  # role -> tensor, (B, T) or (B,)
         "(loss, its gradient at the leaf): 0-dim and (B, T), float64, detached."
         leaf = leaf or self.leaf
         x = case[leaf].detach().double().clone().requires_grad_()
         loss = self._loss(self.call(case | {leaf: x}, **options), x).double()
-        self.graded = loss.requires_grad
+        self.graded = loss.requires_grad or self.of_arrays
         return loss.sum().detach(), self.gradient(loss, x)
 
     def _loss(self, out, x):
         "The first number with a gradient, by its name or its place; a tensor of losses is summed."
-        found = {n: y for n, y in result_tensors(out).items() if y.is_floating_point()}
+        found = {n: self.turned(y) for n, y in result_tensors(out).items()
+                 if y.is_floating_point()}
         if not found:
             raise Unreadable(f"{self.subject.name} returned {_brief(out)}, expected a loss")
         named = [found[n] for n in dict.fromkeys([*(n for n in MAIN if n in found), *found])]

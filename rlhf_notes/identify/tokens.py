@@ -18,7 +18,8 @@ class OfLogits(Reader):
     "A function of logits, and of labels if it takes them."
     needs = "logits"
     supplied = "logits labels mask padding lengths"
-    tries = dict(dtype=REAL, flat=(False, True), flags=("bool", "float"))
+    tries = dict(array=("tensor", "numpy"), dtype=REAL, flat=(False, True),
+                 flags=("bool", "float"))
 
     def __call__(self, logits, labels=LABELS, grad=False, **options):
         "(B, T, V), (B, T) -> (B, T), (B, T - 1) or 0-dim; with grad, the gradient at the logits."
@@ -35,7 +36,7 @@ class OfLogits(Reader):
         if not grad: return value
         return value, self.gradient(y, x)
 
-    def _probe(self): return [self(2 * noise(B, T, V))]
+    def _probe(self): return [self(2 * noise(B, T, V), grad=True)[0]]
 
     def _outcome(self, **options): return [self(2 * noise(B, T, V, seed=3), **options)]
 
@@ -83,7 +84,7 @@ class LogProb(OfLogits):
         y, grad = self(z, labels, grad=True, **options)
         if y.ndim == 0:
             self.refuse([y], f"a number for each token, {(B, T)} or {(B, T - 1)}")
-        if not grad.any():
+        if not grad.any() and not self.of_arrays:
             find("no-gradient", "no gradient reaches the logits")
         n = y.shape[1]
         for i, j in ((0, 0), (0, 1), (1, 0), (1, 1), (0, -1), (-1, 0)):  # beside its own position
@@ -156,7 +157,7 @@ class Entropy(OfLogits):
             elif abs(abs(factor) - 1) > 1e-3:
                 self.find("scale", f"the entropy is {abs(factor):.4g} times that in nats, summed "
                                    "over the vocabulary")
-            if not grad.any():
+            if not grad.any() and not self.of_arrays:
                 self.find("no-gradient", "no gradient reaches the logits")
         self.check_heat(lambda **o: self._fit(self(z, **o), z)[0])
         far = self.in_dialect(lambda: self(z.masked_fill(torch.arange(V) == 2, -torch.inf)))
