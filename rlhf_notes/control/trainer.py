@@ -310,7 +310,7 @@ class PPO(Loop):
 
     def _note_clips(self):
         "Warn, once, of an update that leaves the clip range for ten iterations in a row."
-        clips = [row.get("clip_fraction", 0) for row in self.rows[-10:]]
+        clips = [row["clip_fraction"] for row in self.rows[-10:]]
         if self.clipped or len(clips) < 10 or min(clips) <= HIGH: return
         self.clipped = True
         warnings.warn(f"clip_fraction has been above {HIGH} for ten iterations: an update moves "

@@ -81,11 +81,10 @@ def fit(trainer, bar, size: int=1, shown: dict | None=None, hooks: list=(), save
                       if row.get(column) is not None}
             bar.set_postfix(values, refresh=False)
             bar.update(size)
-            columns = [*row]
+            before = dict(row)
             with settings_kept():
                 said = [hook(trainer, row) for hook in hooks]
-            if lost := [name for name in columns if name not in row]:
-                raise ValueError(f"callback must leave the columns of its row, got no {lost[0]}")
+            row.update(before | row)  # a hook may add columns, but take none away
             if any(map(ends, said)):
                 stop.set()  # in each process
             if save is not None and time.perf_counter() - saved >= CHECKPOINT_EVERY:

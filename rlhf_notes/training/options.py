@@ -9,8 +9,8 @@ unknown name, the nearest one; for a name of stable-baselines3's or TRL's, ours.
 
 __all__ = ['MAX_SEED', 'TINY', 'HUGE', 'Integer', 'Seed', 'Whole', 'Count', 'Size', 'Number',
            'Positive', 'Temperature', 'NonNegative', 'Fraction', 'STRICT', 'ELSEWHERE', 'OLD_NAMES',
-           'TRACKERS', 'Only', 'config_class', 'plain_errors', 'text_of', 'error_text', 'our_names',
-           'read_json', 'read_options', 'versions']
+           'TRACKERS', 'Only', 'config_class', 'text_of', 'error_text', 'our_names', 'read_json',
+           'read_options', 'versions']
 
 import functools
 import inspect
@@ -97,37 +97,24 @@ class Only:
 
 
 def config_class(cls):
-    "A decorator: a frozen dataclass of options, checked by pydantic, with plain errors."
-    made = plain_errors(dataclass(cls, frozen=True, config=STRICT))
+    """A decorator: a frozen dataclass of options, checked by pydantic, with one line per fault in
+    its ValueError: option, value, expectation."""
+    made = dataclass(cls, frozen=True, config=STRICT)
     rules = [(rule, name, field.default) for name, field in made.__pydantic_fields__.items()
              for rule in field.metadata if isinstance(rule, Only)]
     make = made.__init__
-
-    @functools.wraps(make)
-    def init(self, /, *args, **kwargs):
-        make(self, *args, **kwargs)
-        for rule, name, default in rules:
-            rule.check(self, name, default)
-
-    made.__init__ = init
-    return made
-
-
-def plain_errors(
-    cls: type,  # a pydantic dataclass
-) -> type:  # the same class
-    "Make the class raise a ValueError with one line per fault: option, value, expectation."
-    make = cls.__init__
 
     @functools.wraps(make)
     def init(self, /, *args, **kwargs):  # a file may name any option
         try:
             make(self, *args, **kwargs)
         except ValidationError as e:
-            raise ValueError("\n".join(_line(cls, fault) for fault in e.errors())) from None
+            raise ValueError("\n".join(_line(made, fault) for fault in e.errors())) from None
+        for rule, name, default in rules:
+            rule.check(self, name, default)
 
-    cls.__init__ = init
-    return cls
+    made.__init__ = init
+    return made
 
 
 def text_of(x) -> str:  # "" where its `__str__` fails

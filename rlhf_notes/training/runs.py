@@ -276,15 +276,15 @@ class Run:
         self.rows.append(row)
         if self.trackers is None:
             self.lock()
-        if self.trackers is None or not row.keys() <= set(self.columns):
-            self.columns = write_table(path, self.rows)
-        else:
-            with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
-                f.write(_line(map(row.get, self.columns)))
-        if self.trackers is None:
+            self.columns = []
             with disk_errors(self.path):
                 self.trackers = [_make_tracker(self.path, step, self.config, name)
                                  for name in _tracks(self.config)]
+        if row.keys() <= set(self.columns):
+            with disk_errors(path), open(path, "a", newline="", encoding="utf-8") as f:
+                f.write(_line(map(row.get, self.columns)))
+        else:
+            self.columns = write_table(path, self.rows)
         with disk_errors(self.path):
             for tracker in self.trackers:
                 tracker.log(values, step=step)
@@ -304,7 +304,8 @@ class Run:
 
     def save_checkpoint(self, state: dict):
         "Replace the checkpoint."
-        saved = {"metrics": self.rows, "state": state, "config": _as_json(self.config)}
+        config = json.loads(json.dumps(_finite(self.config)))  # as config.json has it
+        saved = {"metrics": self.rows, "state": state, "config": config}
         save_checked(self.path / "checkpoint.pt", saved)
 
     def save_figure(self, draw, figsize: tuple=(7.2, 4.4)):
@@ -355,9 +356,6 @@ class Run:
 
     def _write_json(self, name, values):
         write_atomically(self.path / name, json.dumps(_finite(values), indent=1) + "\n")
-
-
-def _as_json(values): return json.loads(json.dumps(_finite(values)))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from rlhf_notes import RLHF, checks
 from rlhf_notes.control.config import PPOConfig
@@ -21,19 +20,17 @@ from rlhf_notes.training.options import (
     ELSEWHERE,
     HUGE,
     MAX_SEED,
-    STRICT,
     TINY,
     Count,
     NonNegative,
     Positive,
     Seed,
-    plain_errors,
+    config_class,
     read_options,
 )
 from rlhf_notes.training.options import Fraction as Share
 
-@plain_errors
-@dataclass(frozen=True, config=STRICT)
+@config_class
 class Options:
     seed: Seed = Field(0, description="the seed")
     count: Count = Field(2, description="a count")
