@@ -11,42 +11,52 @@ import tokenize
 
 
 def comments(source):
-    "Line number -> its comment."
+    "Line number -> the comment behind its code."
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    return {t.start[0]: t.string.lstrip("# ").strip() for t in tokens
+            if t.type == tokenize.COMMENT and t.line[:t.start[1]].strip()}
 
 
-def arguments(function):
-    "Each (argument, its default or None, the stars before its name)."
+def text(node): return node and ast.unparse(node)
+
+
+def signature(function, said):
+    """Parameters (name, type, default, comment) but for self and cls, and (type, comment) of what
+    comes back. A comment is about the last that stands before it on its line.
+    """
     a = function.args
     positional = a.posonlyargs + a.args
-    missing = [None] * (len(positional) - len(a.defaults))
-    yield from ((x, d, "") for x, d in zip(positional, missing + a.defaults))
-    if a.vararg:
-        yield a.vararg, None, "*"
-    yield from ((x, d, "") for x, d in zip(a.kwonlyargs, a.kw_defaults))
-    if a.kwarg:
-        yield a.kwarg, None, "**"
+    defaults = [None] * (len(positional) - len(a.defaults)) + a.defaults
+    given = [*zip(positional, defaults), (a.vararg, None), *zip(a.kwonlyargs, a.kw_defaults),
+             (a.kwarg, None)]
+    stars = {a.vararg: "*", a.kwarg: "**"}
+    lines = {x: max(x.end_lineno, default.end_lineno if default else 0)
+             for x, default in given if x and x.arg not in ("self", "cls")}
+    start = max(lines.values(), default=function.lineno - 1) + 1
+    end = function.returns.end_lineno if function.returns else next(
+        (n for n in range(start, function.body[0].lineno) if n in said), None)  # `):  # so`
+    owner = {line: x for x, line in lines.items()} | {end: "returns"}
+    parameters = [(stars.get(x, "") + x.arg, text(x.annotation), text(default),
+                   said.get(lines[x], "") if owner[lines[x]] is x else "")
+                  for x, default in given if x in lines]
+    return parameters, (text(function.returns) or "", said.get(end, ""))
 
 
 def docstring(function, said):
     """The docstring, with sections for arguments and result; None if no comment says anything of
     them.
     """
+    parameters, (kind, result) = signature(function, said)
     args = []
-    for x, default, stars in arguments(function):
-        comment = said.get((default or x).end_lineno)
-        if comment and x.arg not in ("self", "cls"):
-            kind = [ast.unparse(x.annotation)] if x.annotation else []
-            kind += [f"default {ast.unparse(default)}"] if default else []
-            args += [
-                f"{stars}{x.arg} : {', '.join(kind)}" if kind else stars + x.arg, f"    {comment}"]
-    result = function.returns and said.get(function.returns.end_lineno)
+    for name, type_, default, comment in parameters:
+        if not comment: continue
+        about = ", ".join([type_] * bool(type_) + [f"default {default}"] * bool(default))
+        args += [f"{name} : {about}" if about else name, f"    {comment}"]
     if not args and not result: return None
     lines = [ast.get_docstring(function) or ""]
     lines += ["", "Parameters", "----------", *args] if args else []
     if result:
-        lines += ["", "Returns", "-------", ast.unparse(function.returns), f"    {result}"]
+        lines += ["", "Returns", "-------", *[kind] * bool(kind), f"    {result}"]
     return "\n".join(lines).strip("\n")
 
 

@@ -3,14 +3,14 @@
 """
 import ast
 import importlib
-import io
 import re
-import tokenize
 from dataclasses import dataclass, field
 from functools import cache
 
 import nbformat
 from notebooks import NBDEV, ROOT, directives
+
+from rlhf_notes._docstrings import comments, signature, text
 
 TITLES = {"cli": "The command line", "training/runs": "The directory of a run"}
 WORDS = {"float32", "generate", "log_softmax"}     # names of ours that mean something else in prose
@@ -33,91 +33,42 @@ class Thing:
     def full(self): return f"{self.module}.{self.name}"
 
 
-def _comments(source):
-    "{line number: (comment, stands alone on its line)}"
-    found = {}
-    for t in tokenize.generate_tokens(io.StringIO(source).readline):
-        if t.type == tokenize.COMMENT and not t.string.startswith("#|"):
-            found[t.start[0]] = (t.string.lstrip("# ").strip(), not t.line[:t.start[1]].strip())
-    return found
-
-
-def _text(node): return None if node is None else ast.unparse(node)
-
-
-def _arguments(f):
-    """(name, annotation, default, last line) of each parameter of the function `f`, but for self
-    and cls.
-    """
-    a = f.args
-    plain = a.posonlyargs + a.args
-    pairs = (list(zip(plain, [None] * (len(plain) - len(a.defaults)) + a.defaults))
-             + ([(a.vararg, None)] if a.vararg else []))
-    pairs += list(zip(a.kwonlyargs, a.kw_defaults)) + ([(a.kwarg, None)] if a.kwarg else [])
-    for x, default in pairs:
-        if x.arg in ("self", "cls"): continue
-        stars = "*" if x is a.vararg else "**" if x is a.kwarg else ""
-        yield (stars + x.arg, _text(x.annotation), _text(default),
-               max(x.end_lineno, default.end_lineno if default is not None else 0))
-
-
-def _signature(f, comments):
-    "Parameters and what comes back, each with the comment behind it (or alone on the line above)."
-    arguments = list(_arguments(f))
-    end = f.returns.end_lineno if f.returns is not None else max(
-        [f.lineno] + [line for *_, line in arguments])
-    if f.returns is None:               # `): # comment`
-        end = next((n for n in range(end + 1, f.body[0].lineno) if n in comments
-                    and not comments[n][1]), end)
-    params = []
-    for i, (name, kind, default, line) in enumerate(arguments):
-        own = line not in [
-            last for *_, last in arguments[i + 1:]] and not (f.returns is not None and line == end)
-        comment = comments.get(line, ("", True))[0] if own and not comments.get(
-            line, ("", True))[1] else ""
-        if not comment and comments.get(line - 1, ("", False))[1]: comment = comments[line - 1][0]
-        params.append((name, kind, default, comment))
-    taken = any(line == end for *_, line in arguments) and f.returns is None
-    returns = "" if taken or comments.get(end, ("", True))[1] else comments[end][0]
-    return params, (_text(f.returns) or "", returns)
-
-
-def _fields(node, comments):
+def _fields(node, said):
     """Fields of a dataclass: the comment behind each, the text below it, or the help text of its
     `option(default, help)`.
     """
     for f, below in zip(node.body, [*node.body[1:], None]):
         if not isinstance(f, ast.AnnAssign): continue
-        default, comment = f.value, comments.get(f.end_lineno, ("", True))[0]
+        default, comment = f.value, said.get(f.end_lineno, "")
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             comment = below.value.value
         if isinstance(default, ast.Call) and ast.unparse(default.func) == "option":
             default, comment = default.args[0], ast.literal_eval(default.args[1])
-        yield ast.unparse(f.target), ast.unparse(f.annotation), _text(default), comment
+        yield ast.unparse(f.target), ast.unparse(f.annotation), text(default), comment
 
 
 def _things(source, module, page):
-    comments = _comments(source)
+    said = comments(source)
     for node in ast.parse(source).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             thing = Thing(node.name, "function" if isinstance(node, ast.FunctionDef) else "class",
                           module, page, ast.get_docstring(node) or "")
-            if thing.kind == "function": thing.params, thing.returns = _signature(node, comments)
+            if thing.kind == "function": thing.params, thing.returns = signature(node, said)
             elif any(re.search("dataclass|config_class", ast.unparse(d))
                      for d in node.decorator_list):
-                thing.params = list(_fields(node, comments))
+                thing.params = list(_fields(node, said))
             for f in node.body if thing.kind == "class" else []:
                 if not isinstance(f, ast.FunctionDef): continue
-                if f.name == "__init__": thing.params = _signature(f, comments)[0]
+                if f.name == "__init__": thing.params = signature(f, said)[0]
                 elif f.name == "__call__" or not f.name.startswith("_"):
                     kind = "property" if any(
                         ast.unparse(d) == "property" for d in f.decorator_list) else "method"
                     thing.inside.append(Thing(f"{node.name}.{f.name}", kind, module, page,
-                                              ast.get_docstring(f) or "", *_signature(f, comments)))
+                                              ast.get_docstring(f) or "", *signature(f, said)))
             yield thing
         elif isinstance(node, ast.Assign) and isinstance(
             node.value, ast.Call) and ast.unparse(node.value.func) == "namedtuple":
-            name = _text(node.targets[0])
+            name = text(node.targets[0])
             fields = getattr(importlib.import_module(module), name)
             defaults = {n: repr(d) for n, d in fields._field_defaults.items()}
             yield Thing(name, "class", module, page, "A namedtuple.",
