@@ -144,19 +144,21 @@ def test_search_begins_with_the_lesson_that_defines_a_term(tab, term, page):
 
 
 QUERIES = {
-    "what to monitor": "metrics", "multi GPU": "bridges/scale#where-our-own-trainer-ends", "CNN": "control/own_environment#a-picture", "several rewards": "formulas/advantage#several-rewards", "pass@k": "studies/checkable",
-    "reward hacking": "hub/real_model", "Goodhart's law": "studies/variants", "LoRA": "hub/load", "my own environment": "control/envs",
+    "what to monitor": "metrics", "multi GPU": "bridges/scale#where-our-own-trainer-ends", "CNN": "control/own_environment#a-picture", "several rewards": "formulas/advantage#several-rewards", "pass@k": "studies/checkable#the-formula",
+    "reward hacking": "studies/variants#goodhart-s-law-watched", "Goodhart's law": "studies/variants#goodhart-s-law-watched", "LoRA": "hub/load", "my own environment": "control/envs",
     "own prompts": "hub/prompts", "resume a run": "training/runs", "save model": "hub/save", "inside verl": "bridges/verl",
     "TRL": "bridges/trl", "entropy collapse": "why#the-entropy-collapses-or-explodes",
     "ratio is always 1": "why#the-ratio-is-always-1-and-nothing-is-clipped-is-ppo-broken", "negative KL": "why#my-kl-is-negative-how-can-that-be", "which algorithm": "rlhf",
     "human feedback": "rlhf", "cheat sheet": "sheet", "exercises": "exercises/check", "command line": "cli", "dual clip": "formulas/surrogate",
-    "GAE": "formulas/advantage", "GRPO": "formulas/grpo", "DPO": "language/dpo", "KL penalty": "formulas/kl", "token mean or sequence mean": "formulas/masking",
+    "GAE": "formulas/advantage", "GRPO": "formulas/grpo", "DPO": "language/dpo", "KL penalty": "formulas/kl", "token mean or sequence mean": "formulas/masking#from-token-losses-to-one-number",
     "how many seeds": "studies/seeds", "dict observations": "control/spaces", "verifiable rewards": "studies/checkable",
     "multi-turn": "hub/turns", "tool calls": "hub/turns", "gradient checkpointing": "hub/load", "async reward server": "hub/rewards",
-    "MDP": "start", "Markov decision process": "start", "Monte Carlo": "formulas/advantage#the-formulas", "curriculum": "studies/checkable#easy-prompts-hard-prompts",
-    "how to debug PPO": "doctor", "ratio explodes NaN": "formulas/ratio#the-trap", "critic": "formulas/value", "trajectory": "start",
+    "MDP": "start#thirty-lines-that-learn", "Markov decision process": "start#thirty-lines-that-learn", "Monte Carlo": "formulas/advantage#the-formulas", "curriculum": "studies/checkable#easy-prompts-hard-prompts",
+    "how to debug PPO": "doctor", "ratio explodes NaN": "formulas/ratio#the-trap", "critic": "formulas/value", "trajectory": "start#thirty-lines-that-learn",
     "tanh squash action log prob": "control/policy#what-the-log-probability-is-then", "completions truncated max length reward zero": "why#responses-run-to-the-longest-length",
     "GRPO loss starts at 0": "why#grpo-s-loss-is-0-then-it-rises-is-it-learning",
+    "rewards of several scales": "formulas/advantage#several-rewards", "PPO or GRPO": "rlhf#which-to-take",
+    "out of memory": "hub/recipes#memory", "Q-learning": "index#who-this-is-for", "learning rate for GRPO": "hub/recipes#which-learning-rate",
     "two GPUs": "bridges/scale#where-our-own-trainer-ends", "DPO or PPO": "studies/preferences", "num_generations": "why#how-many-generations-do-i-need",
 }
 
@@ -167,20 +169,20 @@ def test_the_words_of_the_field_lead_to_the_page_about_them(tab):
         page.goto((SITE / "search.html").as_uri() + f"?q={quote(words)}")
         found = page.get_attribute("#about a", "href", timeout=5_000) if page.locator("#about a").count() else None
         if found != re.sub("(#|$)", r".html\1", about, count=1): wrong[words] = found
-    assert len(QUERIES) == 49 and not wrong, wrong
+    assert len(QUERIES) == 54 and not wrong, wrong
 
 
 # Questions as people ask them -> the page that answers; it is the page about them, or that of one of the closest sections.
 ASKED = {
     "GRPO loss 0 then increases": "why", "clip ratio always 0": "why", "how many generations per prompt": "why", "vllm logprobs differ from trainer": "bridges/scale why",
     "top p sampling with importance ratio": "formulas/logprob", "DPO chosen logprob decreases": "language/dpo", "KL negative": "why", "several rewards of different scale": "formulas/advantage",
-    "truncation vs termination autoreset gymnasium": "control/rollout", "clip or tanh squash actions": "control/policy", "value loss is huge": "metrics",
+    "truncation vs termination autoreset gymnasium": "formulas/advantage", "clip or tanh squash actions": "control/policy", "value loss is huge": "metrics",
     "completions all truncated reward zero": "why", "entropy collapse clip higher": "why", "LoRA rank and learning rate": "why", "PPO collapses after solving CartPole": "why",
     "greedy evaluation worse than sampling": "why", "multi-turn mask tool output credit": "hub/turns", "gamma lambda for language models": "settings", "share actor and critic network": "settings",
     "update reference model during training": "settings", "why k1 in the loss has zero gradient": "why formulas/kl", "when does value clipping hurt": "formulas/value",
     "normalize advantages per minibatch or batch": "formulas/whitening", "GRPO divide by std criticism difficulty bias": "formulas/advantage formulas/grpo",
     "what to monitor during PPO training": "metrics", "reward function with dataset column": "hub/prompts", "LoRA own model load in transformers": "hub/load", "choose KL coefficient beta adaptive": "formulas/kl",
-    "reward hacking example": "hub/real_model", "response cut off without eos": "language/rollout", "compare PPO RLOO GRPO REINFORCE++": "rlhf", "DPO gradient when does it fail": "formulas/preference",
+    "reward hacking example": "studies/variants", "response cut off without eos": "language/rollout", "compare PPO RLOO GRPO REINFORCE++": "rlhf", "DPO gradient when does it fail": "formulas/preference",
     "pass@k unbiased estimator": "studies/checkable", "token mean vs sequence mean loss": "formulas/masking", "GAE example by hand": "formulas/advantage", "two GPUs": "bridges/scale",
     "large scale training which library": "bridges/scale", "use loss inside TRL or verl": "bridges/verl", "custom policy loss": "bridges/scale", "image observations Dict observation space": "control/spaces",
     "what is a policy gradient": "start", "why clip": "formulas/surrogate", "what is an advantage": "formulas/advantage", "PPO from scratch": "ladder", "RLHF explained": "rlhf",
