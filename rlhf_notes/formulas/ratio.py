@@ -1,4 +1,4 @@
-"""Importance ratios without overflow, effective sample size, truncated weights, and M2PO's mask.
+"""The ratio of two policies: what it corrects, what it costs, and weights for another sampler.
 
 ### The formulas by name
 
