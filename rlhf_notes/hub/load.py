@@ -71,6 +71,7 @@ from ..language.model import (
     body, checkpointing, has_adapter, hidden_states, no_dropout, to_logits,
 )
 from ..language.sampling import sample
+from ..training.devices import usual_defaults
 from ..training.fit import Setting
 from ..training.options import text_of
 from ..training.runs import check_sums
@@ -100,6 +101,8 @@ def load_model(model, tokenizer=None, device="cpu", lora=0, seed=0):
     _read_by_names(lm)
     if any(p.is_meta for p in lm.parameters()):
         raise ValueError(f"model must have weights, got {name!r} on the device meta")
+    if any(p.is_inference() for p in lm.parameters()):  # which can have no gradient; copies can
+        lm = copy.deepcopy(lm)
     _check_body(lm, name)
     lm = add_lora(lm, lora, seed)
     check_trainable(_in_float32(lm), name)
@@ -249,6 +252,7 @@ class Classifier:
         mask = torch.arange(length) < torch.tensor([len(row) for row in ids])[:, None]
         return tokens.to(self.model.device), mask.long().to(self.model.device)
 
+    @usual_defaults("model")
     @torch.no_grad()
     def __call__(self, texts: list) -> torch.Tensor:  # (n,) float32
         "One score for each text, as for `encode`."

@@ -160,6 +160,7 @@ class Trainer:
                 self.evaluator.take_best()
         return self
 
+    @usual_defaults("policy")
     def evaluate(self) -> float:
         "Mean score of responses to the held-out prompts, always by the same random numbers."
         task, generator = self.held_out, seeded_generator("evaluation", self.config.seed)
@@ -275,6 +276,7 @@ def check_ways(config, environment, **given):
 class RLHF(Trainer):
     "Reinforcement learning of a language model by a reward of one's own."
 
+    @usual_defaults()
     def __init__(
         self,
         model,  # a causal language model: its name, its directory, or the model itself
@@ -331,7 +333,6 @@ class RLHF(Trainer):
             raise ValueError("eval_prompts must be given with eval_every, eval_reward or keep_best,"
                              " got none")
 
-    @usual_defaults()
     def _begin(self, config, model, tokenizer, prompts, reward, environment=None, compare=None,
                teacher=None, hint=None, observation_coef=None):
         if config.algo in ("dpo", *TAUGHT) and reward is not None and not (teacher or hint):
@@ -406,6 +407,7 @@ class RLHF(Trainer):
         return self.loop.kl
 
     @classmethod
+    @usual_defaults()
     def load(
         cls,
         path,  # a directory that `save` has written

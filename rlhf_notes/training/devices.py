@@ -86,15 +86,15 @@ DTYPE = Setting(torch.get_default_dtype, torch.set_default_dtype)
 
 
 def usual_defaults(*models: str):
-    """A decorator: inside, a new tensor is float32 and on the CPU, and small models compute on one
-    thread; `models` are attributes of a method's object, none = no model yet."""
+    """A decorator: inside, a new tensor is float32, on the CPU and for gradients, and small models
+    compute on one thread; `models` are attributes of a method's object, none = no model yet."""
     def decorate(function):
         @wraps(function)
         def inside(*args, **kwargs):
             threads = few_threads(*(attrgetter(name)(args[0]) for name in models))
             on_cpu = torch.get_default_device().type == "cpu"
             device = nullcontext() if on_cpu else torch.device("cpu")
-            with DTYPE.held(torch.float32), device, threads:
+            with DTYPE.held(torch.float32), device, threads, torch.inference_mode(False):
                 return function(*args, **kwargs)
         return inside
     return decorate

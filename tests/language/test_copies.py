@@ -1,6 +1,7 @@
 "A copied or unpickled trainer of a language model learns on as the original does."
 import copy
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -31,15 +32,16 @@ WAYS = dict(
     replies=dict(environment=replies, observation_coef=0.1, reward=None, max_new_tokens=8))
 
 
-def build(way):
+def build(way, lm=None):
+    lm = make("Llama") if lm is None else lm
     if way == "dpo":
-        return DPO(make("Llama"), tokenizer(), PAIRS, max_new_tokens=4, iterations=4, batch=6,
+        return DPO(lm, tokenizer(), PAIRS, max_new_tokens=4, iterations=4, batch=6,
                    minibatches=2, device="cpu")
     if way == "scores":
-        return RewardTrainer(make("Llama"), tokenizer(), PAIRS, iterations=4, batch=4, device="cpu")
+        return RewardTrainer(lm, tokenizer(), PAIRS, iterations=4, batch=4, device="cpu")
     options = SMALL | dict(iterations=4, reward=count) | WAYS[way]
     del options["kl_coef"]
-    return RLHF(make("Llama"), tokenizer(), ["w3 w4", "w5"], group=4, **options)
+    return RLHF(lm, tokenizer(), ["w3 w4", "w5"], group=4, **options)
 
 
 @pytest.mark.parametrize("way", [*WAYS, "dpo", "scores"])
@@ -76,6 +78,25 @@ def test_a_model_in_the_place_of_the_first_is_learned(way):
     for one, two in zip((first.model if way == "scores" else first.policy).parameters(),
                         (other.model if way == "scores" else other.policy).parameters()):
         assert torch.equal(one, two)
+
+
+AROUND = dict(inference=torch.inference_mode, device=lambda: torch.device("meta"),
+              half=lambda: torch.autocast("cpu", torch.bfloat16), plain=nullcontext)
+
+
+@pytest.mark.filterwarnings("ignore:autocast for cpu is off")
+@pytest.mark.parametrize("way", ["best", "adapter", "dpo", "scores"])
+def test_what_is_set_around_a_trainer_changes_nothing(way):
+    found = []
+    for around in AROUND.values():
+        lm = make("Llama")
+        with around():
+            t = build(way, lm).learn()
+            with torch.autocast("cpu", enabled=False):
+                said = t(["w3", "w5"]).tolist() if way == "scores" else t.generate(["w3"] * 4)
+        model = t.model if way == "scores" else t.policy
+        found.append([said, *(p.tolist() for p in model.parameters())])
+    assert all(x == found[0] for x in found)
 
 
 @pytest.mark.parametrize("no", [False, np.False_, torch.tensor(False)])
