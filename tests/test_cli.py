@@ -3,6 +3,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -245,23 +246,28 @@ def test_every_whole_number_is_whole_and_no_text_is_empty(capsys):
 # help
 
 def test_help_and_version_load_nothing_heavy():
-    code = ("import sys; from rlhf_notes.cli import main; code = main({argv})\n"
-            "print(code, [m for m in ('torch', 'numpy', 'gymnasium', "
-            "'transformers', 'matplotlib', 'tensorboard') if m in sys.modules])")
-    for argv, words in (
+    asked = [
         (["--help"],
          ["cartpole", "pendulum", "train", "rlhf", "generate", "demo", "compare", "bench",
           "--version"]),
         (["train", "--help"],
          ["--env STR", "--normalize-obs --no-normalize-obs", "--seeds INT", "[default: 40000]"]),
         (["pendulum", "--help"], ["[default: 50000]", "discount of a reward one step later"]),
-        (["rlhf", "--help"], ["[choices: ppo, grpo, rloo, dpo]", "--track", "--resume"]),
-        (["--version"], [__version__])):
-        env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent), "COLUMNS": "300"}
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(argv=argv)], capture_output=True, text=True, env=env)
-        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "0 []" and done.stderr == ""
-        for w in words: assert w in " ".join(done.stdout.split()), w
+        (["rlhf", "--help"], ["rloo (other responses), dpo (pairs of them) [choices: ppo, grpo, "
+                              "rloo, dpo]", "--track", "--resume"]),
+        (["--version"], [__version__])]
+    code = f"""
+import sys
+from rlhf_notes.cli import main
+heavy = "torch", "numpy", "gymnasium", "transformers", "matplotlib", "tensorboard"
+for argv in {[argv for argv, _ in asked]}:
+    print(main(argv), [m for m in heavy if m in sys.modules])"""
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent), "COLUMNS": "300"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    *told, rest = done.stdout.split("0 []\n")
+    assert (done.returncode, done.stderr, rest, len(told)) == (0, "", "", len(asked)), done
+    for text, (_, words) in zip(told, asked):
+        for w in words: assert w in " ".join(text.split()), w
 
 
 def test_every_argument_of_a_command_is_explained():
@@ -424,16 +430,28 @@ def test_a_process_of_an_environment_that_ends_is_told_in_a_line(capsys, monkeyp
     assert capsys.readouterr().err == "rlhf-notes: the process of an environment has ended\n"
 
 
+TWO = ["--seeds", "2", "--eval-episodes", "2", "--out", "many"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
-@pytest.mark.parametrize("redirect, code", [(">/dev/full", 1), (">&- 2>&-", 0), ("2>/dev/full", 0)])
-def test_output_that_cannot_be_written_ends_no_training(tmp_path, redirect, code):
-    line = (f"{sys.executable} -m rlhf_notes.cli cartpole {' '.join(QUICK)} --seeds "
-            f"2 --eval-episodes 2 --out many {redirect}")
-    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
-    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, env=env)
+@pytest.mark.parametrize("stream, code", [(1, 1), (2, 0)])
+def test_output_that_cannot_be_written_ends_no_training(stream, code):
+    done = processes.run(f"""
+import os, sys
+from rlhf_notes import cli
+os.dup2(os.open("/dev/full", os.O_WRONLY), {stream})
+sys.exit(cli.main({["cartpole", *QUICK, *TWO]}))""")
     assert Path("many/seeds.csv").read_text().count("\n") == 3 and done.returncode == code
     assert done.stderr == (
         "rlhf-notes: cannot write to stdout: No space left on device\n" if code else "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="streams that are closed")
+def test_without_any_output_it_trains():
+    line = shlex.join([sys.executable, "-m", "rlhf_notes.cli", "cartpole", *QUICK, *TWO])
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    assert subprocess.run(["sh", "-c", f"{line} >&- 2>&-"], env=env).returncode == 0
+    assert Path("many/seeds.csv").read_text().count("\n") == 3
 
 
 @pytest.mark.skipif(os.name != "posix", reason="ulimit")

@@ -132,7 +132,7 @@ class RLHFConfig(LoopConfig):
     "several rewards: their sum, or each normalised in its group, then summed (GDPO); for grpo"
     group_scale: Annotated[Literal["std", "batch", "mean", "none"], Only("algo", "grpo"),
                            Only("reward_aggregation", "sum")] = "std"
-    "grpo divides advantages by the standard deviation of the group (std), the batch, or nothing"
+    "grpo divides advantages by the std of the group or batch, by mean |reward|, or by nothing"
     kl_coef: Annotated[NonNegative | None, REWARD] = None
     "price of a nat of KL at the start (P8); by default 0.1 in the rewards, 0.2 in the loss"
     kl_target: Annotated[NonNegative, REWARD] = 6.0

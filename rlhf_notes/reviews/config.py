@@ -42,6 +42,7 @@ class ReviewsTask(TaskConfig):
 class ReviewsConfig(ReviewsTask, RLHFConfig):
     "Options of pretraining, reward model and RL."
     algo: Literal["ppo", "grpo", "rloo"] = "ppo"
+    "ppo (with a value head), grpo, rloo (other responses), dpo (pairs of them)"
     rm_batch: Size = 8
     "reward model: labels in each gradient step"
     rm_epochs: Count = 1
