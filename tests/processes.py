@@ -19,7 +19,7 @@ def start(code, **kwargs):
         os.closerange(3, 4096)  # one of them tells `Popen` that all went well
         code_of_exit = 1
         try:
-            sys.stdin, sys.stdout, sys.stderr = (open(i, how) for i, how in enumerate("rww"))
+            streams = sys.stdin, sys.stdout, sys.stderr = [*map(open, range(3), "rww")]
             for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             exec(code, {"__name__": "__main__"})
@@ -27,7 +27,7 @@ def start(code, **kwargs):
         except SystemExit as e: code_of_exit = int(e.code or 0)
         except BaseException: traceback.print_exc()
         finally:
-            for stream in (sys.stdout, sys.stderr): stream.flush()
+            for stream in streams[1:]: stream.flush()
             os._exit(code_of_exit)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,

@@ -79,6 +79,10 @@ def pages(built):
     return pickle.loads(kept.read_bytes())
 
 
+@pytest.fixture(scope="module")
+def prepared(): return list(map(site_pages.Page, site_pages.sources()))
+
+
 def test_notebooks_and_modules_without_one_are_pages_in_the_sidebar(built, pages):
     links = {a.get("href") for tag, a in pages[Path("index.html")].tags if tag == "a"
              and "internal" in (a.get("class") or "")}
@@ -150,8 +154,12 @@ def test_lessons_and_paths_have_minutes(built):
     assert f"computed, not clocked: what stands open on a page, at {rates} a minute" in text
 
 
+def lesson(stem):
+    return site_pages.Page(next(p for p in notebooks.notebooks() if p.stem == stem))
+
+
 def test_minutes_count_what_is_read():
-    page = next(p for p in map(site_pages.Page, notebooks.notebooks()) if p.page.name == "start")
+    page = lesson("start")
     def minutes(*cells):
         page.nb.cells = list(cells)
         return page.minutes
@@ -233,8 +241,7 @@ def test_no_page_is_heavy(built, pages):
         assert weight <= 2 * LIMIT, f"{name} has {weight / 1e6:.2f} MB with its pictures"
 
 
-def test_every_public_name_has_its_place(built, pages):
-    prepared = list(map(site_pages.Page, site_pages.sources()))
+def test_every_public_name_has_its_place(built, pages, prepared):
     for path in (notebooks.ROOT / "rlhf_notes").rglob("*.py"):
         if path.stem.startswith("_"): continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -285,10 +292,8 @@ def test_a_module_without_a_notebook_stands_open(built):
     assert 'href="../training/runs.html"' in lesson
 
 
-def test_lessons_papers_and_details_are_links(built):
-    pages = list(map(site_pages.Page, notebooks.notebooks()))
-    links = site_links.Links(pages)
-    page = next(p for p in pages if p.path.stem == "04_surrogate")
+def test_lessons_papers_and_details_are_links(built, prepared):
+    links, page = site_links.Links(prepared), lesson("04_surrogate")
     link = lambda text: links(text, page, site_pages.outside)
     assert link("as lesson 08 says") == "as [lesson 08](advantage.ipynb) says"
     assert link(
@@ -320,11 +325,9 @@ def test_sentences_are_wrapped_and_columns_are_not(built):
     assert "tag_sentences" in (built / "studies" / "failures.html").read_text(encoding="utf-8")
 
 
-def test_backticks_are_links_where_they_name_something():
-    page = next(
-        p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
-    things = [t for p in map(site_pages.Page, notebooks.notebooks()) for t in p.things]
-    names = site_api.Names(things)
+def test_backticks_are_links_where_they_name_something(prepared):
+    page = lesson("04_surrogate")
+    names = site_api.Names([t for p in prepared for t in p.things])
     refer = lambda text: page.references(text, names)
     assert refer("see `whiten`.") == "see {py:obj}`~rlhf_notes.formulas.whitening.whiten`."
     assert "advantage.gae`" in refer("`gae()`") and "RewardNorm.fit>`" in refer("`RewardNorm.fit`")
@@ -334,8 +337,7 @@ def test_backticks_are_links_where_they_name_something():
 
 
 def test_every_option_has_its_meaning():
-    page = next(
-        p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "21_config")
+    page = lesson("21_config")
     params = {name: comment for t in page.things if t.name in ("LoopConfig", "RLHFConfig")
               for name, *_, comment in t.params}
     assert params["lr_warmup"].startswith("iterations") and len(params) > 30
@@ -343,8 +345,7 @@ def test_every_option_has_its_meaning():
 
 
 def test_formulas_are_numbered_and_labels_kept():
-    page = next(
-        p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
+    page = lesson("04_surrogate")
     text = page.numbered(
         "$$a$$\n\n```text\n$$b$$\n```\n\n$$c\\\\\nd$$ (eq-d)\n\nsee [it](#eq-d) and $e$\n\n$$f$$")
     assert (text == "$$a$$ (surrogate-1)\n\n```text\n$$b$$\n```\n\n$$c\\\\\nd$$ "
@@ -361,8 +362,7 @@ def test_formulas_have_a_number_and_a_place(built, pages):
 
 
 def test_folds(tmp_path):
-    page = next(
-        p for p in map(site_pages.Page, notebooks.notebooks()) if p.path.stem == "04_surrogate")
+    page = lesson("04_surrogate")
     def shown(source, intro=False):
         cell = nbformat.v4.new_code_cell(source)
         return page.cell(cell, notebooks.directives(source), site_api.Names([]), intro)
@@ -482,8 +482,9 @@ def test_programs_find_every_page(built):
     assert "def clipped_surrogate(" in whole and "def write_atomically(" in whole
 
 
-def test_a_docstring_leads_to_its_page(built):
-    for page in map(site_pages.Page, notebooks.notebooks()):
+def test_a_docstring_leads_to_its_page(built, prepared):
+    for page in prepared:
+        if page.is_module: continue
         markdown = f"{page.page.as_posix()}.html.md"
         # the site's front page speaks to people, the README names the package
         title = "How machines learn from rewards" if page.page.name == "index" else page.title

@@ -247,7 +247,7 @@ def test_each_word_is_met_before_it_is_used_on_each_path():
 
 
 def test_a_word_may_have_a_module_as_its_lesson():
-    pages = list(map(site_pages.Page, site_pages.sources()))
+    pages = [site_pages.Page(NBS / "words.ipynb")]
     assert site_paths.words(pages)["tokenizer"][1] == "../rlhf_notes/hub/load.py"
     assert site_paths.words(pages)["policy"][1] == "control/17_policy.ipynb"
     found = site_search.defines()

@@ -1,9 +1,8 @@
 "What goes wrong at a door is told in one sentence."
 import json
 import os
-import subprocess
-import sys
 
+import processes
 import pytest
 
 from rlhf_notes import RLHF, cli
@@ -130,8 +129,7 @@ print("code", code, flush=True)
 import os
 os._exit(code)  # before the thread of TensorBoard says the same
 """
-    line = [sys.executable, "-c", code]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    done = processes.run(code, cwd=tmp_path)
     if limit == 100:  # not even the options
         assert done.returncode == 2 and "rlhf-notes: --out must be a dir" in done.stderr, done
         return

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -107,6 +108,10 @@ def sources():
     return [*notebooks(), *modules()]
 
 
+@cache
+def names_of_pages(): return Counter(page(p).name for p in sources())
+
+
 class Page:
     "The notebook, or the module without one, at `path` as a reader of the site should see it."
     def __init__(self, path):
@@ -120,7 +125,7 @@ class Page:
         self.title = re.search(r"^# (.+)$", first, re.M)[1].strip()
         self.summary = " ".join(re.findall(r"^> ?(.*)$", first, re.M)).strip()
         self.equations = 0
-        twice = sum(page(p).name == self.page.name for p in sources()) > 1
+        twice = names_of_pages()[self.page.name] > 1
         self.label = self.page.as_posix().replace("/", "-") if twice else self.page.name
         self.sections = {name for c in self.nb.cells if c.cell_type == "markdown"
                          for head in re.findall(r"^#+ .*", c.source, re.M)

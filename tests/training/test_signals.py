@@ -2,10 +2,10 @@ import ast
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 
+import processes
 import pytest
 from tqdm import tqdm
 
@@ -137,8 +137,10 @@ def test_divergence_says_where_and_what_is_left():
 
 
 SCRIPT = """
-import sys, time
+import sys, time, tqdm
+from functools import partial
 from rlhf_notes.training import fit
+tqdm.tqdm = partial(tqdm.tqdm, disable=False)  # as without TQDM_DISABLE
 class Screen:
     text, encoding = "", "utf-8"
     def write(self, s): self.text += s
@@ -156,10 +158,8 @@ print(repr(screen and screen.text))
 
 
 def progress(tty=False, screen="Screen()", first=0.05):
-    "The text on stderr, from a process of its own: tqdm reads TQDM_DISABLE when it is imported."
-    env = {name: x for name, x in os.environ.items() if name != "TQDM_DISABLE"}
-    script = SCRIPT.format(tty=tty, screen=screen, first=first)
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    "The text on stderr, from a process of its own."
+    done = processes.run(SCRIPT.format(tty=tty, screen=screen, first=first))
     assert done.returncode == 0, done.stderr
     return ast.literal_eval(done.stdout)
 
