@@ -8,7 +8,6 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/studies/failures.html.md"""
 __all__ = ['KINDS', 'recorded', 'unusual', 'draw_dials', 'diagnose']
 
 # %% ../../nbs/studies/37_failures.ipynb #export-imports
-import csv
 import random
 from collections import defaultdict
 from functools import cache
@@ -19,6 +18,7 @@ import numpy as np
 import rlhf_notes
 from ..exercises.engine import Verdict
 from .ablations import in_standard_deviations
+from ..training.runs import read_table
 
 # %% ../../nbs/studies/37_failures.ipynb #recorded
 @cache
@@ -32,9 +32,7 @@ def recorded() -> tuple:  # (failure -> what it is; (failure, seed) -> {dial: va
     return {r["failure"]: r for r in _rows("failures_list.csv")}, dict(runs)
 
 def _rows(name):
-    path = Path(rlhf_notes.__file__).parent / "studies" / name
-    with open(path, newline="", encoding="utf-8") as f:
-        return list(csv.DictReader(f))
+    return read_table(Path(rlhf_notes.__file__).parent / "studies" / name)
 
 # %% ../../nbs/studies/37_failures.ipynb #unusual
 def unusual(name: str) -> dict:
