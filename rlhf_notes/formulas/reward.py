@@ -84,9 +84,8 @@ def token_rewards(
     "-beta (log pi - log pi_ref), plus the score on the last token (Ziegler et al. 2019, eq. 2)."
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # no token that counts follows it
-    kl_penalty = torch.zeros_like(logp)
-    if kl_coef:
-        kl_penalty = apply_mask(-kl_coef * kl_estimate(logp, logp_ref, "k1"), mask)
+    price = -kl_coef * kl_estimate(logp, logp_ref, "k1") if kl_coef else torch.zeros_like(logp)
+    kl_penalty = apply_mask(price, mask)
     return kl_penalty + apply_mask(scores.unsqueeze(1).expand_as(logp), last), kl_penalty
 
 # %% ../../nbs/formulas/09_reward.ipynb #truncate

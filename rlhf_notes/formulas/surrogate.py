@@ -56,7 +56,6 @@ def clip_fraction(
     above, below = r > 1 + (eps_low if eps_high is None else eps_high), r < 1 - eps_low
     known, clipped = r, above | below
     if kind == "binding":
-        if A is None:
-            raise ValueError('advantage must be given for kind="binding", got None')
+        if A is None: raise ValueError('advantage must be given for kind="binding", got None')
         known, clipped = r * A, (A > 0) & above | (A < 0) & below
     return masked_mean(clipped.float().masked_fill(known.isnan(), torch.nan), mask)

@@ -223,8 +223,7 @@ def _numbers(function, count, step, *args):
         if isinstance(values, Future): return values
         if isinstance(values, (Mapping, Set)) or hasattr(values, "iterrows"):
             raise TypeError(f"a {type(values).__name__} is no list")
-        numbers = [math.nan if x is None else _number(x) for x in values]
-        numbers = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        numbers = torch.tensor([*map(_number, values)], dtype=torch.float32, device="cpu")
     except KeyboardInterrupt: raise
     except BaseException as e:
         raise _refused("a list of numbers, with None where there is no score", values, function,
@@ -238,7 +237,7 @@ def _numbers(function, count, step, *args):
 
 def _number(x):
     if isinstance(x, (str, bytes, bytearray)): raise TypeError(f"{x!r} is no number")
-    return float(x)  # which would take them
+    return math.nan if x is None else float(x)  # which would take them
 
 
 def _refused(expected, got, function, error=None):

@@ -17,6 +17,7 @@ import torch
 from ..formulas.masking import masked_sum
 from ..formulas.preference import dpo_loss, implicit_reward
 from .loop import Loop, check_left, end_iteration
+from .model import check_beside
 from .rollout import Rows
 from ..training.seeds import seeded_generator
 
@@ -66,6 +67,7 @@ class DPOLoop(Loop):
         check_left(self)
         start, rows = time.perf_counter(), self.order[self.iteration]
         self.tie()
+        check_beside(self.policy.lm)
         logs = [self.step(self.choices[part]) for part in rows.chunk(self.config.minibatches)]
         tokens = self.config.batch * self.choices.response_mask[0].numel()
         return end_iteration(self, logs, {}, tokens, start)

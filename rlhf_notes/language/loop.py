@@ -73,9 +73,6 @@ class Loop(Stage):
         if self.policy is not self.optimizer.module:
             self.model = self.machine.prepare(self.policy)
         self.optimizer.tie(self.policy)
-        if any(getattr(m, "merged", False) is True for m in self.policy.lm.modules()):
-            raise ValueError("model must have its adapter beside its weights, got one that is "
-                             "merged into them (unmerge_adapter takes it out)")
 
     def draw(self):
         "Responses of the policy to new prompts; numbers about them for the log."

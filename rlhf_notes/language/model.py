@@ -7,7 +7,8 @@ Docs: https://rlhf-notes.github.io/rlhf_notes/language/model.html.md"""
 # %% auto #0
 __all__ = ['LEAN', 'PRESETS', 'position_ids', 'hidden_states', 'body', 'to_logits',
            'head_log_probs', 'make_gpt2', 'no_dropout', 'response_states', 'response_logp',
-           'has_adapter', 'Policy', 'checkpointing', 'as_reference', 'RewardModel', 'autocast']
+           'has_adapter', 'check_beside', 'Policy', 'checkpointing', 'as_reference', 'RewardModel',
+           'autocast']
 
 # %% ../../nbs/language/23_model.ipynb #export-imports
 import math
@@ -73,8 +74,7 @@ def head_log_probs(lm, hidden, tokens, temperature=1.0, learn_entropy=False):
     """Log-probability of tokens (...) chosen at hidden states (..., d), and entropy, float32, with
     a gradient if `learn_entropy`; a large vocabulary's logits are not kept."""
     head = lm.get_output_embeddings()
-    plain = type(head) is nn.Linear and not _changes(lm)
-    if plain and tokens.numel() * len(head.weight) > LEAN:
+    if type(head) is nn.Linear and not _changes(lm) and tokens.numel() * len(head.weight) > LEAN:
         logp, entropy = linear_log_probs(hidden, head.weight, tokens, head.bias, temperature,
                                          entropy=True)
         return logp, entropy if learn_entropy else entropy.detach()
@@ -142,6 +142,13 @@ def response_logp(lm, tokens, mask, response_mask, temperature=1.0):
 def has_adapter(lm: nn.Module) -> bool:
     "True for a PeftModel, of which only the adapter is trained."
     return hasattr(lm, "disable_adapter")
+
+# %% ../../nbs/language/23_model.ipynb #check-beside
+def check_beside(lm):
+    "ValueError if an adapter is merged into the weights, where it neither learns nor gives way."
+    if any(getattr(m, "merged", False) is True for m in lm.modules()):
+        raise ValueError("model must have its adapter beside its weights, got one that is merged "
+                         "into them (unmerge_adapter takes it out)")
 
 # %% ../../nbs/language/23_model.ipynb #policy
 class Policy(nn.Module):
@@ -215,6 +222,7 @@ def as_reference(lm: nn.Module):
 
 @contextmanager
 def _at_start(lm):
+    check_beside(lm)
     start, weights = vars(lm).get("start", {}), dict(lm.named_parameters())
     now = {name: weights[name].data for name in start}
     try:
