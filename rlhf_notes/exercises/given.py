@@ -16,14 +16,8 @@ from .outcomes import attempt, weights
 NAN, INF = math.nan, math.inf
 
 
-def vec(*rows):  # one row, or several
-    "A tensor of these numbers."
-    return torch.tensor(rows[0] if len(rows) == 1 else rows)
-
-
-def flags(*rows):  # strings such as "110"
-    "A boolean tensor."
-    return vec(*[[c == "1" for c in row] for row in rows])
+def vec(*rows): return torch.tensor(rows[0] if len(rows) == 1 else rows)
+def flags(*rows): return vec(*[[c == "1" for c in row] for row in rows])  # strings such as "110"
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -31,49 +25,17 @@ def normal(*shape, seed=0, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def keep(x, m):  # (...), (...) bool, True = counts
-    "x where the mask is True, elsewhere 0."
-    return torch.where(m, x, 0.0)
+def keep(x, m): return torch.where(m, x, 0.0)
+def mean(x, m): return keep(x, m).sum() / m.sum().clamp(min=1)
+def row_means(x, m): return keep(x, m).sum(-1) / m.sum(-1).clamp(min=1)
+def over_rows(x, m): return x.sum() / (m.sum(-1) > 0).sum().clamp(min=1)  # of rows that count
+def variance(x): return x.var(unbiased=False)
 
 
-def mean(x, m):  # (...), (...) bool, True = counts
-    "Mean of what counts, 0 where nothing does."
-    return keep(x, m).sum() / m.sum().clamp(min=1)
-
-
-def row_means(x, m):  # (...), (...) bool, True = counts
-    "Mean of what counts in each row."
-    return keep(x, m).sum(-1) / m.sum(-1).clamp(min=1)
-
-
-def over_rows(x, m):  # one number for each row; (...) bool, True = counts
-    "Mean over the rows in which anything counts."
-    return x.sum() / (m.sum(-1) > 0).sum().clamp(min=1)
-
-
-def variance(x):  # (...)
-    "Biased variance of everything."
-    return x.var(unbiased=False)
-
-
-def clip(r, eps):  # (...) ratio; the clip range
-    "The ratio within the clip range."
-    return r.clamp(1 - eps, 1 + eps)
-
-
-def always_clipped(r, A, eps):  # (...) ratio; (...) advantage; the clip range
-    "The objective with a flat side on both ends."
-    return clip(r, eps) * A
-
-
-def pessimistic(r, A, eps):  # (...) ratio; (...) advantage; the clip range
-    "The clipped objective."
-    return torch.minimum(r * A, clip(r, eps) * A)
-
-
-def k3(d):  # (...) nats
-    "The estimator of the KL, of a log-ratio."
-    return (-d).exp() - 1 + d
+def clip(r, eps): return r.clamp(1 - eps, 1 + eps)
+def always_clipped(r, A, eps): return clip(r, eps) * A
+def pessimistic(r, A, eps): return torch.minimum(r * A, clip(r, eps) * A)
+def k3(d): return (-d).exp() - 1 + d
 
 
 def _draw(ax, x, expected, yours, marker=None):

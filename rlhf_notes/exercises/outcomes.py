@@ -72,9 +72,7 @@ def _plain(x):
     return x.tolist() if isinstance(x, torch.Tensor) else x
 
 
-def weights(n: int):  # number of elements
-    "Weights from 1 to 2, all different."
-    return torch.linspace(1, 2, n, dtype=torch.float64)
+def weights(n: int): return torch.linspace(1, 2, n, dtype=torch.float64)  # all different
 
 
 def alike(a: Outcome, b: Outcome) -> bool:

@@ -65,9 +65,7 @@ def quiet(seed: int):  # of PyTorch's global generator, which is as before after
         yield said
 
 
-def result_tensors(
-    out,  # what a function returned: a tensor, a number, a tuple, a list, a dict or an object
-) -> dict:  # name or number -> tensor
+def result_tensors(out) -> dict:  # what a function returned -> name or number -> tensor
     "The tensors and numbers of a result, in their order; a long list is one tensor."
     if isinstance(out, list) and len(out) > 3:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):

@@ -107,6 +107,11 @@ class GAE(Reader):
     def __call__(self, r, v, nv, terminated=None, done=None, mask=None, **options):
         """Results by name; nv[t] = V of what step t led to. Two columns more, one of zeros and one
         with a reward of 1, undo a whitening."""
+        if self.single and r.shape[1] > 1:
+            parts = [[x if x is None else x[:, i:i + 1] for x in (r, v, nv, terminated, done, mask)]
+                     for i in range(r.shape[1])]
+            each = [self(*x, **options) for x in parts]
+            return {n: torch.cat([x[n] for x in each], 1) for n in each[0]}
         if self.whitened is not None:
             add = torch.nn.functional.pad
             r, v, nv, terminated, done = (x if x is None else add(x, (0, 2)) for x in (
@@ -163,7 +168,7 @@ class GAE(Reader):
         one = torch.zeros(T, N).double().index_put((torch.tensor(5), torch.tensor(4)),
                                                    torch.tensor(3.0).double())
         across = along = False
-        for part in (dict(r=r + one), dict(v=v + one)) if not self.single else ():
+        for part in (dict(r=r + one), dict(v=v + one)):
             for a, b in zip(base.values(), self(**dict(r=r, v=v, nv=nv) | part).values()):
                 moved = (a - b).abs() > 1e-7
                 if moved.all() and len(base) == 1:  # whitened: the names alone tell
@@ -171,10 +176,10 @@ class GAE(Reader):
                 elif not moved.all():
                     along |= bool(moved[:5, 4].any())
                     across |= bool(moved[:, torch.arange(N) != 4].any())
-        if not self.single and (across or not along and how["next"] != "each"):
+        if across or not along and how["next"] != "each":
             raise Unreadable(f"{self.subject.name} takes each step by itself, or another layout; "
                              "expected sums over later steps")
-        if how["next"] != "each" and "next_value" in self.roles and not self.single:
+        if how["next"] != "each" and "next_value" in self.roles:
             for name in base:
                 R, V, L = (self.response(name, of) for of in ("r", "v", "nv"))
                 if L.any() and V[3, 3].abs() > 1e-6 and (V[2, 3] + R[2, 3]).abs() < 1e-6:
@@ -188,15 +193,13 @@ class GAE(Reader):
         "R[t, s]: change of the result at t by a reward, value or next value at s of this size."
         zero, eye = torch.zeros(T, N).double(), size * torch.eye(T, N).double()
         def run(x): return self(**dict(r=zero, v=zero, nv=zero) | {of: x})[name]
-        if not self.single: return (run(eye) - run(zero))[:, :T]
-        columns = [eye[:, s:s + 1].expand(T, N) for s in range(T)]
-        return torch.stack([(run(x) - run(zero))[:, 0] for x in columns], 1)
+        return (run(eye) - run(zero))[:, :T]
 
     def _read(self):
         if "mask" in self.roles and self.subject.dialect["length"] == "T+1":
             self.roles["not_done"] = self.roles.pop("mask")
             self.ends, self.tokens = {"not_done"}, False
-        out, v = self(*draws()), draws()[1][:, :1 if self.single else N]
+        out, v = self(*draws()), draws()[1]
         own = {n: self.response(n, "v").diagonal()[:-1].mean().abs() for n in out}
         summed = (a for a, b in permutations(out, 2) if same([out[b]], [out[a] + v]))
         adv = next((n for n in out if "adv" in str(n).lower()),
@@ -328,13 +331,12 @@ class GAE(Reader):
         if not has_values:
             v, nv, lam = 0 * v, 0 * nv, 1.0
         got = self(r, v, nv, end, done)[name] / scale
-        width = 1 if self.single else N
         for faults in (f for n in range(3) for f in combinations(ENDINGS, n)):
             e, d = end, done
             for _, change in faults:
                 e, d = change(e, d)
             expected = advantages(r, v, nv, e if self.follows else e | LAST, d, gamma, lam)
-            if same([got[:, :width]], [expected[:, :width]], 1e-3):
+            if same([got], [expected], 1e-3):
                 return tuple(dict.fromkeys(kind for kind, _ in faults))
 
     def _leaps(self, name):
@@ -360,8 +362,7 @@ class GAE(Reader):
 
     def _returns(self, adv, ret):
         "Whether the returns are advantages plus values."
-        x = [y[:, :1].expand(T, N) for y in draws(4)] if self.single else draws(4)
-        out, v = self(*x), x[1]
+        out, v = self(*draws(4)), draws(4)[1]
         if "value" not in self.roles or same([out[ret]], [out[adv] + v], 1e-3): return
         if same([out[ret]], [out[adv]], 1e-3):
             return self.find("baseline", "the returns are the advantages; the formula adds V")

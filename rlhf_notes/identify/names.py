@@ -50,9 +50,7 @@ OPTION = set("""clip cliprange coef coeff coefficient eps epsilon range low high
     whiten shift unbiased std cap floor name logger total rate steps""".split())
 
 
-def parts_of(
-    name: str,  # of a parameter: "old_logProbs"
-) -> list:  # ["old", "logp"]: the meanings of its words, or the words themselves
+def parts_of(name: str) -> list:  # of a parameter: "old_logProbs" -> ["old", "logp"]
     "The words of a name, each under the meaning that it has here."
     name = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().strip("_")
     name = re.sub(r"log_?(probabilities|probability|probs?|ps?|pis?|likelihoods?)(?=_|$)", "logp",
@@ -146,11 +144,8 @@ def usual_number(name: str) -> float | bool | None:  # of a parameter without de
     return next((number for number, has in NUMBERS if re.search(has, name)), None)
 
 
-def kind_of_roles(
-    roles: set,  # of all parameters
-    required: set,  # of those without default
-) -> str | None:  # a kind, "x" for a reduction or whitening, None where the names do not tell
-    "The kind of a function, from the roles of its parameters."
+def kind_of_roles(roles: set, required: set) -> str | None:  # of all parameters, without default
+    'The kind; "x" for a reduction or whitening, None where the names do not tell.'
     if {"chosen", "rejected"} <= roles: return "preference_loss"
     if "advantage" in roles and roles & {"logp", "ratio", "log_ratio"}: return "policy_loss"
     if {"advantage", "logits", "labels"} <= roles: return "policy_loss"

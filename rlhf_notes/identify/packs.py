@@ -64,12 +64,9 @@ def _keys(call, name, needed):
     return {k: d for k, d in asked.items() if isinstance(k, str) and is_key(k)}
 
 
-def opened(
-    function,  # with the parameters `parameters`
-    parameters: dict,  # name -> inspect.Parameter
-    known: set,  # names whose meaning was given
-) -> tuple | None:  # (a function of the keys, its parameters, the batch's name), None: no batch
-    "A function whose one parameter without meaning is a batch, as a function of the batch's keys."
+def opened(function, parameters: dict, known: set) -> tuple | None:  # known: names that were given
+    """A function whose one parameter without meaning is a batch, as (a function of the batch's
+    keys, its parameters, the batch's name); None if there is no batch."""
     needed = [n for n, p in parameters.items() if p.default is EMPTY and n not in known]
     strange = [n for n in needed if not role_of(n) and usual_number(n) is None]
     strange = needed if len(needed) == 1 and role_of(needed[0]) == "x" else strange

@@ -97,7 +97,8 @@ class PolicyLoss(Losses):
     def _read(self):
         "Sign, level, mask, aggregation, bounds, variant, KL; then what ordinary input hides."
         if not self._flows(): return
-        weights = [self._weights(*shape) for shape in self.shapes]
+        masks = [ragged(B // 2, T, seed=B).repeat(2, 1) for B, T in self.shapes]
+        weights = [(self.at_one(m), m) for m in masks]
         self.sign = self._sign(*weights[0])
         self.facts["ratio"] = self._level()
         B, T = self.shapes[0]
@@ -141,11 +142,12 @@ class PolicyLoss(Losses):
         self.find("no-gradient", "logp = -1, logp_old = -1, A = 1: the gradient at logp is 0 for "
                                  "every token; the formula gives -A times the weight")
 
-    def _weights(self, B, T):
+    def at_one(self, m, **rest):
         "Weights of the tokens at ratio 1, with their sign: of A < 0 where A > 0 has none."
-        m, A = ragged(B // 2, T, seed=B).repeat(2, 1), halves(B)
-        one, other = (self.grad(zeros(B, T), s * A, m) / (-s * A[:, None]) for s in (1, -1))
-        return torch.where(one.abs() > 1e-12, one, other), m
+        A = halves(len(m))
+        one, other = (self.grad(zeros(*m.shape), s * A, m, **rest) / (-s * A[:, None])
+                      for s in (1, -1))
+        return torch.where(one.abs() > 1e-12, one, other)
 
     def _sign(self, w, m):
         "-1 if the loss is an objective to be maximised, or its sign is turned."
@@ -225,10 +227,7 @@ class PolicyLoss(Losses):
         unbounded = not up and not below
         if above and not below and (not up or above > up + 1e-4):
             facts["dual_clip"], above = number(math.exp(above)), None
-        if below and not above and up and down:
-            self.find("dual-clip-side", f"A = 1, r = {math.exp(below) / 2:.3g}: no gradient below "
-                                        f"{math.exp(below):.4g}, the formula gives r A")
-        elif above or below:
+        if above or below:
             if not up and not down:
                 facts.update(clip_low=_low(below), clip_high=_high(above))
             r = math.exp(2 * (below or above))
@@ -276,7 +275,7 @@ class PolicyLoss(Losses):
         if not self.masked or self.found("mask-ignored"):
             m = torch.ones_like(m)
         A = halves(B) if "advantage" in facts else noise(B, seed=B) + 0.2
-        case, w = self.case(rich(B, T), A, m), self._at_one(m)
+        case, w = self.case(rich(B, T), A, m), self.at_one(m).abs() * m
         got, best = self.sign * self.grad(rich(B, T), A, m) * m, (2.0, None, {})
         known = (facts["aggregation"] or not self.reduced) and not self.penalised and (
             not self.capped)
@@ -308,12 +307,6 @@ class PolicyLoss(Losses):
         if known and not self.found("clip-missing"):
             report.formula = self._called(v)
         return True
-
-    def _at_one(self, m):
-        "Sizes of the weights at ratio 1, as in the batch that is compared."
-        A = halves(len(m))
-        w = [self.grad(zeros(*m.shape), s * A, m).abs() for s in (1, -1)]
-        return torch.where(w[0] > 1e-12, *w) * m
 
     def _called(self, v):
         "The name of the variant with this objective and aggregation."
@@ -393,8 +386,6 @@ class PolicyLoss(Losses):
 
 
 def _high(x): return x and number(math.expm1(x))
-
-
 def _low(x): return x and number(-math.expm1(x))
 
 
@@ -420,8 +411,8 @@ class Curve:
         self.policy, self.old, B = policy, old, policy.rows(CURVE)
         self.shape = (B, 3)
         self.A = halves(B)
-        at_one = [policy.grad(zeros(B, 3), s * self.A, old=old)[:, 0].abs() for s in (1, -1)]
-        self.norm = policy.sign * torch.where(at_one[0] > 1e-12, *at_one).clamp(min=1e-300)
+        at_one = policy.at_one(torch.ones(B, 3, dtype=torch.bool), old=old)[:, 0]
+        self.norm = policy.sign * at_one.abs().clamp(min=1e-300)
         sizes = torch.logspace(-5, 0.69, B // 4, dtype=torch.float64)
         self.logr = torch.cat([-sizes.flip(0), sizes])
         self.phi, r = self(self.logr), self.logr.exp()

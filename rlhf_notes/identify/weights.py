@@ -27,23 +27,17 @@ def group_of(numbers: dict):  # option -> value
     return found[0] if found else None
 
 
-def mode_weights(
-    mask: torch.Tensor,  # (B, T) bool, a token in each row
-    mode: str,  # "token-mean", "seq-mean-token-mean", ..., "prompt-mean" or "sum"
-    group: int | None = None,  # for "prompt-mean": rows of one prompt, which lie together
-) -> torch.Tensor:  # (B, T), what each token's loss is multiplied by
-    "Weights of an aggregation."
+def mode_weights(mask, mode: str, group: int | None = None):  # (B, T) bool, a token in each row
+    'The weight of each token\'s loss, (B, T); the mode may be "sum" too.'
     if mode == "sum": return mask.double()
     return aggregation_weights(mask, mode, group=group, dtype=torch.float64)
 
 
-def read_mode(
-    found: list,  # (weights (B, T), mask (B, T) bool) of batches of several shapes
-    group: int | None = None,  # rows of a prompt, if an option says so
-    lengths: tuple = (),  # numbers that options hold: a constant length may be one
-    tolerance: float = 2e-4,  # by which the factors of two batches may differ
-) -> tuple | None:  # (mode, scale, number of the mode or None); None if no mode fits
-    "The aggregation whose weights these are, up to a factor."
+def read_mode(found: list, group=None, lengths=(), tolerance=2e-4) -> tuple | None:
+    """(mode, scale, number of the mode or None) whose weights these are; None if no mode fits.
+
+    found: (weights (B, T), mask) of batches of several shapes; lengths: numbers that options hold.
+    """
     groups = [g for g in ([group] if group else GROUPS) if all(len(m) % g == 0 for _, m in found)]
     for mode, g in [(mode, None) for mode in MODES] + [("prompt-mean", g) for g in groups]:
         each = [(w / mode_weights(m, mode, g))[m] for w, m in found]
