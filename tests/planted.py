@@ -1507,3 +1507,176 @@ def masks_crossed(
     x = ((chosen_logps - ref_chosen_logps) * rejected_mask).sum(-1)
     y = ((rejected_logps - ref_rejected_logps) * chosen_mask).sum(-1)
     return -F.logsigmoid(beta * (x - y)).mean()
+
+
+# Each finding where it is rare
+
+
+@fault("sign", "policy_loss")
+def squared_advantage(logp, old_logp, adv, mask):
+    return -masked_mean(surrogate(logp, old_logp, adv.abs()), mask)
+
+
+@fault("kl-estimator", "policy_loss", kl="k1")
+def k1_in_the_loss(logp, old_logp, ref_logp, adv, mask, beta=0.05):
+    return masked_mean(-surrogate(logp, old_logp, adv) + beta * (logp - ref_logp), mask)
+
+
+@right("policy_loss", scale=0.5, clip_low=0.2)
+def scaled_by_an_option(logp, old_logp, adv, mask, policy_coef=0.5):
+    return -policy_coef * masked_mean(surrogate(logp, old_logp, adv), mask)
+
+
+@fault("no-gradient", "gae")
+def rewards_not_read(rewards, values, dones, next_value, gamma=0.99, lam=0.95):
+    live = 1 - dones.double()
+    return recursion(0 * rewards, values, live, live, next_value, gamma, lam)[0]
+
+
+@fault("off-by-one", "gae")
+def own_value_for_the_next(rewards, values, dones, next_value, gamma=0.99, lam=0.95):
+    live = 1 - dones.double()
+    following = torch.cat([values[:1], values[:-1]])
+    return recursion(rewards, following, live, live, next_value, gamma, lam)[0]
+
+
+@fault("off-by-one", "gae")
+def without_its_own_reward(rewards, dones, gamma=0.9):
+    out, run = torch.zeros_like(rewards), 0
+    for t in reversed(range(len(rewards))):
+        out[t] = run
+        run = rewards[t] + gamma * run * (1 - dones[t])
+    return out
+
+
+@fault("baseline", "gae")
+def returns_are_advantages(rewards, values, dones, next_value, gamma=0.99, lam=0.95):
+    live = 1 - dones.double()
+    adv, _ = recursion(rewards, values, live, live, next_value, gamma, lam)
+    return {"advantages": adv, "returns": adv.clone()}
+
+
+@fault("off-by-one", "gae")
+def returns_of_the_next_step(rewards, values, dones, next_value, gamma=0.99, lam=0.95):
+    live = 1 - dones.double()
+    adv, _ = recursion(rewards, values, live, live, next_value, gamma, lam)
+    return adv, adv + torch.cat([values[1:], next_value[None]])
+
+
+@right("gae", known=False, steps=3)
+def three_steps(rewards, values, dones, next_value, gamma=0.9):
+    after, live = torch.cat([values, next_value[None]]), 1 - dones.double()
+    out = []
+    for t in range(len(rewards)):
+        total, keep = 0, torch.ones_like(rewards[0])
+        for k in range(3):
+            if t + k < len(rewards):
+                total, keep = total + keep * rewards[t + k], keep * gamma * live[t + k]
+        out.append(total + keep * after[min(t + 3, len(rewards))] - values[t])
+    return torch.stack(out)
+
+
+@fault("scale", "group_advantage")
+def twice_the_centred(rewards, group_size=4):
+    groups = rewards.view(-1, group_size)
+    return 2 * (groups - groups.mean(1, keepdim=True)).flatten()
+
+
+@fault("scale", "group_advantage")
+def twice_the_standardised(rewards, group_size=4):
+    groups = rewards.view(-1, group_size)
+    return (2 * (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()
+
+
+@fault("no-gradient", "kl")
+def kl_of_one(logprobs, ref_logprobs):
+    return 0 * (logprobs - ref_logprobs)
+
+
+@fault("kl-sign", "kl")
+def a_divergence_below_zero(logprobs, ref_logprobs):
+    return -(logprobs - ref_logprobs).cosh() + 1
+
+
+@right("kl", known=False, estimator="abs")
+def absolute(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).abs()
+
+
+@fault("no-gradient", "log_prob")
+def of_data_alone(logits, labels):
+    return logits.data.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+@fault("scale", "log_prob")
+def not_normalised(logits, labels):
+    return logits.gather(-1, labels[..., None])[..., 0]
+
+
+@fault("temperature", "log_prob")
+def rooted(logits, labels, temperature=0.5):
+    return (logits / temperature**0.5).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+@fault("no-gradient", "entropy")
+def entropy_of_data(logits):
+    return torch.distributions.Categorical(logits=logits.data).entropy()
+
+
+@fault("no-gradient", "aggregate")
+def losses_detached(loss, mask):
+    return masked_mean(loss.detach(), mask)
+
+
+@fault("sign", "aggregate")
+def turned(loss, mask):
+    return -masked_mean(loss, mask)
+
+
+@fault("aggregation", "aggregate")
+def first_token_twice(loss, mask):
+    weights = mask * (1 + (torch.arange(loss.shape[1]) == 0))
+    return (loss * weights).sum() / weights.sum()
+
+
+@fault("mask-ignored", "whiten")
+def whitened_without_mask(x, mask):
+    return (x - x.mean()) / (x.std() + 1e-8)
+
+
+@fault("sign", "whiten")
+def mean_less_x(x, mask):
+    mean = masked_mean(x, mask)
+    return (mean - x) * torch.rsqrt(masked_mean((x - mean) ** 2, mask) + 1e-8)
+
+
+@fault("baseline", "whiten")
+def mean_added_twice(x, mask):
+    mean = masked_mean(x, mask)
+    return (x - mean) * torch.rsqrt(masked_mean((x - mean) ** 2, mask) + 1e-8) + 2 * mean
+
+
+def of_lead(h):
+    def loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta=0.37):
+        return h(beta, lead(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps))
+
+    return loss
+
+
+fault("sign", "preference_loss", form="ipo")(
+    of_lead(lambda beta, h: ((h + 1 / (2 * beta)) ** 2).mean())
+)
+fault("scale", "preference_loss", form="ipo")(
+    of_lead(lambda beta, h: 3 * ((h - 1 / (2 * beta)) ** 2).mean())
+)
+fault("sign", "preference_loss")(of_lead(lambda beta, h: torch.relu(1 + beta * h).mean()))
+fault("scale", "preference_loss")(of_lead(lambda beta, h: -3 * F.logsigmoid(beta * h).mean()))
+fault("no-gradient", "preference_loss")(
+    of_lead(lambda beta, h: -F.logsigmoid(beta * h.detach()).mean())
+)
+
+
+@right("preference_loss", form="apo_zero", beta=0.37)
+def apo(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta=0.37):
+    better, worse = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
+    return (1 - torch.sigmoid(beta * better) + torch.sigmoid(beta * worse)).mean()
