@@ -181,3 +181,29 @@ def test_the_hint_on_observations_is_for_the_space_that_came():
 def test_actions_that_are_not_learned_come_with_what_helps(space):
     with pytest.raises(ValueError, match="env must have actions of .*TransformAction"):
         PPO(lambda: Three(actions=space), **FEW)
+
+
+@pytest.mark.parametrize("options", [
+    dict(reward=lambda prompts, responses: [1.0] + [None] * (len(responses) - 1)),
+    dict(reward=count, overlong="filter")])
+def test_a_minibatch_without_tokens_is_in_no_mean_of_the_log(options):
+    "TRL's PPO counts it as zeros."
+    for minibatches in 1, 2, 4, 8:
+        rlhf = own(iterations=1, epochs=1, learning_rate=1e-12,
+                   **options | dict(batch=8, group=8, minibatches=minibatches))
+        row, part = rlhf.iterate(), rlhf.loop.advantages()
+        which = part.response_mask.any(1).nonzero().flatten()
+        mask, entropy = part.response_mask, rlhf.loop.forward(part)[1].detach()
+        if len(which) == 1 or minibatches == 1:
+            assert row["entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-5)
+            assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert row["entropy"] >= entropy[which].masked_fill(~mask[which], 9).min()
+
+
+def test_a_saved_adapter_that_is_frozen_is_told_how_to_learn(tmp_path):
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(make("Llama"), peft.LoraConfig(target_modules="all-linear")
+                        ).save_pretrained(tmp_path)
+    frozen = peft.PeftModel.from_pretrained(make("Llama"), tmp_path)
+    with pytest.raises(ValueError, match="lora= trains an adapter, and .*is_trainable=True"):
+        load_model(frozen, tokenizer())

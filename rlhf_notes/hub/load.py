@@ -371,7 +371,8 @@ def check_trainable(lm: nn.Module, name: str):
     learned = {n: p.dtype for n, p in lm.named_parameters() if p.requires_grad}
     if not learned:
         raise ValueError(f"model must have weights to train, got {name!r} with all of them frozen "
-                         "(lora= trains an adapter)")
+                         "(lora= trains an adapter" + ", and PeftModel.from_pretrained(..., "
+                         "is_trainable=True) one that was saved" * hasattr(lm, "peft_config") + ")")
     made = [n for n, m in lm.named_modules() if is_parametrized(m) or _is_made(m)]
     if made:
         raise ValueError("model must have weights that are parameters themselves, got "

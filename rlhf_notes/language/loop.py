@@ -182,6 +182,7 @@ def rl_loss(config, part, logp, entropy, values, kl_coef, whole=None):
     if c.loss_has_kl or part.returns is None:
         sums["kl"] = kl
     log["entropy"] = masked_mean(entropy, mask)  # P13
+    log["counts"] = mask.any().float()  # of a minibatch 1, or 0 where it has no token
     if part.returns is not None:
         fit = values, part.values, part.returns, c.value_clip or None, mask  # P10
         sums["value_loss"] = aggregate_loss(value_loss(*fit), mask, w)
@@ -240,7 +241,9 @@ COLUMNS = ("iteration", "score", "true_score", "kl_k1", "kl_k3", "kl_coef", "ent
 def end_iteration(loop, logs, stats, tokens, start):
     """The numbers of an iteration, read at once: means over the `logs` of its steps, `stats` of its
     rollout; FloatingPointError if one, or a weight, is not finite."""
-    means = {name: torch.stack([x[name] for x in logs]).mean() for name in logs[0]}
+    w = torch.stack([x.pop("counts", torch.ones_like(x["grad_norm"])) for x in logs])
+    means = {name: (torch.stack([x[name] for x in logs]) * w).sum() / w.sum().clamp(min=1)
+             for name in logs[0]}
     means, weights = stats | means, loop.optimizer.vector.detach().square().sum()
     *numbers, weights = torch.stack([*means.values(), weights]).tolist()
     found = dict(zip(means, numbers))
