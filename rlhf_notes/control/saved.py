@@ -6,11 +6,13 @@ is imported that it names. A step size of one's own is stored as its value at th
 loading warns of that; of a module the weights are stored, and loading asks for the module again.
 """
 
-__all__ = ['split_options', 'options_again', 'read_saved', 'check_sizes', 'check_kept']
+__all__ = ['split_options', 'options_again', 'read_saved', 'told_damage', 'check_sizes',
+           'check_kept']
 
 import io
 import math
 import warnings
+from contextlib import contextmanager
 from numbers import Real
 
 import numpy as np
@@ -21,6 +23,7 @@ from .. import __version__
 from .config import PPOConfig
 from .policy import Agent
 from ..training.fit import step_size
+from ..training.options import error_text
 from ..training.runs import load_checked
 
 
@@ -68,12 +71,25 @@ def read_saved(path) -> dict:
     except OSError: raise
     except Exception as e:  # whatever is said of another file
         saved, why = {}, f": {e}" if isinstance(e, ValueError) else ""
-    if not isinstance(saved, dict) or not {"version", "config", "state", "spaces"} <= saved.keys():
+    whole = isinstance(saved, dict) and {"version", "config", "state", "spaces"} <= saved.keys()
+    config = saved["config"] if whole else None
+    if not isinstance(config, dict) or not isinstance(config.get("env"), str):
         raise ValueError(f"path must be a file that PPO.save has written, got {path}{why}")
-    if unknown := saved["config"].keys() - PPOConfig.__dataclass_fields__.keys():
+    if unknown := config.keys() - PPOConfig.__dataclass_fields__.keys():
         raise ValueError(f"path must be a file of rlhf_notes {__version__}, got {path} of another "
                          f"version, {saved['version']}, with the option {min(unknown)}")
     return saved
+
+
+@contextmanager
+def told_damage(path, *kinds):
+    "ValueError where a file holds something else than `PPO.save` writes there."
+    kinds += ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError
+    try:
+        yield
+    except kinds as e:
+        raise ValueError("path must be a file as PPO.save has written it, got "
+                         f"{path}: {error_text(e)}") from e
 
 
 def check_sizes(saved: dict, path, options: dict, spaces: list):

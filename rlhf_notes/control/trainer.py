@@ -32,7 +32,9 @@ from .export import WholePolicy
 from .policy import Agent
 from .ppo import Loop, seeds
 from .rollout import Collector, can_stagger
-from .saved import check_kept, check_sizes, options_again, read_saved, split_options, step_size
+from .saved import (
+    check_kept, check_sizes, options_again, read_saved, split_options, step_size, told_damage,
+)
 from .spaces import (
     as_batch, mask_shape, read_mask, row_maker, same_space, space_from_numbers,
     space_to_numbers,
@@ -489,8 +491,12 @@ class PPO(Loop):
         ppo = cls.__new__(cls)
         ppo._write_to(out, track, options)
         saved = read_saved(path)
-        options = options_again(saved, path, options)
-        name, spaces = options.pop("env"), [space_from_numbers(x) for x in saved["spaces"]]
+        with told_damage(path, ValueError):
+            spaces = [space_from_numbers(x) for x in saved["spaces"]]
+        with told_damage(path):
+            options = options_again(saved, path, options)
+            name = options.pop("env")
+            check_sizes(saved, path, options, spaces)
         given = env
         if given is None:
             given = make = name if name in gym.registry else None
@@ -499,12 +505,12 @@ class PPO(Loop):
         else:
             ppo.spec, make, same = identify(env, options.get("env_kwargs"))
             name = env_name(env)
-        check_sizes(saved, path, options, spaces)
         ppo._setup(given, make, name, options, same, spaces)
         if env is not None:
             ppo._tell_copies()
         try:
-            ppo.load_state_dict(saved["state"])
+            with told_damage(path):
+                ppo.load_state_dict(saved["state"])
         except ValueError as e:
             raise ValueError(f"path must fit the options and the version, got {path}: {e}") from e
         return ppo

@@ -72,6 +72,27 @@ def test_a_file_of_another_version_is_refused(tmp_path):
         PPO.load(path, sed=1)
 
 
+def places(x, place=()):
+    "The keys to each entry of nested dicts and lists."
+    for key in x if isinstance(x, dict) else range(len(x)) if isinstance(x, list) else ():
+        yield (*place, key)
+        yield from places(x[key], (*place, key))
+
+
+def test_whatever_stands_in_a_file_is_told_in_one_sentence_or_read(tmp_path):
+    PPO(**TINY, eval_every=128, keep_best=True, normalize_obs=True).save(path := tmp_path / "p.pt")
+    for place in [*places(torch.load(path, weights_only=True))]:
+        for other in None, [1], torch.zeros(2, 0):
+            def spoil(saved):
+                for key in place[:-1]: saved = saved[key]
+                saved[place[-1]] = other
+            file = changed(path, spoil)
+            try:
+                PPO.load(file)
+            except ValueError as e:
+                assert " must " in str(e).partition(file.name)[0], (place, other, e)
+
+
 class Anything(gym.Env):
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
     def __init__(self, **anything): pass
