@@ -6,14 +6,14 @@ Each tests/breaks/MODULE.json lists breaks: a piece of code, what to put in its 
 would be wrong. A break is made in a copy of the project, in the module and in its notebook, if it
 has one, alike; then the module's tests are run and the notebook is run. It is caught if either
 fails. With "cell", the id of one that exports nothing, it is made in the notebook alone, which is
-run first, and the tests where it notices nothing.
-A module whose name stands twice is called FOLDER.MODULE. Before anything is broken the same is done
-with nothing changed, which must not be "caught",
-and says how long tests and notebook take; a break that makes them take four times as long, and more
-than two minutes, counts as caught, and is printed.
-With --tests-first the notebook is run only where the tests notice nothing, and its column stays
-empty elsewhere. With --keep the breaks that the
-CSV holds already are not made again.
+run first, and the tests where it notices nothing. A module whose name stands twice is called
+FOLDER.MODULE.
+
+Before anything is broken the same is done with nothing changed, which must not be "caught", and
+says how long tests and notebook take; a break that makes them take four times as long, and more
+than two minutes, counts as caught, and is printed. With --tests-first the notebook is run only
+where the tests notice nothing, and its column stays empty elsewhere. With --keep the breaks that
+the CSV holds already are not made again.
 """
 import argparse
 import ast

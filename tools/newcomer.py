@@ -1,15 +1,12 @@
-"""The package as a stranger meets it: built, installed away from the project, used (`make
-newcomer`).
+"""The package as a stranger meets it: built, installed away from the project, and used.
 
     python tools/newcomer.py [--newest]
 
 Builds wheel and sdist, and installs them in environments of their own: the wheel beside torch
-alone, where a formula
-has to work; the wheel with all that it requires, where an agent and a language model are trained
-and what they save
-is loaded by transformers; the sdist. Prints the seconds and the size of each. With --newest the
-newest versions are
-installed instead of those of constraints.txt.
+alone, where a formula has to work; the wheel with all that it requires, where an agent and a
+language model are trained and what they save is loaded by transformers; the sdist. Prints the
+seconds and the size of each. With --newest the newest versions are installed instead of those of
+constraints.txt.
 """
 import argparse
 import os

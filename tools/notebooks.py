@@ -1,10 +1,8 @@
 """Keep notebooks, modules and README in step.
 
     python tools/notebooks.py export               notebooks -> modules and README
-    python tools/notebooks.py outputs [NB ...]     execute notebooks and store their outputs (all by
-    default)
-    python tools/notebooks.py run NB               execute one notebook and store nothing: this is
-    how it is tested
+    python tools/notebooks.py outputs [NB ...]     execute notebooks (all), store their outputs
+    python tools/notebooks.py run NB               execute one and store nothing, as the tests do
 
 A cell with `#| eval: false`, `#| slow` or `#| gpu` is skipped and keeps the outputs it has; `--also
 slow gpu` runs those too.

@@ -3,13 +3,11 @@
     python tools/site_pages.py [--out _docs]
 
 Nothing is executed. What is for tools only (`#| hide`, `#| default_exp`, the directive lines) is
-left out, notebooks lose their numbers, and a
-figure's `#| fig-alt:` becomes its alternative text, and `#| widget: NAME` puts a widget of
-docs/widgets in the place of the figure. What a cell exports stands below it with a
-table of its parameters; its name in backticks,
-on any page, is a link to it. Formulas on lines of their own are numbered. `llms.txt` and
-`llms-full.txt` are the same for readers that are programs.
-Any warning of Sphinx fails the build.
+left out, notebooks lose their numbers, a figure's `#| fig-alt:` becomes its alternative text, and
+`#| widget: NAME` puts a widget of docs/widgets in the place of the figure. What a cell exports
+stands below it with a table of its parameters; its name in backticks, on any page, is a link to it.
+Formulas on lines of their own are numbered. `llms.txt` and `llms-full.txt` are the same for readers
+that are programs. Any warning of Sphinx fails the build.
 """
 import argparse
 import os

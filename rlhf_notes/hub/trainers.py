@@ -2,8 +2,7 @@
 
 A trainer holds [the loop](../../nbs/language/27_loop.ipynb) of its config, and the task in the
 model's tokens. `generate` samples as the training does; `n=4` gives a list of four responses to
-each
-prompt, another `temperature` is for looking, and 0 takes the likeliest token each time. With
+each prompt, another `temperature` is for looking, and 0 takes the likeliest token each time. With
 `environment=` it plays whole dialogues where the prompts bring the columns of the training, and
 shows the next turn alone where they do not.
 

@@ -1,11 +1,9 @@
 """Functions of six other libraries beside ours, on the same random tensors.
 
 TRL and stable-baselines3 are imported as anyone would. The other four ask for long lists of
-packages, some of which
-exclude ours (DI-engine asks for NumPy below 2 and setuptools up to 66.1.1), some of which need
-CUDA. Their loss
-functions need none of that: `alone` imports single modules of an installed package, past every
-`__init__`.
+packages, some of which exclude ours (DI-engine asks for NumPy below 2 and setuptools up to 66.1.1),
+some of which need CUDA. Their loss functions need none of that: `alone` imports single modules of
+an installed package, past every `__init__`.
 
 TRL 1.16 has no PPO trainer any more; its GRPO trainer, asked for the mean over tokens, has PPO's
 loss. That loss is a
