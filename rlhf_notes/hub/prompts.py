@@ -223,9 +223,11 @@ class Prompts:
         lengths = torch.tensor([len(row) for row in ids])
         if not lengths.all():
             raise ValueError(f"prompts must have tokens, got {texts[int(lengths.argmin())]!r}")
-        length = max(length, int(lengths.max()))
-        rows = [[self.pad_token] * (length - len(row)) + row for row in ids]  # G2
-        return torch.tensor(rows), torch.arange(length) >= length - lengths[:, None]
+        longest = int(lengths.max())
+        rows = torch.tensor([[self.pad_token] * (longest - len(row)) + row for row in ids])  # G2
+        length = max(length, longest)
+        rows = nn.functional.pad(rows, (length - longest, 0), value=self.pad_token)
+        return rows, torch.arange(length) >= length - lengths[:, None]
 
     def widen(self, length):
         "Pad the prompts to the longest that another process has."

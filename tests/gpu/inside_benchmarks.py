@@ -17,6 +17,7 @@ NAME = torch.cuda.get_device_name()
 def test_the_formulas(kernels, tmp_path, monkeypatch, request, capsys):
     if kernels: request.getfixturevalue("with_kernels")
     monkeypatch.setattr(speed, "LONG", 0.0)
+    monkeypatch.setattr(speed, "_trl", lambda: None)  # it is long to import, and not ours
     monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e11)
     monkeypatch.setattr(speed, "GAE_SHAPES", ((20, 6), (12, 40)))
     gpu.main(["--sizes", "2x3x64", "--rounds", "1", "--out", str(tmp_path)])
