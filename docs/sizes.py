@@ -38,6 +38,7 @@ def measure(pages):
 
 def main():
     if CHROMIUM is None: sys.exit("no Chromium found: set CHROMIUM to the path of one")
+    if not (SITE / "index.html").exists(): sys.exit(f"no site in {SITE}: build it with `make site`")
     out, faults = csv.writer(sys.stdout), []
     out.writerow(["page", "height", "words", "cut"])
     for page, found in measure(sorted(SITE.rglob("*.html"))):
