@@ -207,3 +207,10 @@ def test_a_saved_adapter_that_is_frozen_is_told_how_to_learn(tmp_path):
     frozen = peft.PeftModel.from_pretrained(make("Llama"), tmp_path)
     with pytest.raises(ValueError, match="lora= trains an adapter, and .*is_trainable=True"):
         load_model(frozen, tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["apo_zero", "apo_down"])
+def test_a_loss_without_smoothing_refuses_it_before_the_training(kind):
+    pair = dict(prompt="w3", chosen="w4", rejected="w5")
+    with pytest.raises(ValueError, match="^label_smoothing must be left out for dpo_kind apo_"):
+        DPO(make("GPT2"), tokenizer(), [pair], kind=kind, label_smoothing=0.1, device="cpu")

@@ -195,7 +195,8 @@ class DPOConfig(LoopConfig):
     "dpo: pull to the pretrained model, reward per nat"
     dpo_kind: Literal["sigmoid", "ipo", "apo_zero", "apo_down", "robust", "rpo"] = "sigmoid"
     "dpo: the loss of a pair: sigmoid, ipo and its relatives"
-    label_smoothing: Annotated[Fraction, Field(le=0.5)] = 0.0
+    label_smoothing: Annotated[Fraction, Field(le=0.5),
+                               Only("dpo_kind", "sigmoid", "ipo", "robust", "rpo")] = 0.0
     "dpo: share of the pairs whose chosen and rejected are taken to be the wrong way round"
     kl_adapts, beta, overlong = False, 0.0, "keep"  # of its samples, for evaluation
 
