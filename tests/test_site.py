@@ -304,6 +304,8 @@ def test_lessons_papers_and_details_are_links(built, prepared):
     for left in ("lesson 99", "[lesson 04](x)", "$P_1, P1$", "`G4`", "```\nP9\n```", "# P9", "P99",
                  "DeepSeek-R1", "Nobody et al. 2019"):
         assert link(left) == left
+    told = (built / "studies" / "failures.html").read_text(encoding="utf-8")
+    assert told.count('<a title="') > 30 and not re.search(r'<a title="[^"]*(&lt;|\\)', told)
     assert site_links.codes("R1 to R4") == ["R1", "R2", "R3", "R4"]
     assert site_links.codes("G2, P3") == ["G2", "P3"]
     assert 'id="detail-r3"' in (built / "language" / "loop.html").read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ class Links:
             for cell in p.nb.cells:
                 if cell.cell_type != "markdown": continue
                 self.details |= {code: p for row in ROW.findall(cell.source) for code in codes(row)}
-                self.told |= {code: re.sub(r"[`*$]", "", said) for row, said in
+                self.told |= {code: re.sub(r"<[^>]+>|[`*$]|\\mathcal ", "", said) for row, said in
                               TOLD.findall(cell.source) for code in codes(row)}
                 self.papers |= {
                     (names, year): url for names, year, url in PAPER.findall(cell.source)}

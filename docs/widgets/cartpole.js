@@ -222,7 +222,7 @@ widget("cartpole", (box) => {
 
   box.classList.add("lab");
   const brief = "brief" in box.dataset, panes = make("div", {class: "panes"},
-    make("div", {}, track.svg, make("div", {class: "dials"}, train, push, seed, moving)), make("div", {}, curves.svg, key, told));
+    make("div", {}, track.svg, make("div", {class: "dials"}, train, push, seed, moving)), make("div", {}, curves.svg, key), told);
   box.append(...brief ? [panes, rungs] : [rungs, panes],       // on the front page the poles come first
     make("details", {class: "more", open: !brief}, make("summary", {}, "the program, its dials, its faults"),
       make("div", {class: "panes"}, make("div", {}, code), make("div", {}, make("div", {class: "dials column"}, Object.values(dials)), faults, why)),
