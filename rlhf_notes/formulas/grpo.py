@@ -1,4 +1,4 @@
-"""GRPO, RLOO and their family: fourteen policy losses, one of your own, and samples of an older policy.
+"""GRPO, RLOO and their family: fourteen losses, one of your own, samples of an older policy.
 
 ### The formulas by name
 
