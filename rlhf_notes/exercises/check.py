@@ -44,10 +44,8 @@ class Checks:
 check = Checks()
 
 # %% ../../nbs/formulas/01_masking.ipynb #exercise-checks-imports
-import torch
-
 from .engine import exercise
-from .given import NAN, flags, keep, mean, normal, over_rows, row_means, variance, vec
+from .given import NAN, flags, keep, mean, normal, over_rows, row_means, vec
 from ..formulas import masking
 
 # %% ../../nbs/formulas/01_masking.ipynb #exercise-checks
@@ -96,10 +94,8 @@ exercise("mean_of_answers", "01_masking",
 # %% ../../nbs/formulas/02_logprob.ipynb #exercise-checks-imports
 import math
 
-import torch
-
 from .engine import exercise
-from .given import INF, mean, normal, variance, vec
+from .given import INF, normal, vec
 from ..formulas import logprob
 
 # %% ../../nbs/formulas/02_logprob.ipynb #exercise-checks
@@ -152,10 +148,8 @@ exercise("gaussian_logprob", "02_logprob", lambda mu, s, a: logprob.gaussian_log
         "You take std for the variance: the deviation is divided by std, then squared."))
 
 # %% ../../nbs/formulas/03_ratio.ipynb #exercise-checks-imports
-import torch
-
 from .engine import exercise
-from .given import NAN, flags, keep, mean, normal, row_means, vec
+from .given import NAN, flags, keep, normal, row_means, vec
 from ..formulas import ratio
 
 # %% ../../nbs/formulas/03_ratio.ipynb #exercise-checks
@@ -198,8 +192,8 @@ exercise("sequence_ratio", "03_ratio",
 import torch
 
 from .engine import exercise
-from .given import always_clipped, clip, curves, keep, mean, normal, pessimistic, vec
-from ..formulas import advantage, surrogate
+from .given import always_clipped, clip, curves, normal, pessimistic, vec
+from ..formulas import surrogate
 
 # %% ../../nbs/formulas/04_surrogate.ipynb #exercise-checks
 _CLIP_CASES = [(vec([r]), vec([A]), 0.2) for A in (2., -2.) for r in (1.5, 0.5)]
@@ -266,7 +260,7 @@ exercise("clip_fraction", "04_surrogate", surrogate.clip_fraction,
 import torch
 
 from .engine import exercise
-from .given import clip, curves, mean, normal, pessimistic, variance, vec
+from .given import curves, normal, variance, vec
 from ..formulas import value
 
 # %% ../../nbs/formulas/05_value.ipynb #exercise-checks
@@ -308,7 +302,7 @@ import torch
 
 from .engine import exercise
 from .given import NAN, curves, flags, k3, mean, normal, vec
-from ..formulas import kl, ratio
+from ..formulas import kl
 
 # %% ../../nbs/formulas/06_kl.ipynb #exercise-checks
 exercise("kl_k3", "06_kl", lambda a, b: kl.kl_estimate(a, b, "k3"),
@@ -359,8 +353,6 @@ exercise("adaptive_kl", "06_kl", _adapt,
         "The error is not clipped to [-0.2, 0.2]."))
 
 # %% ../../nbs/formulas/07_whitening.ipynb #exercise-checks-imports
-import torch
-
 from .engine import exercise
 from .given import NAN, flags, keep, mean, normal, variance, vec
 from ..formulas import whitening
@@ -413,7 +405,7 @@ exercise("merge_moments", "07_whitening", _merge,
 import torch
 
 from .engine import exercise
-from .given import flags, mean, normal, steps, variance, vec
+from .given import flags, normal, steps, vec
 from ..formulas import advantage
 
 # %% ../../nbs/formulas/08_advantage.ipynb #exercise-checks
@@ -494,7 +486,7 @@ exercise("rloo_advantage", "08_advantage", advantage.rloo_advantage,
 import torch
 
 from .engine import exercise
-from .given import NAN, flags, keep, mean, normal, steps, variance, vec
+from .given import NAN, flags, keep, normal, steps, variance, vec
 from ..formulas import reward
 
 # %% ../../nbs/formulas/09_reward.ipynb #exercise-checks
@@ -572,10 +564,8 @@ exercise("reward_norm", "09_reward",
         "You divide by the variance, not by its square root."))
 
 # %% ../../nbs/formulas/10_ppo.ipynb #exercise-checks-imports
-import torch
-
 from .engine import exercise
-from .given import NAN, always_clipped, clip, flags, k3, keep, mean, normal, pessimistic, vec
+from .given import NAN, always_clipped, flags, keep, mean, normal, pessimistic, vec
 from ..formulas import kl, masking
 
 # %% ../../nbs/formulas/10_ppo.ipynb #exercise-checks
@@ -620,14 +610,10 @@ exercise("approx_kl", "10_ppo", lambda a, b, m: masking.masked_mean(kl.kl_estima
         "The -1 is missing: without a change of the policy this must be 0."))
 
 # %% ../../nbs/formulas/11_grpo.ipynb #exercise-checks-imports
-import torch
-
 from .engine import exercise
 from .given import (
-    INF,
     NAN,
     always_clipped,
-    clip,
     flags,
     k3,
     keep,
@@ -811,7 +797,7 @@ exercise("one_step_target", "16_rollout", lambda r, v, e, c, g: r + g * torch.wh
 import torch
 
 from .engine import exercise
-from .given import always_clipped, clip, mean, normal, pessimistic, vec
+from .given import always_clipped, clip, normal, pessimistic, vec
 
 # %% ../../nbs/control/19_ppo.ipynb #exercise-checks
 def _control_loss(ratio, A, V, R, H, eps, cv, ch, objective=pessimistic):
@@ -921,8 +907,6 @@ exercise("choice_loss", "30_dpo", _pairwise,
         "You compare with one of the others: all are rejected."))
 
 # %% ../../nbs/formulas/39_distillation.ipynb #exercise-checks-imports
-import torch
-
 from .engine import exercise
 from .given import NAN, flags, keep, normal, vec
 from ..formulas import distillation
