@@ -127,6 +127,9 @@ ABOUT = {
     "lstm": "index#who-this", "recurrent": "index#who-this",
     "epochs": "ladder#use-each-batch", "length bias": "formulas/grpo#a-question",
     "forgetting": "formulas/kl#what-a-nat", "best of n": "studies/variants#the-yardstick",
+    "rloo": "formulas/advantage#without", "trpo": "formulas/surrogate#a-question",
+    "dapo": "formulas/grpo#the-family", "gspo": "formulas/grpo#the-family",
+    "cispo": "formulas/grpo#the-family", "dr grpo": "formulas/grpo#the-family",
     "chat template": "hub/prompts", "continuous action": "control/policy#continuous-actions",
 }
 
