@@ -214,3 +214,18 @@ def test_a_loss_without_smoothing_refuses_it_before_the_training(kind):
     pair = dict(prompt="w3", chosen="w4", rejected="w5")
     with pytest.raises(ValueError, match="^label_smoothing must be left out for dpo_kind apo_"):
         DPO(make("GPT2"), tokenizer(), [pair], kind=kind, label_smoothing=0.1, device="cpu")
+
+
+def test_predicting_without_the_masks_of_the_training_is_told():
+    "sb3-contrib chooses among all actions, silently."
+    class Told(Three):
+        def _told(self, obs, *rest): return obs, *rest[:-1], dict(action_mask=np.array([1, 0]))
+        def reset(self, **options): return self._told(*super().reset(**options))
+        def step(self, action): return self._told(*super().step(action))
+    for make_env, mask, told in ((Told, None, True), (Told, [1, 0], False), (Three, None, False)):
+        ppo = PPO(make_env, **FEW)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            ppo.predict(np.zeros(3), action_mask=mask)
+            ppo.evaluate(2)
+        assert told == any("impossible actions may be chosen" in str(w.message) for w in found)

@@ -338,6 +338,9 @@ class PPO(Loop):
         if self._rows is None:
             self._rows = row_maker(self.spaces[0])
         rows, mask = self._rows(batch), ()
+        if action_mask is None and getattr(vars(self).get("collector"), "mask_shape", None):
+            warnings.warn("action_mask is None, so that impossible actions may be chosen: env "
+                          'gives info["action_mask"]', stacklevel=2)
         if action_mask is not None:
             given = np.asarray(action_mask)
             mask = self._read_mask(given[None] if alone else given, len(rows)),
