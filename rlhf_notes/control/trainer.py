@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 import weakref
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 
@@ -372,14 +372,14 @@ class PPO(Loop):
         kwargs = self.config.env_kwargs if envs is None else None
         if envs is None:
             envs = self.env if isinstance(self.env, str) else self._own_envs()
-        if not isinstance(envs, gym.vector.VectorEnv):
-            with closing(make_envs(envs, episodes, env_kwargs=kwargs)) as fresh:
-                self._check_spaces(fresh, "envs")
-                return episode_returns(choose, seed, episodes, fresh, longest)
-        self._check_spaces(envs, "envs")
-        if envs is self._envs:
-            self._begin_episodes()
-        return episode_returns(choose, seed, episodes, envs, longest)
+        with ExitStack() as made:
+            if not isinstance(envs, gym.vector.VectorEnv):
+                envs = make_envs(envs, episodes, env_kwargs=kwargs)
+                made.callback(envs.close)
+            self._check_spaces(envs, "envs")
+            if envs is self._envs:
+                self._begin_episodes()
+            return episode_returns(choose, seed, episodes, envs, longest)
 
     def _own_envs(self):
         "Environments for evaluation; the training's, where they cannot be had a second time."
