@@ -10,8 +10,10 @@ fresh ones by the last policy, drawing; KL and clip fraction are means over the 
 falls to 0 at the end of these steps; with "-1M" at a million, as in what was published. The
 environments come without their names, so that none has a recipe: "default" is what `PPO` takes
 then, "CleanRL" the recipe of HalfCheetah, Hopper and Walker2d, "CartPole" what was taken before.
-No seed has chosen a default. "itself" is CleanRL's own file with its million steps, where
-the environment variable CLEANRL says how to start it (it wants gymnasium 0.29):
+No seed has chosen a default. In "kept" the default's rate stays what it is; seeds 100 and 101
+picked that. KL and clip fraction are missing where they were not written. "itself" is CleanRL's own
+file with its million steps, where the environment variable CLEANRL says how to start it (it wants
+gymnasium 0.29):
 
     CLEANRL="python cleanrl/ppo_continuous_action.py" python benchmarks/continuous.py --only \
         "HalfCheetah-v4 itself" --first 1 --seeds 3
@@ -33,10 +35,12 @@ from rlhf_notes.control.config import MUJOCO, continuous
 
 COLUMNS = ("job", "seed", "steps", "recent", "sampled", "seconds", "kl_k3", "clip_fraction")
 TASKS = {"HalfCheetah-v4": 300_000, "Hopper-v4": 300_000, "Walker2d-v4": 300_000,
-         "InvertedPendulum-v5": 100_000, "Pendulum-v1": 100_000}
+         "InvertedPendulum-v5": 100_000, "InvertedDoublePendulum-v5": 100_000,
+         "Pendulum-v1": 100_000}
 CARTPOLE = dict(num_envs=32, num_steps=32, epochs=4, minibatches=8, learning_rate=3e-3, gamma=0.98,
                 normalize_obs=False, normalize_rewards=False)
-SETTINGS = {"default": continuous(), "CleanRL": MUJOCO, "CartPole": CARTPOLE}
+SETTINGS = {"default": continuous(), "kept": continuous() | dict(lr_anneal=0.0),
+            "CleanRL": MUJOCO, "CartPole": CARTPOLE}
 WHOLE = 1_000_000  # steps after which the rate is 0 in what was published
 SETTINGS |= {f"{name}-1M": SETTINGS[name] for name in ("default", "CleanRL")}
 JOBS = [f"{task} {name}" for task in TASKS for name in (*SETTINGS, "itself")]
