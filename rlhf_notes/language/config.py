@@ -203,10 +203,16 @@ class DPOConfig(LoopConfig):
 # %% ../../nbs/language/21_config.ipynb #check-variant
 def check_variant(config):
     "ValueError unless the policy loss is known in this process, and has the range that is given."
-    from rlhf_notes.formulas.grpo import POLICY_VARIANTS  # brings torch
+    from rlhf_notes.formulas.grpo import BY_PROMPT, POLICY_VARIANTS  # brings torch
     if config.algo == "dpo": return
     if config.variant not in POLICY_VARIANTS:
         config.refuse("variant", f"be one of {', '.join(POLICY_VARIANTS)} or registered")
     for name in ("clip_low", "clip_high"):
         if getattr(config, name) is not None and POLICY_VARIANTS[config.variant][1] is None:
             config.refuse(name, f"be left out for variant {config.variant}, which has no range")
+    rows, k = config.batch // config.minibatches, config.responses_per_prompt
+    is_mean = POLICY_VARIANTS[config.variant][0] == "prompt-mean"  # a part keeps its weights
+    parts = 1 if is_mean else config.microbatches
+    for name, size in dict(minibatches=rows, microbatches=rows // parts).items():
+        if config.variant in BY_PROMPT and size % k:
+            config.refuse(name, f"keep {k} responses together for variant {config.variant}")

@@ -241,9 +241,8 @@ COLUMNS = ("iteration", "score", "true_score", "kl_k1", "kl_k3", "kl_coef", "ent
 def end_iteration(loop, logs, stats, tokens, start):
     """The numbers of an iteration, read at once: means over the `logs` of its steps, `stats` of its
     rollout; FloatingPointError if one, or a weight, is not finite."""
-    w = torch.stack([x.pop("counts", torch.ones_like(x["grad_norm"])) for x in logs])
-    means = {name: (torch.stack([x[name] for x in logs]) * w).sum() / w.sum().clamp(min=1)
-             for name in logs[0]}
+    n = torch.as_tensor(sum(x.pop("counts", 1.0) for x in logs)).clamp(min=1)
+    means = {name: torch.stack([x[name] for x in logs]).sum() / n for name in logs[0]}
     means, weights = stats | means, loop.optimizer.vector.detach().square().sum()
     *numbers, weights = torch.stack([*means.values(), weights]).tolist()
     found = dict(zip(means, numbers))

@@ -241,5 +241,9 @@ def test_an_objective_that_asks_for_the_group_gets_prompts_together(own_variant)
     talking(None, variant=own_variant, minibatches=2, epochs=2, kl_coef=0.0).iterate()
     assert len(seen) == 4
     assert torch.stack(seen).abs().max() < 1e-4  # GRPO's advantages of a prompt add up to 0
+    for options in (dict(minibatches=8), dict(minibatches=2, microbatches=4)):
+        with pytest.raises(ValueError, match=f"^{[*options][-1]} must keep 4 responses together"):
+            talking(None, variant=own_variant, kl_coef=0.0, **options)
+    talking(None, variant=own_variant, minibatches=2, microbatches=2, kl_coef=0.0).iterate()
     register_variant(own_variant, lambda *x: x[0] * x[1])
     assert own_variant not in BY_PROMPT
