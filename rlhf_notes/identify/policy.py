@@ -206,6 +206,7 @@ class PolicyLoss(Losses):
                              "gradient is 1, the formula gives 1.65; the ratio is 1 whatever "
                              "logp_old is")
         none = [bool(phi.abs().max() < 1e-9) for phi in curve.phi]
+        if all(none): return facts.update(clip_low=None, clip_high=None)
         if none[0] and self._has_value():
             facts["dual_clip"] = above and number(math.exp(above))
             return self.find("dual-clip-side", "A = 1, r = 1: the gradient is 0, the formula gives "
