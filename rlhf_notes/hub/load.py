@@ -462,6 +462,9 @@ def end_tokens(tokenizer, lm=None) -> list:
     found = []
     for ids in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None)):
         found += ids if isinstance(ids, list) else [ids]
+    if wrong := [x for x in found if not isinstance(x, int | None)]:
+        raise ValueError("model must have whole numbers as generation_config.eos_token_id, got "
+                         f"{wrong[0]!r}")
     return sorted(set(found) - {None})
 
 

@@ -130,7 +130,8 @@ def test_arguments_that_change_the_task_leave_solved_open():
 @pytest.mark.parametrize("low, high, warns", [
     ([5], [35], True), ([5, -np.inf], [35, np.inf], True), ([5], [np.inf], True),
     ([-np.inf], [-1], True), ([0.5, -1], [np.inf, 1], True), ([-np.inf], [np.inf], False),
-    ([-1], [np.inf], False), ([0], [1], False), ([-1, -100], [1, 100], True)])
+    ([-1], [np.inf], False), ([0], [1], False), ([-1, -100], [1, 100], True),
+    ([-0.08], [0.08], True), ([-0.11], [0.11], False), ([-11], [11], True), ([-9], [9], False)])
 def test_bounds_far_from_0_are_told_component_by_component(low, high, warns):
     space = Box(np.float32(low), np.float32(high))
     _, said = told(lambda: distribution(space))
@@ -364,3 +365,12 @@ def test_an_error_without_a_text_is_told_by_its_kind():
     for make in (Fails, none):
         with pytest.raises(ValueError, match="^env must be .* Mute|raised Mute"):
             PPO(make, **TINY)
+
+
+def test_weights_begin_as_in_the_literature():
+    def norms(layer): return layer.weight.detach().flatten(1).norm(dim=1)
+    agent = PPO(**TINY).agent
+    last = [m for m in agent.policy.modules() if isinstance(m, torch.nn.Linear)][-1]
+    torch.testing.assert_close(norms(last), torch.full((2,), 0.01))
+    picture = picture_net((4, 10, 10), "orthogonal", torch.Generator())
+    torch.testing.assert_close(norms(picture[1]), torch.full((16,), 2 ** 0.5))
