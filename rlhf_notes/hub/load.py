@@ -373,7 +373,8 @@ def check_trainable(lm: nn.Module, name: str):
         raise ValueError(f"model must have weights to train, got {name!r} with all of them frozen "
                          "(lora= trains an adapter" + ", and PeftModel.from_pretrained(..., "
                          "is_trainable=True) one that was saved" * hasattr(lm, "peft_config") + ")")
-    made = [n for n, m in lm.named_modules() if is_parametrized(m) or _is_made(m)]
+    made = [n for n, m in lm.named_modules() if is_parametrized(m)
+            or isinstance(vars(m).get("weight"), torch.Tensor)]  # a hook's, anew for each call
     if made:
         raise ValueError("model must have weights that are parameters themselves, got "
                          f"{name!r} with {made[0]}, whose weight is made of others (by "
@@ -406,11 +407,6 @@ def check_trainable(lm: nn.Module, name: str):
     if others:
         raise ValueError("model must train nothing beside its adapter, which alone is saved, got "
                          f"{name!r} with {others[0]}")
-
-
-def _is_made(module):
-    "True if a hook computes the weight before each call."
-    return isinstance(vars(module).get("weight"), torch.Tensor)
 
 
 def _refuse_router_loss(config, name):

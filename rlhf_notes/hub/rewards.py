@@ -261,11 +261,9 @@ def _place(error):
             ", which may catch it and return None for the responses that it concerns")
 
 
-def reward_functions(
-    reward,  # a function or a reward model; or a list of those and of pairs (it, weight)
-    device="cpu",  # where a reward model that is loaded is to live
-) -> list:  # pairs (function, weight)
-    "Reward functions with their weights."
+def reward_functions(reward, device="cpu") -> list:  # pairs (function, weight)
+    """The function or reward model that is given, or each of a list of those and of pairs (it,
+    weight); a model that is loaded lives on the device."""
     parts = reward if isinstance(reward, list) else [reward]
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in parts]
     for part in parts:

@@ -33,16 +33,10 @@ from ..training.runs import SUMS, disk_errors, write_sums
 from ..training.seeds import global_seed
 
 
-def save_model(
-    path: Path,  # a directory; other files in it stay
-    lm: nn.Module,  # a model of transformers, or a PeftModel
-    tokenizer,  # its own; neither is changed
-    merge: bool = False,  # True = an adapter is added to the weights
-    dtype: str | None = None,  # "float32", "bfloat16" or "float16"; None = as they are
-    files: dict | None = None,  # name -> text: what else belongs to it
-    **generation,  # for generation_config.json: temperature, max_new_tokens, ...
-):
-    "Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads."
+def save_model(path, lm, tokenizer, merge=False, dtype=None, files=None, **generation):
+    """Write what AutoModelForCausalLM (of an adapter: AutoPeftModelForCausalLM) loads: with `merge`
+    an adapter is added to the weights, `dtype` None = as they are, `files` are name -> text, and
+    `generation` is for generation_config.json."""
     from transformers import GenerationConfig
     if not is_first(): return
     own = _known_padding(tokenizer, len(lm.get_output_embeddings().weight))
