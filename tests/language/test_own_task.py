@@ -521,6 +521,10 @@ def test_several_tokens_end_a_response(tmp_path):
     lm.generation_config.eos_token_id, tok = None, tokenizer()
     tok.eos_token = None
     assert end_tokens(tok, lm) == []
+    for wrong in "w2", {"a": 1}, 1.5:
+        lm.generation_config.eos_token_id = wrong
+        with pytest.raises(ValueError, match="^model must have whole numbers as generation_config"):
+            end_tokens(tok, lm)
 
 
 def test_options_of_prompts_and_responses_are_followed():
