@@ -43,6 +43,7 @@ __all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'make_envs', 'close_envs
            'wrapper_names', 'threshold', 'autoreset_mode']
 
 import inspect
+import math
 import os
 import random
 import signal
@@ -139,7 +140,7 @@ class _Single(gym.Wrapper):
     def __init__(self, env, home, lent=False):
         super().__init__(env)
         self.home, self.lent = home, lent
-        self.kinds = [kind.__name__ for kind in wrappers_of(env)]
+        self.kinds = _names(wrappers_of(env))
         self.limit = env.spec.max_episode_steps if env.spec else None
         if os.getpid() != home and hasattr(os, "setsid"):
             os.setsid()  # the signals of a terminal are for the training, which ends this process
@@ -200,8 +201,10 @@ def _check_observations(space, env):
 def _tell_masks(space, actions):
     "Warn of a mask of the actions among the observations, where it would be only looked at."
     if not isinstance(actions, gym.spaces.Discrete): return
+    stems = "mask", "legal", "valid", "avail", "allow"
     for name, part in parts(space).items():
-        if name and "mask" in name and part.shape == (int(actions.n),):
+        shown = any(stem in str(name).lower() for stem in stems)
+        if shown and math.prod(part.shape or ()) == actions.n:
             warnings.warn(f"observation[{name!r}] is an observation like any other: impossible "
                           'actions are ruled out by info["action_mask"], of reset and step',
                           stacklevel=2)
@@ -413,9 +416,8 @@ def same_task(spec, kwargs: dict, env=None) -> bool:
 
 def _below_statistics(kinds):
     "The wrappers that RecordEpisodeStatistics tells the returns of; all, without it."
-    names = [kind.__name__ for kind in kinds]
-    told = "RecordEpisodeStatistics"
-    return kinds[names.index(told) + 1:] if told in names else kinds
+    told = ["RecordEpisodeStatistics" in _names([kind]) for kind in kinds]
+    return kinds[told.index(True) + 1:] if any(told) else kinds
 
 def _changes_rewards(kind):
     "True if a class of wrappers may change rewards: one of the user's own with a `step` may."
@@ -437,9 +439,12 @@ def wrappers_of(env) -> list:
 
 
 def wrapper_names(envs) -> list:
-    "Names of the wrappers around vectorized environments and around each of them."
+    """Names of the wrappers around vectorized environments and around each of them, and of the
+    classes that they derive from."""
     if hasattr(envs, "kinds"): return envs.kinds
-    return [kind.__name__ for kind in wrappers_of(envs)]
+    return _names(wrappers_of(envs))
+
+def _names(kinds): return [base.__name__ for kind in kinds for base in kind.__mro__]
 
 
 THRESHOLDS = {"Pendulum-v1": -200.0}  # where Gymnasium names none

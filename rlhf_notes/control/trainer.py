@@ -371,7 +371,9 @@ class PPO(Loop):
         def choose(*seen): return self.agent.head.for_env(policy(*seen))
         kwargs = self.config.env_kwargs if envs is None else None
         if envs is None:
-            envs = self.env if isinstance(self.env, str) else self._own_envs()
+            normal = NORMALIZERS.keys() & wrapper_names(self._envs)  # a name's entry point may wrap
+            own = not isinstance(self.env, str) or normal
+            envs = self._own_envs() if own else self.env
         with ExitStack() as made:
             if not isinstance(envs, gym.vector.VectorEnv):
                 envs = make_envs(envs, episodes, env_kwargs=kwargs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gymnasium import wrappers
 from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 
 from rlhf_notes import PPO
@@ -148,11 +149,38 @@ def test_moments_in_wrappers_are_told_with_the_option_that_replaces_them(vectori
     assert not told(lambda: PPO(Own, **TINY))[1]
 
 
+class Scaled(wrappers.NormalizeObservation): "A class of the user's."
+class Told(wrappers.RecordEpisodeStatistics): "Another."
+
+
+def test_a_class_of_ones_own_counts_as_the_wrapper_that_it_derives_from():
+    def make(): return wrappers.TransformReward(Told(Scaled(Own(reward=1.0))), lambda r: 0.1 * r)
+    ppo, said = told(lambda: PPO(make, **TINY).learn())
+    assert any("normalize_obs=True" in x for x in said) and ppo.rows[-1]["return_mean"] == 10
+    assert any("has its moments there" in x for x in told(lambda: ppo.evaluate(2))[1])
+    cartpole = Told(gym.make("CartPole-v1"))
+    assert identify(wrappers.TransformReward(cartpole, lambda r: 0.1 * r))[2]
+
+
+def test_a_name_that_normalizes_is_evaluated_with_the_moments_of_its_training(monkeypatch):
+    spec = EnvSpec("Scaled-v0", entry_point=lambda: Scaled(Own()))
+    monkeypatch.setitem(gym.registry, spec.id, spec)
+    ppo, _ = told(lambda: PPO(spec.id, **TINY).learn())
+    assert any("has its moments there" in x for x in told(lambda: ppo.evaluate(2))[1])
+    ppo.close()
+    assert not told(lambda: PPO("CartPole-v1", **TINY).evaluate(2))[1]
+
+
 def test_a_mask_among_the_observations_is_told():
-    shows = Dict(look=VECTOR, action_mask=MultiBinary(2))
-    assert any('info["action_mask"]' in x for x in told(lambda: PPO(lambda: Own(shows), **TINY))[1])
-    shows = Dict(look=VECTOR, masked=MultiBinary(3))
-    assert not told(lambda: PPO(lambda: Own(shows), **TINY))[1]
+    flags = Box(0, 1, (1, 2), np.int8)
+    for name, space in (("action_mask", MultiBinary(2)), ("Legal", flags), ("valid_moves", flags),
+                        ("avail_actions", MultiDiscrete([2, 2])), ("allowed", Box(0, 1, (2,)))):
+        shows = Dict({"look": VECTOR, name: space})
+        said = told(lambda: PPO(lambda: Own(shows), **TINY))[1]
+        assert any(f"[{name!r}]" in x and 'info["action_mask"]' in x for x in said)
+    for name, space in ("masked", MultiBinary(3)), ("lights", MultiBinary(2)):
+        shows = Dict({"look": VECTOR, name: space})
+        assert not told(lambda: PPO(lambda: Own(shows), **TINY))[1]
 
 
 def test_copies_of_an_environment_follow_set_attr():
