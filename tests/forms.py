@@ -10,6 +10,14 @@ def centre(g): return g - g.mean(1, keepdim=True)
 def z(g): return centre(g) / (g.std(1, keepdim=True) + 1e-4)
 def entropy(x): return torch.distributions.Categorical(logits=x).entropy()
 def median(g): return g.median(1, keepdim=True).values
+def of_others(g): return (g.sum(1, True) - g) / (g.shape[1] - 1)
+def shrunk(g, baseline):
+    "Towards the mean of all prompts, by the share of noise in a mean's variance."
+    noise = g.var(1, keepdim=True) / g.shape[1]
+    weight = noise / (noise + g.mean(1).var())
+    return (1 - weight) * baseline + weight * g.mean()
+def clip(r, A): return torch.min(r * A, r.clamp(0.8, 1.2) * A)
+def whole(x, m): return rows(x, m)[:, None]  # mean of a response's tokens
 
 
 GROUPS = {  # (P, G) -> (P, G)
@@ -28,6 +36,10 @@ GROUPS = {  # (P, G) -> (P, G)
     "good ones alone": lambda g: centre(g).relu(),
     "softmax": lambda g: g.softmax(1) - 1 / g.shape[1],
     "root": lambda g: centre(g).sign() * centre(g).abs().sqrt(),
+    "shrunk": lambda g: g - shrunk(g, g.mean(1, True)),
+    "shrunk, deviation": lambda g: (g - shrunk(g, g.mean(1, True))) / g.std(1, keepdim=True),
+    "shrunk, of the others": lambda g: g - shrunk(g, of_others(g)),
+    "half of all": lambda g: g - (g.mean(1, True) + g.mean()) / 2,
     "trimmed": lambda g: g - (g.sum(1, True) - g.amax(1, True) - g.amin(1, True)) / 2,
 }
 SPREADS = {  # (P, G) -> (P, G): divided by another spread than a deviation
@@ -92,6 +104,19 @@ OBJECTIVES = {  # ratio, A -> (B, T), to be maximised
     "guarded": lambda r, A: r.log().clamp(-2, 2).exp() * A,
     "smooth clip": lambda r, A: torch.where(A > 0, 1 - (1 - r).exp(), (r - 1).exp() - 1) * A,
 }
+DROPS = {  # log-ratio, A, mask -> whether a token counts
+    "mean in a band": lambda d, A, m: (whole(d, m).exp() - 1).abs() < 0.2,
+    "mean in a wide band": lambda d, A, m: whole(d, m).abs() < 2.3,
+    "mean ratio": lambda d, A, m: (whole(d.exp(), m) - 1).abs() < 0.3,
+    "largest": lambda d, A, m: (d.abs() * m).amax(1, True) < 0.3,
+    "k3": lambda d, A, m: whole(d.exp() - 1 - d, m) < 0.1,
+    "small k3": lambda d, A, m: whole(d.exp() - 1 - d, m) < 0.005,
+    "tokens": lambda d, A, m: (d.exp() - 1).abs() < 0.2,
+}
+BAD_ONES = {  # the same of responses with A < 0 alone, beside a clip
+    "bad and unlikely": lambda d, A, m: (A >= 0) | (-whole(d, m) < 0.5),
+    "bad and far": lambda d, A, m: (A >= 0) | (whole(d.exp() - 1 - d, m) < 0.1),
+}
 AGGREGATIONS = {  # losses, mask -> 0-dim
     "between": lambda x, m: 0.5 * mean(x, m) + 0.5 * rows(x, m).mean(),
     "by the root of the length": lambda x, m: ((x * m).sum(1) / m.sum(1).sqrt()).mean(),
@@ -132,6 +157,13 @@ def of_groups(f):
     return lambda rewards, num_generations=4: f(rewards.view(-1, num_generations)).flatten()
 
 
+def dropped(keep, f=clip):  # what counts; ratio, A -> (B, T)
+    def policy(logp, old_logp, advantages, mask):
+        d, A = logp - old_logp, advantages[:, None]
+        return -mean(f(d.exp(), A) * keep(d.detach(), A, mask), mask)
+    return policy
+
+
 def made():
     "(name, function) of each form, under the names that its kind has."
     def kl(f): return lambda logp, ref_logp: f(logp - ref_logp)
@@ -150,3 +182,7 @@ def made():
                         (PREFERENCES, preference)):
         for name, form in forms.items():
             yield f"{make.__name__}: {name}", make(form)
+    for name, keep in (DROPS | BAD_ONES).items():
+        yield f"dropped: {name}", dropped(keep)
+    for name, keep in DROPS.items():
+        yield f"dropped, no clip: {name}", dropped(keep, torch.mul)

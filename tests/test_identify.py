@@ -10,7 +10,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from forms import SPREADS, made, of_groups
+from forms import BAD_ONES, SPREADS, dropped, made, of_groups, whole
 from planted import PLANTED, masked_mean, rows
 
 import rlhf_notes
@@ -189,6 +189,41 @@ def test_what_breaks_no_property_is_not_accused(name, f):
 @pytest.mark.parametrize("name", SPREADS)
 def test_another_spread_than_a_deviation(name):
     assert [x.kind for x in identify(of_groups(SPREADS[name])).findings] == ["deviation"]
+
+
+BATCH = {  # a baseline that does not follow its group's rewards
+    "largest": lambda g: g - g.max(), "median": lambda g: g - g.median(),
+    "of the others": lambda g: g - (g.sum() - g) / (g.numel() - 1),
+    "running": lambda g: g - (g.mean(1).cumsum(0) / torch.arange(1, len(g) + 1))[:, None],
+    "rank": lambda g: g.flatten().argsort().argsort().view_as(g).double(),
+    "squashed": lambda g: (g - g.mean()).tanh()}
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_a_baseline_of_the_batch(name):
+    assert "baseline" in {x.kind for x in identify(of_groups(BATCH[name])).findings}
+
+
+@pytest.mark.parametrize("keep", [*BAD_ONES.values(), lambda d, A, m: whole(d, m).abs() < 0.7])
+@pytest.mark.parametrize("fault", ["no-min", "dual-clip-side"])
+def test_a_fault_beside_what_is_dropped(fault, keep):
+    def objective(r, A): return -FAULTS[fault](r, A, r.clamp(0.8, 1.2))
+    assert [x.kind for x in identify(dropped(keep, objective)).findings] == [fault]
+
+
+@pytest.mark.parametrize("share, penalty, found", [(0.5, 0, ["ends-ignored"]), (1, 1, [])])
+def test_ends_of_another_kind(share, penalty, found):
+    "Half of what follows an end comes through; or an end costs something, which is no fault."
+    def gae(rewards, values, dones, next_value, gamma=0.9, lam=0.8):
+        last, out = torch.zeros_like(next_value), []
+        for r, v, end in zip(rewards.flip(0), values.flip(0), dones.flip(0).double()):
+            goes_on = gamma * (1 - share * end)
+            last = r - penalty * end + goes_on * (next_value + lam * last) - v
+            next_value = v
+            out.insert(0, last)
+        return torch.stack(out)
+    report = identify(gae)
+    assert [x.kind for x in report.findings] == found and not report.right, report
 
 
 def without_a_clip(logprobs, old_logprobs, advantages, mask):

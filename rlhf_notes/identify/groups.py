@@ -104,6 +104,7 @@ class GroupAdvantage(Reader):
     def _unknown(self):
         "A form of its own: what must hold is that no group's rewards move those of another."
         self.report.nearest, R, A = "group_advantage", self.R, self(self.R)[0]
+        if self._leans(): return
         for kind, others in (("baseline", R[1:] + 1), ("deviation", 3 * R[1:])):
             if not same([self(torch.cat([R[:1], others]))[0]], [A]):
                 return self.find(kind, "rewards of other groups change the advantages of a group")
@@ -199,13 +200,26 @@ class GroupAdvantage(Reader):
             if not loo and abs(factor - 1) > 2e-3 and not self.explained(
                     factor, lambda **options: self(self.R, **options)):
                 self.find("scale", f"the advantages are {factor:.4g} times r - mean")
-        elif own:  # a median, a best response
+        elif own or self._leans():  # a median, a best response; a mean shrunk towards the batch's
             self.report.nearest = "group_advantage"
         elif facts["deviation"] or not same([A], [self.R], 1e-3):
             what = ("the mean over all groups" if A.mean().abs() < 1e-3 * A.abs().max() else
                     "no mean of the group")
             self.find("baseline", f"the advantages of group 0 have the mean {A[0].mean():.3g}, the "
                                   f"formula gives 0: {what} is subtracted")
+
+    def _leans(self):
+        """Whether a baseline that takes other groups' rewards too follows its own group's, up and
+        down, more than twice as much as the batch's mean does, and all rewards alike."""
+        def mean(R): return self(R).mean(1) / self.slope(R)
+        def moves(i, by):
+            R = self.R + by * (torch.arange(P) == i)[:, None]
+            return (mean(R) - mean(self.R))[i].abs() < abs(by) * (1 - 2 / P)
+        R, wide = self.R, 3 * self.R
+        wide[0] = R[0]
+        steady = self.found("deviation") or 2 / 3 < self.slope(wide)[0] / self.slope(R)[0] < 1.5
+        return steady and same([self(R + 7)], [self(R)], 1e-3) and all(
+            moves(i, by) for i in (0, P - 1) for by in (20, -20))
 
     def _eps(self):
         z = self.R - self.R.mean(1, keepdim=True)

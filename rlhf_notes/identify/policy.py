@@ -103,7 +103,10 @@ class PolicyLoss(Losses):
         self.facts["ratio"] = self._level()
         B, T = self.shapes[0]
         A = noise(B, seed=B) + 0.2
-        case = self.case(rich(B, T), A, ragged(B, T))
+        logr = rich(B, T)
+        if not self.grad(logr, A, ragged(B, T)).any():  # all are dropped
+            logr = 0.05 * logr
+        case = self.case(logr, A, ragged(B, T))
         moved = dict(logp=-0.7, logp_old=-1.4, logp_ref=-2.1, advantage=2.1)
         self.check_mask(case, moved, self.facts["ratio"])
         self._aggregation([(self.sign * w, m) for w, m in weights])
@@ -207,7 +210,7 @@ class PolicyLoss(Losses):
                              "logp_old is")
         none = [bool(phi.abs().max() < 1e-9) for phi in curve.phi]
         if all(none): return facts.update(clip_low=None, clip_high=None)
-        if none[0] and self._has_value():
+        if none[0] and self._has_value(0):
             facts["dual_clip"] = above and number(math.exp(above))
             return self.find("dual-clip-side", "A = 1, r = 1: the gradient is 0, the formula gives "
                              f"-1; the dual clip (c = {facts['dual_clip'] or '?'}) is for A < 0 "
@@ -225,6 +228,7 @@ class PolicyLoss(Losses):
         facts = self.facts
         if down and below and below < down - 1e-4:  # a guard against overflow
             below = None
+        below, above = self._undropped(below, 1), self._undropped(above, -1)
         unbounded = not up and not below
         if above and not below and (not up or above > up + 1e-4):
             facts["dual_clip"], above = number(math.exp(above)), None
@@ -254,10 +258,19 @@ class PolicyLoss(Losses):
         self.report.notes.append(f"weights are capped at r = {math.exp(up):.4g} for both signs")
         return True
 
-    def _has_value(self):
-        "Whether tokens with A > 0 change the loss, at ratio 1."
+    def _undropped(self, edge, sign):
+        "None if what lies beyond the edge is dropped from the loss, not clipped."
+        if edge is None or self._has_value(1.01 * edge, sign): return edge
+        self.capped = True
+        self.report.notes.append(f"A {'>' if sign > 0 else '<'} 0 is dropped from the loss "
+                                 f"{'below' if edge < 0 else 'above'} r = {math.exp(edge):.4g}")
+
+    def _has_value(self, logr, sign=1):
+        "Whether tokens with A > 0, or A < 0, change the loss at that log-ratio."
         B, T = self.shapes[0]
-        one, zero = (self(self.case(zeros(B, T), k * halves(B).clamp(min=0)))[0] for k in (1, 0))
+        A = sign * halves(B).clamp(min=0)
+        one, zero = (self(self.case(logr * A.abs()[:, None].repeat(1, T), k * A))[0]
+                     for k in (1, 0))
         return not same([one], [zero])
 
     def _penalised(self):
@@ -305,7 +318,7 @@ class PolicyLoss(Losses):
             low, high = (options.get(n, x) for n, x in
                          zip(("eps_low", "eps_high"), POLICY_VARIANTS[v][1:]))
             facts.update(clip_low=None if low >= 1 else number(low), clip_high=number(high))
-        if known and not self.found("clip-missing"):
+        if known and not self.found("clip-missing") and (self.curve.is_ratio or v not in CLIPPED):
             report.formula = self._called(v)
         return True
 
