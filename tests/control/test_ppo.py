@@ -382,6 +382,19 @@ def test_a_rare_reward_is_cut_at_ten_deviations(reward):
     assert scaled[20, 5] == math.copysign(10, reward) and scaled.count_nonzero() == 1
 
 
+def test_small_numbers_come_to_unit_scale():
+    "The guard under the root is small beside the variance of numbers of a thousandth."
+    r = some_rollout(0, N=10, size=1, p_end=0.0)
+    r.rewards, r.obs = 1e-3 * (r.rewards - 3), 1e-3 * (r.obs - 3)
+    config = replace(SMALL, num_envs=10, gamma=0.0, normalize_obs=True, normalize_rewards=True)
+    scaling = Scaling(config, 1)
+    rewards, obs = scaling(r).rewards, torch.from_numpy(scaling.obs(r.obs.numpy()))
+    def std(x): return (x.double().var(correction=0) + 1e-8).sqrt()
+    torch.testing.assert_close(rewards, (r.rewards / std(r.rewards)).float())
+    torch.testing.assert_close(obs, ((r.obs - r.obs.mean()) / std(r.obs)).float(),
+                               rtol=1e-5, atol=1e-5)
+
+
 def test_the_batch_holds_what_the_policy_saw(monkeypatch):
     p = PPO(**vars(replace(PENDULUM, normalize_obs=True, normalize_rewards=True)))
     saw, batches, actor, make = [], [], p.agent.actor, inner.make_batch
