@@ -69,7 +69,7 @@ class Columns(nn.Module):
     def forward(self, x):  # (N, ...) -> (N, numbers)
         "Whole numbers as ones and zeros; pictures with channels first; bytes from 0 to 1."
         if self.nvec:
-            whole = x.reshape(len(x), -1).long() - self.start
+            whole = x.reshape(x.shape[0], -1).long() - self.start
             hot = [F.one_hot(whole[:, i], n) for i, n in enumerate(self.nvec)]
             return torch.cat(hot, -1).float()
         x = x.movedim(-1, 1) if self.last else x

@@ -66,6 +66,15 @@ def test_every_observation(shows, normalize):
     assert_same(ppo, batch(OBSERVATIONS[shows]), ppo.export())
 
 
+@pytest.mark.parametrize("shows", OBSERVATIONS)
+def test_a_batch_of_any_size_goes_through_torch_export(shows):
+    ppo, obs = trained(OBSERVATIONS[shows], ACTIONS["box"]), batch(OBSERVATIONS[shows])
+    rows, few = {0: torch.export.Dim("rows", min=2, max=64)}, tensors(batch(OBSERVATIONS[shows], 5))
+    sizes = {name: rows for name in obs} if isinstance(obs, dict) else rows
+    program = torch.export.export(ppo.export(), (few,), dynamic_shapes=(sizes,))
+    assert_same(ppo, obs, program.module())
+
+
 @pytest.mark.parametrize("takes", ACTIONS)
 @pytest.mark.parametrize("squash", [False, True])
 def test_every_action_through_torch_export(takes, squash):
