@@ -216,8 +216,9 @@ class Prompts:
                                  add_generation_prompt=True)
         special &= self.special_tokens
         ids = token_ids(self.tokenizer, texts, special)
-        if special and ids[0][-1:] == [self.tokenizer.eos_token_id] != token_ids(
-                self.tokenizer, texts[:1], False)[0][-1:]:
+        longest = max(range(len(ids)), key=lambda i: len(ids[i]))
+        own = token_ids(self.tokenizer, [texts[longest]], False)[0] if special else None
+        if special and ids[longest][-len(own) - 1:] == [*own, self.tokenizer.eos_token_id]:
             ids = [row[:-1] for row in ids]  # the tokenizer ends each text, and a prompt goes on
         check_tokens(self.tokenizer, ids, self.vocab_size, "prompts")
         lengths = torch.tensor([len(row) for row in ids])

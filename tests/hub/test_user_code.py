@@ -128,9 +128,11 @@ def test_a_teacher_that_is_none_is_told_by_its_own_name(teacher, error):
         RLHF(make("GPT2"), tokenizer(), ["w3"], teacher=teacher, **small)
 
 
-def test_an_end_that_the_tokenizer_adds_is_not_part_of_the_prompt():
+@pytest.mark.parametrize("rows", [["w3 w4", "w5"], ["w3 END", "w5"], ["w5", "w3 END"]])
+def test_an_end_that_the_tokenizer_adds_is_not_part_of_the_prompt(rows):
     from tokenizers.processors import TemplateProcessing
-    t, rows = tokenizer(), ["w3 w4", "w5"]
+    t = tokenizer()
+    rows = [row.replace("END", t.eos_token) for row in rows]
     end = t.eos_token, t.eos_token_id
     t.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"w1 $A {end[0]}", special_tokens=[("w1", 1), end])
