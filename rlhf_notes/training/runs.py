@@ -133,7 +133,11 @@ def check_sums(folder, name: str='path'):
     beside them; without checksums all is well."""
     folder = Path(folder)
     if not (folder / SUMS).is_file(): return
-    for file, expected in read_options(folder / SUMS).items():
+    try:
+        sums = read_options(folder / SUMS)
+    except ValueError:
+        sums = {SUMS: None}
+    for file, expected in sums.items():
         inside = (folder / file).is_file() and ".." not in file
         if inside and _sum(folder / file) == expected: continue
         raise ValueError(f"{name} must be a directory as it was saved, got {folder} with another "

@@ -113,8 +113,10 @@ def test_checksums_are_read_as_data(tmp_path):
         (tmp_path / SUMS).write_text(json.dumps(sums))
         with pytest.raises(ValueError, match="^path must be a directory as it was saved"):
             check_sums(tmp_path)
-    (tmp_path / SUMS).write_text("[")
-    with pytest.raises(ValueError): check_sums(tmp_path)
+    for torn in (b"[", b"", b"[]", b"\xff", b'{"a'):
+        (tmp_path / SUMS).write_bytes(torn)
+        with pytest.raises(ValueError, match=f"^path must be a directory .* another {SUMS}"):
+            check_sums(tmp_path)
 
 
 def test_the_options_of_a_run_are_those_it_began_with(tmp_path, monkeypatch, capsys):
