@@ -8,8 +8,7 @@
   the whole batch; each computes the gradient of its share of a minibatch. DDP takes the mean over
   the processes: a loss is multiplied by their number, and the sum remains.
 - *Microbatches.* A minibatch that does not fit into memory is cut into parts, whose gradients add
-  up,
-  since each part divides by the count of the whole minibatch (P7).
+  up, since each part divides by the count of the whole minibatch (P7).
 - *bfloat16* by autocast: matrix products in half precision, the weights and all reductions in
   float32.
 - *Recorded steps.* On a GPU the passes of a plain GPT-2 are recorded and replayed.
