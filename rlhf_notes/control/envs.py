@@ -37,9 +37,9 @@ in processes (`SubprocVecEnv`) and resets in the same step; CleanRL uses `SyncVe
 threads of a C++ program; Brax and Gymnax thousands of environments at once on a GPU.
 """
 
-__all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'make_envs', 'close_envs', 'make_one',
-           'reset', 'tells_episodes', 'told_episodes', 'copy_env', 'find_spec', 'env_name',
-           'identify', 'is_continuous', 'usual_options', 'same_task', 'wrappers_of',
+__all__ = ['PRESENTATION', 'NORMALIZERS', 'THRESHOLDS', 'STATISTICS', 'make_envs', 'close_envs',
+           'make_one', 'reset', 'tells_episodes', 'told_episodes', 'copy_env', 'find_spec',
+           'env_name', 'identify', 'is_continuous', 'usual_options', 'same_task', 'wrappers_of',
            'wrapper_names', 'threshold', 'autoreset_mode']
 
 import inspect
@@ -309,9 +309,11 @@ def reset(env, seed: int | None, **options) -> tuple:  # as of `env.reset`
         return env.reset(seed=seed % 2**30, **options)
 
 
+STATISTICS = "RecordEpisodeStatistics"
+
 def tells_episodes(envs) -> bool:
     "True if RecordEpisodeStatistics tells of each episode's return."
-    return "RecordEpisodeStatistics" in wrapper_names(envs)
+    return STATISTICS in wrapper_names(envs)
 
 
 def told_episodes(info: dict, size: int) -> tuple:  # three arrays (size,)

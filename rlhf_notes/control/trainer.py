@@ -25,8 +25,8 @@ from ..checks import checked
 from . import plots
 from .config import PPOConfig
 from .envs import (
-    NORMALIZERS, autoreset_mode, close_envs, copy_env, env_name, identify, make_envs, reset,
-    same_task, usual_options, tells_episodes, threshold, told_episodes, wrapper_names,
+    NORMALIZERS, STATISTICS, autoreset_mode, close_envs, copy_env, env_name, identify, make_envs,
+    reset, same_task, usual_options, tells_episodes, threshold, told_episodes, wrapper_names,
 )
 from .export import WholePolicy
 from .policy import Agent
@@ -132,7 +132,7 @@ class PPO(Loop):
                                        self._keep if c.keep_best else None, self._put)
 
     def _tell_copies(self):
-        "Say at the start what copies of an environment do not share with it, or with a file."
+        "Say at the start what an environment's copies and wrappers keep to themselves."
         n, kinds = self.config.num_envs, wrapper_names(self.envs)
         if isinstance(self.env, gym.Env) and n > 1:
             warnings.warn(f"num_envs={n} makes copies of env, and none follows its changes: change "
@@ -142,6 +142,10 @@ class PPO(Loop):
                 warnings.warn(f"env has {kind}: each of {n} environments keeps moments of its own, "
                               f"and no file holds them; leave it out, and give "
                               f"{NORMALIZERS[kind]}=True", stacklevel=4)
+        around = kinds[:kinds.index(STATISTICS)] if STATISTICS in kinds else ()
+        if "TimeLimit" in around:
+            warnings.warn(f"env has TimeLimit around {STATISTICS}, which tells of no episode that "
+                          "it cuts: return_mean leaves them out; put it inside", stacklevel=4)
 
     @classmethod
     def begin(

@@ -171,6 +171,20 @@ def test_a_name_that_normalizes_is_evaluated_with_the_moments_of_its_training(mo
     assert not told(lambda: PPO("CartPole-v1", **TINY).evaluate(2))[1]
 
 
+def limited(env): return wrappers.TimeLimit(env, 8)
+
+
+@pytest.mark.parametrize("make, missing", [
+    (lambda: limited(Told(Own(reward=1.0))), True), (lambda: Told(limited(Own(reward=1.0))), False),
+    (lambda: limited(Own(reward=1.0)), False), (lambda: limited(limited(Told(Own()))), True)])
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_episodes_that_are_cut_around_their_statistics_are_told(make, missing, vectorization):
+    ppo, said = told(lambda: PPO(make, **TINY, vectorization=vectorization).learn())
+    ppo.close()
+    assert any("put it inside" in x for x in said) is missing
+    assert ppo.rows[-1]["return_mean"] == (None if missing else 8)
+
+
 def test_a_mask_among_the_observations_is_told():
     flags = Box(0, 1, (1, 2), np.int8)
     for name, space in (("action_mask", MultiBinary(2)), ("Legal", flags), ("valid_moves", flags),
