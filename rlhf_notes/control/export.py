@@ -5,6 +5,9 @@
     torch.export.export(policy, (obs,))
     torch.onnx.export(policy, (obs,), "mine.onnx")           # wants onnx and onnxscript
 
+For ONNX a dict of observations is given as `kwargs=dict(obs=obs)`, with `args=()`: a dict at the
+end of `args` is taken for keywords.
+
 It holds what lies between an observation and the action that the environment is told: bytes over
 255, whole numbers as ones and zeros, running moments, the network, the mask, the most probable
 action, and its bounds by clipping or tanh.
