@@ -418,7 +418,7 @@ def same_task(spec, kwargs: dict, env=None) -> bool:
 
 def _below_statistics(kinds):
     "The wrappers that RecordEpisodeStatistics tells the returns of; all, without it."
-    told = ["RecordEpisodeStatistics" in _names([kind]) for kind in kinds]
+    told = [STATISTICS in _names([kind]) for kind in kinds]
     return kinds[told.index(True) + 1:] if any(told) else kinds
 
 def _changes_rewards(kind):
