@@ -154,7 +154,7 @@ class Setting:
         """get() and set(value) are the setting; owner() tells whose it is: threading.get_ident if
         each thread has its own."""
         self.get, self.set, self.owner = get, set, owner
-        self.holders, self.values, self.lock = [], [], threading.Lock()
+        self.holders, self.lock = [], threading.Lock()
 
     @contextmanager
     def held(self, value):
@@ -163,9 +163,9 @@ class Setting:
         with self.lock:
             now = self.get()  # a thread's own from here on: PyTorch looks it up at the first use
             if not self.holders:
-                self.before, self.values = now, []
+                self.before, self.values = now, set()
             self.holders.append(owner)
-            self.values.append(value)
+            self.values.add(value)
             self.set(value)
         try:
             yield
